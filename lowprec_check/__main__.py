@@ -1,0 +1,5 @@
+"""``python -m lowprec_check``."""
+
+from lowprec_check.cli import main
+
+main()

@@ -1,0 +1,97 @@
+"""The recommendation: the best run that passed, and why not the others. Never imports torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from lowprec_check.paste import paste
+from lowprec_check.results import ModelInfo, Recommendation, Run
+
+NOISE = 1.05
+"""Runs whose times differ by less than this factor are equally fast."""
+
+
+def recommend(runs: Sequence[Run], model: ModelInfo) -> Recommendation | None:
+    """The best of the runs that passed: the fastest, among equals the most exact. ``None`` if none passed."""
+    passed = [run for run in runs if run.precision != "fp32" and run.status == "ok"]
+    if not passed:
+        return None
+    fastest = min(run.latency_ms or float("inf") for run in passed)
+    equals = [run for run in passed if (run.latency_ms or float("inf")) <= NOISE * fastest]
+    best = min(equals, key=lambda run: (_error(run), run.latency_ms or float("inf")))
+    base = best.base or best.precision
+    return Recommendation(
+        precision=best.precision if best.base is None else base,
+        backend=best.backend,
+        keep_fp32=best.keep_fp32,
+        evidence=best.evidence,
+        reason=_reason(best, runs),
+        code=paste(base, best.device, model.call, best.keep_fp32),
+        speedup=speedup(best, runs),
+        rel_l2=best.output_error.rel_l2 if best.output_error else None,
+    )
+
+
+def speedup(run: Run, runs: Sequence[Run]) -> float | None:
+    """fp32's latency over this run's."""
+    fp32 = next((other.latency_ms for other in runs if other.precision == "fp32"), None)
+    return fp32 / run.latency_ms if fp32 and run.latency_ms else None
+
+
+def _error(run: Run) -> float:
+    rel_l2 = run.output_error.rel_l2 if run.output_error else None
+    return rel_l2 if rel_l2 is not None else float("inf")
+
+
+def _reason(best: Run, runs: Sequence[Run]) -> str:
+    error = f"error {_error(best):.1e}, tolerance {best.tolerance or 0:.0e}"
+    parts = [f"passes ({error}), measured here{_speed(speedup(best, runs))}."]
+    if best.keep_fp32:
+        parts.append(f"Kept in fp32: {', '.join(best.keep_fp32)}.")
+    why = defaultdict(list)
+    for run in runs:
+        if run.precision not in ("fp32", best.precision, "plan") and run.status != "ok":
+            why[explain_status(run)].append(run.precision)
+    parts += [f"Not {' or '.join(names)}: {reason}." for reason, names in why.items()]
+    return " ".join(parts)
+
+
+def _speed(ratio: float | None) -> str:
+    if ratio is None:
+        return ""
+    if ratio >= NOISE:
+        return f", {ratio:.1f} times as fast as fp32"
+    if ratio > 1 / NOISE:
+        return ", about as fast as fp32"
+    return f", {1 / ratio:.1f} times slower than fp32 (on this machine fp32 is the faster way)"
+
+
+def explain_status(run: Run) -> str:
+    """Why a run did not pass, in a few words."""
+    missing = list(dict.fromkeys(gap.op for gap in run.gaps if gap.kind in _NO_KERNEL))
+    if run.status in ("error", "crashed") and missing:
+        names = ", ".join(short_op(op) for op in missing[:4]) + (", …" if len(missing) > 4 else "")
+        return f"{len(missing)} {'op has' if len(missing) == 1 else 'ops have'} no kernel: {names}"
+    if run.status == "error":
+        kinds = list(dict.fromkeys(gap.kind for gap in run.gaps))
+        text = run.exception.message if run.exception else "it raises"
+        return f"{', '.join(kinds)}: {text}" if kinds else text
+    if run.status == "inaccurate":
+        rel_l2 = run.output_error.rel_l2 if run.output_error else None
+        return f"error over tolerance {run.tolerance or 0:.0e}" if rel_l2 is not None else "; ".join(run.notes)
+    if run.status == "nonfinite":
+        born = next((row for row in run.op_calls.rows() if row.introduced_inf or row.introduced_nan), None)
+        where = f", first in {short_op(born.op)} of {born.module or 'the model'}" if born else ""
+        return f"NaN or Inf in the output{where}"
+    return run.reason or run.status
+
+
+_NO_KERNEL = ("missing-kernel", "unsupported-dtype", "no-backend-kernel", "crash")
+
+
+def short_op(op: str) -> str:
+    """``cholesky_ex`` of ``aten.linalg_cholesky_ex.default``; ``quantile`` of ``torch.quantile``."""
+    parts = op.split(".")
+    name = parts[1] if parts[0] == "aten" else parts[-1]
+    return name.removeprefix("_").removeprefix("linalg_")

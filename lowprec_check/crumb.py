@@ -1,0 +1,69 @@
+"""A breadcrumb that survives the death of a process: which op is running, where, since when.
+
+A small file mapped by both sides. The worker writes it before and after every op; the parent reads it to show
+progress, to see that one op takes too long, and to name the op in which a process died.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+_SIZE = 1024
+_HEAD = struct.Struct("<BdIH")  # state, started, ops so far, length of the text
+
+IDLE, IN_OP, AFTER_OP = 0, 1, 2
+
+
+class Position(NamedTuple):
+    """What the crumb says."""
+
+    state: int
+    started: float
+    ops: int
+    op: str
+    module: str
+    source: str | None
+
+    @property
+    def in_op(self) -> bool:
+        """Whether an op had begun and not ended."""
+        return self.state == IN_OP
+
+
+class Crumb:
+    """The mapped file; ``path`` is made (or cleared) by :meth:`create` and opened by both sides."""
+
+    def __init__(self, path: str | Path) -> None:
+        with open(path, "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), _SIZE)
+        self._ops = 0
+
+    @classmethod
+    def create(cls, path: str | Path) -> Crumb:
+        """Make an empty crumb."""
+        Path(path).write_bytes(bytes(_SIZE))
+        return cls(path)
+
+    def enter(self, op: str, module: str, source: str | None) -> None:
+        """An op begins."""
+        text = f"{op}\0{module}\0{source or ''}".encode()[: _SIZE - _HEAD.size]
+        self._ops += 1
+        head = _HEAD.pack(IN_OP, time.time(), self._ops, len(text))
+        self._map[: _HEAD.size + len(text)] = head + text
+
+    def leave(self) -> None:
+        """The op has ended."""
+        self._map[0] = AFTER_OP
+
+    def read(self) -> Position | None:
+        """The last position written; ``None`` before the first op."""
+        state, started, ops, length = _HEAD.unpack_from(self._map)
+        if state == IDLE:
+            return None
+        text = self._map[_HEAD.size : _HEAD.size + length].decode(errors="replace")
+        op, module, source = [*text.split("\0"), "", ""][:3]
+        return Position(state, started, ops, op, module, source or None)

@@ -1,0 +1,183 @@
+"""The instrumented part of a run: the explanation, op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lowprec_check.crumb import Crumb
+from lowprec_check.emulation import Emulation
+from lowprec_check.functions import FunctionRescue
+from lowprec_check.journal import Journal
+from lowprec_check.lockstep import Lockstep, storage_key
+from lowprec_check.numerics import compare_outputs, is_float
+from lowprec_check.plain import call_model, describe_error
+from lowprec_check.precision import Prepared, Snapshot, seed_everything
+from lowprec_check.recorder import Errors, Recorder
+from lowprec_check.results import ErrorStats, ExceptionInfo, Gap, OpCalls
+from lowprec_check.tree import leaves
+from lowprec_check.where import ModuleStack
+
+
+class Instrumented(NamedTuple):
+    """What the instrumented part found."""
+
+    gaps: list[Gap]
+    op_calls: OpCalls
+    uncalled_modules: list[str]
+    function_mode: bool = False
+    complete: bool = True
+    exception: ExceptionInfo | None = None
+    perturbed: bool | None = None
+    lockstep_error: ErrorStats | None = None
+    """The output against the lockstep reference, which took the same random draws."""
+    lockstep_nonfinite: bool = False
+    emulated: dict[str, str] = {}
+
+
+class Options(NamedTuple):
+    """How to instrument."""
+
+    errors: Errors = "both"
+    wide: torch.dtype = torch.float32
+    emulation: Emulation = Emulation()
+    crumb: Crumb | None = None
+    on_gap: Callable[[Gap], None] | None = None
+    seed: int = 0
+
+
+def fp32_state(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers by name, before a cast; no copies."""
+    state = {name: parameter.data for name, parameter in model.named_parameters(remove_duplicate=False)}
+    return state | dict(model.named_buffers(remove_duplicate=False))
+
+
+def run_instrumented(
+    ready: Prepared,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    fp32: dict[str, Tensor],
+    options: Options,
+    plain_outputs: list[Tensor] | None = None,
+) -> Instrumented:
+    """Run op by op: with a dispatch mode alone, and once more with a function mode if something failed above it."""
+    snapshot = Snapshot(ready.model)
+    found, failed_above = _pass(ready, args, kwargs, fp32, options, plain_outputs, function_mode=False)
+    if failed_above:
+        snapshot.restore()
+        found, _ = _pass(ready, args, kwargs, fp32, options, None, function_mode=True)
+    return found
+
+
+def _pass(
+    ready: Prepared,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    fp32: dict[str, Tensor],
+    options: Options,
+    plain_outputs: list[Tensor] | None,
+    *,
+    function_mode: bool,
+) -> tuple[Instrumented, bool]:
+    """One pass; the second value says that an exception came from above dispatch."""
+    lockstep = Lockstep(options.wide)
+    inputs, named = ready.inputs(args, kwargs)
+    names = _seed_state(lockstep, ready.model, fp32)
+    _seed_inputs(lockstep, ready, (inputs, named), (args, kwargs))
+    journal = Journal(set(names), options.on_gap)
+    low = ready.precision.low or torch.float32
+    with ModuleStack(ready.model) as stack:
+        recorder = Recorder(
+            low, lockstep, stack, journal, errors=options.errors, emulation=options.emulation, crumb=options.crumb
+        )
+        output, error = _call(ready, inputs, named, recorder, options.seed, function_mode)
+    perturbed = lockstep_error = None
+    nonfinite = False
+    if error is None:
+        tensors = [tensor for _, tensor in leaves(output)]
+        touched_by_us = bool(journal.gaps) or bool(options.emulation.reasons()) or function_mode
+        if plain_outputs is not None and not touched_by_us:
+            perturbed = not _same_bits(tensors, plain_outputs)
+        compared = compare_outputs([t.detach() for t in tensors], [lockstep.get(t.detach()) for t in tensors])
+        lockstep_error, nonfinite = compared.error, compared.nonfinite
+    found = Instrumented(
+        gaps=journal.gaps,
+        op_calls=journal.op_calls(),
+        uncalled_modules=_uncalled(ready.model, stack, recorder.touched),
+        function_mode=function_mode,
+        complete=error is None,
+        exception=None if error is None else describe_error(error, ready.model),
+        perturbed=perturbed,
+        lockstep_error=lockstep_error,
+        lockstep_nonfinite=nonfinite,
+        emulated=options.emulation.reasons(),
+    )
+    above = error is not None and error is not recorder.raised and isinstance(error, Exception)
+    return found, above
+
+
+def _call(
+    ready: Prepared, inputs: Any, named: Any, recorder: Recorder, seed: int, function_mode: bool
+) -> tuple[Any, BaseException | None]:
+    seed_everything(seed)
+    try:
+        with ready.context(), recorder:
+            if not function_mode:
+                return call_model(ready.call, inputs, named), None
+            with FunctionRescue(recorder):
+                return call_model(ready.call, inputs, named), None
+    except (Exception, SystemExit) as error:
+        return None, error
+
+
+def _seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor]) -> dict[int, str]:
+    """Enter the model's state; returns the storages of its parameters and buffers, with names."""
+    names: dict[int, str] = {}
+    state = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    for name, tensor in state:
+        names[storage_key(tensor)] = name
+        if name in fp32:
+            lockstep.seed(tensor.detach(), fp32[name])
+    return names
+
+
+def _seed_inputs(lockstep: Lockstep, ready: Prepared, cast: Any, original: Any) -> None:
+    for (_, low), (_, wide) in zip(leaves(cast), leaves(original), strict=True):
+        if is_float(low) and low.dtype != wide.dtype:
+            lockstep.seed(low, wide.detach().to(ready.device))
+
+
+def _same_bits(tensors: list[Tensor], others: list[Tensor]) -> bool:
+    return len(tensors) == len(others) and all(
+        a.dtype == b.dtype and a.shape == b.shape and _equal(a, b) for a, b in zip(tensors, others, strict=True)
+    )
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) or (is_float(a) and torch.equal(a.nan_to_num(), b.nan_to_num()) and _nans(a, b))
+
+
+def _nans(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.isnan(), b.isnan())
+
+
+def _uncalled(model: nn.Module, stack: ModuleStack, touched: Iterable[int]) -> list[str]:
+    """Modules with parameters that never ran and whose parameters no op read; a subtree by its root."""
+    seen = set(touched)
+    called = {name for name, count in stack.calls.items() if count}
+
+    def used(name: str, module: nn.Module) -> bool:
+        prefix = f"{name}." if name else ""
+        return any(f"{prefix}{child}".rstrip(".") in called for child, _ in module.named_modules()) or any(
+            storage_key(parameter) in seen for parameter in module.parameters()
+        )
+
+    found: list[str] = []
+    for name, module in model.named_modules():
+        covered = any(name == root or name.startswith(f"{root}.") for root in found)
+        if name and not covered and next(module.parameters(), None) is not None and not used(name, module):
+            found.append(name)
+    return found

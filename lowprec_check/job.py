@@ -1,0 +1,187 @@
+"""One run, from the inside: what a worker does with a model. Knows nothing of processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowprec_check.crumb import Crumb
+from lowprec_check.emulation import Emulation
+from lowprec_check.instrument import Instrumented, Options, fp32_state, run_instrumented
+from lowprec_check.nonfinite import first_nonfinite
+from lowprec_check.numerics import NARROW, compare_outputs
+from lowprec_check.plain import Plain, measure_latency, measure_memory, run_once, run_plain
+from lowprec_check.precision import PRECISIONS, Prepared, Snapshot, prepared
+from lowprec_check.recorder import Errors
+from lowprec_check.results import ErrorStats
+from lowprec_check.target import Target
+from lowprec_check.tree import leaves
+from lowprec_check.withhold import withholding
+
+Send = Callable[[str, Any], None]
+"""Takes a kind of message (``plain``, ``measured``, ``gap``, ``instrumented``) and its content."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a worker is to do; picklable."""
+
+    precision: str
+    device: str
+    workdir: str
+    plain: bool = True
+    instrumented: bool = True
+    keep_fp32: tuple[str, ...] = ()
+    errors: Errors = "both"
+    reference: str = "fp32"
+    tolerance: float | None = None
+    seed: int = 0
+    budget: float = 20.0
+    fp32_ms: float | None = None
+    without_kernel: tuple[str, ...] = ()
+    slow: tuple[tuple[str, str], ...] = ()
+    crashed: tuple[tuple[str, str], ...] = ()
+    measure_once: bool = False
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether this is the fp32 run, whose output is the reference of all others."""
+        return self.precision == "fp32"
+
+    @property
+    def crumb_path(self) -> Path:
+        """The file in which the worker says where it is."""
+        return Path(self.workdir) / "crumb"
+
+    @property
+    def reference_path(self) -> Path:
+        """The file with the reference's output leaves."""
+        return Path(self.workdir) / "reference.pt"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measures:
+    """Time and memory of the plain run, and for the reference whether it agrees with itself."""
+
+    latency_ms: float
+    peak_memory_bytes: int | None = None
+    self_error: ErrorStats | None = None
+    nonfinite_at: tuple[str, str, str | None] | None = None
+    metric: float | None = None
+
+
+def run_job(job: Job, target: Target, send: Send) -> None:
+    """Do ``job``, sending what is found as it is found; the model is put back as it was."""
+    device = torch.device(job.device)
+    model = target.model
+    outer = Snapshot(model)
+    try:
+        if device.type != "cpu":
+            model.to(device)
+        if any(parameter.dtype in NARROW for parameter in model.parameters()):
+            model.float()
+        fp32 = fp32_state(model)
+        precision = PRECISIONS[job.precision]
+        with (
+            prepared(model, precision, device, keep_fp32=list(job.keep_fp32), call=target.call()) as ready,
+            withholding(job.without_kernel),
+        ):
+            _run_parts(job, target, ready, fp32, send)
+    finally:
+        if device.type != "cpu":
+            model.to("cpu")
+        outer.restore()
+
+
+def _run_parts(job: Job, target: Target, ready: Prepared, fp32: dict[str, Tensor], send: Send) -> None:
+    args, kwargs = _wide_inputs(target)
+    snapshot = Snapshot(ready.model)
+    outputs = None
+    if job.plain:
+        plain = _plain(job, ready, args, kwargs)
+        send("plain", plain._replace(outputs=None))
+        if plain.outputs is not None:
+            snapshot.restore()
+            send("measured", _measure(job, target, ready, args, kwargs, plain, snapshot))
+            outputs = plain.outputs
+        snapshot.restore()
+    if job.instrumented:
+        send("instrumented", _instrument(job, ready, args, kwargs, fp32, outputs, send))
+
+
+def _wide_inputs(target: Target) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    from lowprec_check.tree import map_tensors
+
+    def wide(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype in NARROW else tensor
+
+    return map_tensors(target.args, wide), map_tensors(target.kwargs, wide)
+
+
+def _plain(job: Job, ready: Prepared, args: Any, kwargs: Any) -> Plain:
+    if not job.is_reference:
+        reference = torch.load(job.reference_path, weights_only=True)
+        return run_plain(ready, args, kwargs, seed=job.seed, tolerance=job.tolerance, reference=reference)
+    plain = run_plain(ready, args, kwargs, seed=job.seed)
+    if plain.outputs is not None:
+        torch.save([tensor.cpu().clone() for tensor in plain.outputs], job.reference_path)
+        if any(tensor.is_floating_point() and not bool(tensor.isfinite().all()) for tensor in plain.outputs):
+            plain = plain._replace(status="nonfinite")
+    return plain
+
+
+def _measure(
+    job: Job, target: Target, ready: Prepared, args: Any, kwargs: Any, plain: Plain, snapshot: Snapshot
+) -> Measures:
+    self_error = where = None
+    if job.is_reference:
+        again, _ = run_once(ready, args, kwargs, job.seed)
+        compared = compare_outputs([t.detach() for _, t in leaves(again)], plain.outputs or [])
+        self_error = compared.error if compared.rel_l2 else None
+        if plain.status == "nonfinite":
+            snapshot.restore()
+            where = first_nonfinite(ready, args, kwargs, job.seed)
+    first = plain.seconds
+    hopeless = job.fp32_ms is not None and first > 0.5 and first > 5 * job.fp32_ms / 1e3
+    latency = measure_latency(
+        ready, args, kwargs, seed=job.seed, first=first, seconds=0.0 if hopeless else min(2.0, job.budget / 5)
+    )
+    memory = measure_memory(ready, args, kwargs, seed=job.seed) if not hopeless else None
+    metric = float(target.metric(_CastingInputs(ready))) if target.metric is not None and not hopeless else None
+    return Measures(
+        latency_ms=latency, peak_memory_bytes=memory, self_error=self_error, nonfinite_at=where, metric=metric
+    )
+
+
+class _CastingInputs(torch.nn.Module):
+    """The model as a metric may call it: with fp32 inputs, in whatever precision is being tried."""
+
+    def __init__(self, ready: Prepared) -> None:
+        super().__init__()
+        self._ready = (ready,)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        ready = self._ready[0]
+        inputs, named = ready.inputs(args, kwargs)
+        with ready.context():
+            return ready.model(*inputs, **named)
+
+
+def _instrument(
+    job: Job, ready: Prepared, args: Any, kwargs: Any, fp32: dict[str, Tensor], outputs: list[Tensor] | None, send: Send
+) -> Instrumented:
+    emulation = Emulation(dict(job.slow), dict(job.crashed), measure_once=job.measure_once)
+    options = Options(
+        errors="none" if job.is_reference else job.errors,
+        wide=torch.float64 if job.reference == "fp64" else torch.float32,
+        emulation=emulation,
+        crumb=Crumb(job.crumb_path),
+        on_gap=lambda gap: send("gap", gap),
+        seed=job.seed,
+    )
+    return run_instrumented(ready, args, kwargs, fp32, options, outputs)

@@ -1,0 +1,134 @@
+"""Where the recorder writes: columns of op calls, and gaps merged by place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowprec_check.numerics import finite_or_none, is_float
+from lowprec_check.results import Gap, GapKind, Layer, OpCalls, Phase, Place
+
+if TYPE_CHECKING:
+    from lowprec_check.recorder import Call
+
+
+class Measured(NamedTuple):
+    """What was measured of one op call; ``None`` where there was nothing to measure."""
+
+    local_error: float | None = None
+    accumulated_error: float | None = None
+    input_error: float | None = None
+    absmax: float | None = None
+    introduced_inf: int = 0
+    introduced_nan: int = 0
+    flushed: float | None = None
+    input_flushed: float | None = None
+    flips: int = 0
+    recast: int = 0
+    seconds: float | None = None
+    reference_seconds: float | None = None
+
+
+_SHORT = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64"}
+
+
+def _short(tensors: list[Tensor]) -> str:
+    names = {_SHORT.get(t.dtype) or str(t.dtype)[6:] for t in tensors if is_float(t)}
+    return "+".join(sorted(names))
+
+
+class Journal:
+    """Collects; ``parameters`` are the storages of the model's parameters and buffers."""
+
+    def __init__(self, parameters: set[int] | None = None, on_gap: Callable[[Gap], None] | None = None) -> None:
+        self.columns: dict[str, list[Any]] = {name: [] for name in Place._fields}
+        self._append = [self.columns[name].append for name in Place._fields]
+        self._gaps: dict[tuple[str, str, str, str | None], Gap] = {}
+        self._parameters = parameters or set()
+        self._on_gap = on_gap
+        self.phase: Phase = "forward"
+
+    def is_parameter(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in a parameter or buffer of the model."""
+        return tensor.untyped_storage()._cdata in self._parameters
+
+    def call(self, call: Call, outputs: list[Tensor], measured: Measured) -> None:
+        """Append one row."""
+        row = (
+            call.traits.name,
+            call.module,
+            call.source,
+            f"{_short(call.inputs)}→{_short(outputs)}",
+            "×".join(map(str, outputs[0].shape)) if outputs else "",
+            call.outcome,
+            finite_or_none(measured.local_error),
+            finite_or_none(measured.accumulated_error),
+            finite_or_none(measured.input_error),
+            finite_or_none(measured.absmax),
+            measured.introduced_inf,
+            measured.introduced_nan,
+            measured.flushed,
+            measured.input_flushed,
+            measured.flips,
+            measured.recast,
+            _ms(measured.seconds),
+            _ms(measured.reference_seconds),
+        )
+        for append, value in zip(self._append, row, strict=True):
+            append(value)
+
+    def gap(self, call: Call, kind: GapKind, layer: Layer, message: str, dtypes: list[str]) -> None:
+        """Enter a gap of an op call."""
+        op = call.traits.name
+        self.gap_at(op, call.module, call.source, kind=kind, layer=layer, message=message, dtypes=dtypes)
+
+    def gap_at(
+        self,
+        op: str,
+        module: str,
+        source: str | None,
+        *,
+        kind: GapKind,
+        layer: Layer,
+        message: str,
+        dtypes: list[str],
+        rescued: bool = True,
+    ) -> None:
+        """Enter a gap; one more call where the same is known at this place."""
+        key = (op, kind, module, source)
+        known = self._gaps.get(key)
+        self._gaps[key] = Gap(
+            op=op,
+            layer=layer,
+            kind=kind,
+            phase=self.phase,
+            module=module,
+            source=source,
+            dtypes=known.dtypes if known else dtypes,
+            message=known.message if known else first_line(message),
+            calls=known.calls + 1 if known else 1,
+            rescued=rescued,
+        )
+        if known is None and self._on_gap is not None:
+            self._on_gap(self._gaps[key])
+
+    @property
+    def gaps(self) -> list[Gap]:
+        """In the order in which they were met."""
+        return list(self._gaps.values())
+
+    def op_calls(self) -> OpCalls:
+        """The columns, frozen."""
+        return OpCalls(**self.columns)
+
+
+def first_line(message: str) -> str:
+    """The first non-empty line of a message: torch adds C++ stack traces below."""
+    return next((line.strip() for line in message.splitlines() if line.strip()), "")
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 4)

@@ -1,0 +1,30 @@
+"""What the command line does first: load a target in this process so that workers can share it, then scan."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch
+
+from lowprec_check.results import ScanResult
+from lowprec_check.scan import scan_target
+from lowprec_check.target import load_target
+from lowprec_check.worker import best_isolation
+
+# Lets `torch.cuda.is_available()` in a user's file answer without waking the driver, which no fork survives.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+
+def load_and_scan(spec: str, inputs: tuple[str, ...] = (), **options: Any) -> ScanResult:
+    """Load ``spec`` and scan it; options as :func:`lowprec_check.scan.scan_target` takes them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # no pool of threads in the process that forks
+    try:
+        target = load_target(spec, inputs)
+    finally:
+        torch.set_num_threads(threads)
+    isolation = best_isolation(can_spawn=True)
+    load = functools.partial(load_target, spec, inputs) if isolation == "spawn" else lambda: target
+    return scan_target(target, load, isolation=isolation, spec=spec, **options)

@@ -1,0 +1,264 @@
+"""Pure functions on tensors: how far from a reference, in what range, what was lost.
+
+The per-op path reads each output once, in chunks that stay in cache: widening, range, difference and two dot
+products per chunk. Everything irregular (NaN, Inf, squares that overflow) takes a slower, exact path.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowprec_check.results import ErrorStats
+
+CHUNK = 1 << 17
+"""Elements per chunk on a CPU: 512 KiB in fp32, and 2 threads' worth of work."""
+
+_NARROW_NAMES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+NARROW = frozenset(getattr(torch, name) for name in _NARROW_NAMES if hasattr(torch, name))
+"""Floating dtypes narrower than fp32."""
+
+_WIDE_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
+
+
+def is_float(tensor: Tensor) -> bool:
+    """Whether the dtype is floating or complex."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def is_narrow(tensor: Tensor) -> bool:
+    """Whether the dtype is floating and narrower than fp32 (or complex of such parts)."""
+    return tensor.dtype in NARROW or tensor.dtype == torch.complex32
+
+
+def widened_dtype(dtype: torch.dtype, wide: torch.dtype) -> torch.dtype:
+    """The dtype that stands for ``dtype`` in a reference computed in ``wide`` (fp32 or fp64)."""
+    if dtype.is_complex:
+        return _WIDE_COMPLEX[wide] if dtype != torch.complex128 else dtype
+    if dtype.is_floating_point and dtype != torch.float64:
+        return wide
+    return dtype
+
+
+def widen(tensor: Tensor, wide: torch.dtype = torch.float32) -> Tensor:
+    """``tensor`` in its widened dtype; itself where that is its own."""
+    return tensor.to(widened_dtype(tensor.dtype, wide))
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """Half the distance from 1 to the next number: 2⁻¹¹ for fp16, 2⁻⁸ for bf16."""
+    return torch.finfo(dtype).eps / 2
+
+
+class Comparison(NamedTuple):
+    """What one pass over an output against its references tells."""
+
+    errors: list[float]
+    """rel_l2 against each reference; ``inf`` where a value is not finite or the reference is 0."""
+    absmax: float
+    """Largest finite magnitude."""
+    introduced_inf: int
+    introduced_nan: int
+    flushed: float | None
+    """Share of the first reference's non-zeros that are 0 here; ``None`` if not asked for."""
+
+
+def compare(out: Tensor, references: Sequence[Tensor], *, count_flushed: bool = False) -> Comparison:
+    """Compare ``out`` (any floating dtype and shape) with ``references`` of its shape, widened dtypes.
+
+    Without references only the range is measured.
+    """
+    out, references = _real(out), [_real(reference) for reference in references]
+    sums = [_Sums() for _ in references]
+    low, high = math.inf, -math.inf
+    lost = nonzero = 0
+    for part, *reference_parts in _chunks(out, references):
+        wide = part if part.dtype == torch.float64 else part.float()
+        numbers = list(torch.aminmax(wide))
+        for reference_part in reference_parts:
+            numbers += _squares(wide, reference_part)
+        smallest, largest, *squares = torch.stack(numbers).tolist()
+        if not math.isfinite(sum(squares, largest - smallest)):
+            return _compare_exactly(out, references, count_flushed)
+        low, high = min(low, smallest), max(high, largest)
+        for total, difference, reference_square in zip(sums, squares[::2], squares[1::2], strict=True):
+            total.difference += difference
+            total.reference += reference_square
+        if count_flushed and reference_parts:
+            kept = reference_parts[0] != 0
+            nonzero += int(kept.sum())
+            lost += int(kept.logical_and_(wide == 0).sum())
+    flushed = lost / nonzero if nonzero else 0.0
+    absmax = max(abs(low), abs(high)) if out.numel() else 0.0
+    return Comparison([s.relative() for s in sums], absmax, 0, 0, flushed if count_flushed else None)
+
+
+class _Sums:
+    """Sums of squares, in double precision across chunks."""
+
+    __slots__ = ("difference", "reference")
+
+    def __init__(self, difference: float = 0.0, reference: float = 0.0) -> None:
+        self.difference = difference
+        self.reference = reference
+
+    def relative(self) -> float:
+        if self.difference == 0:
+            return 0.0
+        return math.sqrt(self.difference / self.reference) if self.reference else math.inf
+
+
+def _squares(wide: Tensor, reference: Tensor) -> list[Tensor]:
+    difference = wide - reference
+    return [
+        torch.dot(difference, difference).to(wide.dtype),
+        torch.dot(reference, reference).to(wide.dtype),
+    ]
+
+
+def _real(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor.resolve_neg()
+
+
+def _chunks(out: Tensor, references: list[Tensor]) -> Iterator[list[Tensor]]:
+    count = out.numel()
+    if count == 0:
+        return
+    flat = _flat_together([out, *references])
+    size = CHUNK if out.device.type == "cpu" else count
+    if count <= size:
+        yield flat
+        return
+    for start in range(0, count, size):
+        yield [tensor[start : start + size] for tensor in flat]
+
+
+def _flat_together(tensors: list[Tensor]) -> list[Tensor]:
+    """One-dimensional views in one element order, copied only where the layouts differ."""
+    first = tensors[0]
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return [tensor.view(-1) for tensor in tensors]
+    if all(t.stride() == first.stride() for t in tensors) and _is_dense(first):
+        return [t.as_strided((t.numel(),), (1,), t.storage_offset()) for t in tensors]
+    return [tensor.contiguous().view(-1) for tensor in tensors]
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _compare_exactly(out: Tensor, references: list[Tensor], count_flushed: bool) -> Comparison:
+    value = out.double()
+    finite = value.isfinite()
+    absmax = float(value[finite].abs().max()) if bool(finite.any()) else 0.0
+    errors, new_inf, new_nan = [], 0, 0
+    for index, reference in enumerate(references):
+        stats = _exact_sums(value, finite, reference.double())
+        errors.append(stats.relative())
+        if index == 0:
+            expected = reference.isfinite()
+            new_inf = int((value.isinf() & expected).sum())
+            new_nan = int((value.isnan() & expected).sum())
+    if not references:
+        new_inf, new_nan = int(value.isinf().sum()), int(value.isnan().sum())
+    flushed = None
+    if count_flushed:
+        kept = references[0] != 0
+        flushed = float((kept & (value == 0)).sum()) / max(1, int(kept.sum()))
+    return Comparison(errors, absmax, new_inf, new_nan, flushed)
+
+
+def _exact_sums(value: Tensor, finite: Tensor, reference: Tensor) -> _Sums:
+    """Sums in fp64 where both are finite; a non-finite value against a finite reference is infinitely far."""
+    expected = reference.isfinite()
+    if bool((~finite & expected).any()):
+        return _Sums(math.inf, 1.0)
+    both = finite & expected
+    difference = torch.where(both, value - reference, 0.0)
+    kept = torch.where(both, reference, 0.0)
+    scale = max(float(kept.abs().max()) if kept.numel() else 0.0, 1e-300)
+    return _Sums(float((difference / scale).square().sum()), float((kept / scale).square().sum()))
+
+
+def finite_or_none(value: float | None) -> float | None:
+    """``value`` if it is a finite number: what may go into a result."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+class OutputComparison(NamedTuple):
+    """The error of a whole output, and whether it holds a NaN or Inf that the reference does not."""
+
+    error: ErrorStats
+    rel_l2: float
+    nonfinite: bool
+    note: str | None = None
+
+
+def compare_outputs(outputs: Sequence[Tensor], references: Sequence[Tensor]) -> OutputComparison:
+    """Compare the leaves of two outputs, pairwise; the worst leaf counts.
+
+    Floating leaves are compared; where there are none, the integer ones are. Leaves that differ in number or
+    shape (a detector that kept another number of boxes) are infinitely far.
+    """
+    if len(outputs) != len(references):
+        return _incomparable(f"{len(outputs)} output tensors, the reference has {len(references)}")
+    floating = any(is_float(reference) for reference in references)
+    worst: OutputComparison | None = None
+    nonfinite = False
+    for out, reference in zip(outputs, references, strict=True):
+        if floating and not is_float(reference):
+            continue
+        if out.shape != reference.shape:
+            return _incomparable(f"output shape {tuple(out.shape)}, the reference's is {tuple(reference.shape)}")
+        compared = _compare_leaf(out, reference)
+        nonfinite |= compared.nonfinite
+        if worst is None or compared.rel_l2 > worst.rel_l2:
+            worst = compared
+    if worst is None:
+        return _incomparable("the output holds no tensor")
+    return worst._replace(nonfinite=nonfinite)
+
+
+def _incomparable(note: str) -> OutputComparison:
+    return OutputComparison(ErrorStats(rel_l2=None, max_abs=None, cosine=None, sqnr_db=None), math.inf, False, note)
+
+
+def _compare_leaf(out: Tensor, reference: Tensor) -> OutputComparison:
+    y, r = _real(out).double().reshape(-1), _real(reference).double().reshape(-1)
+    expected = r.isfinite()
+    if bool((~y.isfinite() & expected).any()):
+        error = ErrorStats(rel_l2=None, max_abs=None, cosine=None, sqnr_db=None)
+        return OutputComparison(error, math.inf, True)
+    y, r = torch.where(expected, y, 0.0), torch.where(expected, r, 0.0)
+    y = torch.where(y.isfinite(), y, 0.0)
+    difference, size = float((y - r).norm()), float(r.norm())
+    rel_l2 = 0.0 if difference == 0 else difference / size if size else math.inf
+    norms = float(y.norm()) * size
+    error = ErrorStats(
+        rel_l2=finite_or_none(rel_l2),
+        max_abs=float((y - r).abs().max()) if y.numel() else 0.0,
+        cosine=float(torch.dot(y, r)) / norms if norms else None,
+        sqnr_db=-20 * math.log10(rel_l2) if 0 < rel_l2 < math.inf else None,
+        top1=_top1(out, reference),
+    )
+    return OutputComparison(error, rel_l2, False)
+
+
+def _top1(out: Tensor, reference: Tensor) -> float | None:
+    if reference.ndim != 2 or reference.shape[0] == 0 or reference.shape[1] < 2 or not is_float(reference):
+        return None
+    if reference.is_complex():
+        return None
+    return float((out.float().argmax(1) == reference.argmax(1)).float().mean())

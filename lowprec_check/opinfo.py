@@ -1,0 +1,168 @@
+"""What the recorder must know of an op before it runs: read once per overload from its schema and tags."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch._ops import OpOverload
+
+_SKIPPED = frozenset(
+    {
+        "aten::empty",
+        "aten::empty_like",
+        "aten::empty_strided",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+        "aten::empty_permuted",
+        "aten::is_pinned",
+        "aten::sym_size",
+        "aten::sym_stride",
+        "aten::sym_numel",
+        "aten::sym_storage_offset",
+        "prim::device",
+        "prim::layout",
+    }
+)
+
+# Ops that move values and do no arithmetic: their local error is 0 by definition.
+_MOVES = frozenset(
+    "aten::" + name
+    for name in [
+        "cat",
+        "stack",
+        "index",
+        "index_select",
+        "gather",
+        "embedding",
+        "clone",
+        "copy_",
+        "contiguous",
+        "constant_pad_nd",
+        "roll",
+        "flip",
+        "repeat",
+        "index_put_",
+        "scatter_",
+        "fill_",
+        "zero_",
+        "zeros",
+        "ones",
+        "zeros_like",
+        "ones_like",
+        "full",
+        "full_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "arange",
+        "scalar_tensor",
+        "lift_fresh_copy",
+        "slice_scatter",
+        "select_scatter",
+        "masked_select",
+        "take",
+        "repeat_interleave",
+        "permute_copy",
+        "view_copy",
+        "where",
+        "masked_fill_",
+        "unfold_backward",
+        "channel_shuffle",
+        "pixel_shuffle",
+        "pixel_unshuffle",
+        "tril",
+        "triu",
+        "eye",
+        "relu",
+        "relu_",
+        "neg",
+        "neg_",
+        "abs",
+        "max_pool2d_with_indices",
+        "masked_fill",
+        "masked_scatter",
+        "unbind_copy",
+        "split_with_sizes_copy",
+        "nan_to_num",
+        "clamp_min",
+        "clamp_min_",
+        "hardtanh",
+    ]
+)
+
+# Legacy ops whose schema does not say that they write their running statistics.
+_UNDECLARED_WRITES = {
+    "aten::native_batch_norm": (3, 4),
+    "aten::cudnn_batch_norm": (3, 4),
+    "aten::miopen_batch_norm": (3, 4),
+    "aten::batch_norm_update_stats": (1, 2),
+}
+
+# Ops that return (values, indices): the reference's values are gathered along ``dim`` by the indices chosen here.
+_SELECTIONS = frozenset(
+    "aten::" + name
+    for name in ["topk", "sort", "max", "min", "median", "nanmedian", "kthvalue", "mode", "cummax", "cummin"]
+)
+
+
+class OpTraits(NamedTuple):
+    """Facts of one overload."""
+
+    name: str
+    """``aten.mm.default``."""
+    packet: str
+    """``aten::mm``."""
+    skipped: bool
+    """Allocates without writing, or asks for metadata: nothing to compare."""
+    view: bool
+    """Returns an alias and writes nothing."""
+    mutable: bool
+    written: tuple[int | str, ...]
+    """Positions and names of the arguments that the op writes."""
+    random: bool
+    moves: bool
+    """Does no arithmetic."""
+    casts: bool
+    """``_to_copy`` and the like: the local error is what the cast loses."""
+    selects: bool
+
+
+@functools.cache
+def traits(func: OpOverload) -> OpTraits:
+    """Return the traits of ``func``, computed once."""
+    schema = func._schema
+    packet = schema.name
+    written: tuple[int | str, ...] = _UNDECLARED_WRITES.get(packet) or tuple(
+        argument.name if argument.kwarg_only else index
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    aliased = any(returned.alias_info is not None for returned in schema.returns)
+    return OpTraits(
+        name=str(func),
+        packet=packet,
+        skipped=packet in _SKIPPED,
+        view=aliased and not written,
+        mutable=bool(written),
+        written=written,
+        random=torch.Tag.nondeterministic_seeded in func.tags,
+        moves=packet in _MOVES,
+        casts=packet in ("aten::_to_copy", "aten::to", "prims::convert_element_type"),
+        selects=packet in _SELECTIONS and len(schema.returns) == 2,
+    )
+
+
+def draws(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+    """Whether this call consumes random numbers; attention with a dropout of 0 carries the tag but does not."""
+    if not traits(func).random:
+        return False
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dropout_p", "dropout"):
+            value = args[index] if index < len(args) else kwargs.get(argument.name, 0.0)
+            return value != 0
+        if argument.name in ("train", "training"):
+            value = args[index] if index < len(args) else kwargs.get(argument.name, False)
+            return bool(value)
+    return True

@@ -1,0 +1,201 @@
+"""The plain part of a run: the model as its user would run it, nothing attached. The truth about status, time, memory."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowprec_check import device as devices
+from lowprec_check.journal import first_line
+from lowprec_check.mode import DispatchMode
+from lowprec_check.numerics import compare_outputs, is_float
+from lowprec_check.precision import Prepared, seed_everything
+from lowprec_check.results import ErrorStats, ExceptionInfo, Status
+from lowprec_check.tree import leaves
+from lowprec_check.where import traceback_line
+
+SAMPLES = 7
+_FALLBACK = re.compile(r"fall(ing|s)?[ -]?back.*cpu|fallback from \w+ to cpu", re.IGNORECASE)
+
+
+class Plain(NamedTuple):
+    """What the plain part found; ``outputs`` are the leaves of the first call, ``None`` if it raised."""
+
+    status: Status
+    outputs: list[Tensor] | None = None
+    exception: ExceptionInfo | None = None
+    output_error: ErrorStats | None = None
+    latency_ms: float | None = None
+    peak_memory_bytes: int | None = None
+    seconds: float = 0.0
+    random: bool = False
+    notes: tuple[str, ...] = ()
+    fallbacks: tuple[str, ...] = ()
+    loss: float | None = None
+    output_is_zero: bool = False
+
+
+def call_model(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the model. The frame in which the search for the user's line ends."""
+    return call(*args, **kwargs)
+
+
+def run_once(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> tuple[Any, float]:
+    """One seeded call on fresh inputs: the output and its seconds."""
+    seed_everything(seed)
+    inputs, named = ready.inputs(args, kwargs)
+    with ready.context():
+        return devices.timed(ready.device, lambda: call_model(ready.call, inputs, named))
+
+
+def run_plain(
+    ready: Prepared,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    seed: int,
+    tolerance: float | None = None,
+    reference: list[Tensor] | None = None,
+) -> Plain:
+    """First call: status and output. An exception is a result, not an end."""
+    seed_everything(seed)
+    state_before = torch.get_rng_state()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        try:
+            output, seconds = run_once(ready, args, kwargs, seed)
+        except (Exception, SystemExit) as error:
+            return Plain("error", exception=describe_error(error, ready.model))
+    drew = not torch.equal(state_before, torch.get_rng_state())
+    outputs = [tensor.detach() for _, tensor in leaves(output)]
+    fallbacks = tuple(dict.fromkeys(first_line(str(w.message)) for w in caught if _FALLBACK.search(str(w.message))))
+    floating = [tensor for tensor in outputs if is_float(tensor)]
+    found = Plain(
+        "ok",
+        outputs,
+        seconds=seconds,
+        random=drew,
+        fallbacks=fallbacks,
+        loss=_loss(output),
+        output_is_zero=bool(floating) and not any(bool(tensor.any()) for tensor in floating),
+    )
+    if reference is None or drew:
+        return found
+    return judge(found, reference, tolerance)
+
+
+def judge(plain: Plain, reference: list[Tensor], tolerance: float | None) -> Plain:
+    """``plain`` with the status and error that its outputs have against ``reference``."""
+    compared = compare_outputs([tensor.cpu() for tensor in plain.outputs or []], reference)
+    status: Status = "ok"
+    if compared.nonfinite:
+        status = "nonfinite"
+    elif tolerance is not None and not compared.rel_l2 <= tolerance:
+        status = "inaccurate"
+    notes = (*plain.notes, compared.note) if compared.note else plain.notes
+    return plain._replace(status=status, output_error=compared.error, notes=notes)
+
+
+def _loss(output: Any) -> float | None:
+    from lowprec_check.target import WithLoss
+
+    if isinstance(output, WithLoss):
+        value = float(output.loss)
+        return value if math.isfinite(value) else None
+    return None
+
+
+def describe_error(error: BaseException, model: torch.nn.Module) -> ExceptionInfo:
+    """The exception in words, with the module and the user's line it came from."""
+    return ExceptionInfo(
+        type=type(error).__name__,
+        message=first_line(str(error)),
+        module=_module_of_traceback(error, model),
+        source=traceback_line(error.__traceback__),
+    )
+
+
+def _module_of_traceback(error: BaseException, model: torch.nn.Module) -> str | None:
+    names = {id(module): name for name, module in model.named_modules()}
+    found, traceback = None, error.__traceback__
+    while traceback is not None:
+        owner = traceback.tb_frame.f_locals.get("self")
+        found = names.get(id(owner), found) if owner is not None else found
+        traceback = traceback.tb_next
+    return found
+
+
+def measure_latency(
+    ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], *, seed: int, first: float, seconds: float
+) -> float:
+    """Median milliseconds of up to ``SAMPLES`` further calls within ``seconds``; the first call if none fits."""
+    samples: list[float] = []
+    deadline = time.monotonic() + seconds
+    while len(samples) < SAMPLES and time.monotonic() + (samples[-1] if samples else first) < deadline:
+        samples.append(run_once(ready, args, kwargs, seed)[1])
+    return statistics.median(samples or [first]) * 1e3
+
+
+def measure_memory(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], *, seed: int) -> int:
+    """Peak bytes of one call: weights, buffers, inputs, and what the call holds at its peak.
+
+    On an accelerator the allocator tells; on a CPU the live tensor storages are counted (a kernel's own scratch is
+    not among them).
+    """
+    inputs, named = ready.inputs(args, kwargs)
+    resident = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _resident(ready, inputs, named)}
+
+    def work() -> None:
+        with ready.context():
+            call_model(ready.call, inputs, named)
+
+    seed_everything(seed)
+    peak = devices.peak_memory(ready.device, work) if ready.device.type != "cpu" else None
+    if peak is None:
+        with _StorageCounter(set(resident)) as counter:
+            work()
+        peak = counter.peak
+    return sum(resident.values()) + peak
+
+
+def _resident(ready: Prepared, inputs: Any, named: Any) -> list[Tensor]:
+    tensors = [tensor for _, tensor in (*leaves(inputs), *leaves(named))]
+    return [*ready.model.parameters(), *ready.model.buffers(), *tensors]
+
+
+class _StorageCounter(DispatchMode):
+    """Counts the bytes of live storages that ops make."""
+
+    def __init__(self, resident: set[int]) -> None:
+        super().__init__()
+        self._resident = resident
+        self._live: dict[int, Any] = {}
+        self._now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for _, tensor in leaves(out):
+            self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: Any) -> None:
+        key = storage._cdata
+        if key in self._live or storage.data_ptr() in self._resident:
+            return
+        size = storage.nbytes()
+        self._live[key] = weakref.ref(storage, lambda _: self._drop(key, size))
+        self._now += size
+        self.peak = max(self.peak, self._now)
+
+    def _drop(self, key: int, size: int) -> None:
+        del self._live[key]
+        self._now -= size

@@ -1,0 +1,169 @@
+"""The named precisions: how a model is cast, what goes around the call, and how all is put back."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lowprec_check.numerics import NARROW
+from lowprec_check.tree import map_tensors
+
+
+class Precision(NamedTuple):
+    """A way to run a model; at most one of ``cast`` and ``autocast`` is set, ``fp32`` has neither."""
+
+    name: str
+    cast: torch.dtype | None = None
+    autocast: torch.dtype | None = None
+
+    @property
+    def low(self) -> torch.dtype | None:
+        """The narrow dtype in play, ``None`` for fp32."""
+        return self.cast or self.autocast
+
+
+PRECISIONS = {
+    precision.name: precision
+    for precision in (
+        Precision("fp32"),
+        Precision("bfloat16", cast=torch.bfloat16),
+        Precision("autocast-bf16", autocast=torch.bfloat16),
+        Precision("half", cast=torch.float16),
+        Precision("autocast-fp16", autocast=torch.float16),
+    )
+}
+"""By name, in the order in which a scan shows them."""
+
+
+class Snapshot:
+    """A model's state and the global state a run may change; :meth:`restore` puts everything back.
+
+    Parameters keep their storage; values are copied where a forward may write them in place (buffers).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = [(module, _copy_of(module.__dict__)) for module in model.modules()]
+        self.parameters = [(p, p.data, p.grad, p.requires_grad) for p in model.parameters()]
+        self.buffers = [(b, b.detach().clone()) for b in model.buffers()]
+        self.rng = torch.get_rng_state()
+        self.python_rng = random.getstate()
+        self.grad = torch.is_grad_enabled()
+        self.default_dtype = torch.get_default_dtype()
+
+    def restore(self) -> None:
+        """Put back what was there, in place."""
+        for module, state in self.modules:
+            module.__dict__.clear()
+            module.__dict__.update(_copy_of(state))
+        with torch.no_grad():
+            for parameter, data, grad, requires_grad in self.parameters:
+                parameter.data = data
+                parameter.grad = grad
+                parameter.requires_grad_(requires_grad)
+            for buffer, values in self.buffers:
+                if not torch.equal(buffer, values):
+                    buffer.copy_(values)
+        torch.set_rng_state(self.rng)
+        random.setstate(self.python_rng)
+        torch.set_grad_enabled(self.grad)
+        torch.set_default_dtype(self.default_dtype)
+
+
+def _copy_of(state: dict[str, Any]) -> dict[str, Any]:
+    """A module's ``__dict__`` with its inner dicts and lists copied one level deep."""
+    return {key: value.copy() if isinstance(value, (dict, list, set)) else value for key, value in state.items()}
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch (the CPU, and accelerators that are awake), ``random``, and NumPy where it is loaded.
+
+    ``torch.manual_seed`` would import ``torch._dynamo`` on its first call, a second in each worker.
+    """
+    torch.default_generator.manual_seed(seed)
+    for module in (torch.cuda, torch.xpu):
+        if module.is_initialized():
+            module.manual_seed_all(seed)
+    if torch.backends.mps.is_available():
+        torch.mps.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+class Prepared(NamedTuple):
+    """A model made ready for one precision; call it with inputs in fp32."""
+
+    model: nn.Module
+    precision: Precision
+    device: torch.device
+    call: Callable[..., Any]
+    """What is called: the model, or the model and the user's loss."""
+
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Fresh copies on the device, floating ones cast where the model is."""
+
+        def ready(tensor: Tensor) -> Tensor:
+            dtype = self.precision.cast if tensor.is_floating_point() and self.precision.cast else tensor.dtype
+            return tensor.detach().to(self.device, dtype, copy=True)
+
+        return map_tensors(args, ready), map_tensors(kwargs, ready)
+
+    def context(self) -> contextlib.AbstractContextManager[Any]:
+        """What goes around the call: autocast or nothing."""
+        if self.precision.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.precision.autocast)
+
+
+@contextlib.contextmanager
+def prepared(
+    model: nn.Module,
+    precision: Precision,
+    device: torch.device,
+    *,
+    keep_fp32: list[str] | None = None,
+    call: Callable[..., Any] | None = None,
+) -> Iterator[Prepared]:
+    """Cast ``model`` in place as ``model.half()`` would, and put it back afterwards.
+
+    ``keep_fp32`` names modules that stay in fp32. The model must already be on ``device``.
+    """
+    snapshot = Snapshot(model)
+    try:
+        if precision.cast is not None:
+            model.to(precision.cast)
+        for name in keep_fp32 or []:
+            keep_in_fp32(model.get_submodule(name), precision, device)
+        with torch.no_grad():
+            yield Prepared(model, precision, device, call or model)
+    finally:
+        snapshot.restore()
+
+
+def keep_in_fp32(module: nn.Module, precision: Precision, device: torch.device) -> None:
+    """Run ``module`` in fp32: its weights, its inputs, outside autocast; under a cast its outputs go back to it."""
+    forward = module.forward
+    if precision.cast is not None:
+        module.float()
+
+    def in_fp32(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device.type, enabled=False):
+            output = forward(*map_tensors(args, _up), **map_tensors(kwargs, _up))
+        return output if precision.cast is None else map_tensors(output, lambda t: _down(t, precision.cast))
+
+    module.forward = in_fp32
+
+
+def _up(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in NARROW else tensor
+
+
+def _down(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if tensor.dtype == torch.float32 else tensor

@@ -1,0 +1,380 @@
+"""The dispatch mode that turns one run of a model into op calls and gaps. It records and judges nothing.
+
+Per op call: run it as given; where that fails, find out why and go on (``gaps``); run the same op on the reference's
+tensors (``lockstep``) and, for the local error, on its own inputs widened; compare all in one pass (``numerics``).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from lowprec_check import selection
+from lowprec_check.crumb import Crumb
+from lowprec_check.emulation import Emulation
+from lowprec_check.gaps import Attempt, asks_narrow, map_args, rescue, tensors_in
+from lowprec_check.journal import Journal, Measured
+from lowprec_check.lockstep import Lockstep, storage_key
+from lowprec_check.mode import DispatchMode
+from lowprec_check.numerics import NARROW, Comparison, compare, is_float, is_narrow, widen, widened_dtype
+from lowprec_check.opinfo import OpTraits, draws, traits
+from lowprec_check.results import Outcome
+from lowprec_check.where import ModuleStack, source_line
+
+Errors = Literal["both", "accumulated", "none"]
+
+
+class Call:
+    """One op call on its way through the recorder."""
+
+    __slots__ = ("args", "func", "inputs", "involved", "kwargs", "module", "outcome", "seconds", "source", "traits")
+
+    def __init__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.traits: OpTraits = traits(func)
+        self.inputs = tensors_in(args, kwargs)
+        self.involved = False
+        self.module = ""
+        self.source: str | None = None
+        self.outcome: Outcome = "ok"
+        self.seconds = 0.0
+
+    def written(self) -> Iterator[Tensor]:
+        """The tensors that the op writes to."""
+        for key in self.traits.written:
+            value = self.kwargs.get(key) if isinstance(key, str) else self.args[key] if key < len(self.args) else None
+            if isinstance(value, Tensor):
+                yield value
+            elif isinstance(value, (list, tuple)):
+                yield from (item for item in value if isinstance(item, Tensor))
+
+
+class Recorder(DispatchMode):
+    """Records what a model dispatches. ``low`` is the dtype of the run; ``lockstep`` is seeded by the caller."""
+
+    def __init__(
+        self,
+        low: torch.dtype,
+        lockstep: Lockstep,
+        stack: ModuleStack,
+        journal: Journal,
+        *,
+        errors: Errors = "both",
+        emulation: Emulation | None = None,
+        crumb: Crumb | None = None,
+    ) -> None:
+        super().__init__()
+        self.low, self.lockstep, self.stack, self.journal = low, lockstep, stack, journal
+        self.errors = errors
+        self.emulation = emulation or Emulation()
+        self.crumb = crumb
+        self.raised: BaseException | None = None
+        """The last error that failed both ways and was passed on."""
+        self.touched: set[int] = set()
+        """Storages that were an input of some op."""
+        self._owing = False
+        self._count_flushed = low == torch.float16
+        self._timed = True
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        call = Call(func, args, kwargs or {})
+        if call.traits.skipped:
+            return func(*args, **call.kwargs)
+        call.module = self.stack.current
+        if call.traits.view:
+            return self._run_view(call)
+        call.source = source_line(sys._getframe(1))
+        call.involved = self._is_involved(call)
+        if self.crumb is not None:
+            self.crumb.enter(call.traits.name, call.module, call.source)
+        local = self._before(call)
+        out = self._execute(call)
+        if self._owing:
+            out = self._settle(call, out)
+        self._observe(call, out, local)
+        if self.crumb is not None:
+            self.crumb.leave()
+        return out
+
+    # -- running the op itself
+
+    def _execute(self, call: Call) -> Any:
+        if self.emulation.wants(call.traits.name):
+            attempt = self._attempt(call)
+            if attempt.low_precision:
+                return self._emulate(call, attempt)
+        started = time.perf_counter()
+        try:
+            return call.func(*call.args, **call.kwargs)
+        except Exception as error:
+            return self._rescue(call, error)
+        finally:
+            call.seconds = time.perf_counter() - started
+
+    def _run_view(self, call: Call) -> Any:
+        try:
+            out = call.func(*call.args, **call.kwargs)
+        except Exception as error:
+            call.source = source_line(sys._getframe(2))
+            call.involved = self._is_involved(call)
+            out = self._rescue(call, error)
+            self._observe(call, out, None)
+            return out
+        return self._settle(call, out) if self._owing else out
+
+    def _attempt(self, call: Call) -> Attempt:
+        return Attempt(call.func, call.args, call.kwargs, self.low, call.written())
+
+    def _emulate(self, call: Call, attempt: Attempt) -> Any:
+        call.outcome = "emulated"
+        with torch._C._DisableAutocast():
+            try:
+                out = attempt.widened()
+            except Exception as error:
+                out = self._rescue(call, error)
+        crash = self.emulation.crashed.get(call.traits.name)
+        if crash is not None:
+            self.journal.gap(call, "crash", "dispatch", crash, _dtypes_in(call.inputs))
+        return out
+
+    def _rescue(self, call: Call, error: Exception) -> Any:
+        attempt = self._attempt(call)
+        with torch._C._DisableAutocast():
+            found = rescue(attempt, error, "dispatch")
+            if found is None and call.involved and self.errors != "none":
+                return self._continue_from_reference(call, attempt, error)
+        if found is None:
+            self.raised = error
+            raise error
+        call.outcome = "rescued"
+        self.journal.gap(call, found.kind, "dispatch", str(error), _dtypes_in(call.inputs))
+        if any(isinstance(out, Tensor) and out.is_complex() for out in _outputs(found.result)):
+            self.owe(found.result)
+        return found.result
+
+    def _continue_from_reference(self, call: Call, attempt: Attempt, error: Exception) -> Any:
+        """The op refuses these values; if it takes the reference's, go on with what they give."""
+        try:
+            reference = Attempt(call.func, *self._reference_args(call), self.low)
+            out = reference.function(*reference.args, **reference.kwargs)
+        except Exception:
+            self.raised = error
+            raise error from None
+        if call.traits.mutable or not attempt.low_precision:
+            self.raised = error
+            raise error
+        call.outcome = "rescued"
+        self.journal.gap(call, "numeric-failure", "dispatch", str(error), _dtypes_in(call.inputs))
+        return attempt._narrow_again(out)
+
+    # -- results that a narrow complex dtype should have held
+
+    def owe(self, out: Any) -> None:
+        """Remember complex results of a rescue: they stand for a narrow complex dtype."""
+        self._owing = True
+        for tensor in _outputs(out):
+            if tensor.is_complex():
+                self.lockstep.note(tensor).owed = True
+
+    def _settle(self, call: Call, out: Any) -> Any:
+        """Real results of owed complex inputs go back to the low dtype, complex ones are owed in turn."""
+        twins = (self.lockstep.find(tensor) for tensor in call.inputs)
+        if not any(twin is not None and twin.owed for twin in twins) or call.traits.mutable:
+            return out
+        if call.traits.view and isinstance(out, Tensor) and not out.is_complex() and out.stride()[-1:] == (1,):
+            return out  # view_as_real: pairs, still to be read as complex
+        settled = [self._settled(tensor) for tensor in _outputs(out)]
+        return settled[0] if isinstance(out, Tensor) else type(out)(settled)
+
+    def _settled(self, tensor: Tensor) -> Tensor:
+        if tensor.is_complex():
+            self.lockstep.note(tensor).owed = True
+            return tensor
+        if tensor.dtype != torch.float32:
+            return tensor
+        narrow = tensor.to(self.low)
+        if self.lockstep.find(tensor) is not None:
+            self.lockstep.put(narrow, self.lockstep.get(tensor).clone(memory_format=torch.contiguous_format))
+        return narrow
+
+    # -- the reference and the comparison
+
+    def _is_involved(self, call: Call) -> bool:
+        """Whether low precision reaches this op at all; if not, it is its own reference."""
+        involved = asks_narrow(call.args, call.kwargs) or self.lockstep.wide == torch.float64
+        for tensor in call.inputs:
+            key = storage_key(tensor)
+            self.touched.add(key)
+            involved = involved or key in self.lockstep.twins or tensor.dtype in NARROW
+        return involved
+
+    def _before(self, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Twins for what the op writes, and its inputs widened for the local error: before it runs."""
+        if not call.involved or self.errors == "none":
+            return None
+        with torch._C._DisableAutocast():
+            for tensor in call.written():
+                if is_float(tensor):
+                    self.lockstep.before_write(tensor)
+            if self.errors != "both" or call.traits.moves or call.traits.casts or call.traits.random:
+                return None
+            if not any(is_narrow(tensor) for tensor in call.inputs):
+                return None
+            written = {id(tensor) for tensor in call.written()}
+            return map_args(call.args, call.kwargs, lambda value: self._widen(value, id(value) in written))
+
+    def _widen(self, value: Any, copy: bool = False) -> Any:
+        if isinstance(value, torch.dtype):
+            return widened_dtype(value, self.lockstep.wide)
+        if not is_float(value):
+            return value.clone() if copy else value
+        wide = widen(value, self.lockstep.wide)
+        return wide.clone() if copy and wide is value else wide
+
+    def _reference_args(self, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def reference(value: Any) -> Any:
+            if isinstance(value, torch.dtype):
+                return widened_dtype(value, self.lockstep.wide)
+            return self.lockstep.get(value)
+
+        return map_args(call.args, call.kwargs, reference)
+
+    def _observe(self, call: Call, out: Any, local: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
+        outputs = _outputs(out)
+        if not call.involved or not outputs or self.errors == "none":
+            self.journal.call(call, outputs, Measured())
+            return
+        with torch._C._DisableAutocast():
+            if draws(call.func, call.args, call.kwargs):
+                self._follow_random(call, outputs)
+                self.journal.call(call, outputs, Measured())
+                return
+            input_error, input_flushed, came_in = self._inputs_so_far(call)
+            references, reference_seconds = self._advance(call, outputs)
+            if references is None:
+                self.journal.call(call, outputs, Measured(input_error=input_error))
+                return
+            measured = self._compare(call, outputs, references, self._local(call, local))
+        measured = measured._replace(input_error=input_error, input_flushed=input_flushed)
+        if came_in:
+            measured = measured._replace(introduced_inf=0, introduced_nan=0)
+        if call.traits.casts:
+            measured = measured._replace(recast=self._recast(call.inputs[0], outputs[0]))
+        if call.outcome == "ok" and self._timed:
+            measured = measured._replace(seconds=call.seconds, reference_seconds=reference_seconds)
+            self.emulation.timed(call.traits.name, call.seconds, reference_seconds)
+        self.journal.call(call, outputs, measured)
+
+    def _inputs_so_far(self, call: Call) -> tuple[float, float, bool]:
+        error, flushed, nonfinite = 0.0, 0.0, False
+        for tensor in call.inputs:
+            twin = self.lockstep.find(tensor)
+            if twin is not None:
+                error, flushed = max(error, twin.error), max(flushed, twin.flushed)
+                nonfinite = nonfinite or twin.nonfinite
+        return error, flushed, nonfinite
+
+    def _recast(self, source: Tensor, out: Tensor) -> int:
+        """Whether this cast repeats, or undoes, another of the same values."""
+        if self.journal.is_parameter(source) or source.dtype == out.dtype:
+            return 0
+        twin = self.lockstep.note(source)
+        repeats = out.dtype in (twin.cast_to, twin.cast_from)
+        twin.cast_to = out.dtype
+        self.lockstep.note(out).cast_from = source.dtype
+        return int(repeats)
+
+    def _follow_random(self, call: Call, outputs: list[Tensor]) -> None:
+        """Random values are the low-precision run's: the reference takes them over."""
+        if call.traits.packet == "aten::native_dropout" and len(outputs) == 2:
+            scale = 1.0 / max(1.0 - call.args[1], 1e-12)
+            self.lockstep.put(outputs[0], self.lockstep.get(call.inputs[0]) * outputs[1] * scale)
+        for tensor in call.written():
+            self.lockstep.reanchor(tensor)
+
+    def _advance(self, call: Call, outputs: list[Tensor]) -> tuple[list[Tensor] | None, float]:
+        """Run the op on the reference's tensors; the results, paired with ``outputs``, become their twins."""
+        args, kwargs = self._reference_args(call)
+        started = time.perf_counter()
+        try:
+            result = call.func(*args, **kwargs)
+        except Exception:
+            for tensor in outputs:
+                self.lockstep.reanchor(tensor)
+            return None, 0.0
+        seconds = time.perf_counter() - started
+        references = _outputs(result)
+        if len(references) != len(outputs):
+            return None, seconds
+        if call.traits.selects:
+            references[0] = selection.follow(call.func, args, kwargs, outputs, references)
+        written = {id(tensor) for tensor in call.written()}
+        borrowed = call.traits.casts and call.inputs and self.journal.is_parameter(call.inputs[0])
+        if borrowed and not call.traits.mutable and call.kwargs.get("device") is None:
+            references[0] = args[0]
+        for out, reference in zip(outputs, references, strict=True):
+            if is_float(out) and id(out) not in written and out.shape == reference.shape:
+                self.lockstep.put(out, reference, shared=bool(borrowed))
+        return references, seconds
+
+    def _local(self, call: Call, local: tuple[tuple[Any, ...], dict[str, Any]] | None) -> list[Tensor] | None:
+        """The op on its own inputs, widened."""
+        if self.errors == "both" and call.traits.casts:
+            return [widen(call.inputs[0], self.lockstep.wide)] if is_float(call.inputs[0]) else None
+        if local is None:
+            return None
+        try:
+            return _outputs(call.func(*local[0], **local[1]))
+        except Exception:
+            return None
+
+    def _compare(
+        self, call: Call, outputs: list[Tensor], references: list[Tensor], local: list[Tensor] | None
+    ) -> Measured:
+        measured = Measured(local_error=0.0 if call.traits.moves else None)
+        for index, (out, reference) in enumerate(zip(outputs, references, strict=True)):
+            if out.shape != reference.shape:
+                measured = measured._replace(flips=measured.flips + abs(out.numel() - reference.numel()))
+            elif is_float(out):
+                own = [local[index]] if local is not None and local[index].shape == out.shape else []
+                compared = compare(out, [reference, *own], count_flushed=self._count_flushed)
+                measured = self._merge(out, measured, compared)
+            elif not out.dtype.is_floating_point and call.inputs:
+                measured = measured._replace(flips=measured.flips + int((out != reference).sum()))
+        return measured
+
+    def _merge(self, out: Tensor, measured: Measured, compared: Comparison) -> Measured:
+        twin = self.lockstep.note(out)
+        twin.error, twin.flushed = compared.errors[0], compared.flushed or 0.0
+        twin.nonfinite = bool(compared.introduced_inf or compared.introduced_nan)
+        local = measured.local_error
+        if len(compared.errors) > 1:
+            local = max(compared.errors[1], local or 0.0)
+        return measured._replace(
+            local_error=local,
+            accumulated_error=max(compared.errors[0], measured.accumulated_error or 0.0),
+            absmax=max(compared.absmax, measured.absmax or 0.0),
+            introduced_inf=measured.introduced_inf + compared.introduced_inf,
+            introduced_nan=measured.introduced_nan + compared.introduced_nan,
+            flushed=max(compared.flushed or 0.0, measured.flushed or 0.0),
+        )
+
+
+def _outputs(out: Any) -> list[Tensor]:
+    if isinstance(out, Tensor):
+        return [out]
+    if isinstance(out, (list, tuple)):
+        return [tensor for item in out for tensor in _outputs(item)]
+    return []
+
+
+def _dtypes_in(inputs: list[Tensor]) -> list[str]:
+    return sorted({str(tensor.dtype).removeprefix("torch.") for tensor in inputs if is_float(tensor)})

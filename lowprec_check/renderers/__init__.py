@@ -1,0 +1,1 @@
+"""Renderers: ``render(result) -> str``, from a saved result alone. Never import torch."""

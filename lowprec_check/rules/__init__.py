@@ -1,0 +1,92 @@
+"""Registry of rules: a scan's result goes in, diagnostics come out. Never imports torch.
+
+The docstring of a rule is its manual page (``lowprec-check explain LP101``): its first line is the summary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from lowprec_check.results import Diagnostic, Run, ScanResult, Severity
+
+SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
+"""From the least to the gravest."""
+
+
+class Finding(NamedTuple):
+    """What a rule says of one place; the registry adds code, name and severity."""
+
+    message: str
+    precision: str | None = None
+    module: str | None = None
+    op: str | None = None
+    source: str | None = None
+    help: str | None = None
+    url: str | None = None
+    calls: int = 1
+    severity: Severity | None = None
+
+
+Check = Callable[[ScanResult], Iterator[Finding]]
+
+
+class Rule(NamedTuple):
+    """One rule."""
+
+    code: str
+    name: str
+    severity: Severity
+    check: Check
+
+    @property
+    def summary(self) -> str:
+        """The first line of the manual."""
+        return self.manual.partition("\n")[0]
+
+    @property
+    def manual(self) -> str:
+        """What ``explain`` prints."""
+        return inspect.cleandoc(self.check.__doc__ or "")
+
+    def diagnose(self, result: ScanResult) -> Iterator[Diagnostic]:
+        """Yield the diagnostics of this rule."""
+        for finding in self.check(result):
+            fields = finding._asdict() | {"severity": finding.severity or self.severity}
+            yield Diagnostic(code=self.code, name=self.name, **fields)
+
+
+RULES: dict[str, Rule] = {}
+"""By code."""
+
+
+def rule(code: str, name: str, severity: Severity) -> Callable[[Check], Check]:
+    """Register a check under ``code``; a code given twice is a mistake in this package."""
+
+    def register(check: Check) -> Check:
+        if code in RULES:
+            raise ValueError(f"{code} is registered twice")
+        RULES[code] = Rule(code, name, severity, check)
+        return check
+
+    return register
+
+
+def low_runs(result: ScanResult) -> Iterator[Run]:
+    """All runs but the reference."""
+    return (run for run in result.runs if run.precision != "fp32")
+
+
+def diagnose(result: ScanResult, select: Iterable[str] = (), ignore: Iterable[str] = ()) -> list[Diagnostic]:
+    """All diagnostics of ``result`` by code prefix: those selected (all, if none are), less those ignored."""
+    chosen, left_out = tuple(select) or ("LP",), tuple(ignore)
+    return [
+        diagnostic
+        for code in sorted(RULES)
+        if code.startswith(chosen) and not (left_out and code.startswith(left_out))
+        for diagnostic in RULES[code].diagnose(result)
+    ]
+
+
+from lowprec_check.rules import coverage, kernels, numerics  # noqa: E402, F401  (they register themselves)

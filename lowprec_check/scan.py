@@ -1,0 +1,167 @@
+"""The main job: run a target in every precision, explain, diagnose, recommend."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from torch import nn
+
+from lowprec_check import planner
+from lowprec_check.advice import recommend
+from lowprec_check.environment import environment
+from lowprec_check.errors import UsageError
+from lowprec_check.inputs import describe_inputs
+from lowprec_check.precision import PRECISIONS
+from lowprec_check.results import ModelInfo, Run, ScanResult
+from lowprec_check.rules import diagnose
+from lowprec_check.session import OnProgress, Session, SessionOptions, open_session
+from lowprec_check.target import Target, make_target
+from lowprec_check.withhold import parse_withheld
+from lowprec_check.worker import Isolation, Load, best_isolation, isolated
+
+DEFAULT_PRECISIONS = tuple(PRECISIONS)
+
+
+def scan(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    precisions: Sequence[str] | None = None,
+    loss: Any = None,
+    metric: Any = None,
+    isolation: Isolation | None = None,
+    on_progress: OnProgress | None = None,
+    select: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    device: str | None = None,
+    **options: Any,
+) -> ScanResult:
+    """Scan ``model`` on ``inputs`` and return everything found; model, inputs and global state stay as they were.
+
+    Args:
+        model: in fp32, in the mode (``eval`` or ``train``) in which it is to be judged.
+        inputs: a tensor, a tuple of positional or a mapping of keyword arguments, or a function that makes one.
+        precisions: names among ``fp32``, ``bfloat16``, ``autocast-bf16``, ``half``, ``autocast-fp16``; all by default.
+        loss: ``loss(output) -> tensor``, run (and checked) as part of the model.
+        metric: ``metric(model) -> float``, reported for each run.
+        isolation: ``fork`` (default where possible), or ``none`` to run in this process, without budget and crash
+            protection (default where this process already uses an accelerator).
+        on_progress: called with the name of the run and what it is doing.
+        select, ignore: prefixes of diagnostic codes.
+        device: ``cpu``, ``cuda``, ``xpu``, ``mps``; the accelerator at hand by default, else the CPU.
+        options: fields of :class:`~lowprec_check.session.SessionOptions`: ``budget`` (seconds), ``errors``
+            (``both``, ``accumulated``, ``none``), ``reference`` (``fp32``, ``fp64``), ``tolerance`` (rel_l2), ``seed``,
+            ``without_kernel``.
+
+    Raises:
+        UsageError: the model, its inputs or an option cannot be scanned; the message says what to do.
+    """
+    target = make_target(model, inputs, loss=loss, metric=metric)
+    chosen = isolation or best_isolation(can_spawn=False)
+    return scan_target(
+        target,
+        lambda: target,
+        precisions=precisions,
+        isolation=chosen,
+        on_progress=on_progress,
+        select=select,
+        ignore=ignore,
+        device=device,
+        **options,
+    )
+
+
+def scan_target(
+    target: Target,
+    load: Load,
+    *,
+    precisions: Sequence[str] | None = None,
+    isolation: Isolation,
+    on_progress: OnProgress | None = None,
+    select: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    device: str | None = None,
+    spec: str | None = None,
+    **options: Any,
+) -> ScanResult:
+    """As :func:`scan`, for a loaded target; ``load`` gives it to a worker, ``spec`` is what the user called it."""
+    chosen = _check_precisions(precisions)
+    parse_withheld(options.get("without_kernel", ()))
+    found = isolated(lambda: environment(device), isolation)
+    settings = SessionOptions(device=found["device"], **options)
+    with open_session(target, load, settings, isolation, on_progress) as session:
+        fp32 = session.reference()
+        runs = [fp32, *(session.run(name) for name in chosen if name != "fp32")]
+        plan = _plan(session, runs, on_progress)
+        budget = session.budget
+    runs += [plan] if plan is not None else []
+    model = _describe(target, fp32)
+    result = ScanResult(
+        tool=f"lowprec-check {version()}",
+        target=spec or target.name,
+        model=model,
+        environment=found,
+        options={"isolation": isolation, "budget": budget, **_plain_options(settings)},
+        runs=runs,
+        recommendation=recommend(runs, model),
+    )
+    return msgspec.structs.replace(result, diagnostics=diagnose(result, select, ignore))
+
+
+def _check_precisions(precisions: Sequence[str] | None) -> list[str]:
+    names = list(precisions or DEFAULT_PRECISIONS)
+    for name in names:
+        if name not in PRECISIONS:
+            raise UsageError(f"Unknown precision {name!r}.", f"Choose among {', '.join(PRECISIONS)}.")
+    return list(dict.fromkeys(names))
+
+
+def _plan(session: Session, runs: list[Run], on_progress: OnProgress | None) -> Run | None:
+    """Where nothing passes: the best base with modules kept in fp32, if the search finds one."""
+    if len(runs) < 2 or any(run.status == "ok" for run in runs if run.precision != "fp32"):
+        return None
+
+    def trial(base: str, keep: tuple[str, ...]) -> Run:
+        if on_progress is not None:
+            on_progress("plan", f"{base} with {len(keep)} modules in fp32")
+        return session.run(base, keep_fp32=keep, instrumented=session.random)
+
+    return planner.search(runs, trial)
+
+
+def _describe(target: Target, fp32: Run) -> ModelInfo:
+    model = target.model
+    notes = list(target.notes)
+    if fp32.output_is_zero:
+        notes.append("the fp32 output is all zeros (a zero-initialised head?): the output error says nothing here")
+    return ModelInfo(
+        name=type(model).__name__,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        inputs=describe_inputs(target.args, target.kwargs),
+        modules=sum(1 for _ in model.modules()),
+        training=model.training,
+        call="model(**inputs)" if target.kwargs else "model(*inputs)",
+        source=target.source,
+        notes=notes,
+    )
+
+
+def _plain_options(settings: SessionOptions) -> dict[str, Any]:
+    return {
+        "errors": settings.errors,
+        "reference": settings.reference,
+        "tolerance": settings.tolerance,
+        "seed": settings.seed,
+        "without_kernel": list(settings.without_kernel),
+    }
+
+
+def version() -> str:
+    """The installed version of this package."""
+    try:
+        return importlib.metadata.version("lowprec-check")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+unknown"

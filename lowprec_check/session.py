@@ -1,0 +1,270 @@
+"""Runs of one target: each in its worker, made into a :class:`Run`. What a scan and a planner share."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import torch
+
+from lowprec_check.crumb import Position
+from lowprec_check.errors import UsageError
+from lowprec_check.instrument import Instrumented
+from lowprec_check.job import Job, Measures
+from lowprec_check.plain import Plain
+from lowprec_check.precision import PRECISIONS
+from lowprec_check.recorder import Errors
+from lowprec_check.results import OpCalls, Run, Status
+from lowprec_check.target import Target
+from lowprec_check.worker import Isolation, Load, Outcome, execute
+
+TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Default tolerance on rel_l2 of the output, by dtype."""
+
+RELAUNCHES = 12
+"""How many ops may be set aside (crashed, or too slow) before a run is given up."""
+
+OnProgress = Callable[[str, str], None]
+"""Takes the name of the run and what it is doing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SessionOptions:
+    """How to run; ``budget`` in seconds, by default 20 or ten fp32 forwards, whichever is more."""
+
+    device: str = "cpu"
+    budget: float | None = None
+    errors: Errors = "both"
+    reference: str = "fp32"
+    tolerance: float | None = None
+    seed: int = 0
+    without_kernel: tuple[str, ...] = ()
+
+
+class Session:
+    """A target, its fp32 reference (made first, by :meth:`reference`), and runs against it."""
+
+    def __init__(
+        self,
+        target: Target,
+        load: Load,
+        options: SessionOptions,
+        isolation: Isolation,
+        workdir: str,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        self.target, self.load, self.options, self.isolation = target, load, options, isolation
+        self.workdir = workdir
+        self._on_progress = on_progress
+        self.fp32: Run | None = None
+        self._self_error = 0.0
+        self.random = False
+
+    # -- the reference
+
+    def reference(self) -> Run:
+        """Run fp32; raises :class:`UsageError` if the model fails, hangs or is non-finite there."""
+        outcome = self._execute(self._job("fp32", budget=self.options.budget or 600.0))
+        plain: Plain | None = outcome.messages.get("plain")
+        if plain is None:
+            raise UsageError(*_no_reference(outcome, self._reference_budget()))
+        if plain.exception is not None:
+            raise UsageError(*_failed_reference(plain, self.target, self.options.device))
+        measures: Measures | None = outcome.messages.get("measured")
+        if plain.status == "nonfinite":
+            raise UsageError(*_nonfinite_reference(measures))
+        self._self_error = (measures and measures.self_error and measures.self_error.rel_l2) or 0.0
+        self.random = plain.random
+        run = self._assemble("fp32", None, outcome, plain)
+        self.fp32 = msgspec.structs.replace(run, nondeterministic=self._self_error > 0)
+        return self.fp32
+
+    def _reference_budget(self) -> float:
+        return self.options.budget or 600.0
+
+    @property
+    def budget(self) -> float:
+        """Seconds for each part of a run."""
+        fp32_ms = self.fp32.latency_ms if self.fp32 else None
+        return self.options.budget or max(20.0, 10 * (fp32_ms or 0.0) / 1e3)
+
+    def tolerance(self, precision: str) -> float:
+        """On rel_l2 of the output; wider where fp32 does not agree with itself."""
+        low = PRECISIONS[precision].low
+        chosen = (
+            self.options.tolerance if self.options.tolerance is not None else TOLERANCE.get(low or torch.float32, 0.0)
+        )
+        return max(chosen, 3 * self._self_error)
+
+    # -- other runs
+
+    def run(self, precision: str, *, keep_fp32: tuple[str, ...] = (), instrumented: bool = True) -> Run:
+        """Run ``precision``; a crash, a hang or an exception is a status."""
+        job = self._job(precision, keep_fp32=keep_fp32, instrumented=instrumented)
+        outcome = self._execute(job)
+        plain: Plain | None = outcome.messages.get("plain")
+        if instrumented and "instrumented" not in outcome.messages:
+            explained = self._explain(dataclasses.replace(job, plain=False, measure_once=plain is None), outcome)
+            outcome.messages["instrumented"] = explained.messages.get("instrumented")
+            outcome.gaps = explained.gaps or outcome.gaps
+            if plain is None and explained.position is not None and explained.ended != "done":
+                outcome.position = explained.position
+        return self._assemble(precision, job, outcome, plain)
+
+    def _explain(self, job: Job, outcome: Outcome) -> Outcome:
+        """The instrumented part alone, again and again without the op in which it died, until it gets through."""
+        position = outcome.position if "plain" in outcome.messages else None
+        ended, reason = outcome.ended, outcome.reason
+        for _ in range(RELAUNCHES):
+            if position is not None and position.in_op:
+                job = _set_aside(job, position.op, ended, reason, self._op_limit())
+            elif position is not None:
+                break
+            outcome = self._execute(job, op_limit=self._op_limit() if job.measure_once else None)
+            if outcome.ended == "done":
+                break
+            position, ended, reason = outcome.position, outcome.ended, outcome.reason
+            if position is None:
+                break
+            job = dataclasses.replace(job, measure_once=True)
+        return outcome
+
+    def _op_limit(self) -> float:
+        fp32_ms = (self.fp32.latency_ms if self.fp32 else None) or 0.0
+        return min(max(1.0, 2 * fp32_ms / 1e3), self.budget / 2)
+
+    def _job(self, precision: str, **changes: Any) -> Job:
+        options = self.options
+        settings: dict[str, Any] = {
+            "precision": precision,
+            "device": options.device,
+            "workdir": self.workdir,
+            "errors": options.errors,
+            "reference": options.reference,
+            "tolerance": self.tolerance(precision),
+            "seed": options.seed,
+            "budget": self.budget,
+            "fp32_ms": self.fp32.latency_ms if self.fp32 else None,
+            "without_kernel": options.without_kernel,
+        }
+        return Job(**settings | changes)
+
+    def _execute(self, job: Job, op_limit: float | None = None) -> Outcome:
+        def on_progress(position: Position | None) -> None:
+            if self._on_progress is not None:
+                self._on_progress(job.precision, _describe(position) if position else "plain run")
+
+        return execute(job, self.load, self.isolation, on_progress=on_progress, op_limit=op_limit)
+
+    # -- putting a run together
+
+    def _assemble(self, precision: str, job: Job | None, outcome: Outcome, plain: Plain | None) -> Run:
+        measures: Measures | None = outcome.messages.get("measured")
+        explained: Instrumented | None = outcome.messages.get("instrumented")
+        status, reason = self._status(outcome, plain, explained, precision)
+        error = plain.output_error if plain else None
+        if plain and plain.random and explained:
+            error = explained.lockstep_error
+        return Run(
+            precision=precision,
+            device=self.options.device,
+            status=status,
+            reason=reason,
+            exception=plain.exception if plain else None,
+            output_error=error if precision != "fp32" else None,
+            latency_ms=measures.latency_ms if measures else None,
+            peak_memory_bytes=measures.peak_memory_bytes if measures else None,
+            gaps=explained.gaps if explained else outcome.gaps,
+            op_calls=explained.op_calls if explained else OpCalls(),
+            uncalled_modules=explained.uncalled_modules if explained else [],
+            keep_fp32=list(job.keep_fp32) if job else [],
+            tolerance=self.tolerance(precision) if precision != "fp32" else None,
+            loss=plain.loss if plain else None,
+            metric=measures.metric if measures else None,
+            perturbed=explained.perturbed if explained else None,
+            function_mode=explained.function_mode if explained else False,
+            complete=bool(explained and explained.complete),
+            stopped_by=explained.exception if explained else None,
+            emulated=explained.emulated if explained else {},
+            notes=list(plain.notes) if plain else [],
+            fallbacks=list(plain.fallbacks) if plain else [],
+            random=bool(plain and plain.random),
+            output_is_zero=bool(plain and plain.output_is_zero),
+        )
+
+    def _status(
+        self, outcome: Outcome, plain: Plain | None, explained: Instrumented | None, precision: str
+    ) -> tuple[Status, str | None]:
+        if plain is not None:
+            if plain.status == "ok" and plain.random and explained and precision != "fp32":
+                return _status_in_lockstep(explained, self.tolerance(precision)), None
+            return plain.status, None
+        where = _describe(outcome.position) if outcome.position else None
+        place = f", in {where}" if where else ""
+        if outcome.ended == "crashed" or (outcome.reason and outcome.ended != "timeout"):
+            return "crashed", f"{outcome.reason or 'the process died'}{place}"
+        return "timeout", f"over the budget of {self.budget:.0f} s"
+
+
+def _status_in_lockstep(explained: Instrumented, tolerance: float) -> Status:
+    if explained.lockstep_nonfinite:
+        return "nonfinite"
+    rel_l2 = explained.lockstep_error.rel_l2 if explained.lockstep_error else None
+    return "ok" if rel_l2 is not None and rel_l2 <= tolerance else "inaccurate"
+
+
+def _set_aside(job: Job, op: str, ended: str, reason: str | None, limit: float) -> Job:
+    if ended == "crashed":
+        return dataclasses.replace(job, crashed=(*job.crashed, (op, reason or "the process died")))
+    why = f"one call took over {limit:.0f} s" if ended == "stuck" else "the budget ended in it"
+    return dataclasses.replace(job, slow=(*job.slow, (op, why)))
+
+
+def _describe(position: Position) -> str:
+    module = f" in {position.module}" if position.module else ""
+    source = f" ({position.source})" if position.source else ""
+    return f"op {position.ops}: {position.op}{module}{source}"
+
+
+def _no_reference(outcome: Outcome, budget: float) -> tuple[str, str]:
+    if outcome.ended == "timeout":
+        return f"The model did not finish in fp32 within {budget:.0f} s.", "Raise --budget, or give smaller inputs."
+    return (
+        f"The model crashed in fp32: {outcome.reason}.",
+        "Run it by itself first; a scan needs an fp32 run that works.",
+    )
+
+
+def _failed_reference(plain: Plain, target: Target, device: str) -> tuple[str, str]:
+    from lowprec_check.inputs import describe_inputs
+
+    error = plain.exception
+    assert error is not None
+    place = f" in {error.module}" if error.module else ""
+    source = f" at {error.source}" if error.source else ""
+    shapes = ", ".join(describe_inputs(target.args, target.kwargs)) or "none"
+    message = f"The model fails in fp32 on {device}{place}{source}: {error.type}: {error.message}"
+    return message, f"Do the inputs fit the model? They are: {shapes}."
+
+
+def _nonfinite_reference(measures: Measures | None) -> tuple[str, str]:
+    where = measures.nonfinite_at if measures else None
+    if where is None:
+        return "The model's fp32 output has NaN or Inf.", "A weight or an input already holds it: mend that first."
+    op, module, source = where
+    place = f" in {module}" if module else ""
+    line = f" at {source}" if source else ""
+    return f"The model's fp32 output has NaN or Inf, first made by {op}{place}{line}.", "Mend that first."
+
+
+@contextlib.contextmanager
+def open_session(
+    target: Target, load: Load, options: SessionOptions, isolation: Isolation, on_progress: OnProgress | None = None
+) -> Iterator[Session]:
+    """A session with a working folder of its own, removed afterwards."""
+    with tempfile.TemporaryDirectory(prefix="lowprec-check-") as workdir:
+        yield Session(target, load, options, isolation, workdir, on_progress)
