@@ -4,8 +4,7 @@ After Lee-Thorp et al., "FNet: Mixing Tokens with Fourier Transforms" (2021).
 """
 
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class MixerBlock(nn.Module):

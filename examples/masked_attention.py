@@ -6,8 +6,7 @@ https://github.com/huggingface/transformers/issues/35332 (DeBERTa: the mask cons
 import math
 
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class MaskedAttention(nn.Module):

@@ -7,9 +7,8 @@ fast as fp32. Random weights, seed 0, small enough to run in a second.
 """
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import spectral_norm
 
 
@@ -78,5 +77,5 @@ def model() -> SpadeDecoder:
 
 
 def inputs() -> Tensor:
-    """One feature map, 64 × 32 × 32."""
-    return torch.randn(1, 64, 32, 32, generator=torch.Generator().manual_seed(0))
+    """One feature map, 64 × 16 × 16."""
+    return torch.randn(1, 64, 16, 16, generator=torch.Generator().manual_seed(0))

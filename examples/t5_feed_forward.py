@@ -4,9 +4,8 @@ https://github.com/huggingface/transformers/issues/5651 (T5: 66246 does not fit 
 """
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class RmsNorm(nn.Module):
@@ -46,14 +45,16 @@ class Block(nn.Module):
 
 
 class T5FeedForward(nn.Module):
-    """Three blocks and a final norm; the last block's ``wo`` has grown large, as in T5's trained weights."""
+    """Three blocks and a final norm; the last block's weights have grown large, as in T5's trained ones."""
 
     def __init__(self, width: int = 64, hidden: int = 256) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Block(width, hidden) for _ in range(3)])
         self.final_norm = RmsNorm(width)
         with torch.no_grad():
-            self.blocks[2].feed_forward.wo.weight.mul_(2e6)
+            for weight in self.blocks[2].feed_forward.parameters():
+                weight.mul_(20)
+            self.blocks[2].feed_forward.wo.weight.mul_(5e3)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:

@@ -4,8 +4,7 @@
 """
 
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Whitening(nn.Module):

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from lowprec_check.crumb import Crumb
 from lowprec_check.emulation import Emulation
 from lowprec_check.functions import FunctionRescue
-from lowprec_check.journal import Journal
+from lowprec_check.journal import Journal, Measured
 from lowprec_check.lockstep import Lockstep, storage_key
-from lowprec_check.numerics import compare_outputs, is_float
+from lowprec_check.memory import StorageCounter
+from lowprec_check.numerics import compare, compare_outputs, is_float
 from lowprec_check.plain import call_model, describe_error
 from lowprec_check.precision import Prepared, Snapshot, seed_everything
 from lowprec_check.recorder import Errors, Recorder
@@ -36,6 +37,10 @@ class Instrumented(NamedTuple):
     """The output against the lockstep reference, which took the same random draws."""
     lockstep_nonfinite: bool = False
     emulated: dict[str, str] = {}
+    peak_memory_bytes: int | None = None
+    """Of the run's own tensors, if asked for."""
+    faults: tuple[str, ...] = ()
+    """Where the instruments themselves failed."""
 
 
 class Options(NamedTuple):
@@ -47,6 +52,7 @@ class Options(NamedTuple):
     crumb: Crumb | None = None
     on_gap: Callable[[Gap], None] | None = None
     seed: int = 0
+    count_memory: bool = False
 
 
 def fp32_state(model: nn.Module) -> dict[str, Tensor]:
@@ -85,13 +91,21 @@ def _pass(
     """One pass; the second value says that an exception came from above dispatch."""
     lockstep = Lockstep(options.wide)
     inputs, named = ready.inputs(args, kwargs)
-    names = _seed_state(lockstep, ready.model, fp32)
+    journal = Journal(options.on_gap)
+    _seed_state(lockstep, journal, ready.model, fp32)
     _seed_inputs(lockstep, ready, (inputs, named), (args, kwargs))
-    journal = Journal(set(names), options.on_gap)
     low = ready.precision.low or torch.float32
+    counter = StorageCounter(ready, inputs, named) if options.count_memory else None
     with ModuleStack(ready.model) as stack:
         recorder = Recorder(
-            low, lockstep, stack, journal, errors=options.errors, emulation=options.emulation, crumb=options.crumb
+            low,
+            lockstep,
+            stack,
+            journal,
+            errors=options.errors,
+            emulation=options.emulation,
+            crumb=options.crumb,
+            counter=counter,
         )
         output, error = _call(ready, inputs, named, recorder, options.seed, function_mode)
     perturbed = lockstep_error = None
@@ -114,6 +128,8 @@ def _pass(
         lockstep_error=lockstep_error,
         lockstep_nonfinite=nonfinite,
         emulated=options.emulation.reasons(),
+        peak_memory_bytes=counter.peak if counter is not None and error is None else None,
+        faults=tuple(journal.faults),
     )
     above = error is not None and error is not recorder.raised and isinstance(error, Exception)
     return found, above
@@ -133,15 +149,27 @@ def _call(
         return None, error
 
 
-def _seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor]) -> dict[int, str]:
-    """Enter the model's state; returns the storages of its parameters and buffers, with names."""
-    names: dict[int, str] = {}
-    state = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    for name, tensor in state:
-        names[storage_key(tensor)] = name
-        if name in fp32:
-            lockstep.seed(tensor.detach(), fp32[name])
-    return names
+def _seed_state(lockstep: Lockstep, journal: Journal, model: nn.Module, fp32: dict[str, Tensor]) -> None:
+    """Enter the model's parameters and buffers; what their cast to fp16 did to them becomes a row of its own."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        journal.parameters.add(storage_key(tensor))
+        if name not in fp32 or not is_float(tensor):
+            continue
+        low, wide = tensor.detach(), fp32[name]
+        lockstep.seed(low, wide)
+        if low.dtype == torch.float16 and wide.dtype != low.dtype:
+            compared = compare(low, [wide], count_flushed=True)
+            lost = bool(compared.introduced_inf or compared.introduced_nan)
+            if lost or (compared.flushed or 0.0) > 0.01:
+                measured = Measured(
+                    accumulated_error=compared.errors[0],
+                    absmax=compared.absmax,
+                    introduced_inf=compared.introduced_inf,
+                    introduced_nan=compared.introduced_nan,
+                    flushed=compared.flushed,
+                )
+                journal.weight(name, wide, low, measured)
+                lockstep.note(low).nonfinite = lost
 
 
 def _seed_inputs(lockstep: Lockstep, ready: Prepared, cast: Any, original: Any) -> None:

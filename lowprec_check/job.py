@@ -13,9 +13,10 @@ from torch import Tensor
 from lowprec_check.crumb import Crumb
 from lowprec_check.emulation import Emulation
 from lowprec_check.instrument import Instrumented, Options, fp32_state, run_instrumented
+from lowprec_check.memory import measure_memory
 from lowprec_check.nonfinite import first_nonfinite
 from lowprec_check.numerics import NARROW, compare_outputs
-from lowprec_check.plain import Plain, measure_latency, measure_memory, run_once, run_plain
+from lowprec_check.plain import Plain, measure_latency, run_once, run_plain
 from lowprec_check.precision import PRECISIONS, Prepared, Snapshot, prepared
 from lowprec_check.recorder import Errors
 from lowprec_check.results import ErrorStats
@@ -101,7 +102,7 @@ def run_job(job: Job, target: Target, send: Send) -> None:
 def _run_parts(job: Job, target: Target, ready: Prepared, fp32: dict[str, Tensor], send: Send) -> None:
     args, kwargs = _wide_inputs(target)
     snapshot = Snapshot(ready.model)
-    outputs = None
+    outputs, too_slow = None, job.measure_once
     if job.plain:
         plain = _plain(job, ready, args, kwargs)
         send("plain", plain._replace(outputs=None))
@@ -109,9 +110,10 @@ def _run_parts(job: Job, target: Target, ready: Prepared, fp32: dict[str, Tensor
             snapshot.restore()
             send("measured", _measure(job, target, ready, args, kwargs, plain, snapshot))
             outputs = plain.outputs
+            too_slow = _is_hopeless(job, plain.seconds)
         snapshot.restore()
     if job.instrumented:
-        send("instrumented", _instrument(job, ready, args, kwargs, fp32, outputs, send))
+        send("instrumented", _instrument(job, ready, args, kwargs, fp32, outputs, send, too_slow))
 
 
 def _wide_inputs(target: Target) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -147,7 +149,7 @@ def _measure(
             snapshot.restore()
             where = first_nonfinite(ready, args, kwargs, job.seed)
     first = plain.seconds
-    hopeless = job.fp32_ms is not None and first > 0.5 and first > 5 * job.fp32_ms / 1e3
+    hopeless = _is_hopeless(job, first)
     latency = measure_latency(
         ready, args, kwargs, seed=job.seed, first=first, seconds=0.0 if hopeless else min(2.0, job.budget / 5)
     )
@@ -156,6 +158,11 @@ def _measure(
     return Measures(
         latency_ms=latency, peak_memory_bytes=memory, self_error=self_error, nonfinite_at=where, metric=metric
     )
+
+
+def _is_hopeless(job: Job, seconds: float) -> bool:
+    """Whether one call takes so long, for its own sake and beside fp32, that it is not to be repeated."""
+    return job.fp32_ms is not None and seconds > max(job.budget / 8, 10 * job.fp32_ms / 1e3)
 
 
 class _CastingInputs(torch.nn.Module):
@@ -173,9 +180,16 @@ class _CastingInputs(torch.nn.Module):
 
 
 def _instrument(
-    job: Job, ready: Prepared, args: Any, kwargs: Any, fp32: dict[str, Tensor], outputs: list[Tensor] | None, send: Send
+    job: Job,
+    ready: Prepared,
+    args: Any,
+    kwargs: Any,
+    fp32: dict[str, Tensor],
+    outputs: list[Tensor] | None,
+    send: Send,
+    too_slow: bool,
 ) -> Instrumented:
-    emulation = Emulation(dict(job.slow), dict(job.crashed), measure_once=job.measure_once)
+    emulation = Emulation(dict(job.slow), dict(job.crashed), measure_once=too_slow)
     options = Options(
         errors="none" if job.is_reference else job.errors,
         wide=torch.float64 if job.reference == "fp64" else torch.float32,
@@ -183,5 +197,6 @@ def _instrument(
         crumb=Crumb(job.crumb_path),
         on_gap=lambda gap: send("gap", gap),
         seed=job.seed,
+        count_memory=too_slow,
     )
     return run_instrumented(ready, args, kwargs, fp32, options, outputs)

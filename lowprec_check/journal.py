@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowprec_check.numerics import finite_or_none, is_float
-from lowprec_check.results import Gap, GapKind, Layer, OpCalls, Phase, Place
+from lowprec_check.results import Gap, GapKind, Layer, OpCalls, Outcome, Phase, Place
 
 if TYPE_CHECKING:
     from lowprec_check.recorder import Call
@@ -41,29 +41,49 @@ def _short(tensors: list[Tensor]) -> str:
 
 
 class Journal:
-    """Collects; ``parameters`` are the storages of the model's parameters and buffers."""
+    """Collects rows, gaps and faults of our own; ``on_gap`` hears of each new gap."""
 
-    def __init__(self, parameters: set[int] | None = None, on_gap: Callable[[Gap], None] | None = None) -> None:
+    def __init__(self, on_gap: Callable[[Gap], None] | None = None) -> None:
         self.columns: dict[str, list[Any]] = {name: [] for name in Place._fields}
         self._append = [self.columns[name].append for name in Place._fields]
         self._gaps: dict[tuple[str, str, str, str | None], Gap] = {}
-        self._parameters = parameters or set()
+        self.parameters: set[int] = set()
+        """Storages of the model's parameters and buffers."""
         self._on_gap = on_gap
         self.phase: Phase = "forward"
+        self.faults: dict[str, None] = {}
+        """Messages, in order, each once."""
 
     def is_parameter(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies in a parameter or buffer of the model."""
-        return tensor.untyped_storage()._cdata in self._parameters
+        return tensor.untyped_storage()._cdata in self.parameters
 
     def call(self, call: Call, outputs: list[Tensor], measured: Measured) -> None:
         """Append one row."""
+        self._row(call.traits.name, call.module, call.source, call.inputs, outputs, call.outcome, measured)
+
+    def weight(self, name: str, wide: Tensor, low: Tensor, measured: Measured) -> None:
+        """Append a row for the cast of a parameter or buffer, which no op shows: ``cast`` of the module's weight."""
+        module, _, attribute = name.rpartition(".")
+        self._row(f"cast {attribute}", module, None, [wide], [low], "ok", measured)
+
+    def _row(
+        self,
+        op: str,
+        module: str,
+        source: str | None,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        outcome: Outcome,
+        measured: Measured,
+    ) -> None:
         row = (
-            call.traits.name,
-            call.module,
-            call.source,
-            f"{_short(call.inputs)}→{_short(outputs)}",
+            op,
+            module,
+            source,
+            f"{_short(inputs)}→{_short(outputs)}",
             "×".join(map(str, outputs[0].shape)) if outputs else "",
-            call.outcome,
+            outcome,
             finite_or_none(measured.local_error),
             finite_or_none(measured.accumulated_error),
             finite_or_none(measured.input_error),
@@ -114,6 +134,10 @@ class Journal:
         )
         if known is None and self._on_gap is not None:
             self._on_gap(self._gaps[key])
+
+    def fault(self, call: Call, error: Exception) -> None:
+        """The instruments themselves failed on this call."""
+        self.faults[f"the instruments failed on {call.traits.name}: {first_line(str(error))}"] = None
 
     @property
     def gaps(self) -> list[Gap]:

@@ -7,7 +7,6 @@ import re
 import statistics
 import time
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from lowprec_check import device as devices
 from lowprec_check.journal import first_line
-from lowprec_check.mode import DispatchMode
 from lowprec_check.numerics import compare_outputs, is_float
 from lowprec_check.precision import Prepared, seed_everything
 from lowprec_check.results import ErrorStats, ExceptionInfo, Status
@@ -143,59 +141,3 @@ def measure_latency(
     while len(samples) < SAMPLES and time.monotonic() + (samples[-1] if samples else first) < deadline:
         samples.append(run_once(ready, args, kwargs, seed)[1])
     return statistics.median(samples or [first]) * 1e3
-
-
-def measure_memory(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], *, seed: int) -> int:
-    """Peak bytes of one call: weights, buffers, inputs, and what the call holds at its peak.
-
-    On an accelerator the allocator tells; on a CPU the live tensor storages are counted (a kernel's own scratch is
-    not among them).
-    """
-    inputs, named = ready.inputs(args, kwargs)
-    resident = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _resident(ready, inputs, named)}
-
-    def work() -> None:
-        with ready.context():
-            call_model(ready.call, inputs, named)
-
-    seed_everything(seed)
-    peak = devices.peak_memory(ready.device, work) if ready.device.type != "cpu" else None
-    if peak is None:
-        with _StorageCounter(set(resident)) as counter:
-            work()
-        peak = counter.peak
-    return sum(resident.values()) + peak
-
-
-def _resident(ready: Prepared, inputs: Any, named: Any) -> list[Tensor]:
-    tensors = [tensor for _, tensor in (*leaves(inputs), *leaves(named))]
-    return [*ready.model.parameters(), *ready.model.buffers(), *tensors]
-
-
-class _StorageCounter(DispatchMode):
-    """Counts the bytes of live storages that ops make."""
-
-    def __init__(self, resident: set[int]) -> None:
-        super().__init__()
-        self._resident = resident
-        self._live: dict[int, Any] = {}
-        self._now = self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for _, tensor in leaves(out):
-            self._count(tensor.untyped_storage())
-        return out
-
-    def _count(self, storage: Any) -> None:
-        key = storage._cdata
-        if key in self._live or storage.data_ptr() in self._resident:
-            return
-        size = storage.nbytes()
-        self._live[key] = weakref.ref(storage, lambda _: self._drop(key, size))
-        self._now += size
-        self.peak = max(self.peak, self._now)
-
-    def _drop(self, key: int, size: int) -> None:
-        del self._live[key]
-        self._now -= size

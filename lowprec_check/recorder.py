@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,11 +21,14 @@ from lowprec_check.emulation import Emulation
 from lowprec_check.gaps import Attempt, asks_narrow, map_args, rescue, tensors_in
 from lowprec_check.journal import Journal, Measured
 from lowprec_check.lockstep import Lockstep, storage_key
+from lowprec_check.memory import StorageCounter
 from lowprec_check.mode import DispatchMode
 from lowprec_check.numerics import NARROW, Comparison, compare, is_float, is_narrow, widen, widened_dtype
 from lowprec_check.opinfo import OpTraits, draws, traits
 from lowprec_check.results import Outcome
 from lowprec_check.where import ModuleStack, source_line
+
+T = TypeVar("T")
 
 Errors = Literal["both", "accumulated", "none"]
 
@@ -68,12 +71,14 @@ class Recorder(DispatchMode):
         errors: Errors = "both",
         emulation: Emulation | None = None,
         crumb: Crumb | None = None,
+        counter: StorageCounter | None = None,
     ) -> None:
         super().__init__()
         self.low, self.lockstep, self.stack, self.journal = low, lockstep, stack, journal
         self.errors = errors
         self.emulation = emulation or Emulation()
         self.crumb = crumb
+        self.counter = counter
         self.raised: BaseException | None = None
         """The last error that failed both ways and was passed on."""
         self.touched: set[int] = set()
@@ -95,14 +100,26 @@ class Recorder(DispatchMode):
         call.involved = self._is_involved(call)
         if self.crumb is not None:
             self.crumb.enter(call.traits.name, call.module, call.source)
-        local = self._before(call)
+        local = self._guarded(call, self._before, call)
         out = self._execute(call)
         if self._owing:
             out = self._settle(call, out)
-        self._observe(call, out, local)
+        if self.counter is not None:
+            for tensor in _outputs(out):
+                self.counter.count(tensor)
+        self._guarded(call, self._observe, call, out, local)
         if self.crumb is not None:
             self.crumb.leave()
         return out
+
+    def _guarded(self, call: Call, observe: Callable[..., T], *args: Any) -> T | None:
+        """What ``observe`` returns; a fault of ours is noted and must not become the model's."""
+        try:
+            result: T = observe(*args)
+            return result
+        except Exception as error:
+            self.journal.fault(call, error)
+            return None
 
     # -- running the op itself
 
@@ -126,7 +143,7 @@ class Recorder(DispatchMode):
             call.source = source_line(sys._getframe(2))
             call.involved = self._is_involved(call)
             out = self._rescue(call, error)
-            self._observe(call, out, None)
+            self._guarded(call, self._observe, call, out, None)
             return out
         return self._settle(call, out) if self._owing else out
 
@@ -262,10 +279,10 @@ class Recorder(DispatchMode):
             if references is None:
                 self.journal.call(call, outputs, Measured(input_error=input_error))
                 return
-            measured = self._compare(call, outputs, references, self._local(call, local))
+            measured = self._compare(call, outputs, references, self._local(call, outputs, local))
         measured = measured._replace(input_error=input_error, input_flushed=input_flushed)
         if came_in:
-            measured = measured._replace(introduced_inf=0, introduced_nan=0)
+            measured = measured._replace(introduced_inf=0, introduced_nan=0, flushed=None)
         if call.traits.casts:
             measured = measured._replace(recast=self._recast(call.inputs[0], outputs[0]))
         if call.outcome == "ok" and self._timed:
@@ -325,10 +342,18 @@ class Recorder(DispatchMode):
                 self.lockstep.put(out, reference, shared=bool(borrowed))
         return references, seconds
 
-    def _local(self, call: Call, local: tuple[tuple[Any, ...], dict[str, Any]] | None) -> list[Tensor] | None:
+    def _source_of_cast(self, source: Tensor, out: Tensor) -> list[Tensor] | None:
+        """What a cast should have preserved."""
+        if not is_float(source) or not is_float(out):
+            return None
+        return [widen(source, self.lockstep.wide).to(widened_dtype(out.dtype, self.lockstep.wide))]
+
+    def _local(
+        self, call: Call, outputs: list[Tensor], local: tuple[tuple[Any, ...], dict[str, Any]] | None
+    ) -> list[Tensor] | None:
         """The op on its own inputs, widened."""
         if self.errors == "both" and call.traits.casts:
-            return [widen(call.inputs[0], self.lockstep.wide)] if is_float(call.inputs[0]) else None
+            return self._source_of_cast(call.inputs[0], outputs[0])
         if local is None:
             return None
         try:

@@ -22,7 +22,7 @@ def cast_churn(result: ScanResult) -> Iterator[Finding]:
             continue
         places = Counter((row.module, row.source) for row in run.op_calls.rows() if row.recast)
         for (module, source), count in places.most_common():
-            message = f"{count} casts repeat or undo another of the same tensor"
+            message = f"{count} {'casts repeat' if count > 1 else 'cast repeats'} or undo{'' if count > 1 else 'es'} another of the same tensor"
             yield Finding(message, run.precision, module, "aten._to_copy.default", source, calls=count)
 
 

@@ -41,8 +41,12 @@ def overflow(result: ScanResult) -> Iterator[Finding]:
 
     What to do: keep the module in fp32, scale before it, or use bf16, whose range is that of fp32.
     """
+
+    def is_born_here(row: Place) -> bool:
+        return row.introduced_inf > 0 and row.outcome != "rescued"  # a constant that does not fit is LP204
+
     for run in low_runs(result):
-        for row, count in _by_place(run, lambda row: row.introduced_inf > 0, lambda row: row.introduced_inf):
+        for row, count in _by_place(run, is_born_here, lambda row: row.introduced_inf):
             message = f"{row.introduced_inf} values overflow to Inf where fp32 is finite"
             yield _finding(run, result, row, count, message, "keep this module in fp32, or use bf16")
 
@@ -148,7 +152,9 @@ def error_amplifier(result: ScanResult) -> Iterator[Finding]:
         tolerance = run.tolerance or 0.0
 
         def amplifies(row: Place, u: float = roundoff, limit: float = tolerance) -> bool:
-            jumped = (row.accumulated_error or 0.0) > max(limit, JUMP * max(row.input_error or 0.0, u))
+            if row.input_error is None:  # the inputs were not finite
+                return False
+            jumped = (row.accumulated_error or 0.0) > max(limit, JUMP * max(row.input_error, u))
             return jumped and (row.local_error or 0.0) < OUTLIER_ROUNDOFFS * u and not row.introduced_inf
 
         if run.status == "ok":
