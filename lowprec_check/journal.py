@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lowprec_check.numerics import finite_or_none, is_float
+from lowprec_check.numerics import finite_or_none
 from lowprec_check.results import Gap, GapKind, Layer, OpCalls, Outcome, Phase, Place
 
 if TYPE_CHECKING:
     from lowprec_check.recorder import Call
 
 
-class Measured(NamedTuple):
+@dataclasses.dataclass(slots=True)
+class Measured:
     """What was measured of one op call; ``None`` where there was nothing to measure."""
 
     local_error: float | None = None
@@ -36,8 +39,13 @@ _SHORT = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", to
 
 
 def _short(tensors: list[Tensor]) -> str:
-    names = {_SHORT.get(t.dtype) or str(t.dtype)[6:] for t in tensors if is_float(t)}
-    return "+".join(sorted(names))
+    return _joined(tuple([tensor.dtype for tensor in tensors]))
+
+
+@functools.cache
+def _joined(dtypes: tuple[torch.dtype, ...]) -> str:
+    floating = {dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}
+    return "+".join(sorted(_SHORT.get(dtype) or str(dtype)[6:] for dtype in floating))
 
 
 class Journal:
@@ -155,4 +163,4 @@ def first_line(message: str) -> str:
 
 
 def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds * 1e3, 4)
+    return None if seconds is None else int(seconds * 1e7) / 1e4

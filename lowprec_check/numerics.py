@@ -7,7 +7,7 @@ products per chunk. Everything irregular (NaN, Inf, squares that overflow) takes
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -72,71 +72,70 @@ def compare(out: Tensor, references: Sequence[Tensor], *, count_flushed: bool = 
 
     Without references only the range is measured.
     """
-    out, references = _real(out), [_real(reference) for reference in references]
-    sums = [_Sums() for _ in references]
+    flat = _flat_together([_real(out), *(_real(reference) for reference in references)])
+    count = flat[0].numel()
+    if count == 0:
+        return Comparison([0.0] * len(references), 0.0, 0, 0, 0.0 if count_flushed else None)
+    size = CHUNK if out.device.type == "cpu" else count
+    totals = [0.0] * (2 * len(references))
     low, high = math.inf, -math.inf
     lost = nonzero = 0
-    for part, *reference_parts in _chunks(out, references):
-        wide = part if part.dtype == torch.float64 else part.float()
-        numbers = list(torch.aminmax(wide))
-        for reference_part in reference_parts:
-            numbers += _squares(wide, reference_part)
-        smallest, largest, *squares = torch.stack(numbers).tolist()
+    for start in range(0, count, size):
+        parts = flat if count <= size else [tensor[start : start + size] for tensor in flat]
+        smallest, largest, *squares = _reduce(parts)
         if not math.isfinite(sum(squares, largest - smallest)):
-            return _compare_exactly(out, references, count_flushed)
+            return _compare_exactly(flat[0], flat[1:], count_flushed)
         low, high = min(low, smallest), max(high, largest)
-        for total, difference, reference_square in zip(sums, squares[::2], squares[1::2], strict=True):
-            total.difference += difference
-            total.reference += reference_square
-        if count_flushed and reference_parts:
-            kept = reference_parts[0] != 0
+        for index, square in enumerate(squares):
+            totals[index] += square
+        if count_flushed and references:
+            kept = parts[1] != 0
             nonzero += int(kept.sum())
-            lost += int(kept.logical_and_(wide == 0).sum())
-    flushed = lost / nonzero if nonzero else 0.0
-    absmax = max(abs(low), abs(high)) if out.numel() else 0.0
-    return Comparison([s.relative() for s in sums], absmax, 0, 0, flushed if count_flushed else None)
+            lost += int(kept.logical_and_(parts[0] == 0).sum())
+    errors = [_relative(totals[index], totals[index + 1]) for index in range(0, len(totals), 2)]
+    flushed = (lost / nonzero if nonzero else 0.0) if count_flushed else None
+    return Comparison(errors, max(-low, high), 0, 0, flushed)
 
 
-class _Sums:
-    """Sums of squares, in double precision across chunks."""
-
-    __slots__ = ("difference", "reference")
-
-    def __init__(self, difference: float = 0.0, reference: float = 0.0) -> None:
-        self.difference = difference
-        self.reference = reference
-
-    def relative(self) -> float:
-        if self.difference == 0:
-            return 0.0
-        return math.sqrt(self.difference / self.reference) if self.reference else math.inf
+def _relative(difference: float, reference: float) -> float:
+    if difference == 0:
+        return 0.0
+    return math.sqrt(difference / reference) if reference else math.inf
 
 
-def _squares(wide: Tensor, reference: Tensor) -> list[Tensor]:
-    difference = wide - reference
-    return [
-        torch.dot(difference, difference).to(wide.dtype),
-        torch.dot(reference, reference).to(wide.dtype),
-    ]
+def _reduce(parts: list[Tensor]) -> list[float]:
+    """Smallest and largest value of the first, then for each other the squares of the difference and of itself."""
+    first, *references = parts
+    wide = first
+    if first.dtype in NARROW:
+        wide = first.float() if first.numel() < CHUNK else _scratch(first, 0).copy_(first)
+    numbers = list(torch.aminmax(wide))
+    for reference in references:
+        if wide.dtype != reference.dtype:
+            wide, numbers = wide.to(reference.dtype), [number.to(reference.dtype) for number in numbers]
+        buffer = _scratch(reference, 1) if reference.numel() == CHUNK else None
+        difference = torch.sub(wide, reference, out=buffer)
+        numbers.append(torch.dot(difference, difference))
+        numbers.append(torch.dot(reference, reference))
+    values: list[float] = torch.stack(numbers).tolist()
+    return values
+
+
+_buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+
+
+def _scratch(like: Tensor, index: int) -> Tensor:
+    """A buffer of one chunk, kept: fresh memory for each chunk would cost more than the arithmetic in it."""
+    key = (index, torch.float32 if like.dtype in NARROW else like.dtype, like.device)
+    if key not in _buffers or _buffers[key].numel() != like.numel():
+        _buffers[key] = torch.empty(like.numel(), dtype=key[1], device=like.device)
+    return _buffers[key]
 
 
 def _real(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj())
     return tensor.resolve_neg()
-
-
-def _chunks(out: Tensor, references: list[Tensor]) -> Iterator[list[Tensor]]:
-    count = out.numel()
-    if count == 0:
-        return
-    flat = _flat_together([out, *references])
-    size = CHUNK if out.device.type == "cpu" else count
-    if count <= size:
-        yield flat
-        return
-    for start in range(0, count, size):
-        yield [tensor[start : start + size] for tensor in flat]
 
 
 def _flat_together(tensors: list[Tensor]) -> list[Tensor]:
@@ -163,33 +162,26 @@ def _compare_exactly(out: Tensor, references: list[Tensor], count_flushed: bool)
     value = out.double()
     finite = value.isfinite()
     absmax = float(value[finite].abs().max()) if bool(finite.any()) else 0.0
-    errors, new_inf, new_nan = [], 0, 0
-    for index, reference in enumerate(references):
-        stats = _exact_sums(value, finite, reference.double())
-        errors.append(stats.relative())
-        if index == 0:
-            expected = reference.isfinite()
-            new_inf = int((value.isinf() & expected).sum())
-            new_nan = int((value.isnan() & expected).sum())
-    if not references:
-        new_inf, new_nan = int(value.isinf().sum()), int(value.isnan().sum())
+    errors = [_exact_error(value, finite, reference.double()) for reference in references]
+    expected = references[0].isfinite() if references else torch.ones_like(finite)
+    new_inf, new_nan = int((value.isinf() & expected).sum()), int((value.isnan() & expected).sum())
     flushed = None
-    if count_flushed:
+    if count_flushed and references:
         kept = references[0] != 0
         flushed = float((kept & (value == 0)).sum()) / max(1, int(kept.sum()))
     return Comparison(errors, absmax, new_inf, new_nan, flushed)
 
 
-def _exact_sums(value: Tensor, finite: Tensor, reference: Tensor) -> _Sums:
-    """Sums in fp64 where both are finite; a non-finite value against a finite reference is infinitely far."""
+def _exact_error(value: Tensor, finite: Tensor, reference: Tensor) -> float:
+    """rel_l2 in fp64 where both are finite; a non-finite value against a finite reference is infinitely far."""
     expected = reference.isfinite()
     if bool((~finite & expected).any()):
-        return _Sums(math.inf, 1.0)
+        return math.inf
     both = finite & expected
     difference = torch.where(both, value - reference, 0.0)
     kept = torch.where(both, reference, 0.0)
     scale = max(float(kept.abs().max()) if kept.numel() else 0.0, 1e-300)
-    return _Sums(float((difference / scale).square().sum()), float((kept / scale).square().sum()))
+    return _relative(float((difference / scale).square().sum()), float((kept / scale).square().sum()))
 
 
 def finite_or_none(value: float | None) -> float | None:

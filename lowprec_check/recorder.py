@@ -266,29 +266,34 @@ class Recorder(DispatchMode):
 
     def _observe(self, call: Call, out: Any, local: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
         outputs = _outputs(out)
-        if not call.involved or not outputs or self.errors == "none":
-            self.journal.call(call, outputs, Measured())
-            return
-        with torch._C._DisableAutocast():
-            if draws(call.func, call.args, call.kwargs):
-                self._follow_random(call, outputs)
-                self.journal.call(call, outputs, Measured())
-                return
-            input_error, input_flushed, came_in = self._inputs_so_far(call)
-            references, reference_seconds = self._advance(call, outputs)
-            if references is None:
-                self.journal.call(call, outputs, Measured(input_error=input_error))
-                return
-            measured = self._compare(call, outputs, references, self._local(call, outputs, local))
-        measured = measured._replace(input_error=input_error, input_flushed=input_flushed)
-        if came_in:
-            measured = measured._replace(introduced_inf=0, introduced_nan=0, flushed=None)
-        if call.traits.casts:
-            measured = measured._replace(recast=self._recast(call.inputs[0], outputs[0]))
-        if call.outcome == "ok" and self._timed:
-            measured = measured._replace(seconds=call.seconds, reference_seconds=reference_seconds)
-            self.emulation.timed(call.traits.name, call.seconds, reference_seconds)
+        measured = Measured()
+        if call.involved and outputs and self.errors != "none":
+            with torch._C._DisableAutocast():
+                if draws(call.func, call.args, call.kwargs):
+                    self._follow_random(call, outputs)
+                else:
+                    self._measure(call, outputs, local, measured)
         self.journal.call(call, outputs, measured)
+
+    def _measure(
+        self,
+        call: Call,
+        outputs: list[Tensor],
+        local: tuple[tuple[Any, ...], dict[str, Any]] | None,
+        measured: Measured,
+    ) -> None:
+        measured.input_error, measured.input_flushed, came_in = self._inputs_so_far(call)
+        references, reference_seconds = self._advance(call, outputs)
+        if references is None:
+            return
+        self._compare(call, outputs, references, self._local(call, outputs, local), measured)
+        if came_in:
+            measured.introduced_inf, measured.introduced_nan, measured.flushed = 0, 0, None
+        if call.traits.casts:
+            measured.recast = self._recast(call.inputs[0], outputs[0])
+        if call.outcome == "ok" and self._timed:
+            measured.seconds, measured.reference_seconds = call.seconds, reference_seconds
+            self.emulation.timed(call.traits.name, call.seconds, reference_seconds)
 
     def _inputs_so_far(self, call: Call) -> tuple[float, float, bool]:
         error, flushed, nonfinite = 0.0, 0.0, False
@@ -362,35 +367,37 @@ class Recorder(DispatchMode):
             return None
 
     def _compare(
-        self, call: Call, outputs: list[Tensor], references: list[Tensor], local: list[Tensor] | None
-    ) -> Measured:
-        measured = Measured(local_error=0.0 if call.traits.moves else None)
+        self,
+        call: Call,
+        outputs: list[Tensor],
+        references: list[Tensor],
+        local: list[Tensor] | None,
+        measured: Measured,
+    ) -> None:
+        if call.traits.moves:
+            measured.local_error = 0.0
         for index, (out, reference) in enumerate(zip(outputs, references, strict=True)):
             if out.shape != reference.shape:
-                measured = measured._replace(flips=measured.flips + abs(out.numel() - reference.numel()))
+                measured.flips += abs(out.numel() - reference.numel())
             elif is_float(out):
                 own = [local[index]] if local is not None and local[index].shape == out.shape else []
                 compared = compare(out, [reference, *own], count_flushed=self._count_flushed)
-                measured = self._merge(out, measured, compared)
-            elif not out.dtype.is_floating_point and call.inputs:
-                measured = measured._replace(flips=measured.flips + int((out != reference).sum()))
-        return measured
+                self._merge(out, measured, compared)
+            elif call.inputs:
+                measured.flips += int((out != reference).sum())
 
-    def _merge(self, out: Tensor, measured: Measured, compared: Comparison) -> Measured:
+    def _merge(self, out: Tensor, measured: Measured, compared: Comparison) -> None:
+        """The worst over the outputs of a call."""
         twin = self.lockstep.note(out)
         twin.error, twin.flushed = compared.errors[0], compared.flushed or 0.0
         twin.nonfinite = bool(compared.introduced_inf or compared.introduced_nan)
-        local = measured.local_error
         if len(compared.errors) > 1:
-            local = max(compared.errors[1], local or 0.0)
-        return measured._replace(
-            local_error=local,
-            accumulated_error=max(compared.errors[0], measured.accumulated_error or 0.0),
-            absmax=max(compared.absmax, measured.absmax or 0.0),
-            introduced_inf=measured.introduced_inf + compared.introduced_inf,
-            introduced_nan=measured.introduced_nan + compared.introduced_nan,
-            flushed=max(compared.flushed or 0.0, measured.flushed or 0.0),
-        )
+            measured.local_error = max(compared.errors[1], measured.local_error or 0.0)
+        measured.accumulated_error = max(compared.errors[0], measured.accumulated_error or 0.0)
+        measured.absmax = max(compared.absmax, measured.absmax or 0.0)
+        measured.introduced_inf += compared.introduced_inf
+        measured.introduced_nan += compared.introduced_nan
+        measured.flushed = max(compared.flushed or 0.0, measured.flushed or 0.0)
 
 
 def _outputs(out: Any) -> list[Tensor]:
