@@ -48,7 +48,7 @@ def _reason(best: Run, runs: Sequence[Run]) -> str:
     error = f"error {_error(best):.1e}, tolerance {best.tolerance or 0:.0e}"
     parts = [f"passes ({error}), measured here{_speed(speedup(best, runs))}."]
     if best.keep_fp32:
-        parts.append(f"Kept in fp32: {', '.join(best.keep_fp32)}.")
+        parts.append(f"Kept in fp32: {some(best.keep_fp32)}.")
     why = defaultdict(list)
     for run in runs:
         if run.precision not in ("fp32", best.precision, "plan") and run.status != "ok":
@@ -85,6 +85,12 @@ def explain_status(run: Run) -> str:
         where = f", first in {short_op(born.op)} of {born.module or 'the model'}" if born else ""
         return f"NaN or Inf in the output{where}"
     return run.reason or run.status
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    """The first few of many names."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 _NO_KERNEL = ("missing-kernel", "unsupported-dtype", "no-backend-kernel", "crash")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 _DTYPES = {
@@ -66,5 +67,8 @@ def paste(precision: str, device: str, call: str, keep_fp32: Sequence[str] = ())
 def _keep(definition: str, modules: Sequence[str]) -> list[str]:
     if not modules:
         return []
-    names = ", ".join(f'"{module}"' for module in modules)
-    return [definition, f"for name in [{names}]:", "    in_fp32(model.get_submodule(name))", ""]
+    names = textwrap.wrap(", ".join(f'"{module}"' for module in modules), 90)
+    listed = (
+        [f"for name in [{names[0]}]:"] if len(names) == 1 else ["for name in [", *(f"    {n}" for n in names), "]:"]
+    )
+    return [definition, *listed, "    in_fp32(model.get_submodule(name))", ""]

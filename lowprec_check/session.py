@@ -187,7 +187,7 @@ class Session:
             metric=measures.metric if measures else None,
             perturbed=explained.perturbed if explained else None,
             function_mode=explained.function_mode if explained else False,
-            complete=bool(explained and explained.complete),
+            complete=explained.complete if explained else bool(job and not job.instrumented),
             stopped_by=explained.exception if explained else None,
             emulated=explained.emulated if explained else {},
             notes=[*(plain.notes if plain else ()), *(explained.faults if explained else ())],

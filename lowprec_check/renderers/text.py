@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lowprec_check.advice import explain_status, short_op, speedup
+from lowprec_check.advice import explain_status, short_op, some, speedup
 from lowprec_check.results import Diagnostic, Run, ScanResult
 
 SHOWN_FINDINGS = 12
@@ -111,7 +111,7 @@ def _why(run: Run, result: ScanResult) -> str:
         memory = f"{(run.peak_memory_bytes or 0) / 2**20:.1f} MiB" if run.peak_memory_bytes else ""
         return ", ".join(part for part in (latency, memory) if part)
     if run.base is not None:
-        return f"kept in fp32: {', '.join(run.keep_fp32)}"
+        return f"kept in fp32: {some(run.keep_fp32)}"
     if run.status != "ok":
         return explain_status(run)
     slow = [d for d in result.diagnostics if d.code == "LP106" and d.precision == run.precision]

@@ -1,0 +1,223 @@
+"""Scan the examples and torchvision's classification models on one device, and check each status by hand.
+
+    python benchmarks/breadth.py --device cpu --size 64 --output reports/breadth-cpu
+
+Writes OUTPUT.md (a table a person reads) and OUTPUT.json (a row per model and precision). With ``--verify`` every
+status is compared with simply running the cast model, in this process: what must hold is that the two agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowprec_check.environment import environment
+from lowprec_check.errors import UsageError
+from lowprec_check.load import load_and_scan
+from lowprec_check.precision import PRECISIONS
+from lowprec_check.results import Run, ScanResult
+from lowprec_check.session import TOLERANCE
+from lowprec_check.target import Target, load_target
+from lowprec_check.tree import leaves, map_tensors
+from lowprec_check.worker import isolated
+from lowprec_check.zoo import import_torchvision
+
+EXAMPLES = sorted(Path(__file__).parent.parent.joinpath("examples").glob("*.py"))
+SIZES = {"inception_v3": 96, "vit_h_14": 224, "swin": 64, "maxvit_t": 224, "alexnet": 64}
+
+
+def classification_models() -> list[str]:
+    """Names of torchvision's classification models."""
+    torchvision, _ = import_torchvision()
+    return list(torchvision.models.list_models(module=torchvision.models))
+
+
+def shape_for(name: str, size: int) -> str:
+    """The smallest input near ``size`` that the model takes."""
+    if name.startswith("vit_") or name == "maxvit_t":
+        return "1x3x224x224"
+    return f"1x3x{max(size, SIZES.get(name, size))}x{max(size, SIZES.get(name, size))}"
+
+
+def by_hand(target: Target, precision: str, device: torch.device) -> str:
+    """The status that simply running the cast model gives: ``ok``, ``inaccurate``, ``nonfinite`` or ``error``."""
+    chosen = PRECISIONS[precision]
+    dtype = chosen.low
+    assert dtype is not None
+    model = copy.deepcopy(target.model).to(device)
+    args, kwargs = map_tensors((target.args, target.kwargs), lambda tensor: tensor.to(device))
+    with torch.no_grad():
+        torch.manual_seed(0)
+        reference = model(*args, **kwargs)
+        context: Any = contextlib.nullcontext()
+        if chosen.cast is not None:
+            model = model.to(dtype)
+            args, kwargs = map_tensors((args, kwargs), lambda t: t.to(dtype) if t.is_floating_point() else t)
+        else:
+            context = torch.autocast(device.type, dtype=dtype)
+        try:
+            torch.manual_seed(0)
+            with context:
+                output = model(*args, **kwargs)
+        except Exception:
+            return "error"
+    worst = 0.0
+    for (_, y), (_, r) in zip(leaves(output), leaves(reference), strict=True):
+        if not r.is_floating_point():
+            continue
+        y, r = y.double(), r.double()
+        if not bool(y.isfinite().all()):
+            return "nonfinite"
+        difference = float((y - r).norm())
+        worst = max(worst, difference / float(r.norm()) if float(r.norm()) else (0.0 if difference == 0 else 1e9))
+    return "ok" if worst <= TOLERANCE[dtype] else "inaccurate"
+
+
+def checked_by_hand(target: Target, precision: str, device: str) -> str:
+    """:func:`by_hand` in a process of its own, so that this one never wakes the device."""
+    return isolated(lambda: by_hand(target, precision, torch.device(device)), "fork")
+
+
+def scan_one(spec: str, inputs: tuple[str, ...], options: argparse.Namespace) -> tuple[ScanResult | None, str]:
+    """A result, or why there is none."""
+    try:
+        result = load_and_scan(spec, inputs, device=options.device, budget=options.budget, precisions=options.precision)
+    except UsageError as error:
+        return None, error.message
+    return result, ""
+
+
+def row(spec: str, result: ScanResult, run: Run, fp32_ms: float, verified: str | None) -> dict[str, Any]:
+    """One run as a flat record."""
+    return {
+        "model": spec,
+        "precision": run.precision,
+        "status": run.status,
+        "by_hand": verified,
+        "rel_l2": run.output_error.rel_l2 if run.output_error else None,
+        "fp32_ms": round(fp32_ms, 3),
+        "time_ratio": round(run.latency_ms / fp32_ms, 3) if run.latency_ms else None,
+        "peak_memory_bytes": run.peak_memory_bytes,
+        "gaps": sorted({gap.op for gap in run.gaps}),
+        "perturbed": run.perturbed,
+        "complete": run.complete,
+        "ops": len(run.op_calls),
+        "notes": run.notes,
+        "recommended": bool(result.recommendation and result.recommendation.precision == run.precision),
+    }
+
+
+def collect(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Scan everything asked for."""
+    specs: list[tuple[str, tuple[str, ...]]] = []
+    if not options.models and options.part[0] == 1:
+        root = Path.cwd()
+        specs += [(str(path.relative_to(root) if path.is_relative_to(root) else path), ()) for path in EXAMPLES]
+    part, parts = options.part
+    for name in (options.models or classification_models())[part - 1 :: parts]:
+        specs.append((f"torchvision:{name}", (shape_for(name, options.size),)))
+    rows = []
+    for index, (spec, inputs) in enumerate(specs):
+        started = time.monotonic()
+        result, why = scan_one(spec, inputs, options)
+        if result is None:
+            print(f"[{index + 1}/{len(specs)}] {spec}: {why}", flush=True)
+            rows.append({"model": spec, "precision": "fp32", "status": "error", "notes": [why]})
+            continue
+        fp32_ms = result.runs[0].latency_ms or float("nan")
+        scanned = time.monotonic() - started
+        for run in result.runs[1:]:
+            checked = run.status != "timeout" and run.precision != "plan" and options.verify
+            target = load_target(spec, inputs) if checked else None
+            verified = checked_by_hand(target, run.precision, options.device) if target else None
+            rows.append(row(spec, result, run, fp32_ms, verified))
+        statuses = " ".join(f"{run.precision}={run.status}" for run in result.runs[1:])
+        print(f"[{index + 1}/{len(specs)}] {spec} {scanned:.1f} s {statuses}", flush=True)
+    return rows
+
+
+def merged(paths: list[Path]) -> list[dict[str, Any]]:
+    """The rows of several reports, by model."""
+    rows = [record for path in paths for record in json.loads(path.read_text(encoding="utf-8"))["rows"]]
+    order = {name: index for index, name in enumerate(PRECISIONS)}
+    return sorted(rows, key=lambda record: (record["model"], order.get(record["precision"], len(order))))
+
+
+def cell(record: dict[str, Any]) -> str:
+    """Status, error and time of one run."""
+    if record["status"] not in ("ok", "inaccurate"):
+        return str(record["status"])
+    error = f"{record['rel_l2']:.0e}" if record["rel_l2"] is not None else "∞"
+    ratio = f"{record['time_ratio']:.2f}×" if record["time_ratio"] else ""
+    mark = "**" if record["recommended"] else ""
+    return f"{mark}{record['status']} {error} {ratio}{mark}"
+
+
+def markdown(rows: list[dict[str, Any]], found: dict[str, Any], options: argparse.Namespace) -> str:
+    """The table: a line per model, a column per precision."""
+    names = [name for name in PRECISIONS if name != "fp32"]
+    checked = [record for record in rows if record.get("by_hand")]
+    agree = sum(record["by_hand"] == record["status"] for record in checked)
+    watched = [record for record in rows if record.get("perturbed") is not None]
+    lines = [
+        f"# Breadth on {found['device']} ({found['device_name']}), torch {found['torch']}",
+        "",
+        f"Made by `python benchmarks/breadth.py --device {options.device} --size {options.size}`. Each cell: status,",
+        "rel_l2 of the output against fp32, time over fp32's; bold: what the scan recommends. Random weights.",
+        "",
+        f"- models: {len({record['model'] for record in rows})}, runs: {len(rows)}",
+        f"- status equal to simply running the cast model: {agree} of {len(checked)} checked",
+        f"- instrumented output equal to the plain one, bit for bit: "
+        f"{sum(not record['perturbed'] for record in watched)} of {len(watched)} runs with nothing rescued",
+        "",
+        f"| model | fp32 ms | {' | '.join(names)} |",
+        f"|---|---|{'---|' * len(names)}",
+    ]
+    by_model: dict[str, dict[str, dict[str, Any]]] = {}
+    for record in rows:
+        by_model.setdefault(record["model"], {})[record["precision"]] = record
+    for model, runs in by_model.items():
+        fp32 = next(iter(runs.values())).get("fp32_ms", "–")
+        cells = [cell(runs[name]) if name in runs else "–" for name in names]
+        lines.append(f"| {model.removeprefix('torchvision:')} | {fp32} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Scan, write, and say how often the scan and the bare model agree."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--size", type=int, default=64)
+    parser.add_argument("--budget", type=float, default=20.0)
+    parser.add_argument("--precision", action="append")
+    parser.add_argument(
+        "--models", nargs="*", help="torchvision names; all classification models and the examples without"
+    )
+    parser.add_argument(
+        "--part", type=int, nargs=2, default=(1, 1), metavar=("K", "N"), help="every N-th model from K on"
+    )
+    parser.add_argument("--merge", type=Path, nargs="*", help="write one report from the JSON of several parts")
+    parser.add_argument("--verify", action="store_true")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    found = isolated(lambda: environment(options.device), "fork")
+    rows = merged(options.merge) if options.merge else collect(options)
+    text = markdown(rows, found, options)
+    print(text)
+    if options.output:
+        options.output.with_suffix(".md").write_text(text, encoding="utf-8")
+        lines = ",\n".join(json.dumps(record) for record in rows)
+        options.output.with_suffix(".json").write_text(
+            f'{{"environment": {json.dumps(found)},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8"
+        )
+
+
+if __name__ == "__main__":
+    main()
