@@ -68,16 +68,10 @@ def by_hand(target: Target, precision: str, device: torch.device) -> str:
                 output = model(*args, **kwargs)
         except Exception:
             return "error"
-    worst = 0.0
-    for (_, y), (_, r) in zip(leaves(output), leaves(reference), strict=True):
-        if not r.is_floating_point():
-            continue
-        y, r = y.double(), r.double()
-        if not bool(y.isfinite().all()):
-            return "nonfinite"
-        difference = float((y - r).norm())
-        worst = max(worst, difference / float(r.norm()) if float(r.norm()) else (0.0 if difference == 0 else 1e9))
-    return "ok" if worst <= TOLERANCE[dtype] else "inaccurate"
+    pairs = [(y.double(), r.double()) for (_, y), (_, r) in zip(leaves(output), leaves(reference), strict=True)]
+    if not all(bool(y.isfinite().all()) for y, _ in pairs):
+        return "nonfinite"
+    return "ok" if all((y - r).norm() <= TOLERANCE[dtype] * r.norm() for y, r in pairs) else "inaccurate"
 
 
 def checked_by_hand(target: Target, precision: str, device: str) -> str:

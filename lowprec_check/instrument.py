@@ -106,6 +106,7 @@ def _pass(
             emulation=options.emulation,
             crumb=options.crumb,
             counter=counter,
+            timed=ready.device.type == "cpu",
         )
         output, error = _call(ready, inputs, named, recorder, options.seed, function_mode)
     perturbed = lockstep_error = None

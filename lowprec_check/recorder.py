@@ -59,7 +59,11 @@ class Call:
 
 
 class Recorder(DispatchMode):
-    """Records what a model dispatches. ``low`` is the dtype of the run; ``lockstep`` is seeded by the caller."""
+    """Records what a model dispatches.
+
+    ``low`` is the dtype of the run; ``lockstep`` is seeded by the caller; ``timed`` says whether a call has done its
+    work when it returns (on an accelerator it has not).
+    """
 
     def __init__(
         self,
@@ -72,6 +76,7 @@ class Recorder(DispatchMode):
         emulation: Emulation | None = None,
         crumb: Crumb | None = None,
         counter: StorageCounter | None = None,
+        timed: bool = True,
     ) -> None:
         super().__init__()
         self.low, self.lockstep, self.stack, self.journal = low, lockstep, stack, journal
@@ -85,7 +90,7 @@ class Recorder(DispatchMode):
         """Storages that were an input of some op."""
         self._owing = False
         self._count_flushed = low == torch.float16
-        self._timed = True
+        self._timed = timed
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

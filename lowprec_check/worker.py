@@ -196,11 +196,21 @@ def isolated(function: Callable[[], T], isolation: Isolation) -> T:
 # -- inside the worker
 
 
+def _in_fresh_thread(function: Callable[[], None]) -> None:
+    """Run ``function`` in a thread that has no pool of OpenMP threads yet: the forking thread's is gone."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join()
+
+
 def _answer(function: Callable[[], Any], sender: Any) -> None:
-    try:
-        sender.send((False, function()))
-    except Exception as error:
-        sender.send((True, error))
+    def answer() -> None:
+        try:
+            sender.send((False, function()))
+        except Exception as error:
+            sender.send((True, error))
+
+    _in_fresh_thread(answer)
     os._exit(0)
 
 
@@ -209,9 +219,7 @@ def _main(job: Job, load: Load, sender: Any, log: str) -> None:
     with open(log, "w") as file:
         faulthandler.enable(file)
         _be_the_one_to_kill()
-        thread = threading.Thread(target=_work, args=(job, load, sender), daemon=True)
-        thread.start()
-        thread.join()
+        _in_fresh_thread(lambda: _work(job, load, sender))
         _flush()
         os._exit(0)  # no exit handlers of the parent's
 
