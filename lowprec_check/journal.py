@@ -14,7 +14,7 @@ from lowprec_check.numerics import finite_or_none
 from lowprec_check.results import Gap, GapKind, Layer, OpCalls, Outcome, Phase, Place
 
 if TYPE_CHECKING:
-    from lowprec_check.recorder import Call
+    from lowprec_check.call import Call
 
 
 @dataclasses.dataclass(slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -16,46 +16,22 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lowprec_check import selection
+from lowprec_check.call import Call, dtypes_in, outputs_of
 from lowprec_check.crumb import Crumb
 from lowprec_check.emulation import Emulation
-from lowprec_check.gaps import Attempt, asks_narrow, map_args, rescue, tensors_in
+from lowprec_check.gaps import Attempt, asks_narrow, map_args, rescue
 from lowprec_check.journal import Journal, Measured
 from lowprec_check.lockstep import Lockstep, storage_key
 from lowprec_check.memory import StorageCounter
 from lowprec_check.mode import DispatchMode
 from lowprec_check.numerics import NARROW, Comparison, compare, is_float, is_narrow, widen, widened_dtype
-from lowprec_check.opinfo import OpTraits, draws, traits
-from lowprec_check.results import Outcome
+from lowprec_check.opinfo import draws
+from lowprec_check.solvers import SolverFailures
 from lowprec_check.where import ModuleStack, source_line
 
 T = TypeVar("T")
 
 Errors = Literal["both", "accumulated", "none"]
-
-
-class Call:
-    """One op call on its way through the recorder."""
-
-    __slots__ = ("args", "func", "inputs", "involved", "kwargs", "module", "outcome", "seconds", "source", "traits")
-
-    def __init__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.func, self.args, self.kwargs = func, args, kwargs
-        self.traits: OpTraits = traits(func)
-        self.inputs = tensors_in(args, kwargs)
-        self.involved = False
-        self.module = ""
-        self.source: str | None = None
-        self.outcome: Outcome = "ok"
-        self.seconds = 0.0
-
-    def written(self) -> Iterator[Tensor]:
-        """The tensors that the op writes to."""
-        for key in self.traits.written:
-            value = self.kwargs.get(key) if isinstance(key, str) else self.args[key] if key < len(self.args) else None
-            if isinstance(value, Tensor):
-                yield value
-            elif isinstance(value, (list, tuple)):
-                yield from (item for item in value if isinstance(item, Tensor))
 
 
 class Recorder(DispatchMode):
@@ -88,6 +64,7 @@ class Recorder(DispatchMode):
         """The last error that failed both ways and was passed on."""
         self.touched: set[int] = set()
         """Storages that were an input of some op."""
+        self.failures = SolverFailures(lockstep, journal)
         self._owing = False
         self._count_flushed = low == torch.float16
         self._timed = timed
@@ -110,7 +87,7 @@ class Recorder(DispatchMode):
         if self._owing:
             out = self._settle(call, out)
         if self.counter is not None:
-            for tensor in _outputs(out):
+            for tensor in outputs_of(out):
                 self.counter.count(tensor)
         self._guarded(call, self._observe, call, out, local)
         if self.crumb is not None:
@@ -164,10 +141,12 @@ class Recorder(DispatchMode):
                 out = self._rescue(call, error)
         crash = self.emulation.crashed.get(call.traits.name)
         if crash is not None:
-            self.journal.gap(call, "crash", "dispatch", crash, _dtypes_in(call.inputs))
+            self.journal.gap(call, "crash", "dispatch", crash, dtypes_in(call.inputs))
         return out
 
     def _rescue(self, call: Call, error: Exception) -> Any:
+        if self.failures.cure(call, error):
+            return None
         attempt = self._attempt(call)
         with torch._C._DisableAutocast():
             found = rescue(attempt, error, "dispatch")
@@ -177,8 +156,8 @@ class Recorder(DispatchMode):
             self.raised = error
             raise error
         call.outcome = "rescued"
-        self.journal.gap(call, found.kind, "dispatch", str(error), _dtypes_in(call.inputs))
-        if any(isinstance(out, Tensor) and out.is_complex() for out in _outputs(found.result)):
+        self.journal.gap(call, found.kind, "dispatch", str(error), dtypes_in(call.inputs))
+        if any(isinstance(out, Tensor) and out.is_complex() for out in outputs_of(found.result)):
             self.owe(found.result)
         return found.result
 
@@ -194,7 +173,7 @@ class Recorder(DispatchMode):
             self.raised = error
             raise error
         call.outcome = "rescued"
-        self.journal.gap(call, "numeric-failure", "dispatch", str(error), _dtypes_in(call.inputs))
+        self.journal.gap(call, "numeric-failure", "dispatch", str(error), dtypes_in(call.inputs))
         return attempt._narrow_again(out)
 
     # -- results that a narrow complex dtype should have held
@@ -202,7 +181,7 @@ class Recorder(DispatchMode):
     def owe(self, out: Any) -> None:
         """Remember complex results of a rescue: they stand for a narrow complex dtype."""
         self._owing = True
-        for tensor in _outputs(out):
+        for tensor in outputs_of(out):
             if tensor.is_complex():
                 self.lockstep.note(tensor).owed = True
 
@@ -213,7 +192,7 @@ class Recorder(DispatchMode):
             return out
         if call.traits.view and isinstance(out, Tensor) and not out.is_complex() and out.stride()[-1:] == (1,):
             return out  # view_as_real: pairs, still to be read as complex
-        settled = [self._settled(tensor) for tensor in _outputs(out)]
+        settled = [self._settled(tensor) for tensor in outputs_of(out)]
         return settled[0] if isinstance(out, Tensor) else type(out)(settled)
 
     def _settled(self, tensor: Tensor) -> Tensor:
@@ -270,7 +249,7 @@ class Recorder(DispatchMode):
         return map_args(call.args, call.kwargs, reference)
 
     def _observe(self, call: Call, out: Any, local: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
-        outputs = _outputs(out)
+        outputs = outputs_of(out)
         measured = Measured()
         if call.involved and outputs and self.errors != "none":
             with torch._C._DisableAutocast():
@@ -338,7 +317,7 @@ class Recorder(DispatchMode):
                 self.lockstep.reanchor(tensor)
             return None, 0.0
         seconds = time.perf_counter() - started
-        references = _outputs(result)
+        references = outputs_of(result)
         if len(references) != len(outputs):
             return None, seconds
         if call.traits.selects:
@@ -367,7 +346,7 @@ class Recorder(DispatchMode):
         if local is None:
             return None
         try:
-            return _outputs(call.func(*local[0], **local[1]))
+            return outputs_of(call.func(*local[0], **local[1]))
         except Exception:
             return None
 
@@ -389,7 +368,10 @@ class Recorder(DispatchMode):
                 compared = compare(out, [reference, *own], count_flushed=self._count_flushed)
                 self._merge(out, measured, compared)
             elif call.inputs:
-                measured.flips += int((out != reference).sum())
+                flips = int((out != reference).sum())
+                measured.flips += flips
+                if flips:
+                    self.failures.note(call, outputs, out)
 
     def _merge(self, out: Tensor, measured: Measured, compared: Comparison) -> None:
         """The worst over the outputs of a call."""
@@ -403,15 +385,3 @@ class Recorder(DispatchMode):
         measured.introduced_inf += compared.introduced_inf
         measured.introduced_nan += compared.introduced_nan
         measured.flushed = max(compared.flushed or 0.0, measured.flushed or 0.0)
-
-
-def _outputs(out: Any) -> list[Tensor]:
-    if isinstance(out, Tensor):
-        return [out]
-    if isinstance(out, (list, tuple)):
-        return [tensor for item in out for tensor in _outputs(item)]
-    return []
-
-
-def _dtypes_in(inputs: list[Tensor]) -> list[str]:
-    return sorted({str(tensor.dtype).removeprefix("torch.") for tensor in inputs if is_float(tensor)})

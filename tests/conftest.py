@@ -1,0 +1,70 @@
+"""What several tests share: small models, the truth about them found by hand, and a scan of one."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """Write a file of the user's: ``write("text", name="mymodel.py")``."""
+
+    def write_file(text: str, name: str = "mymodel.py") -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write_file
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.is_grad_enabled()
+
+
+class Mlp(nn.Module):
+    """Three layers, everything supported in 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+@pytest.fixture
+def mlp() -> Mlp:
+    torch.manual_seed(0)
+    return Mlp().eval()
+
+
+def run_bare(model: nn.Module, args: tuple[Any, ...], precision: str) -> Any:
+    """Simply run the cast model: the truth that a scan is held to. Casts ``model`` in place."""
+    dtype = {"half": torch.half, "bfloat16": torch.bfloat16}.get(precision)
+    context: Any = contextlib.nullcontext()
+    if dtype is not None:
+        model = model.to(dtype)
+        args = tuple(a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
+    elif precision != "fp32":
+        context = torch.autocast("cpu", dtype=torch.half if precision.endswith("fp16") else torch.bfloat16)
+    torch.manual_seed(0)
+    with torch.no_grad(), context:
+        return model(*args)

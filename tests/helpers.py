@@ -1,0 +1,49 @@
+"""A run in this process, without the worker: for tests that make many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowprec_check.instrument import Instrumented, Options, fp32_state, run_instrumented
+from lowprec_check.plain import Plain, run_plain
+from lowprec_check.precision import PRECISIONS, Snapshot, prepared
+from lowprec_check.session import TOLERANCE
+from lowprec_check.withhold import withholding
+
+CPU = torch.device("cpu")
+DEFAULT = Options()
+LOW = ("half", "bfloat16", "autocast-fp16", "autocast-bf16")
+
+
+def run(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    precision: str,
+    *,
+    options: Options = DEFAULT,
+    without_kernel: tuple[str, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> tuple[Plain, Instrumented]:
+    """Both parts of one run; the instruments must not have failed."""
+    kwargs = kwargs or {}
+    with prepared(model, PRECISIONS["fp32"], CPU) as ready:
+        reference = run_plain(ready, args, kwargs, seed=0)
+    assert reference.outputs is not None, reference.exception
+    fp32 = fp32_state(model)
+    chosen = PRECISIONS[precision]
+    with prepared(model, chosen, CPU) as ready, withholding(without_kernel):
+        snapshot = Snapshot(model)
+        tolerance = TOLERANCE.get(chosen.low) if chosen.low else None
+        plain = run_plain(ready, args, kwargs, seed=0, tolerance=tolerance, reference=reference.outputs)
+        snapshot.restore()
+        found = run_instrumented(ready, args, kwargs, fp32, options, plain.outputs)
+    assert not found.faults, found.faults
+    return plain, found
+
+
+def gap_ops(found: Instrumented) -> set[str]:
+    """Names of the ops with gaps."""
+    return {gap.op for gap in found.gaps}

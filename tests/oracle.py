@@ -1,0 +1,77 @@
+"""The gaps of a model found the slow way: run the bare cast model, mend what failed, run again, until it passes."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from lowprec_check.functions import function_name
+
+NARROW = (torch.half, torch.bfloat16)
+
+
+def _mended(function: Callable[..., Any], args: Any, kwargs: Any, low: torch.dtype) -> Any:
+    """As a person mends it: compute in fp32, cast real results back; complex ones go back when they are real again."""
+    up = lambda t: t.float() if t.dtype in NARROW else t  # noqa: E731
+    args, kwargs = tree_map_only(Tensor, up, (args, kwargs))
+    return tree_map_only(Tensor, lambda t: t.to(low) if t.dtype == torch.float32 else t, function(*args, **kwargs))
+
+
+class _Mend(TorchDispatchMode):
+    """Mends known ops, remembers the last one that raised, and casts real results of complex inputs back."""
+
+    def __init__(self, ops: set[str], low: torch.dtype) -> None:
+        super().__init__()
+        self.ops, self.low, self.failed = ops, low, ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if str(func) in self.ops:
+            return _mended(func, args, kwargs, self.low)
+        try:
+            out = func(*args, **kwargs)
+        except Exception:
+            self.failed = str(func)
+            raise
+        if any(isinstance(a, Tensor) and a.is_complex() for a in args) and isinstance(out, Tensor):
+            return out.to(self.low) if out.dtype == torch.float32 and not func.is_view else out
+        return out
+
+
+class _MendFunctions(TorchFunctionMode):
+    def __init__(self, ops: set[str], low: torch.dtype) -> None:
+        super().__init__()
+        self.ops, self.low, self.failed = ops, low, ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function_name(func) in self.ops:
+            return _mended(func, args, kwargs, self.low)
+        try:
+            return func(*args, **kwargs)
+        except Exception:
+            self.failed = self.failed or function_name(func)
+            raise
+
+
+def mend_and_rerun(make: Callable[[], nn.Module], x: Tensor, precision: str, rounds: int = 20) -> set[str]:
+    """Names of all ops that had to be mended."""
+    low = torch.half if precision == "half" else torch.bfloat16
+    mended: set[str] = set()
+    for _ in range(rounds):
+        dispatch, functions = _Mend(mended, low), _MendFunctions(mended, low)
+        try:
+            with torch.no_grad(), dispatch, functions:
+                make().to(low)(x.to(low))
+        except Exception:
+            mended.add(dispatch.failed or functions.failed)
+            continue
+        return mended
+    raise AssertionError(f"not mended in {rounds} rounds: {mended}\n{traceback.format_exc()}")
