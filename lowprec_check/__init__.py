@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lowprec_check.errors import UsageError
     from lowprec_check.results import ScanResult
-    from lowprec_check.scan import scan
+    from lowprec_check.scanner import scan
 
 __all__ = ["ScanResult", "UsageError", "scan"]
 
-_HOMES = {"scan": "scan", "ScanResult": "results", "UsageError": "errors"}
+_HOMES = {"scan": "scanner", "ScanResult": "results", "UsageError": "errors"}
 
 
 def __getattr__(name: str) -> Any:

@@ -234,16 +234,19 @@ def _fails(result: ScanResult, fail_on: FailOn) -> bool:
 def main() -> None:
     """Entry point: exit 0, 1 (findings), 2 (the call or the user's file is wrong), 3 (the tool failed)."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False) or 0)
     except UsageError as error:
         print(f"error: {error.message}", file=sys.stderr)
         if error.hint:
             print(error.hint, file=sys.stderr)
         sys.exit(WRONG_CALL)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         sys.exit(130)
-    except Exception:
+    except Exception as error:
+        if hasattr(error, "show") and hasattr(error, "exit_code"):  # what the parser says of a wrong call
+            error.show()
+            sys.exit(error.exit_code)
         import traceback
 
         traceback.print_exc()

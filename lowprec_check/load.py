@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lowprec_check.results import ScanResult
-from lowprec_check.scan import scan_target
+from lowprec_check.scanner import scan_target
 from lowprec_check.target import load_target
 from lowprec_check.worker import best_isolation
 
@@ -18,7 +18,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def load_and_scan(spec: str, inputs: tuple[str, ...] = (), **options: Any) -> ScanResult:
-    """Load ``spec`` and scan it; options as :func:`lowprec_check.scan.scan_target` takes them."""
+    """Load ``spec`` and scan it; options as :func:`lowprec_check.scanner.scan_target` takes them."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # no pool of threads in the process that forks
     try:

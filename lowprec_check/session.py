@@ -111,8 +111,7 @@ class Session:
             explained = self._explain(dataclasses.replace(job, plain=False, measure_once=plain is None), outcome)
             outcome.messages["instrumented"] = explained.messages.get("instrumented")
             outcome.gaps = explained.gaps or outcome.gaps
-            if plain is None and explained.position is not None and explained.ended != "done":
-                outcome.position = explained.position
+            outcome.position = outcome.position or explained.position
         return self._assemble(precision, job, outcome, plain)
 
     def _explain(self, job: Job, outcome: Outcome) -> Outcome:
@@ -203,10 +202,8 @@ class Session:
             if plain.status == "ok" and plain.random and explained and precision != "fp32":
                 return _status_in_lockstep(explained, self.tolerance(precision)), None
             return plain.status, None
-        where = _describe(outcome.position) if outcome.position else None
-        place = f", in {where}" if where else ""
-        if outcome.ended == "crashed" or (outcome.reason and outcome.ended != "timeout"):
-            return "crashed", f"{outcome.reason or 'the process died'}{place}"
+        if outcome.ended == "crashed":
+            return "crashed", f"{outcome.reason or 'the process died'}{_in_which_op(outcome, explained)}"
         return "timeout", f"over the budget of {self.budget:.0f} s"
 
 
@@ -215,6 +212,16 @@ def _status_in_lockstep(explained: Instrumented, tolerance: float) -> Status:
         return "nonfinite"
     rel_l2 = explained.lockstep_error.rel_l2 if explained.lockstep_error else None
     return "ok" if rel_l2 is not None and rel_l2 <= tolerance else "inaccurate"
+
+
+def _in_which_op(outcome: Outcome, explained: Instrumented | None) -> str:
+    """The op that killed the process: the one set aside for it, or the last one seen."""
+    for gap in explained.gaps if explained else ():
+        if gap.kind == "crash":
+            return f", in {gap.op}{f' of {gap.module}' if gap.module else ''}"
+    if outcome.position is None:
+        return ""
+    return f", {'in' if outcome.position.in_op else 'after'} {_describe(outcome.position)}"
 
 
 def _set_aside(job: Job, op: str, ended: str, reason: str | None, limit: float) -> Job:

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -120,20 +120,18 @@ def _watch(
 ) -> None:
     deadline = time.monotonic() + job.budget
     while True:
-        ready = multiprocessing.connection.wait([receiver, process.sentinel], timeout=0.1)
-        while _received(receiver):
-            kind, content = receiver.recv()
+        multiprocessing.connection.wait([receiver, process.sentinel], timeout=0.1)
+        alive = process.is_alive()
+        for kind, content in _messages(receiver):
             _store(outcome, kind, content)
             if kind in ("plain", "measured"):
                 deadline = time.monotonic() + job.budget
         if "done" in outcome.messages or "failed" in outcome.messages:
             return
         position = outcome.position = crumb.read()
-        if process.sentinel in ready or not process.is_alive():
-            if not _received(receiver):
-                outcome.ended = "crashed"
-                return
-            continue
+        if not alive:
+            outcome.ended = "crashed"
+            return
         if on_progress is not None:
             on_progress(position)
         if time.monotonic() > deadline:
@@ -144,11 +142,11 @@ def _watch(
             return
 
 
-def _received(receiver: Any) -> bool:
-    try:
-        return bool(receiver.poll())
-    except (EOFError, OSError):
-        return False
+def _messages(receiver: Any) -> Iterator[tuple[str, Any]]:
+    """What has arrived; ends quietly where the other side is gone."""
+    with contextlib.suppress(EOFError, OSError):
+        while receiver.poll():
+            yield receiver.recv()
 
 
 def _died_of(exitcode: int | None, log: Path) -> str:

@@ -1,0 +1,156 @@
+"""The command line: exit codes, where output goes, how fast it answers, what it imports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import EXAMPLES, ROOT
+
+from lowprec_check.results import ScanResult
+from lowprec_check.rules import RULES
+
+Write = Callable[..., Path]
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        print("the model prints")
+        return {body}
+
+torch.manual_seed(0)
+model = Net().eval()
+inputs = torch.randn(4, 8)
+"""
+
+
+def call(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lowprec_check", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+
+
+def test_exit_codes(write: Write) -> None:
+    sound = str(write(MODEL.format(body="self.linear(x)"), "sound.py"))
+    gap = str(write(MODEL.format(body="torch.quantile(self.linear(x), 0.5)"), "gap.py"))
+    never = str(write(MODEL.format(body="torch.quantile(self.linear(x).to(torch.bfloat16), 0.5)"), "never.py"))
+    assert call("scan", sound, "-p", "half").returncode == 0
+    assert call("scan", sound, "-p", "half", "--fail-on", "error").returncode == 0
+    assert call("scan", gap, "-p", "half", "-p", "autocast-bf16").returncode == 0
+    assert call("scan", gap, "-p", "half", "-p", "autocast-bf16", "--fail-on", "error").returncode == 1
+    assert call("scan", gap, "-p", "half").returncode == 1
+    assert call("scan", gap, "-p", "half", "--fail-on", "never").returncode == 0
+    assert call("scan", never).returncode == 2
+
+
+def test_report_on_stdout_the_rest_on_stderr(write: Write) -> None:
+    path = write(MODEL.format(body="self.linear(x)"))
+    done = call("scan", str(path), "-p", "bfloat16", "--json", "-")
+    result = ScanResult.from_json(done.stdout.encode())
+    assert result.target == str(path)
+    assert "the model prints" in done.stderr
+    plain = call("scan", str(path), "-p", "bfloat16")
+    assert "the model prints" not in plain.stdout
+    assert "\x1b" not in plain.stdout
+
+
+def test_json_has_the_keys_that_others_read(write: Write) -> None:
+    path = write(MODEL.format(body="torch.quantile(self.linear(x), 0.5)"))
+    output = path.with_suffix(".json")
+    call("scan", str(path), "--json", str(output))
+    saved = json.loads(output.read_text())
+    assert saved["schema"] == 1
+    assert {"tool", "target", "environment", "runs", "diagnostics", "recommendation"} <= set(saved)
+    assert {"torch", "python", "device", "cpu_capability"} <= set(saved["environment"])
+    half = next(run for run in saved["runs"] if run["precision"] == "half")
+    assert {"backend", "device", "evidence", "status", "exception", "output_error", "latency_ms"} <= set(half)
+    assert {"peak_memory_bytes", "gaps", "op_calls", "uncalled_modules"} <= set(half)
+    assert half["exception"]["type"] == "RuntimeError"
+    assert set(half["gaps"][0]) == {
+        "op", "layer", "kind", "phase", "module", "source", "dtypes", "message", "calls", "rescued",
+    }  # fmt: skip
+    assert half["gaps"][0]["source"].endswith("mymodel.py:12")
+    assert set(saved["diagnostics"][0]) >= {
+        "code",
+        "name",
+        "severity",
+        "precision",
+        "module",
+        "op",
+        "source",
+        "message",
+    }
+    assert set(saved["recommendation"]) == {
+        "precision", "backend", "keep_fp32", "evidence", "reason", "code", "speedup", "rel_l2",
+    }  # fmt: skip
+
+
+def test_select_and_ignore(write: Write) -> None:
+    path = str(write(MODEL.format(body="torch.quantile(self.linear(x), 0.5)")))
+    codes = lambda *o: {d["code"] for d in json.loads(call("scan", path, "--json", "-", *o).stdout)["diagnostics"]}  # noqa: E731
+    assert codes("--select", "LP1") == {"LP102"}
+    assert "LP102" not in codes("--ignore", "LP1")
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_are_scanned_as_the_readme_shows(example: Path) -> None:
+    # The fp16 rows of the decoder take seconds: the README's command has them.
+    options = ["-p", "bfloat16", "-p", "autocast-bf16"] if example.stem == "spade_decoder" else []
+    done = call("scan", str(example.relative_to(ROOT)), *options)
+    assert done.returncode == 0, done.stderr
+    assert "Use " in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 104
+    assert len(done.stdout.splitlines()) < 60
+
+
+def test_explain_knows_every_code() -> None:
+    for code in RULES:
+        done = call("explain", code.lower()) if code == "LP101" else None
+        assert done is None or "cast back" in done.stdout
+        assert len(RULES[code].manual) > 80
+        assert RULES[code].summary.endswith(".")
+    listed = call("explain").stdout
+    assert all(code in listed for code in RULES)
+
+
+def test_env_answers() -> None:
+    assert "bf16 accelerated" in call("env").stdout
+    assert json.loads(call("env", "--json").stdout)["device"] == "cpu"
+
+
+NO_TORCH = [
+    "lowprec_check",
+    "lowprec_check.cli",
+    "lowprec_check.results",
+    "lowprec_check.rules",
+    "lowprec_check.advice",
+    "lowprec_check.paste",
+    "lowprec_check.errors",
+    "lowprec_check.renderers.text",
+    "lowprec_check.renderers.environment",
+]
+
+
+@pytest.mark.parametrize("room", NO_TORCH)
+def test_rooms_without_torch(room: str) -> None:
+    code = f"import sys, {room}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["scan", "--help"], ["explain", "LP101"], ["--version"]])
+def test_quick_answers_import_no_torch(arguments: list[str]) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "lowprec_check", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "torch" not in imported
+    assert "lowprec_check.cli" in imported

@@ -1,0 +1,78 @@
+"""Devices that are not here: every call the code makes exists in ``torch.xpu`` and its siblings."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+
+from lowprec_check import device as devices
+from lowprec_check.errors import UsageError
+
+ROOMS = ("device.py", "environment.py", "precision.py", "worker.py", "memory.py")
+"""The files that may speak to a device module."""
+
+
+def device_module_calls() -> set[str]:
+    """What these files take from a device module: of a variable ``module``, of ``module_of(…)``, of ``torch.xpu``."""
+    found = set()
+    for room in ROOMS:
+        for node in ast.walk(ast.parse((ROOT / "lowprec_check" / room).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and _is_device_module(node.value):
+                found.add(node.attr)
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("getattr", "hasattr")
+            ):
+                found |= {a.value for a in node.args[1:2] if isinstance(a, ast.Constant) and a.value[0] != "_"}
+    return found
+
+
+def _is_device_module(node: ast.expr) -> bool:
+    if isinstance(node, ast.Name):
+        return node.id == "module"
+    if isinstance(node, ast.Attribute):
+        return node.attr in ("xpu", "cuda")
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "module_of"
+
+
+def test_every_device_call_exists_in_torch_xpu() -> None:
+    calls = device_module_calls() - {"__dict__"}
+    assert {"synchronize", "memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"} <= calls
+    assert {"is_available", "is_initialized", "get_device_name", "device_count", "manual_seed_all"} <= calls
+    for module in (torch.xpu, torch.cuda):
+        assert not {name for name in calls if not hasattr(module, name)}
+
+
+def test_mps_has_what_is_not_optional() -> None:
+    assert hasattr(torch.mps, "synchronize")
+    assert hasattr(torch.mps, "is_available")
+    assert not hasattr(torch.mps, "reset_peak_memory_stats") or hasattr(torch.mps, "max_memory_allocated")
+
+
+def test_resolve() -> None:
+    assert devices.resolve(None).type == "cpu"
+    assert devices.resolve("cpu") == torch.device("cpu")
+    for name in ("toaster", "meta", "cpu:x"):
+        with pytest.raises(UsageError, match="Unknown device"):
+            devices.resolve(name)
+
+
+def test_cpu_through_the_same_path() -> None:
+    cpu = torch.device("cpu")
+    result, seconds = devices.timed(cpu, lambda: 7)
+    assert result == 7
+    assert seconds >= 0
+    assert devices.peak_memory(cpu, lambda: None) is None
+    assert devices.default_autocast_dtype(cpu) == torch.bfloat16
+
+
+def test_no_vendor_is_named_outside_the_device_room() -> None:
+    allowed = {"device.py", "worker.py", "precision.py", "environment.py", "cli.py", "load.py"}
+    for path in Path(ROOT / "lowprec_check").rglob("*.py"):
+        if path.name not in allowed:
+            assert "torch.cuda" not in path.read_text(encoding="utf-8"), path

@@ -1,0 +1,108 @@
+"""The error reductions against the definition, in double precision."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowprec_check.numerics import CHUNK, compare, compare_outputs, unit_roundoff, widen
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def defined(out: torch.Tensor, reference: torch.Tensor) -> float:
+    y, r = out.double().numpy(), reference.double().numpy()
+    difference, size = np.linalg.norm((y - r).ravel()), np.linalg.norm(r.ravel())
+    return 0.0 if difference == 0 else float(difference / size) if size else math.inf
+
+
+@settings(deadline=None)
+@given(
+    size=st.sampled_from((0, 1, 7, 1000, CHUNK, CHUNK + 1, 3 * CHUNK + 5)),
+    dtype=st.sampled_from(DTYPES),
+    wide=st.sampled_from((torch.float32, torch.float64)),
+    scale=st.sampled_from((1e-4, 1.0, 1e3)),
+)
+def test_compare_is_the_definition(size: int, dtype: torch.dtype, wide: torch.dtype, scale: float) -> None:
+    reference = torch.randn(size, dtype=wide) * scale
+    other = reference + torch.randn(size, dtype=wide) * scale * 0.1
+    out = reference.to(dtype)
+    found = compare(out, [reference, other], count_flushed=True)
+    assert found.errors[0] == pytest.approx(defined(out, reference), rel=1e-3, abs=1e-12)
+    assert found.errors[1] == pytest.approx(defined(out, other), rel=1e-3, abs=1e-12)
+    assert found.absmax == (float(out.abs().max()) if size else 0.0)
+    lost = ((out == 0) & (reference != 0)).sum().item()
+    assert found.flushed == pytest.approx(lost / max(1, int((reference != 0).sum())))
+
+
+@pytest.mark.parametrize("layout", ["channels_last", "transposed", "strided"])
+def test_layouts_do_not_matter(layout: str) -> None:
+    reference = torch.randn(4, 6, 8, 10)
+    out = reference.bfloat16()
+    if layout == "channels_last":
+        out = out.contiguous(memory_format=torch.channels_last)
+    elif layout == "transposed":
+        out, reference = out.transpose(1, 3), reference.transpose(1, 3)
+    else:
+        out, reference = out[:, ::2], reference[:, ::2]
+    assert compare(out, [reference]).errors[0] == pytest.approx(defined(out, reference), rel=1e-3)
+
+
+def test_what_is_not_finite() -> None:
+    reference = torch.tensor([1.0, -math.inf, 3.0, 4.0])
+    same = compare(torch.tensor([1.0, -math.inf, 3.0, 4.0]).half(), [reference])
+    assert (same.errors, same.introduced_inf, same.introduced_nan, same.absmax) == ([0.0], 0, 0, 4.0)
+    worse = compare(torch.tensor([math.inf, -math.inf, math.nan, 4.0]).half(), [reference])
+    assert (worse.errors, worse.introduced_inf, worse.introduced_nan) == ([math.inf], 1, 1)
+
+
+def test_squares_beyond_the_dtype() -> None:
+    reference = torch.full((10,), 1e30)
+    assert compare((reference * 1.01).bfloat16(), [reference]).errors[0] == pytest.approx(0.01, rel=0.5)
+
+
+def test_complex_values() -> None:
+    reference = torch.randn(50, dtype=torch.complex64)
+    out = reference + 0.01
+    assert compare(out, [reference]).errors[0] == pytest.approx(
+        float((out - reference).norm() / reference.norm()), rel=1e-4
+    )
+
+
+def test_outputs_zero_over_zero_is_zero() -> None:
+    zeros = [torch.zeros(3)]
+    assert compare_outputs(zeros, zeros).rel_l2 == 0.0
+    assert compare_outputs([torch.ones(3)], zeros).rel_l2 == math.inf
+    assert compare_outputs([torch.ones(3)], zeros).error.rel_l2 is None
+
+
+def test_outputs_the_worst_leaf_counts() -> None:
+    reference = [torch.ones(4), torch.ones(4), torch.tensor([1, 2])]
+    found = compare_outputs([torch.ones(4), torch.ones(4) * 1.5, torch.tensor([9, 9])], reference)
+    assert found.rel_l2 == pytest.approx(0.5)
+    assert found.error.sqnr_db == pytest.approx(-20 * math.log10(0.5))
+
+
+def test_outputs_of_other_shapes_are_infinitely_far() -> None:
+    assert compare_outputs([torch.ones(3)], [torch.ones(4)]).rel_l2 == math.inf
+    assert compare_outputs([], [torch.ones(4)]).rel_l2 == math.inf
+
+
+def test_top1_agreement() -> None:
+    reference = torch.tensor([[1.0, 2.0], [4.0, 3.0]])
+    assert compare_outputs([reference.flip(1)], [reference]).error.top1 == 0.0
+    assert compare_outputs([reference.half()], [reference]).error.top1 == 1.0
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_roundoff_and_widening() -> None:
+    assert unit_roundoff(torch.float16) == 2**-11
+    assert unit_roundoff(torch.bfloat16) == 2**-8
+    assert widen(torch.ones(1, dtype=torch.half)).dtype == torch.float32
+    assert widen(torch.ones(1, dtype=torch.complex32)).dtype == torch.complex64
+    assert widen(torch.ones(1, dtype=torch.int8)).dtype == torch.int8

@@ -1,0 +1,151 @@
+"""The saved artefact: strict, stable, free of infinities; and the screen made from it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowprec_check.advice import recommend
+from lowprec_check.renderers.text import render
+from lowprec_check.results import (
+    ErrorStats,
+    Gap,
+    ModelInfo,
+    OpCalls,
+    ResultError,
+    Run,
+    ScanResult,
+)
+from lowprec_check.rules import RULES, diagnose, rule
+
+MODEL = ModelInfo(name="Net", parameters=1234567, inputs=["(1, 3)"], modules=3, training=False)
+
+
+def a_run(precision: str = "half", status: str = "ok", rel_l2: float = 1e-3, ms: float = 1.0, **more: object) -> Run:
+    error = ErrorStats(rel_l2=rel_l2, max_abs=0.1, cosine=1.0, sqnr_db=60.0)
+    return Run(
+        precision=precision,
+        device="cpu",
+        status=status,  # type: ignore[arg-type]
+        output_error=None if precision == "fp32" else error,
+        latency_ms=ms,
+        peak_memory_bytes=1000,
+        tolerance=1e-2,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def a_gap(**more: object) -> Gap:
+    fields: dict[str, object] = {
+        "op": "aten.dot.default",
+        "layer": "dispatch",
+        "kind": "missing-kernel",
+        "module": "layer",
+        "source": "m.py:3",
+        "dtypes": ["float16"],
+        "message": "\"dot\" not implemented for 'Half'",
+    }
+    return Gap(**fields | more)  # type: ignore[arg-type]
+
+
+def a_result(*runs: Run) -> ScanResult:
+    result = ScanResult(tool="t", target="m.py", model=MODEL, environment={"torch": "2.13.0"}, runs=list(runs))
+    fields = {**result.__class__.__struct_defaults__} if False else {}
+    assert not fields
+    return result
+
+
+def with_diagnostics(result: ScanResult) -> ScanResult:
+    import msgspec
+
+    advice = recommend(result.runs, result.model)
+    return msgspec.structs.replace(result, diagnostics=diagnose(result), recommendation=advice)
+
+
+def test_round_trip() -> None:
+    result = with_diagnostics(a_result(a_run("fp32", ms=2.0), a_run(gaps=[a_gap()]), a_run("bfloat16", "inaccurate")))
+    assert ScanResult.from_json(result.to_json()) == result
+    assert "NaN" not in result.to_json().decode()
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (lambda d: d | {"schema": 99}, "schema 99"),
+        (lambda d: d | {"surprise": 1}, "surprise"),
+        (lambda d: {k: v for k, v in d.items() if k != "runs"}, "runs"),
+        (lambda d: d | {"runs": [{"precision": 3}]}, r"runs\[0\]|runs\[\.\.\.\]"),
+    ],
+)
+def test_bad_files_name_the_key(change: object, names: str) -> None:
+    data = json.loads(a_result(a_run()).to_json())
+    with pytest.raises(ResultError, match=names):
+        ScanResult.from_json(json.dumps(change(data)).encode())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff\xfe", b'{"schema": "one"}'])
+def test_what_is_no_result_is_refused(data: bytes) -> None:
+    with pytest.raises(ResultError, match="not a scan result"):
+        ScanResult.from_json(data)
+
+
+def test_fastest_of_what_passed_is_recommended() -> None:
+    runs = [a_run("fp32", ms=2.0), a_run("half", ms=1.0), a_run("bfloat16", "inaccurate", ms=0.1)]
+    advice = recommend(runs, MODEL)
+    assert advice is not None
+    assert (advice.precision, advice.speedup) == ("half", 2.0)
+    assert "Not bfloat16" in advice.reason
+
+
+def test_among_equally_fast_the_more_exact() -> None:
+    runs = [a_run("fp32"), a_run("half", ms=1.0, rel_l2=1e-3), a_run("autocast-fp16", ms=1.01, rel_l2=1e-4)]
+    advice = recommend(runs, MODEL)
+    assert advice is not None
+    assert advice.precision == "autocast-fp16"
+
+
+def test_slower_than_fp32_is_said() -> None:
+    advice = recommend([a_run("fp32", ms=1.0), a_run("half", ms=57.0)], MODEL)
+    assert advice is not None
+    assert "57.0 times slower" in advice.reason
+
+
+def test_nothing_is_recommended_where_nothing_passed() -> None:
+    assert recommend([a_run("fp32"), a_run("half", "error")], MODEL) is None
+
+
+def test_a_thousand_findings_make_a_screen() -> None:
+    gaps = [a_gap(module=f"layers.{i}", source=f"m.py:{i}") for i in range(1000)]
+    screen = render(with_diagnostics(a_result(a_run("fp32"), a_run(status="error", gaps=gaps))), width=80)
+    assert len(screen.splitlines()) < 30
+    assert "layers.0 and 999 more" in screen
+    assert max(map(len, screen.splitlines())) <= 80
+
+
+text = st.text(min_size=1, max_size=60)
+
+
+@given(name=text, module=text, message=text, source=text)
+def test_any_name_survives(name: str, module: str, message: str, source: str) -> None:
+    gap = a_gap(op=name, module=module, message=message, source=source)
+    result = with_diagnostics(a_result(a_run("fp32"), a_run(status="error", gaps=[gap])))
+    assert ScanResult.from_json(result.to_json()) == result
+    assert render(result, width=80)
+
+
+def test_columns_are_rows() -> None:
+    calls = OpCalls()
+    assert list(calls.rows()) == []
+    assert len(calls) == 0
+
+
+def test_codes_are_registered_once() -> None:
+    with pytest.raises(ValueError, match="twice"):
+        rule("LP101", "again", "note")(lambda result: iter(()))
+    assert set(RULES) >= {
+        *(["LP101", "LP102", "LP103", "LP104", "LP105", "LP106", "LP107", "LP201", "LP202", "LP203", "LP204"]),
+        *(["LP301", "LP302", "LP303", "LP304", "LP401", "LP402", "LP901", "LP902", "LP903"]),
+    }

@@ -1,0 +1,318 @@
+"""The whole of it, in worker processes: crashes, hangs, budgets, and what the model's owner gets back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Mlp, run_bare
+from generated import Overflow, Project, build, inputs
+from torch import Tensor, nn
+
+import lowprec_check
+from lowprec_check import UsageError, scan
+from lowprec_check.results import ScanResult
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Misbehaves(nn.Module):
+    """Fine in fp32; in fp16 it does ``what``."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.linear = nn.Linear(8, 8)
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        if x.dtype == torch.half:
+            self.misbehave()
+        return self.linear(x)
+
+    def misbehave(self) -> None:
+        if self.what == "exit":
+            os._exit(7)
+        if self.what == "kill":
+            signal.raise_signal(signal.SIGSEGV)
+        if self.what == "hang":
+            time.sleep(60)
+        if self.what == "sys.exit":
+            sys.exit(5)
+        if self.what == "memory":
+            torch.empty(1 << 46)
+
+
+@pytest.mark.parametrize(
+    ("what", "status", "says"),
+    [
+        ("exit", "crashed", "exit code 7"),
+        ("kill", "crashed", "SIGSEGV"),
+        ("hang", "timeout", "budget of 1 s"),
+        ("sys.exit", "error", None),
+        ("memory", "error", None),
+    ],
+)
+def test_a_bad_run_costs_its_row_and_nothing_else(what: str, status: str, says: str | None) -> None:
+    result = scan(Misbehaves(what), X, budget=1.0, precisions=["half", "autocast-fp16", "bfloat16"])
+    bad, other = result.run("half"), result.run("bfloat16")
+    assert bad.status == status
+    assert other.status == "ok"
+    assert result.recommendation is not None
+    assert result.recommendation.precision == "bfloat16"
+    if says:
+        assert says in (bad.reason or "")
+
+
+def test_a_crash_names_the_op_and_the_rest_is_scanned(tmp_path: Path) -> None:
+    """An op that kills its process: set aside, and the gaps behind it are found."""
+    script = tmp_path / "deadly.py"
+    script.write_text(
+        """
+import signal
+import torch
+from torch import nn
+
+library = torch.library.Library("deadly", "DEF")
+library.define("op(Tensor x) -> Tensor")
+
+def op(x):
+    if x.dtype == torch.half:
+        signal.raise_signal(signal.SIGSEGV)
+    return x * 2
+
+library.impl("op", op, "CompositeExplicitAutograd")
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.quantile(torch.ops.deadly.op(self.linear(x)), 0.5)
+
+model = Model().eval()
+inputs = torch.randn(4, 8)
+"""
+    )
+    result = scan_file(script, "-p", "half")
+    half = result.run("half")
+    assert half.status == "crashed"
+    assert "deadly.op.default" in (half.reason or "")
+    assert {(gap.op, gap.kind) for gap in half.gaps} == {
+        ("deadly.op.default", "crash"),
+        ("torch.quantile", "unsupported-dtype"),
+    }
+    assert "LP107" in {d.code for d in result.diagnostics}
+
+
+def test_a_slow_kernel_is_measured_once_and_emulated(tmp_path: Path) -> None:
+    script = tmp_path / "slow.py"
+    script.write_text(
+        """
+import time
+import torch
+from torch import nn
+
+library = torch.library.Library("slowly", "DEF")
+library.define("op(Tensor x) -> Tensor")
+
+def op(x):
+    time.sleep(0.3 if x.dtype == torch.half else 0)
+    return x * 2
+
+library.impl("op", op, "CompositeExplicitAutograd")
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        for _ in range(20):
+            x = torch.ops.slowly.op(self.linear(x))
+        return x
+
+model = Model().eval()
+inputs = torch.randn(4, 8)
+"""
+    )
+    result = scan_file(script, "-p", "half", "--budget", "2")
+    half = result.run("half")
+    assert half.status == "timeout"
+    assert half.complete
+    outcomes = [row.outcome for row in half.op_calls.rows() if row.op == "slowly.op.default"]
+    assert outcomes == ["ok"] + ["emulated"] * 19
+    assert {"LP106", "LP903"} <= {d.code for d in result.diagnostics}
+
+
+def scan_file(path: Path, *options: str) -> ScanResult:
+    output = path.with_suffix(".json")
+    command = [sys.executable, "-m", "lowprec_check", "scan", str(path), "--json", str(output), "--fail-on", "never"]
+    subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)
+    return ScanResult.load(output)
+
+
+def test_scan_of_a_sound_model(mlp: Mlp) -> None:
+    result = scan(mlp, X)
+    assert [run.precision for run in result.runs] == ["fp32", "bfloat16", "autocast-bf16", "half", "autocast-fp16"]
+    assert all(run.status == "ok" and run.complete and not run.gaps for run in result.runs)
+    assert all(run.perturbed is False for run in result.runs)
+    assert result.recommendation is not None
+    assert result.recommendation.evidence == "measured"
+    assert result.run("half").peak_memory_bytes is not None
+    assert result.run("half").peak_memory_bytes < result.run("fp32").peak_memory_bytes  # type: ignore[operator]
+    assert result == ScanResult.from_json(result.to_json())
+
+
+def test_model_inputs_and_global_state_are_as_before(mlp: Mlp) -> None:
+    before = {name: value.clone() for name, value in mlp.state_dict().items()}
+    kept, rng = X.clone(), torch.get_rng_state()
+    for isolation in ("fork", "none"):
+        scan(mlp, X, precisions=["half"], isolation=isolation)  # type: ignore[arg-type]
+        assert torch.equal(X, kept)
+        assert torch.equal(rng, torch.get_rng_state())
+        assert all(torch.equal(value, before[name]) for name, value in mlp.state_dict().items())
+
+
+def test_fork_works_after_this_process_used_its_threads() -> None:
+    big = torch.randn(600, 600)
+    assert torch.isfinite(big @ big).all()
+    model = nn.Sequential(nn.Linear(600, 600), nn.ReLU())
+    assert scan(model, big, precisions=["bfloat16"]).run("bfloat16").status == "ok"
+
+
+def test_where_all_fail_modules_are_kept_in_fp32() -> None:
+    model = build([Project, Overflow, Project])
+    result = scan(model, inputs(), precisions=["half", "autocast-fp16"])
+    assert result.run("half").status == "nonfinite"
+    advice = result.recommendation
+    assert advice is not None
+    assert advice.keep_fp32 == ["steps.1"]
+    assert result.run("plan").status == "ok"
+
+
+@pytest.mark.parametrize("precision", ["half", "bfloat16", "autocast-fp16", "autocast-bf16", "plan"])
+def test_the_pasted_code_does_what_was_measured(precision: str) -> None:
+    model = build([Project, Overflow, Project]) if precision == "plan" else build([Project, Project])
+    x = inputs()
+    wanted = ["autocast-fp16", "half"] if precision == "plan" else [precision]
+    result = scan(model, x, precisions=wanted)
+    assert result.recommendation is not None
+    space: dict[str, Any] = {"model": model, "inputs": (x,)}
+    reference = run_bare(model, (x,), "fp32")
+    exec(result.recommendation.code, space)
+    output = space["output"].double()
+    error = float((output - reference.double()).norm() / reference.double().norm())
+    assert error == pytest.approx(result.recommendation.rel_l2, rel=1e-6)
+
+
+def test_a_loss_is_part_of_the_model() -> None:
+    def loss(output: Tensor) -> Tensor:
+        return torch.quantile(output, 0.5)
+
+    result = scan(Mlp(), X, precisions=["half"], loss=loss)
+    assert result.run("half").status == "error"
+    assert [gap.op for gap in result.run("half").gaps] == ["torch.quantile"]
+    assert result.run("fp32").loss is not None
+
+
+def test_a_metric_is_measured_in_each_precision(mlp: Mlp) -> None:
+    result = scan(mlp, X, precisions=["bfloat16"], metric=lambda model: float(model(X).float().mean()))
+    fp32, low = result.run("fp32").metric, result.run("bfloat16").metric
+    assert fp32 is not None
+    assert low == pytest.approx(fp32, abs=0.05)
+    assert low != fp32
+
+
+def test_nondeterministic_reference_is_said() -> None:
+    class Clock(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) + (time.perf_counter_ns() % 1000) * 1e-6
+
+    result = scan(Clock(), X, precisions=["bfloat16"])
+    assert "LP902" in {d.code for d in result.diagnostics}
+
+
+def test_zero_outputs_are_said(mlp: Mlp) -> None:
+    with torch.no_grad():
+        mlp.layers[2].weight.zero_()
+        mlp.layers[2].bias.zero_()
+    assert any("all zeros" in note for note in scan(mlp, X, precisions=["half"]).model.notes)
+
+
+def test_compiled_models_are_scanned_inside(mlp: Mlp) -> None:
+    class Compiled(nn.Module):  # what torch.compile returns, without its price
+        def __init__(self, original: nn.Module) -> None:
+            super().__init__()
+            self._orig_mod = original
+
+    result = scan(Compiled(mlp), X, precisions=["half"])
+    assert result.model.name == "Mlp"
+    assert any("compiled" in note for note in result.model.notes)
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "says"),
+    [
+        (nn.Linear(4, 4), torch.randn(2, 3), "fails in fp32"),
+        (nn.Linear(4, 4, device="meta"), torch.randn(2, 4), "meta device"),
+        (nn.Identity(), torch.randn(2, 4), "no floating parameters"),
+        ("a string", torch.randn(2), "not a torch.nn.Module"),
+    ],
+)
+def test_what_cannot_be_scanned_is_said(model: Any, x: Tensor, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        scan(model, x)
+
+
+def test_nonfinite_in_fp32_is_the_users_own_and_is_located() -> None:
+    class Log(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.log(-self.linear(x).abs())
+
+    with pytest.raises(UsageError, match=r"NaN or Inf, first made by aten.log.default at .*test_scan.py:\d+"):
+        scan(Log(), X)
+
+
+def test_unknown_names_are_refused(mlp: Mlp) -> None:
+    with pytest.raises(UsageError, match="Unknown precision 'fp8'"):
+        scan(mlp, X, precisions=["fp8"])
+    with pytest.raises(UsageError, match="Unknown device"):
+        scan(mlp, X, device="toaster")
+    with pytest.raises(UsageError, match="not there"):
+        scan(mlp, X, device="xpu")
+    with pytest.raises(UsageError, match=r"no op aten\.frobnicate"):
+        scan(mlp, X, without_kernel=("aten.frobnicate:half",))
+
+
+def test_script_modules_are_refused(mlp: Mlp) -> None:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(mlp, X)
+    with pytest.raises(UsageError, match="ScriptModule"):
+        scan(traced, X)
+
+
+def test_public_names_are_lazy() -> None:
+    assert lowprec_check.scan is scan
+    with pytest.raises(AttributeError):
+        lowprec_check.nothing  # noqa: B018

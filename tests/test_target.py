@@ -1,0 +1,161 @@
+"""What may be scanned, and how each wrong call is answered: exit 2, one or two sentences, no traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowprec_check.errors import UsageError
+from lowprec_check.inputs import parse_inputs
+from lowprec_check.target import load_target
+
+NET = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x, scale=1.0):
+        return self.linear(x) * scale
+"""
+
+Write = Callable[..., Path]
+
+
+@pytest.mark.parametrize(
+    ("tail", "attribute"),
+    [
+        ("model = Net().eval()\ninputs = torch.randn(1, 3)", ""),
+        ("def model():\n    return Net()\ndef inputs():\n    return (torch.randn(1, 3), 2.0)", ""),
+        ("inputs = {'x': torch.randn(1, 3), 'scale': 2.0}", ""),
+        ("def make_model():\n    return Net()\ninputs = torch.randn(1, 3)", ""),
+        ("def mine():\n    return Net()\ninputs = torch.randn(1, 3)", ":mine"),
+        ("inputs = torch.randn(1, 3)", ":Net"),
+        ("anything = Net()\ninputs = [torch.randn(1, 3)]", ""),
+    ],
+)
+def test_ways_to_say_what_to_scan(write: Write, tail: str, attribute: str) -> None:
+    target = load_target(f"{write(NET + tail)}{attribute}")
+    with torch.no_grad():
+        assert target.call()(*target.args, **target.kwargs).shape == (1, 2)
+    assert target.source is not None
+    assert "mymodel.py:" in target.source
+
+
+def test_imports_beside_the_file(write: Write) -> None:
+    write(NET, "pieces/net.py")
+    write(
+        "from .net import Net\nimport sibling\nimport torch\nmodel = Net()\ninputs = torch.randn(1, 3)", "pieces/top.py"
+    )
+    top = write("ok = True", "pieces/sibling.py").with_name("top.py")
+    assert load_target(str(top)).kwargs == {}
+
+
+def test_relative_imports_inside_a_package(write: Write) -> None:
+    write("", "pack/__init__.py")
+    write("", "pack/sub/__init__.py")
+    write(NET, "pack/net.py")
+    top = write("from ..net import Net\nimport torch\nmodel = Net()\ninputs = torch.randn(1, 3)", "pack/sub/top.py")
+    assert type(load_target(str(top)).model).__name__ == "Net"
+
+
+def test_dotted_names(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(NET + "inputs = torch.randn(1, 3)", "dotted_target.py")
+    monkeypatch.syspath_prepend(str(path.parent))
+    assert load_target("dotted_target:Net").name == "dotted_target:Net"
+
+
+def test_inputs_from_shapes(write: Write) -> None:
+    path = write(NET)
+    assert load_target(str(path), ("5x3",)).args[0].shape == (5, 3)
+    assert load_target(str(path), ("x=5x3",)).kwargs["x"].shape == (5, 3)
+    one, two, three = parse_inputs(("1x2:int64", "2:bool,3x1"))
+    assert (one.dtype, two.dtype, three.shape) == (torch.int64, torch.bool, (3, 1))
+
+
+def test_torchvision_by_name() -> None:
+    target = load_target("torchvision:resnet18", ("1x3x32x32",))
+    assert not target.model.training
+    with pytest.raises(UsageError, match="Did you mean resnet18"):
+        load_target("torchvision:resnet81")
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        ("def broken(:\n    pass", r"Syntax error at .*mymodel\.py:1", "def broken"),
+        ("import torch\n\nx = 1 / 0", r"ZeroDivisionError at .*mymodel\.py:3: division by zero", "x = 1 / 0"),
+        ("import nothing_of_that_name", "ModuleNotFoundError at .*mymodel", "import nothing"),
+        ("import sys\nsys.exit('no')", r"SystemExit at .*mymodel\.py:2", "sys.exit"),
+        ("x = 1", "has no model", "Define `model`"),
+        (NET + "class Other(Net):\n    pass", "several candidates", "mymodel.py:Other"),
+        (NET, "says nothing of its inputs", "inputs = torch.randn"),
+        (NET + "model = 3\ninputs = 1", "is a int, not a torch.nn.Module", None),
+        (NET + "def model():\n    return 3", "made a int, not", None),
+        (
+            NET + "def model():\n    raise ValueError('bad weights')",
+            r"ValueError at .*mymodel\.py:\d+: bad weights",
+            "raise",
+        ),
+        (NET + "def inputs():\n    return 1 / 0", "ZeroDivisionError", "1 / 0"),
+        (NET + "inputs = torch.randn(1, 3)\nloss = 5", "`loss` in .* is a int, not a function", None),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(write: Write, text: str, message: str, hint: str | None) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        load_target(str(write(text)))
+    if hint:
+        assert hint in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("missing.py", "No such file: missing.py"),
+        ("no_such_package_here:model", "No module named 'no_such_package_here'"),
+        ("nonsense", "names neither a file nor"),
+        ("os:nothing", "has no 'nothing'"),
+        ("tests/", "is not a Python file"),
+    ],
+)
+def test_wrong_targets_are_refused(spec: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        load_target(spec)
+
+
+@pytest.mark.parametrize("spec", ["1x", "axb", "1x3:float99", "x=1,3"])
+def test_wrong_shapes_are_refused(spec: str) -> None:
+    with pytest.raises(UsageError, match="--inputs"):
+        parse_inputs((spec,))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["missing.py"], "No such file"),
+        (["{file}", "-p", "fp8"], "Unknown precision"),
+        (["{file}", "--device", "toaster"], "Unknown device"),
+        (["{file}", "--device", "xpu"], "is not there"),
+        (["{file}", "--json", "/no/such/folder/x.json"], "Cannot write"),
+        (["{file}", "--select", "XX9"], "No diagnostic code begins"),
+        (["{file}", "--without-kernel", "aten.dot"], "does not parse"),
+        (["{file}", "--inputs", "7x7"], "Do the inputs fit the model"),
+        (["{file}", "--budget", "soon"], "budget"),
+    ],
+)
+def test_wrong_calls_exit_2_without_a_traceback(write: Write, options: list[str], says: str) -> None:
+    path = write(NET + "model = Net()\ninputs = torch.randn(1, 3)")
+    command = [sys.executable, "-m", "lowprec_check", "scan", *(o.replace("{file}", str(path)) for o in options)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not done.stdout
