@@ -22,6 +22,8 @@ from lowprec_check.tree import leaves
 from lowprec_check.where import traceback_line
 
 SAMPLES = 7
+MANY_SAMPLES, MANY_SECONDS = 50, 0.3
+"""More for short calls, whose times scatter more."""
 _FALLBACK = re.compile(r"fall(ing|s)?[ -]?back.*cpu|fallback from \w+ to cpu", re.IGNORECASE)
 
 
@@ -135,9 +137,16 @@ def _module_of_traceback(error: BaseException, model: torch.nn.Module) -> str | 
 def measure_latency(
     ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], *, seed: int, first: float, seconds: float
 ) -> float:
-    """Median milliseconds of up to ``SAMPLES`` further calls within ``seconds``; the first call if none fits."""
+    """Median milliseconds of ``SAMPLES`` or more further calls within ``seconds``; the first call if none fits."""
     samples: list[float] = []
-    deadline = time.monotonic() + seconds
-    while len(samples) < SAMPLES and time.monotonic() + (samples[-1] if samples else first) < deadline:
+    started = time.monotonic()
+
+    def goes_on() -> bool:
+        elapsed = time.monotonic() - started
+        if elapsed + (samples[-1] if samples else first) > seconds:
+            return False
+        return len(samples) < SAMPLES or (elapsed < MANY_SECONDS and len(samples) < MANY_SAMPLES)
+
+    while goes_on():
         samples.append(run_once(ready, args, kwargs, seed)[1])
     return statistics.median(samples or [first]) * 1e3

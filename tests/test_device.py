@@ -24,12 +24,15 @@ def device_module_calls() -> set[str]:
             if isinstance(node, ast.Attribute) and _is_device_module(node.value):
                 found.add(node.attr)
             if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Name)
-                and node.func.id in ("getattr", "hasattr")
+                (
+                    isinstance(node, ast.Call)
+                    and isinstance(node.func, ast.Name)
+                    and node.func.id in ("getattr", "hasattr")
+                )
+                and _is_device_module(node.args[0])
+                and isinstance(node.args[1], ast.Constant)
             ):
-                if _is_device_module(node.args[0]) and isinstance(node.args[1], ast.Constant):
-                    found.add(node.args[1].value)
+                found.add(node.args[1].value)
     return found
 
 

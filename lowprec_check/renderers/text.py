@@ -27,7 +27,8 @@ def render(result: ScanResult, *, width: int = 100, color: bool = False, finding
     console = Console(
         file=out, width=width, force_terminal=color, color_system="auto" if color else None, highlight=False
     )
-    console.print(_head(result), soft_wrap=False)
+    for line in _head(result):
+        console.print(line)
     for note in result.model.notes:
         console.print(Text(f"note: {note}", style="yellow"))
     console.print()
@@ -38,19 +39,16 @@ def render(result: ScanResult, *, width: int = 100, color: bool = False, finding
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-def _head(result: ScanResult) -> Text:
+def _head(result: ScanResult) -> Iterator[Text]:
     model, env = result.model, result.environment
     accelerated = [("bf16", env.get("bf16_accelerated")), ("fp16", env.get("fp16_accelerated"))]
     device = ", ".join(f"{name} {'accelerated' if yes else 'not'}" for name, yes in accelerated if yes is not None)
-    parts = [
-        "lowprec-check",
-        model.name,
-        f"{_count(model.parameters)} parameters",
-        f"input {', '.join(model.inputs[:3])}{', …' if len(model.inputs) > 3 else ''}",
-        f"torch {str(env.get('torch')).partition('+')[0]}",
-        f"{env.get('device')}: {device}" if device else str(env.get("device")),
-    ]
-    return Text(" · ".join(parts), style="bold")
+    inputs = f"input {', '.join(model.inputs[:3])}{', …' if len(model.inputs) > 3 else ''}"
+    yield Text(
+        " · ".join(["lowprec-check", model.name, f"{_count(model.parameters)} parameters", inputs]), style="bold"
+    )
+    where = f"{env.get('device')}: {device}" if device else str(env.get("device"))
+    yield Text(f"torch {str(env.get('torch')).partition('+')[0]} · {where}", style="dim")
 
 
 def _count(number: int) -> str:
@@ -108,7 +106,7 @@ def _memory(run: Run, fp32: Run | None) -> str:
 def _why(run: Run, result: ScanResult) -> str:
     if run.precision == "fp32":
         latency = f"{run.latency_ms:.1f} ms" if run.latency_ms is not None else ""
-        memory = f"{(run.peak_memory_bytes or 0) / 2**20:.1f} MiB" if run.peak_memory_bytes else ""
+        memory = _bytes(run.peak_memory_bytes) if run.peak_memory_bytes else ""
         return ", ".join(part for part in (latency, memory) if part)
     if run.base is not None:
         return f"kept in fp32: {some(run.keep_fp32)}"
@@ -116,6 +114,10 @@ def _why(run: Run, result: ScanResult) -> str:
         return explain_status(run)
     slow = [d for d in result.diagnostics if d.code == "LP106" and d.precision == run.precision]
     return f"slow: {', '.join(short_op(d.op or '') for d in slow[:3])}" if slow else ""
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.0f} KiB"
 
 
 # -- findings
