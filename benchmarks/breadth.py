@@ -137,11 +137,13 @@ def collect(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def merged(paths: list[Path]) -> list[dict[str, Any]]:
-    """The rows of several reports, by model."""
-    rows = [record for path in paths for record in json.loads(path.read_text(encoding="utf-8"))["rows"]]
+def merged(paths: list[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The environment and the rows of several reports, by model."""
+    parts = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    rows = [record for part in parts for record in part["rows"]]
     order = {name: index for index, name in enumerate(PRECISIONS)}
-    return sorted(rows, key=lambda record: (record["model"], order.get(record["precision"], len(order))))
+    rows.sort(key=lambda record: (record["model"], order.get(record["precision"], len(order))))
+    return parts[0]["environment"], rows
 
 
 def cell(record: dict[str, Any]) -> str:
@@ -163,8 +165,9 @@ def markdown(rows: list[dict[str, Any]], found: dict[str, Any], options: argpars
     lines = [
         f"# Breadth on {found['device']} ({found['device_name']}), torch {found['torch']}",
         "",
-        f"Made by `python benchmarks/breadth.py --device {options.device} --size {options.size}`. Each cell: status,",
-        "rel_l2 of the output against fp32, time over fp32's; bold: what the scan recommends. Random weights.",
+        f"Made by `python benchmarks/breadth.py --device {found['device']} --size {options.size} --verify`. Each cell:",
+        "status, rel_l2 of the output against fp32, time over fp32's; bold: what the scan recommends. Random weights.",
+        *([options.note] if options.note else []),
         "",
         f"- models: {len({record['model'] for record in rows})}, runs: {len(rows)}",
         f"- status equal to simply running the cast model: {agree} of {len(checked)} checked",
@@ -198,11 +201,14 @@ def main() -> None:
         "--part", type=int, nargs=2, default=(1, 1), metavar=("K", "N"), help="every N-th model from K on"
     )
     parser.add_argument("--merge", type=Path, nargs="*", help="write one report from the JSON of several parts")
+    parser.add_argument("--note", help="a line for the head of the report")
     parser.add_argument("--verify", action="store_true")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    found = isolated(lambda: environment(options.device), "fork")
-    rows = merged(options.merge) if options.merge else collect(options)
+    if options.merge:
+        found, rows = merged(options.merge)
+    else:
+        found, rows = isolated(lambda: environment(options.device), "fork"), collect(options)
     text = markdown(rows, found, options)
     print(text)
     if options.output:

@@ -13,10 +13,16 @@ NOISE = 1.05
 
 
 def recommend(runs: Sequence[Run], model: ModelInfo) -> Recommendation | None:
-    """The best of the runs that passed: the fastest, among equals the most exact. ``None`` if none passed."""
+    """The best of the runs that passed: the fastest, among equals the most exact. ``None`` if none passed.
+
+    Where a blanket cast has missing kernels, autocast goes before any blanket cast: it computes such ops in fp32, and
+    what is missing in one dtype today is the next input or release away in the other.
+    """
     passed = [run for run in runs if run.precision != "fp32" and run.status == "ok"]
     if not passed:
         return None
+    if any(_missing(run) for run in runs if _is_cast(run)):
+        passed = [run for run in passed if not _is_cast(run)] or passed
     fastest = min(run.latency_ms or float("inf") for run in passed)
     equals = [run for run in passed if (run.latency_ms or float("inf")) <= NOISE * fastest]
     best = min(equals, key=lambda run: (_error(run), run.latency_ms or float("inf")))
@@ -31,6 +37,15 @@ def recommend(runs: Sequence[Run], model: ModelInfo) -> Recommendation | None:
         speedup=speedup(best, runs),
         rel_l2=best.output_error.rel_l2 if best.output_error else None,
     )
+
+
+def _is_cast(run: Run) -> bool:
+    return run.precision in ("half", "bfloat16")
+
+
+def _missing(run: Run) -> list[str]:
+    """Ops without a kernel, each once."""
+    return list(dict.fromkeys(gap.op for gap in run.gaps if gap.kind in _NO_KERNEL))
 
 
 def speedup(run: Run, runs: Sequence[Run]) -> float | None:
@@ -49,10 +64,13 @@ def _reason(best: Run, runs: Sequence[Run]) -> str:
     parts = [f"passes ({error}), measured here{_speed(speedup(best, runs))}."]
     if best.keep_fp32:
         parts.append(f"Kept in fp32: {some(best.keep_fp32)}.")
+    cast = [run for run in runs if _is_cast(run) and run.status == "ok" and not _is_cast(best)]
+    faster = [run.precision for run in cast if NOISE * (run.latency_ms or 0.0) < (best.latency_ms or 0.0)]
     why = defaultdict(list)
     for run in runs:
         if run.precision not in ("fp32", best.precision, "plan") and run.status != "ok":
             why[explain_status(run)].append(run.precision)
+    parts += [f"{' and '.join(faster)} is faster, but kernels are missing for another blanket cast."] if faster else []
     parts += [f"Not {' or '.join(names)}: {reason}." for reason, names in why.items()]
     return " ".join(parts)
 
@@ -69,7 +87,7 @@ def _speed(ratio: float | None) -> str:
 
 def explain_status(run: Run) -> str:
     """Why a run did not pass, in a few words."""
-    missing = list(dict.fromkeys(gap.op for gap in run.gaps if gap.kind in _NO_KERNEL))
+    missing = _missing(run)
     if run.status in ("error", "crashed") and missing:
         names = ", ".join(short_op(op) for op in missing[:4]) + (", …" if len(missing) > 4 else "")
         return f"{len(missing)} {'op has' if len(missing) == 1 else 'ops have'} no kernel: {names}"

@@ -8,23 +8,30 @@ from typing import Any
 
 import torch
 
+from lowprec_check.precision import seed_everything
 from lowprec_check.results import ScanResult
 from lowprec_check.scanner import scan_target
-from lowprec_check.target import load_target
+from lowprec_check.target import Target, load_target
 from lowprec_check.worker import best_isolation
 
 # Lets `torch.cuda.is_available()` in a user's file answer without waking the driver, which no fork survives.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
-def load_and_scan(spec: str, inputs: tuple[str, ...] = (), **options: Any) -> ScanResult:
+def load_seeded(spec: str, inputs: tuple[str, ...], seed: int) -> Target:
+    """Load with seeded random numbers: a file that draws its weights draws the same in every worker and scan."""
+    seed_everything(seed)
+    return load_target(spec, inputs)
+
+
+def load_and_scan(spec: str, inputs: tuple[str, ...] = (), *, seed: int = 0, **options: Any) -> ScanResult:
     """Load ``spec`` and scan it; options as :func:`lowprec_check.scanner.scan_target` takes them."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # no pool of threads in the process that forks
     try:
-        target = load_target(spec, inputs)
+        target = load_seeded(spec, inputs, seed)
     finally:
         torch.set_num_threads(threads)
     isolation = best_isolation(can_spawn=True)
-    load = functools.partial(load_target, spec, inputs) if isolation == "spawn" else lambda: target
-    return scan_target(target, load, isolation=isolation, spec=spec, **options)
+    load = functools.partial(load_seeded, spec, inputs, seed) if isolation == "spawn" else lambda: target
+    return scan_target(target, load, isolation=isolation, spec=spec, seed=seed, **options)

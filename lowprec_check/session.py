@@ -255,6 +255,9 @@ def _failed_reference(plain: Plain, target: Target, device: str) -> tuple[str, s
     source = f" at {error.source}" if error.source else ""
     shapes = ", ".join(describe_inputs(target.args, target.kwargs)) or "none"
     message = f"The model fails in fp32 on {device}{place}{source}: {error.type}: {error.message}"
+    if device != "cpu" and error.type == "NotImplementedError":
+        kind = device.partition(":")[0].upper()
+        return message, f"This op has no kernel there: try PYTORCH_ENABLE_{kind}_FALLBACK=1, or scan with --device cpu."
     return message, f"Do the inputs fit the model? They are: {shapes}."
 
 

@@ -316,3 +316,32 @@ def test_public_names_are_lazy() -> None:
     assert lowprec_check.scan is scan
     with pytest.raises(AttributeError):
         lowprec_check.nothing  # noqa: B018
+
+
+def test_spawned_workers_load_the_target_again(tmp_path: Path) -> None:
+    """Where a process cannot fork: as on Windows, or with an accelerator in use."""
+    import functools
+
+    from lowprec_check.load import load_seeded
+    from lowprec_check.scanner import scan_target
+
+    path = tmp_path / "spawned.py"
+    path.write_text("import torch\nmodel = torch.nn.Linear(8, 8).eval()\ninputs = torch.ones(2, 8)\n")
+    load = functools.partial(load_seeded, str(path), (), 0)
+    result = scan_target(load(), load, isolation="spawn", precisions=["half"])
+    assert result.run("half").status == "ok"
+    assert result.run("half").perturbed is False
+
+
+def test_autocast_goes_before_a_blanket_cast_where_kernels_are_missing() -> None:
+    from test_faults import SpectralNet
+
+    torch.manual_seed(0)
+    result = scan(SpectralNet().eval(), X, without_kernel=("aten.dot:half",))
+    assert result.run("half").status == "error"
+    assert {(gap.op, gap.module) for gap in result.run("half").gaps} == {
+        ("aten.dot.default", "first"),
+        ("aten.dot.default", "second"),
+    }
+    assert result.recommendation is not None
+    assert result.recommendation.precision.startswith("autocast")
