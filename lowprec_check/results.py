@@ -122,7 +122,7 @@ class OpCalls(Struct, frozen=True, kw_only=True):
     introduced_nan: list[int] = []
     """Elements that are NaN though the inputs and the reference are finite."""
     flushed: list[float | None] = []
-    """Share of the reference's non-zeros that are zero here."""
+    """Share of the reference's non-zeros that are zero here for want of range (fp16 runs only)."""
     input_flushed: list[float | None] = []
     flips: list[int] = []
     """Indices or booleans that the reference would have decided otherwise."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from generated import FAULTS, STEPS, Cholesky, Fault, Project, Step, build, inputs
+from generated import FAULTS, STEPS, Cholesky, Fault, InPlace, Norm, Project, Step, Underflow, build, inputs
 from helpers import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -125,6 +125,12 @@ class Cancels(nn.Module):
 def test_an_amplifier_is_told_from_a_bad_kernel() -> None:
     found = findings(Cancels(), "bfloat16", inputs())
     assert [(d.code, d.op) for d in found if d.code.startswith("LP30") and d.op] == [("LP303", "aten.sub.Tensor")]
+
+
+def test_a_zero_that_is_no_underflow() -> None:
+    """After an underflow all values are equal, and a norm makes zeros of them: the underflow is not there."""
+    found = findings(build([Project, Underflow, InPlace, Norm, Norm]), "half", inputs())
+    assert {d.module for d in found if d.code == "LP202"} == {"steps.1"}
 
 
 def test_decisions_that_flip() -> None:
