@@ -72,21 +72,17 @@ def test_a_bad_run_costs_its_row_and_nothing_else(what: str, status: str, says: 
         assert says in (bad.reason or "")
 
 
-def test_a_crash_names_the_op_and_the_rest_is_scanned(tmp_path: Path) -> None:
-    """An op that kills its process: set aside, and the gaps behind it are found."""
-    script = tmp_path / "deadly.py"
-    script.write_text(
-        """
-import signal
+ODD_OP = """
+import signal, time
 import torch
 from torch import nn
 
-library = torch.library.Library("deadly", "DEF")
+library = torch.library.Library("odd", "DEF")
 library.define("op(Tensor x) -> Tensor")
 
 def op(x):
     if x.dtype == torch.half:
-        signal.raise_signal(signal.SIGSEGV)
+        {in_half}
     return x * 2
 
 library.impl("op", op, "CompositeExplicitAutograd")
@@ -97,18 +93,24 @@ class Model(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x):
-        return torch.quantile(torch.ops.deadly.op(self.linear(x)), 0.5)
+        {forward}
 
 model = Model().eval()
 inputs = torch.randn(4, 8)
 """
-    )
+
+
+def test_a_crash_names_the_op_and_the_rest_is_scanned(tmp_path: Path) -> None:
+    """An op that kills its process: set aside, and the gaps behind it are found."""
+    script = tmp_path / "deadly.py"
+    forward = "return torch.quantile(torch.ops.odd.op(self.linear(x)), 0.5)"
+    script.write_text(ODD_OP.format(in_half="signal.raise_signal(signal.SIGSEGV)", forward=forward))
     result = scan_file(script, "-p", "half")
     half = result.run("half")
     assert half.status == "crashed"
-    assert "deadly.op.default" in (half.reason or "")
+    assert "odd.op.default" in (half.reason or "")
     assert {(gap.op, gap.kind) for gap in half.gaps} == {
-        ("deadly.op.default", "crash"),
+        ("odd.op.default", "crash"),
         ("torch.quantile", "unsupported-dtype"),
     }
     assert "LP107" in {d.code for d in result.diagnostics}
@@ -116,40 +118,13 @@ inputs = torch.randn(4, 8)
 
 def test_a_slow_kernel_is_measured_once_and_emulated(tmp_path: Path) -> None:
     script = tmp_path / "slow.py"
-    script.write_text(
-        """
-import time
-import torch
-from torch import nn
-
-library = torch.library.Library("slowly", "DEF")
-library.define("op(Tensor x) -> Tensor")
-
-def op(x):
-    time.sleep(0.3 if x.dtype == torch.half else 0)
-    return x * 2
-
-library.impl("op", op, "CompositeExplicitAutograd")
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        for _ in range(20):
-            x = torch.ops.slowly.op(self.linear(x))
-        return x
-
-model = Model().eval()
-inputs = torch.randn(4, 8)
-"""
-    )
+    forward = "for _ in range(20): x = torch.ops.odd.op(self.linear(x))\n        return x"
+    script.write_text(ODD_OP.format(in_half="time.sleep(0.3)", forward=forward))
     result = scan_file(script, "-p", "half", "--budget", "2")
     half = result.run("half")
     assert half.status == "timeout"
     assert half.complete
-    outcomes = [row.outcome for row in half.op_calls.rows() if row.op == "slowly.op.default"]
+    outcomes = [row.outcome for row in half.op_calls.rows() if row.op == "odd.op.default"]
     assert outcomes == ["ok"] + ["emulated"] * 19
     assert {"LP106", "LP903"} <= {d.code for d in result.diagnostics}
 

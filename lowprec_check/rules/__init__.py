@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from lowprec_check.results import Diagnostic, Run, ScanResult, Severity
+from lowprec_check.results import Diagnostic, GapKind, Run, ScanResult, Severity
 
 SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
 """From the least to the gravest."""
@@ -76,6 +76,23 @@ def rule(code: str, name: str, severity: Severity) -> Callable[[Check], Check]:
 def low_runs(result: ScanResult) -> Iterator[Run]:
     """All runs but the reference."""
     return (run for run in result.runs if run.precision != "fp32")
+
+
+def from_gaps(result: ScanResult, kind: GapKind, help: str) -> Iterator[Finding]:
+    """A finding for each gap of that kind."""
+    for run in low_runs(result):
+        for gap in run.gaps:
+            if gap.kind == kind:
+                after = "" if gap.rescued else "; the scan could not go on behind it"
+                yield Finding(
+                    f"{gap.message}{after}",
+                    precision=run.precision,
+                    module=gap.module,
+                    op=gap.op,
+                    source=gap.source or result.model.source,
+                    help=help,
+                    calls=gap.calls,
+                )
 
 
 def diagnose(result: ScanResult, select: Iterable[str] = (), ignore: Iterable[str] = ()) -> list[Diagnostic]:

@@ -5,28 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from lowprec_check.results import GapKind, Run, ScanResult
-from lowprec_check.rules import Finding, low_runs, rule
+from lowprec_check.results import Run, ScanResult
+from lowprec_check.rules import Finding, from_gaps, low_runs, rule
 
 SLOW_RATIO = 5.0
 SLOW_MS = 5.0
 COLD_MS = 50.0
-
-
-def _from_gaps(result: ScanResult, kind: GapKind, help: str) -> Iterator[Finding]:
-    for run in low_runs(result):
-        for gap in run.gaps:
-            if gap.kind == kind:
-                after = "" if gap.rescued else "; the scan could not go on behind it"
-                yield Finding(
-                    f"{gap.message}{after}",
-                    precision=run.precision,
-                    module=gap.module,
-                    op=gap.op,
-                    source=gap.source or result.model.source,
-                    help=help,
-                    calls=gap.calls,
-                )
 
 
 @rule("LP101", "missing-kernel", "error")
@@ -42,7 +26,7 @@ def missing_kernel(result: ScanResult) -> Iterator[Finding]:
 
     or keep the module that holds it in fp32.
     """
-    yield from _from_gaps(result, "missing-kernel", "compute it in fp32 and cast back, or use autocast")
+    yield from from_gaps(result, "missing-kernel", "compute it in fp32 and cast back, or use autocast")
 
 
 @rule("LP102", "unsupported-dtype", "error")
@@ -55,7 +39,7 @@ def unsupported_dtype(result: ScanResult) -> Iterator[Finding]:
 
     What to do: call it on `x.float()` and cast the result back.
     """
-    yield from _from_gaps(result, "unsupported-dtype", "call it on x.float() and cast the result back")
+    yield from from_gaps(result, "unsupported-dtype", "call it on x.float() and cast the result back")
 
 
 @rule("LP103", "dtype-mismatch", "error")
@@ -68,7 +52,7 @@ def dtype_mismatch(result: ScanResult) -> Iterator[Finding]:
 
     What to do: make the tensor with `dtype=x.dtype`, register it as a buffer, or cast at that line.
     """
-    yield from _from_gaps(result, "dtype-mismatch", "give both the same dtype: dtype=x.dtype where one is made")
+    yield from from_gaps(result, "dtype-mismatch", "give both the same dtype: dtype=x.dtype where one is made")
 
 
 @rule("LP104", "no-backend-kernel", "error")
@@ -78,7 +62,7 @@ def no_backend_kernel(result: ScanResult) -> Iterator[Finding]:
     It fails on the device in fp32 too and succeeds on the CPU. On XPU, `PYTORCH_ENABLE_XPU_FALLBACK=1` (on MPS,
     `PYTORCH_ENABLE_MPS_FALLBACK=1`) computes such ops on the CPU, at the price of two copies.
     """
-    yield from _from_gaps(result, "no-backend-kernel", "run it on the CPU, or enable the backend's fallback variable")
+    yield from from_gaps(result, "no-backend-kernel", "run it on the CPU, or enable the backend's fallback variable")
 
 
 @rule("LP105", "silent-fallback", "warning")
@@ -139,7 +123,7 @@ def crash(result: ScanResult) -> Iterator[Finding]:
     Not an exception: a signal, an exit, or the kernel's out-of-memory killer. The run had a process of its own, so
     the scan went on; the op named is the one that was running when the process died.
     """
-    yield from _from_gaps(result, "crash", "compute it in fp32, and report it to PyTorch")
+    yield from from_gaps(result, "crash", "compute it in fp32, and report it to PyTorch")
     for run in low_runs(result):
         if run.status == "crashed" and not any(gap.kind == "crash" for gap in run.gaps):
             yield Finding(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lowprec_check.results import Place, Run, ScanResult
-from lowprec_check.rules import Finding, low_runs, rule
+from lowprec_check.rules import Finding, from_gaps, low_runs, rule
 
 UNIT_ROUNDOFF = {"half": 2**-11, "autocast-fp16": 2**-11, "bfloat16": 2**-8, "autocast-bf16": 2**-8}
 """By precision: half the distance from 1 to the next number of its dtype."""
@@ -91,18 +91,7 @@ def scalar_overflow(result: ScanResult) -> Iterator[Finding]:
 
         scores.masked_fill(mask, torch.finfo(scores.dtype).min)
     """
-    for run in low_runs(result):
-        for gap in run.gaps:
-            if gap.kind == "scalar-overflow":
-                yield Finding(
-                    gap.message,
-                    precision=run.precision,
-                    module=gap.module,
-                    op=gap.op,
-                    source=gap.source or result.model.source,
-                    help="use torch.finfo(x.dtype).min (or .max) as the constant",
-                    calls=gap.calls,
-                )
+    yield from from_gaps(result, "scalar-overflow", "use torch.finfo(x.dtype).min (or .max) as the constant")
 
 
 @rule("LP301", "output-mismatch", "error")
@@ -184,15 +173,4 @@ def numeric_failure(result: ScanResult) -> Iterator[Finding]:
     It fails on its inputs even when they are widened, and succeeds on the reference's: a matrix is no longer
     positive definite, an index is out of range. The scan went on from the reference's result.
     """
-    for run in low_runs(result):
-        for gap in run.gaps:
-            if gap.kind == "numeric-failure":
-                yield Finding(
-                    gap.message,
-                    precision=run.precision,
-                    module=gap.module,
-                    op=gap.op,
-                    source=gap.source or result.model.source,
-                    help="keep this module, and what feeds it, in fp32",
-                    calls=gap.calls,
-                )
+    yield from from_gaps(result, "numeric-failure", "keep this module, and what feeds it, in fp32")
