@@ -11,6 +11,9 @@ from lowprec_check.results import ModelInfo, Recommendation, Run
 NOISE = 1.05
 """Runs whose times differ by less than this factor are equally fast."""
 
+SHORT_MS = 1.0
+"""Below this, the times of two processes on a busy machine say nothing about the model."""
+
 
 def recommend(runs: Sequence[Run], model: ModelInfo) -> Recommendation | None:
     """The best of the runs that passed: the fastest, among equals the most exact. ``None`` if none passed.
@@ -24,7 +27,8 @@ def recommend(runs: Sequence[Run], model: ModelInfo) -> Recommendation | None:
     if any(_missing(run) for run in runs if _is_cast(run)):
         passed = [run for run in passed if not _is_cast(run)] or passed
     fastest = min(run.latency_ms or float("inf") for run in passed)
-    equals = [run for run in passed if (run.latency_ms or float("inf")) <= NOISE * fastest]
+    noise = NOISE if fastest >= SHORT_MS else float("inf")
+    equals = [run for run in passed if (run.latency_ms or float("inf")) <= noise * fastest]
     best = min(equals, key=lambda run: (_error(run), run.latency_ms or float("inf")))
     base = best.base or best.precision
     return Recommendation(
@@ -33,7 +37,7 @@ def recommend(runs: Sequence[Run], model: ModelInfo) -> Recommendation | None:
         keep_fp32=best.keep_fp32,
         evidence=best.evidence,
         reason=_reason(best, runs),
-        code=paste(base, best.device, model.call, best.keep_fp32),
+        code=paste(base, best.device, model, best.keep_fp32),
         speedup=speedup(best, runs),
         rel_l2=best.output_error.rel_l2 if best.output_error else None,
     )
@@ -61,7 +65,9 @@ def _error(run: Run) -> float:
 
 def _reason(best: Run, runs: Sequence[Run]) -> str:
     error = f"error {_error(best):.1e}, tolerance {best.tolerance or 0:.0e}"
-    parts = [f"passes ({error}), measured here{_speed(speedup(best, runs))}."]
+    short = best.latency_ms is not None and best.latency_ms < SHORT_MS
+    speed = " (too short a run to compare times)" if short else _speed(speedup(best, runs))
+    parts = [f"passes ({error}), measured here{speed}."]
     if best.keep_fp32:
         parts.append(f"Kept in fp32: {some(best.keep_fp32)}.")
     cast = [run for run in runs if _is_cast(run) and run.status == "ok" and not _is_cast(best)]
@@ -93,7 +99,7 @@ def explain_status(run: Run) -> str:
         return f"{len(missing)} {'op has' if len(missing) == 1 else 'ops have'} no kernel: {names}"
     if run.status == "error":
         kinds = list(dict.fromkeys(gap.kind for gap in run.gaps))
-        text = run.exception.message if run.exception else "it raises"
+        text = shorten(run.exception.message if run.exception else "it raises")
         return f"{', '.join(kinds)}: {text}" if kinds else text
     if run.status == "inaccurate":
         rel_l2 = run.output_error.rel_l2 if run.output_error else None
@@ -103,6 +109,11 @@ def explain_status(run: Run) -> str:
         where = f", first in {short_op(born.op)} of {born.module or 'the model'}" if born else ""
         return f"NaN or Inf in the output{where}"
     return run.reason or run.status
+
+
+def shorten(message: str, most: int = 110) -> str:
+    """A message on one line of a table."""
+    return message if len(message) <= most else f"{message[: most - 1]}…"
 
 
 def some(names: Sequence[str], most: int = 3) -> str:
@@ -117,5 +128,5 @@ _NO_KERNEL = ("missing-kernel", "unsupported-dtype", "no-backend-kernel", "crash
 def short_op(op: str) -> str:
     """``cholesky_ex`` of ``aten.linalg_cholesky_ex.default``; ``quantile`` of ``torch.quantile``."""
     parts = op.split(".")
-    name = parts[1] if parts[0] == "aten" else parts[-1]
+    name = parts[1] if parts[0] != "torch" and len(parts) == 3 else parts[-1]
     return name.removeprefix("_").removeprefix("linalg_")

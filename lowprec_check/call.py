@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
@@ -22,7 +23,7 @@ class Call:
     def __init__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.traits: OpTraits = traits(func)
-        self.inputs = tensors_in(args, kwargs)
+        self.inputs = [tensor for tensor in tensors_in(args, kwargs) if tensor.layout == torch.strided]
         self.involved = False
         self.module = ""
         self.source: str | None = None
@@ -40,9 +41,9 @@ class Call:
 
 
 def outputs_of(out: Any) -> list[Tensor]:
-    """The tensors that an op returned, in order."""
+    """The strided tensors that an op returned, in order."""
     if isinstance(out, Tensor):
-        return [out]
+        return [out] if out.layout == torch.strided else []
     if isinstance(out, (list, tuple)):
         return [tensor for item in out for tensor in outputs_of(item)]
     return []

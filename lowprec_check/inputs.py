@@ -31,6 +31,13 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (inputs,), {}
 
 
+def call_form(inputs: Any) -> str:
+    """The call that :func:`as_call` stands for, as code."""
+    if isinstance(inputs, Mapping):
+        return "model(**inputs)"
+    return "model(*inputs)" if isinstance(inputs, (tuple, list)) else "model(inputs)"
+
+
 def parse_inputs(specs: tuple[str, ...], *, seed: int = 0) -> Any:
     """Random inputs for specs like ``1x3x224x224``, ``1x128:int64``, ``mask=1x128:bool``; seeded.
 

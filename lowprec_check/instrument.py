@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -15,10 +17,11 @@ from lowprec_check.journal import Journal, Measured
 from lowprec_check.lockstep import Lockstep, storage_key
 from lowprec_check.memory import StorageCounter
 from lowprec_check.numerics import compare, compare_outputs, is_float
-from lowprec_check.plain import call_model, describe_error
-from lowprec_check.precision import Prepared, Snapshot, seed_everything
+from lowprec_check.plain import call_model, describe_error, output_tensors, reraise_interrupt
+from lowprec_check.precision import Prepared, seed_everything
 from lowprec_check.recorder import Errors, Recorder
 from lowprec_check.results import ErrorStats, ExceptionInfo, Gap, OpCalls
+from lowprec_check.snapshot import Snapshot
 from lowprec_check.tree import leaves
 from lowprec_check.where import ModuleStack
 
@@ -71,9 +74,24 @@ def run_instrumented(
 ) -> Instrumented:
     """Run op by op: with a dispatch mode alone, and once more with a function mode if something failed above it."""
     snapshot = Snapshot(ready.model)
+    try:
+        return _passes(ready, args, kwargs, fp32, options, plain_outputs, snapshot)
+    finally:
+        snapshot.restore()
+
+
+def _passes(
+    ready: Prepared,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    fp32: dict[str, Tensor],
+    options: Options,
+    plain_outputs: list[Tensor] | None,
+    snapshot: Snapshot,
+) -> Instrumented:
     found, failed_above = _pass(ready, args, kwargs, fp32, options, plain_outputs, function_mode=False)
     if failed_above:
-        snapshot.restore()
+        snapshot.rewind()
         found, _ = _pass(ready, args, kwargs, fp32, options, None, function_mode=True)
     return found
 
@@ -96,7 +114,7 @@ def _pass(
     _seed_inputs(lockstep, ready, (inputs, named), (args, kwargs))
     low = ready.precision.low or torch.float32
     counter = StorageCounter(ready, inputs, named) if options.count_memory else None
-    with ModuleStack(ready.model) as stack:
+    with ModuleStack(ready.model, ready.device.type) as stack:
         recorder = Recorder(
             low,
             lockstep,
@@ -112,11 +130,11 @@ def _pass(
     perturbed = lockstep_error = None
     nonfinite = False
     if error is None:
-        tensors = [tensor for _, tensor in leaves(output)]
+        tensors = output_tensors(output)
         touched_by_us = bool(journal.gaps) or bool(options.emulation.reasons()) or function_mode
         if plain_outputs is not None and not touched_by_us:
             perturbed = not _same_bits(tensors, plain_outputs)
-        compared = compare_outputs([t.detach() for t in tensors], [lockstep.get(t.detach()) for t in tensors])
+        compared = compare_outputs(tensors, [lockstep.get(tensor) for tensor in tensors])
         lockstep_error, nonfinite = compared.error, compared.nonfinite
     found = Instrumented(
         gaps=journal.gaps,
@@ -141,24 +159,35 @@ def _call(
 ) -> tuple[Any, BaseException | None]:
     seed_everything(seed)
     try:
-        with ready.context(), recorder:
+        with ready.context(), _compiled_code_in_eager(), recorder:
             if not function_mode:
                 return call_model(ready.call, inputs, named), None
             with FunctionRescue(recorder):
                 return call_model(ready.call, inputs, named), None
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        reraise_interrupt(error)
         return None, error
+
+
+def _compiled_code_in_eager() -> contextlib.AbstractContextManager[Any]:
+    """Compiled parts of a model run in eager mode: Dynamo would trace our modes. If none ran so far, Dynamo is not loaded."""
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def _seed_state(lockstep: Lockstep, journal: Journal, model: nn.Module, fp32: dict[str, Tensor]) -> None:
     """Enter the model's parameters and buffers; what their cast to fp16 did to them becomes a row of its own."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout != torch.strided:
+            continue
         journal.parameters.add(storage_key(tensor))
         if name not in fp32 or not is_float(tensor):
             continue
         low, wide = tensor.detach(), fp32[name]
         lockstep.seed(low, wide)
-        if low.dtype == torch.float16 and wide.dtype != low.dtype:
+        if low.dtype == torch.float16 and wide.dtype != low.dtype and low.layout == torch.strided:
             compared = compare(low, [wide], count_flushed=True)
             lost = bool(compared.introduced_inf or compared.introduced_nan)
             if lost or (compared.flushed or 0.0) > 0.01:
@@ -201,7 +230,7 @@ def _uncalled(model: nn.Module, stack: ModuleStack, touched: Iterable[int]) -> l
     def used(name: str, module: nn.Module) -> bool:
         prefix = f"{name}." if name else ""
         return any(f"{prefix}{child}".rstrip(".") in called for child, _ in module.named_modules()) or any(
-            storage_key(parameter) in seen for parameter in module.parameters()
+            parameter.layout != torch.strided or storage_key(parameter) in seen for parameter in module.parameters()
         )
 
     found: list[str] = []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,24 @@ from torch import Tensor
 from lowprec_check.crumb import Crumb
 from lowprec_check.emulation import Emulation
 from lowprec_check.instrument import Instrumented, Options, fp32_state, run_instrumented
+from lowprec_check.journal import first_line
 from lowprec_check.memory import measure_memory
 from lowprec_check.nonfinite import first_nonfinite
 from lowprec_check.numerics import NARROW, compare_outputs
-from lowprec_check.plain import Plain, measure_latency, run_once, run_plain
-from lowprec_check.precision import PRECISIONS, Prepared, Snapshot, prepared
+from lowprec_check.plain import Plain, measure_latency, output_tensors, run_once, run_plain
+from lowprec_check.precision import PRECISIONS, Prepared, prepared
 from lowprec_check.recorder import Errors
 from lowprec_check.results import ErrorStats
+from lowprec_check.snapshot import Snapshot
 from lowprec_check.target import Target
-from lowprec_check.tree import leaves
+from lowprec_check.tree import map_tensors
 from lowprec_check.withhold import withholding
 
+NOT_FP32 = NARROW | {torch.float64}
+"""Dtypes of parameters that make a model be scanned as fp32, with a note."""
+
 Send = Callable[[str, Any], None]
-"""Takes a kind of message (``plain``, ``measured``, ``gap``, ``instrumented``) and its content."""
+"""Takes a kind of message (``plain``, ``measured``, ``gap``, ``instrumented``, ``fault``) and its content."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,11 +86,12 @@ def run_job(job: Job, target: Target, send: Send) -> None:
     """Do ``job``, sending what is found as it is found; the model is put back as it was."""
     device = torch.device(job.device)
     model = target.model
+    inputs = _wide_inputs(target)
     outer = Snapshot(model)
     try:
         if device.type != "cpu":
             model.to(device)
-        if any(parameter.dtype in NARROW for parameter in model.parameters()):
+        if any(parameter.dtype in NOT_FP32 for parameter in model.parameters()):
             model.float()
         fp32 = fp32_state(model)
         precision = PRECISIONS[job.precision]
@@ -92,35 +99,51 @@ def run_job(job: Job, target: Target, send: Send) -> None:
             prepared(model, precision, device, keep_fp32=list(job.keep_fp32), call=target.call()) as ready,
             withholding(job.without_kernel),
         ):
-            _run_parts(job, target, ready, fp32, send)
+            _run_parts(job, target, ready, inputs, fp32, send)
     finally:
         if device.type != "cpu":
             model.to("cpu")
         outer.restore()
 
 
-def _run_parts(job: Job, target: Target, ready: Prepared, fp32: dict[str, Tensor], send: Send) -> None:
-    args, kwargs = _wide_inputs(target)
+def _run_parts(
+    job: Job, target: Target, ready: Prepared, inputs: tuple[Any, Any], fp32: dict[str, Tensor], send: Send
+) -> None:
+    args, kwargs = inputs
     snapshot = Snapshot(ready.model)
     outputs, too_slow = None, job.measure_once
-    if job.plain:
-        plain = _plain(job, ready, args, kwargs)
-        send("plain", plain._replace(outputs=None))
-        if plain.outputs is not None:
-            snapshot.restore()
-            send("measured", _measure(job, target, ready, args, kwargs, plain, snapshot))
-            outputs = plain.outputs
-            too_slow = _is_hopeless(job, plain.seconds)
+    try:
+        if job.plain:
+            plain = _plain(job, ready, args, kwargs)
+            outputs, too_slow = plain.outputs, _is_hopeless(job, plain.seconds)
+            send("plain", plain._replace(outputs=None))
+            snapshot.rewind()
+            if outputs is not None:
+                with _faults_noted("measuring", send):
+                    send("measured", _measure(job, target, ready, args, kwargs, plain, snapshot))
+                snapshot.rewind()
+        if job.instrumented:
+            with _faults_noted("instrumenting", send):
+                send("instrumented", _instrument(job, ready, args, kwargs, fp32, outputs, send, too_slow))
+    finally:
         snapshot.restore()
-    if job.instrumented:
-        send("instrumented", _instrument(job, ready, args, kwargs, fp32, outputs, send, too_slow))
 
 
-def _wide_inputs(target: Target) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    from lowprec_check.tree import map_tensors
+@contextlib.contextmanager
+def _faults_noted(what: str, send: Send) -> Iterator[None]:
+    """The plain run is known by now: a failure of ours costs its explanation, not the row."""
+    try:
+        yield
+    except Exception as error:
+        send("fault", f"{what} failed: {type(error).__name__}: {first_line(str(error))}")
+
+
+def _wide_inputs(target: Target) -> tuple[Any, Any]:
+    """The inputs in fp32 where the model's own dtypes are widened or narrowed to it."""
+    given = {parameter.dtype for parameter in target.model.parameters()} & NOT_FP32
 
     def wide(tensor: Tensor) -> Tensor:
-        return tensor.float() if tensor.dtype in NARROW else tensor
+        return tensor.float() if tensor.dtype in given else tensor
 
     return map_tensors(target.args, wide), map_tensors(target.kwargs, wide)
 
@@ -143,10 +166,10 @@ def _measure(
     self_error = where = None
     if job.is_reference:
         again, _ = run_once(ready, args, kwargs, job.seed)
-        compared = compare_outputs([t.detach() for _, t in leaves(again)], plain.outputs or [])
+        compared = compare_outputs(output_tensors(again), plain.outputs or [])
         self_error = compared.error if compared.rel_l2 else None
         if plain.status == "nonfinite":
-            snapshot.restore()
+            snapshot.rewind()
             where = first_nonfinite(ready, args, kwargs, job.seed)
     first = plain.seconds
     hopeless = _is_hopeless(job, first)

@@ -136,7 +136,7 @@ class Journal:
             module=module,
             source=source,
             dtypes=known.dtypes if known else dtypes,
-            message=known.message if known else first_line(message),
+            message=known.message if known else first_line(message) or "it raises, without a message",
             calls=known.calls + 1 if known else 1,
             rescued=rescued,
         )

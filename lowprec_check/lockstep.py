@@ -54,7 +54,11 @@ class Lockstep:
 
     def seed(self, low: Tensor, reference: Tensor) -> None:
         """Let ``reference`` (any wider dtype, owned by the caller, never written) stand for ``low``."""
-        if is_float(low) and (low.data_ptr() != reference.data_ptr() or self.wide != reference.dtype):
+        if (
+            is_float(low)
+            and low.layout == torch.strided
+            and (low.data_ptr() != reference.data_ptr() or self.wide != reference.dtype)
+        ):
             self.put(low, widen(reference.detach(), self.wide), shared=True)
 
     def find(self, tensor: Tensor) -> Twin | None:
@@ -65,7 +69,7 @@ class Lockstep:
         """The reference values for ``tensor``: of its shape, in its widened dtype. Other dtypes: itself."""
         if not is_float(tensor):
             return tensor
-        twin = self.find(tensor)
+        twin = self.find(tensor) if tensor.layout == torch.strided else None
         if twin is None or twin.tensor is None:
             return widen(tensor, self.wide)
         base = twin.tensor

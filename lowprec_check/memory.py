@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lowprec_check import device as devices
@@ -39,8 +40,9 @@ class StorageCounter:
     """Counts the bytes of live storages, those of the model and its inputs from the start."""
 
     def __init__(self, ready: Prepared, inputs: Any, named: Any) -> None:
-        tensors = [tensor for _, tensor in (*leaves(inputs), *leaves(named))]
-        storages = [t.untyped_storage() for t in (*ready.model.parameters(), *ready.model.buffers(), *tensors)]
+        inside = [tensor for _, tensor in (*leaves(inputs), *leaves(named))]
+        tensors = [*ready.model.parameters(), *ready.model.buffers(), *inside]
+        storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided]
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
         self._known = set(sizes)
         self._live: dict[int, weakref.ref[Any]] = {}
@@ -48,6 +50,8 @@ class StorageCounter:
 
     def count(self, tensor: Tensor) -> None:
         """An op returned ``tensor``; its storage counts until it dies."""
+        if tensor.layout != torch.strided:
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live or storage.data_ptr() in self._known:

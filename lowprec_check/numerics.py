@@ -226,7 +226,8 @@ def compare_outputs(outputs: Sequence[Tensor], references: Sequence[Tensor]) -> 
         if worst is None or compared.rel_l2 > worst.rel_l2:
             worst = compared
     if worst is None:
-        return _incomparable("the output holds no tensor")
+        nothing = ErrorStats(rel_l2=0.0, max_abs=0.0, cosine=None, sqnr_db=None)
+        return OutputComparison(nothing, 0.0, False, "the output holds no tensor or number: nothing was compared")
     return worst._replace(nonfinite=nonfinite)
 
 

@@ -107,6 +107,10 @@ _SELECTIONS = frozenset(
 )
 
 
+# Fused layers that autocast does not know: their kernels call ops that it does know.
+_FUSED = frozenset({"aten::_transformer_encoder_layer_fwd", "aten::_native_multi_head_attention"})
+
+
 class OpTraits(NamedTuple):
     """Facts of one overload."""
 
@@ -127,6 +131,8 @@ class OpTraits(NamedTuple):
     casts: bool
     """``_to_copy`` and the like: the local error is what the cast loses."""
     selects: bool
+    fused: bool
+    """A layer in one op, whose inner ops autocast reaches."""
 
 
 @functools.cache
@@ -151,6 +157,7 @@ def traits(func: OpOverload) -> OpTraits:
         moves=packet in _MOVES,
         casts=packet in ("aten::_to_copy", "aten::to", "prims::convert_element_type"),
         selects=packet in _SELECTIONS and len(schema.returns) == 2,
+        fused=packet in _FUSED,
     )
 
 

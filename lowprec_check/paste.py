@@ -5,6 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+from lowprec_check.results import ModelInfo
+
 _DTYPES = {
     "half": "torch.float16",
     "bfloat16": "torch.bfloat16",
@@ -40,28 +42,31 @@ def in_fp32(module):  # fp32 weights and inputs, outputs back in {dtype}
 """
 
 
-def paste(precision: str, device: str, call: str, keep_fp32: Sequence[str] = ()) -> str:
-    """Code that runs ``model`` on ``inputs`` in ``precision``; ``call`` is e.g. ``model(*inputs)``."""
+def paste(precision: str, device: str, model: ModelInfo, keep_fp32: Sequence[str] = ()) -> str:
+    """Code that runs ``model`` on ``inputs`` in ``precision``, both as the user's file defines them."""
+    kind, autocast = device.partition(":")[0], precision.startswith("autocast")
     lines = ["import torch"]
-    if keep_fp32 or not precision.startswith("autocast"):
+    if keep_fp32 or (model.castable and not autocast):
         lines.append("from torch.utils._pytree import tree_map_only")
-    lines.append("")
-    kind = device.partition(":")[0]
+    lines += ["", *model.setup]
     if kind != "cpu":
         lines.append(f'model = model.to("{device}")  # and the inputs')
-    if precision.startswith("autocast"):
+    if autocast:
         lines += _keep(_KEEP_UNDER_AUTOCAST.format(device=kind), keep_fp32)
         lines.append(f'with torch.no_grad(), torch.autocast("{kind}", dtype={_DTYPES[precision]}):')
-        lines.append(f"    output = {call}")
-        return "\n".join(lines)
-    dtype = _DTYPES[precision]
-    lines.append(f"model = model.to({dtype})")
-    lines += _keep(_KEEP_UNDER_CAST.format(dtype=dtype), keep_fp32)
-    lines.append(f"cast = lambda t: t.to({dtype}) if t.is_floating_point() else t")
-    lines.append("inputs = tree_map_only(torch.Tensor, cast, inputs)")
-    lines.append("with torch.no_grad():")
-    lines.append(f"    output = {call}")
-    return "\n".join(lines)
+    else:
+        lines.append(f"model = model.{precision}()")
+        lines += _keep(_KEEP_UNDER_CAST.format(dtype=_DTYPES[precision]), keep_fp32)
+        lines += _cast_inputs(_DTYPES[precision], castable=model.castable)
+        lines.append("with torch.no_grad():")
+    return "\n".join([*lines, f"    output = {model.call}"])
+
+
+def _cast_inputs(dtype: str, *, castable: bool) -> list[str]:
+    if not castable:
+        return [f"# cast the floating tensors inside your inputs to {dtype} here"]
+    cast = f"cast = lambda t: t.to({dtype}) if t.is_floating_point() else t"
+    return [cast, "inputs = tree_map_only(torch.Tensor, cast, inputs)"]
 
 
 def _keep(definition: str, modules: Sequence[str]) -> list[str]:

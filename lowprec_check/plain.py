@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -49,6 +50,17 @@ def call_model(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     return call(*args, **kwargs)
 
 
+def output_tensors(output: Any) -> list[Tensor]:
+    """The tensors of an output, detached, as plain tensors; numbers count as tensors of one."""
+    return [tensor.detach().as_subclass(Tensor) for _, tensor in leaves(output, numbers=True)]
+
+
+def reraise_interrupt(error: BaseException) -> None:
+    """Let Ctrl-C through; a worker's thread never gets one, so there it is the model's own."""
+    if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+        raise error
+
+
 def run_once(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> tuple[Any, float]:
     """One seeded call on fresh inputs: the output and its seconds."""
     seed_everything(seed)
@@ -73,10 +85,11 @@ def run_plain(
         warnings.simplefilter("default")
         try:
             output, seconds = run_once(ready, args, kwargs, seed)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            reraise_interrupt(error)
             return Plain("error", exception=describe_error(error, ready.model))
     drew = not torch.equal(state_before, torch.get_rng_state())
-    outputs = [tensor.detach() for _, tensor in leaves(output)]
+    outputs = output_tensors(output)
     fallbacks = tuple(dict.fromkeys(first_line(str(w.message)) for w in caught if _FALLBACK.search(str(w.message))))
     floating = [tensor for tensor in outputs if is_float(tensor)]
     found = Plain(

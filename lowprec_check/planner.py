@@ -70,7 +70,12 @@ class _Attempts:
             return None
         self.left -= 1
         run = self.trial(self.base, tuple(keep))
-        return run if run.status == "ok" else None
+        return run if run.status == "ok" and _is_low(run) else None
+
+
+def _is_low(run: Run) -> bool:
+    """Whether anything was computed in low precision: an output that is fp32's bit for bit is fp32."""
+    return run.output_is_zero or run.output_error is None or run.output_error.rel_l2 != 0.0
 
 
 def _shrink(keep: list[str], found: Run, attempts: _Attempts) -> Run:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.numerics import NARROW
+from lowprec_check.snapshot import Snapshot
 from lowprec_check.tree import map_tensors
 
 
@@ -39,45 +40,6 @@ PRECISIONS = {
     )
 }
 """By name, in the order in which a scan shows them."""
-
-
-class Snapshot:
-    """A model's state and the global state a run may change; :meth:`restore` puts everything back.
-
-    Parameters keep their storage; values are copied where a forward may write them in place (buffers).
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.modules = [(module, _copy_of(module.__dict__)) for module in model.modules()]
-        self.parameters = [(p, p.data, p.grad, p.requires_grad) for p in model.parameters()]
-        self.buffers = [(b, b.detach().clone()) for b in model.buffers()]
-        self.rng = torch.get_rng_state()
-        self.python_rng = random.getstate()
-        self.grad = torch.is_grad_enabled()
-        self.default_dtype = torch.get_default_dtype()
-
-    def restore(self) -> None:
-        """Put back what was there, in place."""
-        for module, state in self.modules:
-            module.__dict__.clear()
-            module.__dict__.update(_copy_of(state))
-        with torch.no_grad():
-            for parameter, data, grad, requires_grad in self.parameters:
-                parameter.data = data
-                parameter.grad = grad
-                parameter.requires_grad_(requires_grad)
-            for buffer, values in self.buffers:
-                if not torch.equal(buffer, values):
-                    buffer.copy_(values)
-        torch.set_rng_state(self.rng)
-        random.setstate(self.python_rng)
-        torch.set_grad_enabled(self.grad)
-        torch.set_default_dtype(self.default_dtype)
-
-
-def _copy_of(state: dict[str, Any]) -> dict[str, Any]:
-    """A module's ``__dict__`` with its inner dicts and lists copied one level deep."""
-    return {key: value.copy() if isinstance(value, (dict, list, set)) else value for key, value in state.items()}
 
 
 def seed_everything(seed: int) -> None:
@@ -137,8 +99,10 @@ def prepared(
     """
     snapshot = Snapshot(model)
     try:
-        if precision.cast is not None:
-            model.to(precision.cast)
+        if precision.cast == torch.float16:
+            model.half()
+        elif precision.cast == torch.bfloat16:
+            model.bfloat16()
         for name in keep_fp32 or []:
             keep_in_fp32(model.get_submodule(name), precision, device)
         with torch.no_grad():

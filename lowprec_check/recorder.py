@@ -23,7 +23,7 @@ from lowprec_check.gaps import Attempt, asks_narrow, map_args, rescue
 from lowprec_check.journal import Journal, Measured
 from lowprec_check.lockstep import Lockstep, storage_key
 from lowprec_check.memory import StorageCounter
-from lowprec_check.mode import DispatchMode
+from lowprec_check.mode import DispatchMode, reached_by_autocast
 from lowprec_check.numerics import NARROW, Comparison, compare, is_float, is_narrow, widen, widened_dtype
 from lowprec_check.opinfo import draws
 from lowprec_check.solvers import SolverFailures
@@ -112,6 +112,9 @@ class Recorder(DispatchMode):
                 return self._emulate(call, attempt)
         started = time.perf_counter()
         try:
+            if call.traits.fused and self.stack.autocast:
+                with reached_by_autocast(call.inputs[0].device.type):
+                    return call.func(*call.args, **call.kwargs)
             return call.func(*call.args, **call.kwargs)
         except Exception as error:
             return self._rescue(call, error)
@@ -251,6 +254,7 @@ class Recorder(DispatchMode):
     def _observe(self, call: Call, out: Any, local: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
         outputs = outputs_of(out)
         measured = Measured()
+        call.involved = call.involved or any(is_narrow(tensor) for tensor in outputs)
         if call.involved and outputs and self.errors != "none":
             with torch._C._DisableAutocast():
                 if draws(call.func, call.args, call.kwargs):

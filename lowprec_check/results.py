@@ -224,6 +224,10 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     training: bool
     call: str = "model(*inputs)"
     """How the model is called, as code."""
+    setup: list[str] = []
+    """Code that makes ``model`` and ``inputs`` of what the file defines."""
+    castable: bool = True
+    """Whether ``tree_map`` reaches every tensor of the inputs."""
     source: str | None = None
     """Where the model is made."""
     notes: list[str] = []

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from lowprec_check import planner
 from lowprec_check.advice import recommend
@@ -19,6 +20,7 @@ from lowprec_check.results import ModelInfo, Run, ScanResult
 from lowprec_check.rules import diagnose
 from lowprec_check.session import OnProgress, Session, SessionOptions, open_session
 from lowprec_check.target import Target, make_target
+from lowprec_check.tree import leaves
 from lowprec_check.withhold import parse_withheld
 from lowprec_check.worker import Isolation, Load, best_isolation, isolated
 
@@ -59,6 +61,7 @@ def scan(
     Raises:
         UsageError: the model, its inputs or an option cannot be scanned; the message says what to do.
     """
+    _check_options(options, isolation)
     target = make_target(model, inputs, loss=loss, metric=metric)
     chosen = isolation or best_isolation(can_spawn=False)
     return scan_target(
@@ -111,6 +114,17 @@ def scan_target(
     return msgspec.structs.replace(result, diagnostics=diagnose(result, select, ignore))
 
 
+_CHOICES = {"errors": ("both", "accumulated", "none"), "reference": ("fp32", "fp64")}
+
+
+def _check_options(options: dict[str, Any], isolation: str | None) -> None:
+    if isolation not in (None, "fork", "none"):
+        raise UsageError(f"Unknown isolation {isolation!r}.", "Choose fork or none.")
+    for name, choices in _CHOICES.items():
+        if options.get(name, choices[0]) not in choices:
+            raise UsageError(f"Unknown {name} {options[name]!r}.", f"Choose among {', '.join(choices)}.")
+
+
 def _check_precisions(precisions: Sequence[str] | None) -> list[str]:
     names = list(precisions or DEFAULT_PRECISIONS)
     for name in names:
@@ -143,10 +157,18 @@ def _describe(target: Target, fp32: Run) -> ModelInfo:
         inputs=describe_inputs(target.args, target.kwargs),
         modules=sum(1 for _ in model.modules()),
         training=model.training,
-        call="model(**inputs)" if target.kwargs else "model(*inputs)",
+        call=target.form,
+        setup=list(target.setup),
+        castable=_is_castable(target),
         source=target.source,
         notes=notes,
     )
+
+
+def _is_castable(target: Target) -> bool:
+    """Whether torch's own pytree reaches every tensor of the inputs, so that pasted code can cast them."""
+    reached = tree_flatten((target.args, target.kwargs))[0]
+    return sum(isinstance(leaf, Tensor) for leaf in reached) == sum(1 for _ in leaves((target.args, target.kwargs)))
 
 
 def _plain_options(settings: SessionOptions) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,6 +25,9 @@ from lowprec_check.worker import Isolation, Load, Outcome, execute
 
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Default tolerance on rel_l2 of the output, by dtype."""
+
+HOPELESS_SELF_ERROR = 0.1
+"""Above this rel_l2 between two fp32 runs, there is no reference."""
 
 RELAUNCHES = 12
 """How many ops may be set aside (crashed, or too slow) before a run is given up."""
@@ -77,7 +81,9 @@ class Session:
         measures: Measures | None = outcome.messages.get("measured")
         if plain.status == "nonfinite":
             raise UsageError(*_nonfinite_reference(measures))
-        self._self_error = (measures and measures.self_error and measures.self_error.rel_l2) or 0.0
+        self._self_error = _self_error(measures)
+        if self._self_error > HOPELESS_SELF_ERROR:
+            raise UsageError(*_erratic_reference(self._self_error))
         self.random = plain.random
         run = self._assemble("fp32", None, outcome, plain)
         self.fp32 = msgspec.structs.replace(run, nondeterministic=self._self_error > 0)
@@ -107,7 +113,7 @@ class Session:
         job = self._job(precision, keep_fp32=keep_fp32, instrumented=instrumented)
         outcome = self._execute(job)
         plain: Plain | None = outcome.messages.get("plain")
-        if instrumented and "instrumented" not in outcome.messages:
+        if instrumented and "instrumented" not in outcome.messages and not outcome.faults:
             explained = self._explain(dataclasses.replace(job, plain=False, measure_once=plain is None), outcome)
             outcome.messages["instrumented"] = explained.messages.get("instrumented")
             outcome.gaps = explained.gaps or outcome.gaps
@@ -189,7 +195,7 @@ class Session:
             complete=explained.complete if explained else bool(job and not job.instrumented),
             stopped_by=explained.exception if explained else None,
             emulated=explained.emulated if explained else {},
-            notes=[*(plain.notes if plain else ()), *(explained.faults if explained else ())],
+            notes=[*(plain.notes if plain else ()), *(explained.faults if explained else ()), *outcome.faults],
             fallbacks=list(plain.fallbacks) if plain else [],
             random=bool(plain and plain.random),
             output_is_zero=bool(plain and plain.output_is_zero),
@@ -212,6 +218,19 @@ def _status_in_lockstep(explained: Instrumented, tolerance: float) -> Status:
         return "nonfinite"
     rel_l2 = explained.lockstep_error.rel_l2 if explained.lockstep_error else None
     return "ok" if rel_l2 is not None and rel_l2 <= tolerance else "inaccurate"
+
+
+def _self_error(measures: Measures | None) -> float:
+    if measures is None or measures.self_error is None:
+        return 0.0
+    return measures.self_error.rel_l2 if measures.self_error.rel_l2 is not None else math.inf
+
+
+def _erratic_reference(error: float) -> tuple[str, str]:
+    return (
+        f"Two fp32 runs from one seed and one state differ by {error:.1e}: nothing can be judged against that.",
+        "Take clocks, unseeded generators and state outside the model's own attributes out of the forward.",
+    )
 
 
 def _in_which_op(outcome: Outcome, explained: Instrumented | None) -> str:

@@ -10,16 +10,17 @@ import inspect
 import sys
 import traceback
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lowprec_check.errors import UsageError
-from lowprec_check.inputs import PASTE_INPUTS, as_call, parse_inputs
-from lowprec_check.where import show_line
+from lowprec_check.inputs import PASTE_INPUTS, as_call, call_form, parse_inputs
+from lowprec_check.where import is_users, show_line
 
 T = TypeVar("T")
 
@@ -44,6 +45,10 @@ class Target(NamedTuple):
     metric: Callable[[nn.Module], float] | None = None
     source: str | None = None
     """Where the model is made, for ops that no line of its own calls."""
+    form: str = "model(*inputs)"
+    """How ``inputs`` are given to the model, as code."""
+    setup: tuple[str, ...] = ()
+    """Code that makes ``model`` and ``inputs`` of what the file defines."""
     notes: tuple[str, ...] = ()
 
     def call(self) -> Callable[..., Any]:
@@ -70,15 +75,26 @@ def load_target(spec: str, inputs: tuple[str, ...] = ()) -> Target:
 
         target = load_torchvision(spec.partition(":")[2], parse_inputs(inputs))
     else:
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), _own_arguments(spec):
             target = _load_from_module(spec, inputs)
     return check(target)
 
 
 def make_target(model: nn.Module, inputs: Any, *, loss: Any = None, metric: Any = None) -> Target:
     """A target from objects at hand; raises :class:`UsageError` as :func:`load_target` does."""
-    args, kwargs = as_call(inputs() if _is_function(inputs) else inputs)
-    return check(Target(type(model).__name__, model, args, kwargs, loss, metric, _class_line(model)))
+    given = inputs() if _is_function(inputs) else inputs
+    args, kwargs = as_call(given)
+    return check(Target(type(model).__name__, model, args, kwargs, loss, metric, _class_line(model), call_form(given)))
+
+
+@contextlib.contextmanager
+def _own_arguments(spec: str) -> Iterator[None]:
+    """A file that parses ``sys.argv`` sees its own name and nothing of ours."""
+    kept, sys.argv = sys.argv, [spec.rpartition(":")[0] or spec]
+    try:
+        yield
+    finally:
+        sys.argv = kept
 
 
 # -- checking
@@ -109,6 +125,14 @@ def check(target: Target) -> Target:
             "The model has no floating parameters: there is nothing to cast.",
             "If it is quantised, scan the floating-point model that it was made from.",
         )
+    if any(is_lazy(tensor) for tensor in state):
+        raise UsageError(
+            "The model has lazy modules that were not run yet: their shapes are unknown.",
+            "Run it once on its inputs in your file, before the scan.",
+        )
+    dtypes = {str(p.dtype)[6:] for p in model.parameters() if p.is_floating_point()} - {"float32"}
+    if dtypes:
+        notes.append(f"the model has {' and '.join(sorted(dtypes))} parameters: it was scanned as fp32")
     if model.training:
         notes.append("the model is in training mode; call model.eval() in your file if you mean inference")
     return target._replace(model=model, notes=tuple(notes))
@@ -133,6 +157,8 @@ def _load_from_module(spec: str, inputs: tuple[str, ...]) -> Target:
         loss=_optional(module, "loss"),
         metric=_optional(module, "metric"),
         source=source or _class_line(model),
+        form=call_form(given),
+        setup=_setup(module, found_name, found, given_by_file=not inputs),
     )
 
 
@@ -208,10 +234,12 @@ def _guarded(what: str, work: Callable[[], T]) -> T:
         raise UsageError(f"Syntax error at {where}: {error.msg}.", f"    {text}" if text else None) from None
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        ours = str(Path(__file__).parent)
-        theirs = [f for f in frames if not f.filename.startswith((ours, "<frozen")) and "importlib" not in f.filename]
-        outside = [f for f in theirs if "site-packages" not in f.filename]
-        frame = (outside or theirs or frames)[-1]
+        theirs = [frame for frame in frames if is_users(frame.filename)]
+        if not theirs:
+            raise UsageError(
+                f"Calling {what}() failed: {type(error).__name__}: {error}", "It must need no argument."
+            ) from None
+        frame = ([f for f in theirs if "site-packages" not in f.filename] or theirs)[-1]
         where = show_line(frame.filename, frame.lineno or 0)
         raise UsageError(
             f"{type(error).__name__} at {where}: {str(error).strip() or 'no message'}", f"    {frame.line}"
@@ -266,6 +294,17 @@ def _make(module: types.ModuleType, name: str, found: Any) -> tuple[Any, str | N
     if not isinstance(made, nn.Module):
         raise UsageError(f"{_title(module)}:{name} made a {type(made).__name__}, not a torch.nn.Module.")
     return made, source
+
+
+def _setup(module: types.ModuleType, name: str, found: Any, *, given_by_file: bool) -> tuple[str, ...]:
+    lines = []
+    if not isinstance(found, nn.Module):
+        lines.append(f"model = {name}()")
+    elif name != "model":
+        lines.append(f"model = {name}")
+    if given_by_file and _is_function(getattr(module, "inputs", None)):
+        lines.append("inputs = inputs()")
+    return tuple(lines)
 
 
 def _inputs_of(module: types.ModuleType) -> Any:

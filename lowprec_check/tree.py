@@ -10,17 +10,23 @@ from typing import Any
 import torch
 
 
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield ``(path, tensor)`` for every tensor in ``value``, in a stable order; a cycle is cut."""
-    yield from _leaves(value, path, frozenset())
+def leaves(value: Any, *, numbers: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield ``(path, tensor)`` for every tensor in ``value``, in a stable order; a cycle is cut.
+
+    With ``numbers``, Python numbers are yielded too, as tensors of one.
+    """
+    yield from _leaves(value, "", frozenset(), numbers)
 
 
-def _leaves(value: Any, path: str, above: frozenset[int]) -> Iterator[tuple[str, torch.Tensor]]:
+def _leaves(value: Any, path: str, above: frozenset[int], numbers: bool) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield path, value
+    elif isinstance(value, (int, float, complex)):
+        if numbers:
+            yield path, torch.tensor(value)
     elif id(value) not in above:
         for key, child in _children(value):
-            yield from _leaves(child, f"{path}.{key}" if path else str(key), above | {id(value)})
+            yield from _leaves(child, f"{path}.{key}" if path else str(key), above | {id(value)}, numbers)
 
 
 def _children(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -31,6 +37,14 @@ def _children(value: Any) -> Iterator[tuple[Any, Any]]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield field.name, getattr(value, field.name, None)
+    elif _is_holder(value):
+        yield from vars(value).items()
+
+
+def _is_holder(value: Any) -> bool:
+    """Whether ``value`` is an object of the user's own that may hold tensors in its attributes."""
+    made_of = type(value).__module__.partition(".")[0]
+    return hasattr(value, "__dict__") and not callable(value) and made_of not in ("builtins", "torch", "numpy", "types")
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
@@ -43,13 +57,23 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
         return type(value)(*(map_tensors(item, function) for item in value))
     if isinstance(value, (list, tuple)):
         return type(value)(map_tensors(item, function) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        clone = copy.copy(value)
-        for field in dataclasses.fields(value):
-            mapped = map_tensors(getattr(value, field.name), function)
-            object.__setattr__(clone, field.name, mapped)
-        return clone
+    if _has_tensors_in_attributes(value):
+        return _map_attributes(value, function)
     return value
+
+
+def _has_tensors_in_attributes(value: Any) -> bool:
+    return (dataclasses.is_dataclass(value) and not isinstance(value, type)) or _is_holder(value)
+
+
+def _map_attributes(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """A copy of an object; objects of the user's own inside it stay (they may point back)."""
+    clone = copy.copy(value)
+    for name, _ in _children(value):
+        item = getattr(value, name)
+        if dataclasses.is_dataclass(item) or not _is_holder(item):
+            object.__setattr__(clone, name, map_tensors(item, function))
+    return clone
 
 
 def _map_mapping(value: Mapping[Any, Any], function: Callable[[torch.Tensor], Any]) -> Any:

@@ -22,7 +22,8 @@ _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 
 
 @functools.cache
-def _is_users(filename: str) -> bool:
+def is_users(filename: str) -> bool:
+    """Whether a source file is neither torch's, nor ours, nor the standard library's."""
     if filename.startswith((_TORCH, _OURS, "<frozen", "<__array", "<eval_with_key")):
         return False
     in_site = "site-packages" in filename or "dist-packages" in filename
@@ -49,7 +50,7 @@ def source_line(frame: FrameType | None = None) -> str | None:
     frame = frame or sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if _is_users(code.co_filename):
+        if is_users(code.co_filename):
             return show_line(code.co_filename, frame.f_lineno)
         if code.co_filename.startswith(_OURS) and code.co_name == "call_model":
             return None
@@ -62,7 +63,7 @@ def traceback_line(traceback: TracebackType | None) -> str | None:
     found = None
     while traceback is not None:
         filename = traceback.tb_frame.f_code.co_filename
-        if _is_users(filename):
+        if is_users(filename):
             found = show_line(filename, traceback.tb_lineno)
         traceback = traceback.tb_next
     return found
@@ -76,13 +77,16 @@ def module_names(model: torch.nn.Module) -> dict[torch.nn.Module, str]:
 class ModuleStack:
     """Context manager: which module of ``model`` is running, and how often each was called."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, device_type: str = "cpu") -> None:
+        self._device_type = device_type
         self._names = module_names(model)
         self._stack: list[tuple[torch.nn.Module, str]] = []
         self._handles: list[Any] = []
         self.current = ""
         """Dotted path of the innermost running module; ``""`` at the top."""
         self.calls: Counter[str] = Counter()
+        self.autocast = False
+        """Whether autocast was on when that module was entered; inside a mode's handler nobody can tell."""
 
     def __enter__(self) -> ModuleStack:
         self._handles = [
@@ -102,6 +106,7 @@ class ModuleStack:
             name = f"{self.current}.<{type(module).__name__}>".lstrip(".")
         self.calls[name] += 1
         self._stack.append((module, name))
+        self.autocast = torch.is_autocast_enabled(self._device_type)
         self.current = name
 
     def _leave(self, module: torch.nn.Module, _inputs: Any, _output: Any) -> None:

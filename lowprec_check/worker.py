@@ -48,6 +48,8 @@ class Outcome:
 
     messages: dict[str, Any] = dataclasses.field(default_factory=dict)
     gaps: list[Any] = dataclasses.field(default_factory=list)
+    faults: list[str] = dataclasses.field(default_factory=list)
+    """Where the tool failed after the plain run."""
     ended: Literal["done", "crashed", "timeout", "stuck"] = "done"
     """``stuck``: one op took longer than ``op_limit``."""
     reason: str | None = None
@@ -105,6 +107,8 @@ def _in_process(job: Job, load: Load) -> Outcome:
 def _store(outcome: Outcome, kind: str, content: Any) -> None:
     if kind == "gap":
         outcome.gaps.append(content)
+    elif kind == "fault":
+        outcome.faults.append(content)
     else:
         outcome.messages[kind] = content
 
@@ -159,13 +163,13 @@ def _died_of(exitcode: int | None, log: Path) -> str:
 
 def _last_line(log: Path) -> str:
     """The user's line at the head of the dump that ``faulthandler`` left, if there is one."""
-    from lowprec_check.where import _is_users, show_line
+    from lowprec_check.where import is_users, show_line
 
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in log.read_text(errors="replace").splitlines():
             if line.lstrip().startswith('File "'):
                 filename = line.split('"')[1]
-                if _is_users(filename):
+                if is_users(filename):
                     return f" at {show_line(filename, int(line.split('line ')[1].split(' ')[0]))}"
     return ""
 

@@ -60,7 +60,9 @@ def load_torchvision(name: str, inputs: Any = ()) -> Any:
     model = models.get_model(name, **_small_enough(models, name)).eval()
     args, kwargs = as_call(inputs) if inputs else default_inputs(models, name)
     notes = (note,) if note else ()
-    return Target(f"torchvision:{name}", model, args, kwargs, notes=notes)
+    return Target(
+        f"torchvision:{name}", model, args, kwargs, notes=notes, form="model(**inputs)" if kwargs else "model(*inputs)"
+    )
 
 
 def _small_enough(models: Any, name: str) -> dict[str, Any]:

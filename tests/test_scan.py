@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,7 @@ def test_the_pasted_code_does_what_was_measured(precision: str) -> None:
     wanted = ["autocast-fp16", "half"] if precision == "plan" else [precision]
     result = scan(model, x, precisions=wanted)
     assert result.recommendation is not None
-    space: dict[str, Any] = {"model": model, "inputs": (x,)}
+    space: dict[str, Any] = {"model": model, "inputs": x}
     reference = run_bare(model, (x,), "fp32")
     exec(result.recommendation.code, space)
     output = space["output"].double()
@@ -320,3 +321,140 @@ def test_autocast_goes_before_a_blanket_cast_where_kernels_are_missing() -> None
     }
     assert result.recommendation is not None
     assert result.recommendation.precision.startswith("autocast")
+
+
+FORMS = [
+    ("model = Net()", "inputs = X"),
+    ("model = Net", "def inputs():\n    return (X,)"),
+    ("def make_model():\n    return Net()", "inputs = {'x': X}"),
+    ("something = Net()", "inputs = [X]"),
+]
+
+
+@pytest.mark.parametrize(("model", "given"), FORMS)
+@pytest.mark.parametrize("precision", ["half", "autocast-bf16"])
+def test_pasted_code_fits_the_file(tmp_path: Path, model: str, given: str, precision: str) -> None:
+    """Whatever form model and inputs have: the file, with the pasted code at its end, runs."""
+    head = "import torch\nX = torch.ones(1, 8)\n" + textwrap.dedent(
+        """
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = torch.nn.Linear(8, 4)
+
+            def forward(self, x):
+                assert x.shape == (1, 8)
+                return self.linear(x)
+
+        """
+    )
+    path = tmp_path / "formed.py"
+    path.write_text(f"{head}{model}\n{given}\n")
+    advice = scan_file(path, "-p", precision).recommendation
+    assert advice is not None
+    space: dict[str, Any] = {}
+    exec(f"{path.read_text()}\n{advice.code}", space)
+    assert space["output"].dtype == (torch.half if precision == "half" else torch.bfloat16)
+
+
+def test_gradients_and_odd_state_are_as_before() -> None:
+    """A gradient, a counter in a plain tensor, a cache in an object, complex and sparse buffers."""
+
+    class Cache:
+        def __init__(self) -> None:
+            self.seen: list[Tensor] = []
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.position = torch.zeros(1)
+            self.cache = Cache()
+            self.register_buffer("turn", torch.polar(torch.ones(8), torch.arange(8.0)))
+            self.register_buffer("sparse", torch.eye(8).to_sparse())
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.position += 1
+            self.cache.seen.append(x)
+            turned = torch.view_as_real(self.turn * x.float()).sum(-1).to(x.dtype)
+            return self.linear(turned) * self.position.to(x.dtype) * len(self.cache.seen)
+
+    model = Odd()
+    model(X).sum().backward()
+    model.position.zero_()
+    model.cache.seen.clear()
+    gradient, cache = model.linear.weight.grad, model.cache
+    assert gradient is not None
+    kept = gradient.clone()
+    for isolation in ("fork", "none"):
+        result = scan(model, X, precisions=["half", "bfloat16"], isolation=isolation)  # type: ignore[arg-type]
+        assert [run.status for run in result.runs] == ["ok", "ok", "ok"]
+        assert all(run.perturbed is False for run in result.runs[1:])
+        assert not {"LP902", "LP905"} & {d.code for d in result.diagnostics}
+        assert model.cache is cache
+        assert not cache.seen
+        assert float(model.position) == 0
+        assert model.linear.weight.grad is gradient
+        assert torch.equal(gradient, kept)
+
+
+def test_a_fused_layer_is_seen_in_the_precision_it_runs_in() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    run = scan(layer, torch.randn(2, 3, 8), precisions=["autocast-bf16"]).run("autocast-bf16")
+    assert run.perturbed is False
+    assert any(row.accumulated_error for row in run.op_calls.rows())
+
+
+def test_what_the_model_handles_itself_is_a_note() -> None:
+    class Handles(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)[:4, :4]
+            try:
+                return torch.linalg.inv(y)
+            except RuntimeError:
+                return torch.linalg.inv(y.float()).to(y.dtype)
+
+    result = scan(Handles(), X, precisions=["bfloat16"], tolerance=1.0)
+    assert result.run("bfloat16").status == "ok"
+    assert [d.severity for d in result.diagnostics if d.code == "LP101"] == ["note"]
+
+
+def test_outputs_without_tensors() -> None:
+    class Score(Mlp):
+        def forward(self, x: Tensor) -> float:  # type: ignore[override]
+            return super().forward(x).sum().item()
+
+    class Nothing(Mlp):
+        def forward(self, x: Tensor) -> None:  # type: ignore[override]
+            super().forward(x)
+
+    score = scan(Score(), X, precisions=["bfloat16"]).run("bfloat16")
+    assert score.status == "ok"
+    assert score.output_error is not None
+    assert score.output_error.rel_l2
+    nothing = scan(Nothing(), X, precisions=["bfloat16"]).run("bfloat16")
+    assert nothing.status == "ok"
+    assert any("nothing was compared" in note for note in nothing.notes)
+
+
+def test_other_dtypes_are_scanned_as_fp32_and_that_is_said() -> None:
+    for dtype in (torch.float64, torch.bfloat16):
+        result = scan(Mlp().to(dtype), X.to(dtype), precisions=["half", "autocast-fp16"])
+        assert result.run("autocast-fp16").output_error.rel_l2  # type: ignore[union-attr]
+        assert any(str(dtype)[6:] in note for note in result.model.notes)
+
+
+def test_lazy_models_and_erratic_ones_are_refused() -> None:
+    with pytest.raises(UsageError, match="lazy"):
+        scan(nn.LazyLinear(4), X)
+
+    calls: list[int] = []  # state that no snapshot of the model reaches
+
+    class Erratic(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(1)
+            return super().forward(x) * len(calls)
+
+    with pytest.raises(UsageError, match="nothing can be judged"):
+        scan(Erratic(), X)

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lowprec_check.advice import explain_status, short_op, some, speedup
+from lowprec_check.advice import explain_status, short_op, shorten, some, speedup
 from lowprec_check.results import Diagnostic, Run, ScanResult
 
 SHOWN_FINDINGS = 12
@@ -169,7 +169,7 @@ def _print_group(console: Console, item: Group) -> None:
     if where:
         head.append(f"  {where}")
     console.print(head)
-    message = first.message if first.help is None else f"{first.message} → {first.help}"
+    message = shorten(first.message) if first.help is None else f"{shorten(first.message)} → {first.help}"
     console.print(Padding(Text(message, style="dim"), (0, 0, 0, 6)))
 
 

@@ -83,15 +83,18 @@ def from_gaps(result: ScanResult, kind: GapKind, help: str) -> Iterator[Finding]
     for run in low_runs(result):
         for gap in run.gaps:
             if gap.kind == kind:
+                caught = run.status in ("ok", "inaccurate", "nonfinite")
                 after = "" if gap.rescued else "; the scan could not go on behind it"
+                after = "; the model gets past it by itself" if caught else after
                 yield Finding(
                     f"{gap.message}{after}",
                     precision=run.precision,
                     module=gap.module,
                     op=gap.op,
                     source=gap.source or result.model.source,
-                    help=help,
+                    help=help.replace(", or use autocast", "") if run.precision.startswith("autocast") else help,
                     calls=gap.calls,
+                    severity="note" if caught else None,
                 )
 
 
