@@ -115,7 +115,7 @@ def _run_parts(
     try:
         if job.plain:
             plain = _plain(job, ready, args, kwargs)
-            outputs, too_slow = plain.outputs, _is_hopeless(job, plain.seconds)
+            outputs, too_slow = plain.outputs, plain.status == "error" or _is_hopeless(job, plain.seconds)
             send("plain", plain._replace(outputs=None))
             snapshot.rewind()
             if outputs is not None:

@@ -114,7 +114,9 @@ class Session:
         outcome = self._execute(job)
         plain: Plain | None = outcome.messages.get("plain")
         if instrumented and "instrumented" not in outcome.messages and not outcome.faults:
-            explained = self._explain(dataclasses.replace(job, plain=False, measure_once=plain is None), outcome)
+            explained = self._explain(
+                dataclasses.replace(job, plain=False, measure_once=plain is None or plain.status == "error"), outcome
+            )
             outcome.messages["instrumented"] = explained.messages.get("instrumented")
             outcome.gaps = explained.gaps or outcome.gaps
             outcome.position = outcome.position or explained.position
@@ -129,7 +131,7 @@ class Session:
                 job = _set_aside(job, position.op, ended, reason, self._op_limit())
             elif position is not None:
                 break
-            outcome = self._execute(job, op_limit=self._op_limit() if job.measure_once else None)
+            outcome = self._execute(job)
             if outcome.ended == "done":
                 break
             position, ended, reason = outcome.position, outcome.ended, outcome.reason
@@ -158,12 +160,12 @@ class Session:
         }
         return Job(**settings | changes)
 
-    def _execute(self, job: Job, op_limit: float | None = None) -> Outcome:
+    def _execute(self, job: Job) -> Outcome:
         def on_progress(position: Position | None) -> None:
             if self._on_progress is not None:
                 self._on_progress(job.precision, _describe(position) if position else "plain run")
 
-        return execute(job, self.load, self.isolation, on_progress=on_progress, op_limit=op_limit)
+        return execute(job, self.load, self.isolation, on_progress=on_progress, op_limit=self._op_limit())
 
     # -- putting a run together
 
@@ -182,7 +184,7 @@ class Session:
             exception=plain.exception if plain else None,
             output_error=error if precision != "fp32" else None,
             latency_ms=measures.latency_ms if measures else None,
-            peak_memory_bytes=(measures and measures.peak_memory_bytes) or (explained and explained.peak_memory_bytes),
+            peak_memory_bytes=_peak_memory(measures, explained) if status != "error" else None,
             gaps=explained.gaps if explained else outcome.gaps,
             op_calls=explained.op_calls if explained else OpCalls(),
             uncalled_modules=explained.uncalled_modules if explained else [],
@@ -220,6 +222,13 @@ def _status_in_lockstep(explained: Instrumented, tolerance: float) -> Status:
     return "ok" if rel_l2 is not None and rel_l2 <= tolerance else "inaccurate"
 
 
+def _peak_memory(measures: Measures | None, explained: Instrumented | None) -> int | None:
+    """The plain run's; of a run too slow to be repeated, that of its own tensors while it was explained."""
+    if measures is not None and measures.peak_memory_bytes is not None:
+        return measures.peak_memory_bytes
+    return explained.peak_memory_bytes if explained is not None else None
+
+
 def _self_error(measures: Measures | None) -> float:
     if measures is None or measures.self_error is None:
         return 0.0
@@ -246,7 +255,9 @@ def _in_which_op(outcome: Outcome, explained: Instrumented | None) -> str:
 def _set_aside(job: Job, op: str, ended: str, reason: str | None, limit: float) -> Job:
     if ended == "crashed":
         return dataclasses.replace(job, crashed=(*job.crashed, (op, reason or "the process died")))
-    why = f"one call took over {limit:.0f} s" if ended == "stuck" else "the budget ended in it"
+    why = (
+        f"one call took over {limit:.0f} s" if ended == "stuck" else "one call was still running when the budget ended"
+    )
     return dataclasses.replace(job, slow=(*job.slow, (op, why)))
 
 

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import functools
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -70,9 +71,12 @@ def accelerator_in_use() -> bool:
 
 
 def execute(
-    job: Job, load: Load, isolation: Isolation, *, on_progress: OnProgress | None = None, op_limit: float | None = None
+    job: Job, load: Load, isolation: Isolation, *, on_progress: OnProgress | None = None, op_limit: float = math.inf
 ) -> Outcome:
-    """Run ``job``; each part has ``job.budget`` seconds. Raises :class:`WorkerError` if the tool itself failed."""
+    """Run ``job``; each part has ``job.budget`` seconds, and ``op_limit`` is for one op where slow ones are set aside.
+
+    Raises :class:`WorkerError` if the tool itself failed.
+    """
     crumb = Crumb.create(job.crumb_path)
     if isolation == "none":
         return _in_process(job, load)
@@ -120,7 +124,7 @@ def _watch(
     crumb: Crumb,
     outcome: Outcome,
     on_progress: OnProgress | None,
-    op_limit: float | None,
+    op_limit: float,
 ) -> None:
     deadline = time.monotonic() + job.budget
     while True:
@@ -141,9 +145,18 @@ def _watch(
         if time.monotonic() > deadline:
             outcome.ended = "timeout"
             return
-        if op_limit and position is not None and position.in_op and time.time() - position.started > op_limit:
+        if _sets_slow_ops_aside(job, outcome) and _seconds_in_op(position) > op_limit:
             outcome.ended = "stuck"
             return
+
+
+def _seconds_in_op(position: Position | None) -> float:
+    return time.time() - position.started if position is not None and position.in_op else 0.0
+
+
+def _sets_slow_ops_aside(job: Job, outcome: Outcome) -> bool:
+    plain = outcome.messages.get("plain")
+    return job.measure_once or (plain is not None and plain.status == "error")
 
 
 def _messages(receiver: Any) -> Iterator[tuple[str, Any]]:
