@@ -89,9 +89,9 @@ _PLAIN = (int, float, bool, str, bytes, complex, type(None), type, torch.dtype, 
 
 
 def _copy(value: Any, memo: dict[int, Any], *, shallow: bool) -> Any:
-    if isinstance(value, _PLAIN):
+    if isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(item, _PLAIN) for item in value)):
         return value
-    if shallow:
+    if shallow or (isinstance(value, (dict, set, list)) and not value):
         return copy.copy(value)
     try:
         return copy.deepcopy(value, memo)
