@@ -73,50 +73,40 @@ def run_instrumented(
     plain_outputs: list[Tensor] | None = None,
 ) -> Instrumented:
     """Run op by op: with a dispatch mode alone, and once more with a function mode if something failed above it."""
+    subject = _Subject(ready, args, kwargs, fp32)
     snapshot = Snapshot(ready.model)
     try:
-        return _passes(ready, args, kwargs, fp32, options, plain_outputs, snapshot)
+        found, failed_above = _pass(subject, options, plain_outputs, function_mode=False)
+        if failed_above:
+            snapshot.rewind()
+            found, _ = _pass(subject, options, None, function_mode=True)
+        return found
     finally:
         snapshot.restore()
 
 
-def _passes(
-    ready: Prepared,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    fp32: dict[str, Tensor],
-    options: Options,
-    plain_outputs: list[Tensor] | None,
-    snapshot: Snapshot,
-) -> Instrumented:
-    found, failed_above = _pass(ready, args, kwargs, fp32, options, plain_outputs, function_mode=False)
-    if failed_above:
-        snapshot.rewind()
-        found, _ = _pass(ready, args, kwargs, fp32, options, None, function_mode=True)
-    return found
+class _Subject(NamedTuple):
+    """What is run: the prepared model, its inputs and its state in fp32."""
+
+    ready: Prepared
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    fp32: dict[str, Tensor]
 
 
 def _pass(
-    ready: Prepared,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    fp32: dict[str, Tensor],
-    options: Options,
-    plain_outputs: list[Tensor] | None,
-    *,
-    function_mode: bool,
+    subject: _Subject, options: Options, plain_outputs: list[Tensor] | None, *, function_mode: bool
 ) -> tuple[Instrumented, bool]:
     """One pass; the second value says that an exception came from above dispatch."""
-    lockstep = Lockstep(options.wide)
-    inputs, named = ready.inputs(args, kwargs)
-    journal = Journal(options.on_gap)
-    _seed_state(lockstep, journal, ready.model, fp32)
-    _seed_inputs(lockstep, ready, (inputs, named), (args, kwargs))
-    low = ready.precision.low or torch.float32
+    ready = subject.ready
+    lockstep, journal = Lockstep(options.wide), Journal(options.on_gap)
+    inputs, named = ready.inputs(subject.args, subject.kwargs)
+    _seed_state(lockstep, journal, ready.model, subject.fp32)
+    _seed_inputs(lockstep, ready, (inputs, named), (subject.args, subject.kwargs))
     counter = StorageCounter(ready, inputs, named) if options.count_memory else None
     with ModuleStack(ready.model, ready.device.type) as stack:
         recorder = Recorder(
-            low,
+            ready.precision.low or torch.float32,
             lockstep,
             stack,
             journal,
@@ -127,31 +117,33 @@ def _pass(
             timed=ready.device.type == "cpu",
         )
         output, error = _call(ready, inputs, named, recorder, options.seed, function_mode)
-    perturbed = lockstep_error = None
-    nonfinite = False
-    if error is None:
-        tensors = output_tensors(output)
-        touched_by_us = bool(journal.gaps) or bool(options.emulation.reasons()) or function_mode
-        if plain_outputs is not None and not touched_by_us:
-            perturbed = not _same_bits(tensors, plain_outputs)
-        compared = compare_outputs(tensors, [lockstep.get(tensor) for tensor in tensors])
-        lockstep_error, nonfinite = compared.error, compared.nonfinite
     found = Instrumented(
         gaps=journal.gaps,
         op_calls=journal.op_calls(),
         uncalled_modules=_uncalled(ready.model, stack, recorder.touched),
         function_mode=function_mode,
         complete=error is None,
-        exception=None if error is None else describe_error(error, ready.model),
-        perturbed=perturbed,
-        lockstep_error=lockstep_error,
-        lockstep_nonfinite=nonfinite,
         emulated=options.emulation.reasons(),
-        peak_memory_bytes=counter.peak if counter is not None and error is None else None,
         faults=tuple(journal.faults),
     )
-    above = error is not None and error is not recorder.raised and isinstance(error, Exception)
-    return found, above
+    if error is not None:
+        above = error is not recorder.raised and isinstance(error, Exception)
+        return found._replace(exception=describe_error(error, ready.model)), above
+    as_given = plain_outputs if not (found.gaps or found.emulated or function_mode) else None
+    found = _with_output(found, output_tensors(output), as_given, lockstep)
+    return found._replace(peak_memory_bytes=counter.peak if counter is not None else None), False
+
+
+def _with_output(
+    found: Instrumented, tensors: list[Tensor], plain_outputs: list[Tensor] | None, lockstep: Lockstep
+) -> Instrumented:
+    """``found`` with what the output says: against the lockstep reference, and against the plain run's bits."""
+    compared = compare_outputs(tensors, [lockstep.get(tensor) for tensor in tensors])
+    return found._replace(
+        perturbed=None if plain_outputs is None else not _same_bits(tensors, plain_outputs),
+        lockstep_error=compared.error,
+        lockstep_nonfinite=compared.nonfinite,
+    )
 
 
 def _call(
