@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -233,6 +234,7 @@ def _fails(result: ScanResult, fail_on: FailOn) -> bool:
 
 def main() -> None:
     """Entry point: exit 0, 1 (findings), 2 (the call or the user's file is wrong), 3 (the tool failed)."""
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch's, at import; nothing here needs it
     try:
         sys.exit(app(standalone_mode=False) or 0)
     except UsageError as error:
