@@ -101,8 +101,7 @@ def scan(
 ) -> None:
     """Run a model in fp32, half, bfloat16 and under autocast; say what runs, what is right, what is fast, what to do."""
     _check_writable(json)
-    codes = _check_codes([*(select or []), *(ignore or [])])
-    assert codes
+    _check_codes([*(select or []), *(ignore or [])])
     with _progress(target, quiet) as on_progress:
         from lowprec_check.load import load_and_scan
 
@@ -180,13 +179,12 @@ def _check_writable(path: Path | None) -> None:
         ) from None
 
 
-def _check_codes(prefixes: list[str]) -> bool:
+def _check_codes(prefixes: list[str]) -> None:
     from lowprec_check.rules import RULES
 
     for prefix in prefixes:
         if not any(code.startswith(prefix) for code in RULES):
             raise UsageError(f"No diagnostic code begins with {prefix!r}.", "lowprec-check explain lists them.")
-    return True
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lowprec_check.errors import UsageError
+from lowprec_check.tree import leaves
 
 PASTE_INPUTS = """Add to the file (a tensor, a tuple, a dict of keyword arguments, or a function that makes one):
 
@@ -73,8 +74,6 @@ def _random(shape: list[int], dtype: torch.dtype, generator: torch.Generator) ->
 
 def describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     """``(1, 3, 224, 224)`` for each tensor, with its dtype where that is not fp32."""
-    from lowprec_check.tree import leaves
-
     described = []
     for path, tensor in (*leaves(args), *leaves(kwargs)):
         dtype = "" if tensor.dtype == torch.float32 else f" {str(tensor.dtype)[6:]}"

@@ -19,6 +19,7 @@ from lowprec_check.journal import first_line
 from lowprec_check.numerics import compare_outputs, is_float
 from lowprec_check.precision import Prepared, seed_everything
 from lowprec_check.results import ErrorStats, ExceptionInfo, Status
+from lowprec_check.target import WithLoss
 from lowprec_check.tree import leaves
 from lowprec_check.where import traceback_line
 
@@ -119,8 +120,6 @@ def judge(plain: Plain, reference: list[Tensor], tolerance: float | None) -> Pla
 
 
 def _loss(output: Any) -> float | None:
-    from lowprec_check.target import WithLoss
-
     if isinstance(output, WithLoss):
         value = float(output.loss)
         return value if math.isfinite(value) else None

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from lowprec_check.precision import PRECISIONS
 from lowprec_check.results import Run
 
 TRIALS = 24
@@ -110,6 +109,3 @@ def _without_nested(modules: list[str]) -> list[str]:
     """Without modules that lie inside another of the list."""
     unique = list(dict.fromkeys(module for module in modules if "<" not in module))
     return [m for m in unique if not any(m != other and m.startswith(f"{other}.") for other in unique)]
-
-
-assert set(BASES) < set(PRECISIONS)

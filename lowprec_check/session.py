@@ -14,6 +14,7 @@ import torch
 
 from lowprec_check.crumb import Position
 from lowprec_check.errors import UsageError
+from lowprec_check.inputs import describe_inputs
 from lowprec_check.instrument import Instrumented
 from lowprec_check.job import Job, Measures
 from lowprec_check.plain import Plain
@@ -25,6 +26,9 @@ from lowprec_check.worker import Isolation, Load, Outcome, execute
 
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Default tolerance on rel_l2 of the output, by dtype."""
+
+REFERENCE_BUDGET = 600.0
+"""Seconds for fp32, whose time is not known yet."""
 
 HOPELESS_SELF_ERROR = 0.1
 """Above this rel_l2 between two fp32 runs, there is no reference."""
@@ -72,10 +76,11 @@ class Session:
 
     def reference(self) -> Run:
         """Run fp32; raises :class:`UsageError` if the model fails, hangs or is non-finite there."""
-        outcome = self._execute(self._job("fp32", budget=self.options.budget or 600.0))
+        budget = self.options.budget or REFERENCE_BUDGET
+        outcome = self._execute(self._job("fp32", budget=budget))
         plain: Plain | None = outcome.messages.get("plain")
         if plain is None:
-            raise UsageError(*_no_reference(outcome, self._reference_budget()))
+            raise UsageError(*_no_reference(outcome, budget))
         if plain.exception is not None:
             raise UsageError(*_failed_reference(plain, self.target, self.options.device))
         measures: Measures | None = outcome.messages.get("measured")
@@ -88,9 +93,6 @@ class Session:
         run = self._assemble("fp32", None, outcome, plain)
         self.fp32 = msgspec.structs.replace(run, nondeterministic=self._self_error > 0)
         return self.fp32
-
-    def _reference_budget(self) -> float:
-        return self.options.budget or 600.0
 
     @property
     def budget(self) -> float:
@@ -277,8 +279,6 @@ def _no_reference(outcome: Outcome, budget: float) -> tuple[str, str]:
 
 
 def _failed_reference(plain: Plain, target: Target, device: str) -> tuple[str, str]:
-    from lowprec_check.inputs import describe_inputs
-
     error = plain.exception
     assert error is not None
     place = f" in {error.module}" if error.module else ""

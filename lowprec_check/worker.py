@@ -29,6 +29,7 @@ import torch
 from lowprec_check.crumb import Crumb, Position
 from lowprec_check.job import Job, run_job
 from lowprec_check.target import Target
+from lowprec_check.where import is_users, show_line
 
 Isolation = Literal["fork", "spawn", "none"]
 Load = Callable[[], Target]
@@ -176,8 +177,6 @@ def _died_of(exitcode: int | None, log: Path) -> str:
 
 def _last_line(log: Path) -> str:
     """The user's line at the head of the dump that ``faulthandler`` left, if there is one."""
-    from lowprec_check.where import is_users, show_line
-
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in log.read_text(errors="replace").splitlines():
             if line.lstrip().startswith('File "'):

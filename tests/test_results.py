@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,15 +53,10 @@ def a_gap(**more: object) -> Gap:
 
 
 def a_result(*runs: Run) -> ScanResult:
-    result = ScanResult(tool="t", target="m.py", model=MODEL, environment={"torch": "2.13.0"}, runs=list(runs))
-    fields = {**result.__class__.__struct_defaults__} if False else {}
-    assert not fields
-    return result
+    return ScanResult(tool="t", target="m.py", model=MODEL, environment={"torch": "2.13.0"}, runs=list(runs))
 
 
 def with_diagnostics(result: ScanResult) -> ScanResult:
-    import msgspec
-
     advice = recommend(result.runs, result.model)
     return msgspec.structs.replace(result, diagnostics=diagnose(result), recommendation=advice)
 
