@@ -95,13 +95,13 @@ class Attempt:
 
     def widened(self) -> Any:
         """Run with narrow inputs and dtypes widened to fp32; narrow again what would have been narrow."""
-        return self._narrow_again(self._run(_widen))
+        return self.narrowed(self._run(_widen))
 
     def on_cpu(self) -> Any:
         """Run on the CPU in fp32, results back on the device."""
         device = self.floating[0].device if self.floating else torch.device("cpu")
         result = self._run(lambda value: _widen(value).cpu() if isinstance(value, Tensor) else _widen(value))
-        return self._narrow_again(_map(result, lambda value: value.to(device) if isinstance(value, Tensor) else value))
+        return self.narrowed(_map(result, lambda value: value.to(device) if isinstance(value, Tensor) else value))
 
     def _run(self, change: Callable[[Any], Any]) -> Any:
         originals: dict[int, tuple[Tensor, Tensor]] = {}
@@ -118,7 +118,8 @@ class Attempt:
             original.copy_(changed)
         return _map(result, lambda value: originals[id(value)][0] if id(value) in originals else value)
 
-    def _narrow_again(self, result: Any) -> Any:
+    def narrowed(self, result: Any) -> Any:
+        """``result`` of a widened run, in the dtypes that the call would have given."""
         shaped = [tensor for tensor in self.floating if tensor.ndim] or self.floating
         if not self.low_precision or self._asks_wide() or not all(is_narrow(tensor) for tensor in shaped):
             return result

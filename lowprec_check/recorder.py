@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -156,36 +156,37 @@ class Recorder(DispatchMode):
             if found is None and call.involved and self.errors != "none":
                 return self._continue_from_reference(call, attempt, error)
         if found is None:
-            self.raised = error
-            raise error
+            self._pass_on(error)
         call.outcome = "rescued"
         self.journal.gap(call, found.kind, "dispatch", str(error), dtypes_in(call.inputs))
-        if any(isinstance(out, Tensor) and out.is_complex() for out in outputs_of(found.result)):
-            self.owe(found.result)
+        self.owe(found.result)
         return found.result
+
+    def _pass_on(self, error: Exception) -> NoReturn:
+        """It is the model's own error."""
+        self.raised = error
+        raise error
 
     def _continue_from_reference(self, call: Call, attempt: Attempt, error: Exception) -> Any:
         """The op refuses these values; if it takes the reference's, go on with what they give."""
-        try:
-            reference = Attempt(call.func, *self._reference_args(call), self.low)
-            out = reference.function(*reference.args, **reference.kwargs)
-        except Exception:
-            self.raised = error
-            raise error from None
         if call.traits.mutable or not attempt.low_precision:
-            self.raised = error
-            raise error
+            self._pass_on(error)
+        args, kwargs = self._reference_args(call)
+        try:
+            out = call.func(*args, **kwargs)
+        except Exception:
+            self._pass_on(error)
         call.outcome = "rescued"
         self.journal.gap(call, "numeric-failure", "dispatch", str(error), dtypes_in(call.inputs))
-        return attempt._narrow_again(out)
+        return attempt.narrowed(out)
 
     # -- results that a narrow complex dtype should have held
 
     def owe(self, out: Any) -> None:
         """Remember complex results of a rescue: they stand for a narrow complex dtype."""
-        self._owing = True
         for tensor in outputs_of(out):
             if tensor.is_complex():
+                self._owing = True
                 self.lockstep.note(tensor).owed = True
 
     def _settle(self, call: Call, out: Any) -> Any:
