@@ -13,7 +13,20 @@ from pathlib import Path
 from lowprec_check.rules import RULES
 
 HERE = Path(__file__).parent
-COMMANDS = ("scan", "env", "explain")
+COMMANDS = (
+    "scan",
+    "plan",
+    "compat",
+    "report",
+    "diff",
+    "op",
+    "catalog build",
+    "catalog diff",
+    "catalog gaps",
+    "catalog report",
+    "explain",
+    "env",
+)
 
 
 def help_of(*arguments: str) -> str:
@@ -28,7 +41,7 @@ def cli() -> str:
     """The text of cli.md."""
     parts = ["# The command line", "", "Made by `python docs/make_reference.py`.", ""]
     for name in ("", *COMMANDS):
-        parts += [f"## lowprec-check {name}".rstrip(), "", "```", help_of(*([name] if name else [])), "```", ""]
+        parts += [f"## lowprec-check {name}".rstrip(), "", "```", help_of(*name.split()), "```", ""]
     return "\n".join(parts)
 
 

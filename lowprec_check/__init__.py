@@ -11,13 +11,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lowprec_check.applied import apply
     from lowprec_check.errors import UsageError
+    from lowprec_check.planner import find_plan
+    from lowprec_check.plans import Plan
     from lowprec_check.results import ScanResult
     from lowprec_check.scanner import scan
 
-__all__ = ["ScanResult", "UsageError", "scan"]
+__all__ = ["Plan", "ScanResult", "UsageError", "apply", "find_plan", "scan"]
 
-_HOMES = {"scan": "scanner", "ScanResult": "results", "UsageError": "errors"}
+_HOMES = {
+    "Plan": "plans",
+    "ScanResult": "results",
+    "UsageError": "errors",
+    "apply": "applied",
+    "find_plan": "planner",
+    "scan": "scanner",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -37,7 +37,7 @@ def recommend(runs: Sequence[Run], model: ModelInfo) -> Recommendation | None:
         keep_fp32=best.keep_fp32,
         evidence=best.evidence,
         reason=_reason(best, runs),
-        code=paste(base, best.device, model, best.keep_fp32),
+        code=paste(base, best.device, model, best.keep_fp32, best.untied),
         speedup=speedup(best, runs),
         rel_l2=best.output_error.rel_l2 if best.output_error else None,
     )
@@ -58,6 +58,25 @@ def speedup(run: Run, runs: Sequence[Run]) -> float | None:
     return fp32 / run.latency_ms if fp32 and run.latency_ms else None
 
 
+def time_ratio(run: Run, runs: Sequence[Run]) -> float | None:
+    """This run's latency over fp32's."""
+    ratio = speedup(run, runs)
+    return 1 / ratio if ratio else None
+
+
+def memory_ratio(run: Run, runs: Sequence[Run]) -> float | None:
+    """This run's peak memory over fp32's."""
+    fp32 = next((other.peak_memory_bytes for other in runs if other.precision == "fp32"), None)
+    return run.peak_memory_bytes / fp32 if fp32 and run.peak_memory_bytes else None
+
+
+def label(run: Run) -> str:
+    """The precision, with the backend and the evidence where they are not the usual ones."""
+    name = run.precision if run.base is None else f"plan ({run.base})"
+    name = name if run.backend == "eager" else f"{name} · {run.backend}"
+    return name if run.evidence == "measured" else f"{name} · {run.evidence}"
+
+
 def _error(run: Run) -> float:
     rel_l2 = run.output_error.rel_l2 if run.output_error else None
     return rel_l2 if rel_l2 is not None else float("inf")
@@ -70,7 +89,8 @@ def _reason(best: Run, runs: Sequence[Run]) -> str:
     parts = [f"passes ({error}), measured here{speed}."]
     if best.keep_fp32:
         parts.append(f"Kept in fp32: {some(best.keep_fp32)}.")
-    cast = [run for run in runs if _is_cast(run) and run.status == "ok" and not _is_cast(best)]
+    held_back = not _is_cast(best) and any(_missing(run) for run in runs if _is_cast(run))
+    cast = [run for run in runs if _is_cast(run) and run.status == "ok" and held_back]
     faster = [run.precision for run in cast if NOISE * (run.latency_ms or 0.0) < (best.latency_ms or 0.0)]
     why = defaultdict(list)
     for run in runs:

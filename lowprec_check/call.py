@@ -39,6 +39,11 @@ class Call:
             elif isinstance(value, (list, tuple)):
                 yield from (item for item in value if isinstance(item, Tensor))
 
+    def largest_number(self) -> float | None:
+        """The number of the largest magnitude among the arguments."""
+        numbers = [v for v in (*self.args, *self.kwargs.values()) if isinstance(v, (int, float))]
+        return max(map(float, numbers), key=abs, default=None)
+
 
 def outputs_of(out: Any) -> list[Tensor]:
     """The strided tensors that an op returned, in order."""

@@ -88,3 +88,11 @@ def ipex_fits() -> bool | None:
     if version is None:
         return None
     return version.split(".")[:2] == torch.__version__.split(".")[:2] and sys.platform.startswith("linux")
+
+
+def version() -> str:
+    """The installed version of this package."""
+    try:
+        return importlib.metadata.version("lowprec-check")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+unknown"

@@ -32,6 +32,7 @@ class Instrumented(NamedTuple):
     gaps: list[Gap]
     op_calls: OpCalls
     uncalled_modules: list[str]
+    called_modules: list[str]
     function_mode: bool = False
     complete: bool = True
     exception: ExceptionInfo | None = None
@@ -121,6 +122,7 @@ def _pass(
         gaps=journal.gaps,
         op_calls=journal.op_calls(),
         uncalled_modules=_uncalled(ready.model, stack, recorder.touched),
+        called_modules=[name for name, _ in ready.model.named_modules() if name and stack.calls[name]],
         function_mode=function_mode,
         complete=error is None,
         emulated=options.emulation.reasons(),
@@ -151,7 +153,7 @@ def _call(
 ) -> tuple[Any, BaseException | None]:
     seed_everything(seed)
     try:
-        with ready.context(), _compiled_code_in_eager(), recorder:
+        with ready.context(), compiled_code_in_eager(), recorder:
             if not function_mode:
                 return call_model(ready.call, inputs, named), None
             with FunctionRescue(recorder):
@@ -161,7 +163,7 @@ def _call(
         return None, error
 
 
-def _compiled_code_in_eager() -> contextlib.AbstractContextManager[Any]:
+def compiled_code_in_eager() -> contextlib.AbstractContextManager[Any]:
     """Compiled parts of a model run in eager mode: Dynamo would trace our modes. If none ran so far, Dynamo is not loaded."""
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()

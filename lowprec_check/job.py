@@ -15,6 +15,7 @@ from lowprec_check.crumb import Crumb
 from lowprec_check.emulation import Emulation
 from lowprec_check.instrument import Instrumented, Options, fp32_state, run_instrumented
 from lowprec_check.journal import first_line
+from lowprec_check.keep import cast_inputs, put_under_autocast
 from lowprec_check.memory import measure_memory
 from lowprec_check.nonfinite import first_nonfinite
 from lowprec_check.numerics import NARROW, compare_outputs
@@ -42,6 +43,8 @@ class Job:
     device: str
     workdir: str
     plain: bool = True
+    measured: bool = True
+    """Whether time and memory are; a metric always is."""
     instrumented: bool = True
     keep_fp32: tuple[str, ...] = ()
     errors: Errors = "both"
@@ -75,7 +78,7 @@ class Job:
 class Measures:
     """Time and memory of the plain run, and for the reference whether it agrees with itself."""
 
-    latency_ms: float
+    latency_ms: float | None = None
     peak_memory_bytes: int | None = None
     self_error: ErrorStats | None = None
     nonfinite_at: tuple[str, str, str | None] | None = None
@@ -96,7 +99,7 @@ def run_job(job: Job, target: Target, send: Send) -> None:
         fp32 = fp32_state(model)
         precision = PRECISIONS[job.precision]
         with (
-            prepared(model, precision, device, keep_fp32=list(job.keep_fp32), call=target.call()) as ready,
+            prepared(model, precision, device, keep_fp32=job.keep_fp32, call=target.call()) as ready,
             withholding(job.without_kernel),
         ):
             _run_parts(job, target, ready, inputs, fp32, send)
@@ -117,12 +120,12 @@ def _run_parts(
             plain = _plain(job, ready, args, kwargs)
             outputs, too_slow = plain.outputs, plain.status == "error" or _is_hopeless(job, plain.seconds)
             send("plain", plain._replace(outputs=None))
-            snapshot.rewind()
-            if outputs is not None:
+            if outputs is not None and (job.measured or target.metric is not None):
+                snapshot.rewind()
                 with _faults_noted("measuring", send):
                     send("measured", _measure(job, target, ready, args, kwargs, plain, snapshot))
-                snapshot.rewind()
         if job.instrumented:
+            snapshot.rewind()
             with _faults_noted("instrumenting", send):
                 send("instrumented", _instrument(job, ready, args, kwargs, fp32, outputs, send, too_slow))
     finally:
@@ -173,11 +176,12 @@ def _measure(
             where = first_nonfinite(ready, args, kwargs, job.seed)
     first = plain.seconds
     hopeless = _is_hopeless(job, first)
-    latency = measure_latency(
-        ready, args, kwargs, seed=job.seed, first=first, seconds=0.0 if hopeless else min(2.0, job.budget / 5)
-    )
-    memory = measure_memory(ready, args, kwargs, seed=job.seed) if not hopeless else None
-    metric = float(target.metric(_CastingInputs(ready))) if target.metric is not None and not hopeless else None
+    latency = memory = None
+    if job.measured:
+        seconds = 0.0 if hopeless else min(2.0, job.budget / 5)
+        latency = measure_latency(ready, args, kwargs, seed=job.seed, first=first, seconds=seconds)
+        memory = measure_memory(ready, args, kwargs, seed=job.seed) if not hopeless else None
+    metric = float(target.metric(_as_users_call_it(ready))) if target.metric is not None and not hopeless else None
     return Measures(
         latency_ms=latency, peak_memory_bytes=memory, self_error=self_error, nonfinite_at=where, metric=metric
     )
@@ -188,18 +192,20 @@ def _is_hopeless(job: Job, seconds: float) -> bool:
     return job.fp32_ms is not None and seconds > max(job.budget / 8, 10 * job.fp32_ms / 1e3)
 
 
-class _CastingInputs(torch.nn.Module):
-    """The model as a metric may call it: with fp32 inputs, in whatever precision is being tried."""
+def _as_users_call_it(ready: Prepared) -> torch.nn.Module:
+    """The model itself, which from now on takes fp32 inputs from the CPU, in whatever precision is being tried."""
+    model, precision, device = ready.model, ready.precision, ready.device
+    if precision.cast is not None:
+        cast_inputs(model, precision.cast)
+    elif precision.autocast is not None:
+        put_under_autocast(model, precision.autocast, device.type)
+    if device.type != "cpu":
 
-    def __init__(self, ready: Prepared) -> None:
-        super().__init__()
-        self._ready = (ready,)
+        def move(_module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+            return map_tensors(args, lambda t: t.to(device)), map_tensors(kwargs, lambda t: t.to(device))
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        ready = self._ready[0]
-        inputs, named = ready.inputs(args, kwargs)
-        with ready.context():
-            return ready.model(*inputs, **named)
+        model.register_forward_pre_hook(move, with_kwargs=True, prepend=True)
+    return model
 
 
 def _instrument(

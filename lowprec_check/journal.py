@@ -25,6 +25,7 @@ class Measured:
     accumulated_error: float | None = None
     input_error: float | None = None
     absmax: float | None = None
+    rms: float | None = None
     introduced_inf: int = 0
     introduced_nan: int = 0
     flushed: float | None = None
@@ -96,6 +97,7 @@ class Journal:
             finite_or_none(measured.accumulated_error),
             finite_or_none(measured.input_error),
             finite_or_none(measured.absmax),
+            finite_or_none(measured.rms),
             measured.introduced_inf,
             measured.introduced_nan,
             measured.flushed,
@@ -110,8 +112,16 @@ class Journal:
 
     def gap(self, call: Call, kind: GapKind, layer: Layer, message: str, dtypes: list[str]) -> None:
         """Enter a gap of an op call."""
-        op = call.traits.name
-        self.gap_at(op, call.module, call.source, kind=kind, layer=layer, message=message, dtypes=dtypes)
+        self.gap_at(
+            call.traits.name,
+            call.module,
+            call.source,
+            kind=kind,
+            layer=layer,
+            message=message,
+            dtypes=dtypes,
+            constant=call.largest_number() if kind == "scalar-overflow" else None,
+        )
 
     def gap_at(
         self,
@@ -124,6 +134,7 @@ class Journal:
         message: str,
         dtypes: list[str],
         rescued: bool = True,
+        constant: float | None = None,
     ) -> None:
         """Enter a gap; one more call where the same is known at this place."""
         key = (op, kind, module, source)
@@ -139,6 +150,7 @@ class Journal:
             message=known.message if known else first_line(message) or "it raises, without a message",
             calls=known.calls + 1 if known else 1,
             rescued=rescued,
+            constant=constant,
         )
         if known is None and self._on_gap is not None:
             self._on_gap(self._gaps[key])

@@ -1,4 +1,4 @@
-"""What the command line does first: load a target in this process so that workers can share it, then scan."""
+"""What the command line does first: load a target in this process so that workers can share it, then scan or plan."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from lowprec_check.planner import plan_target
+from lowprec_check.plans import Planning
 from lowprec_check.precision import seed_everything
 from lowprec_check.results import ScanResult
 from lowprec_check.scanner import scan_target
 from lowprec_check.target import Target, load_target
-from lowprec_check.worker import best_isolation
+from lowprec_check.worker import Isolation, Load, best_isolation
 
 # Lets `torch.cuda.is_available()` in a user's file answer without waking the driver, which no fork survives.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -26,6 +28,15 @@ def load_seeded(spec: str, inputs: tuple[str, ...], seed: int) -> Target:
 
 def load_and_scan(spec: str, inputs: tuple[str, ...] = (), *, seed: int = 0, **options: Any) -> ScanResult:
     """Load ``spec`` and scan it; options as :func:`lowprec_check.scanner.scan_target` takes them."""
+    return scan_target(*_load(spec, inputs, seed), spec=spec, seed=seed, **options)
+
+
+def load_and_plan(spec: str, inputs: tuple[str, ...] = (), *, seed: int = 0, **options: Any) -> Planning:
+    """Load ``spec`` and find its plan; options as :func:`lowprec_check.planner.plan_target` takes them."""
+    return plan_target(*_load(spec, inputs, seed), spec=spec, seed=seed, **options)
+
+
+def _load(spec: str, inputs: tuple[str, ...], seed: int) -> tuple[Target, Load, Isolation]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # no pool of threads in the process that forks
     try:
@@ -34,4 +45,4 @@ def load_and_scan(spec: str, inputs: tuple[str, ...] = (), *, seed: int = 0, **o
         torch.set_num_threads(threads)
     isolation = best_isolation(can_spawn=True)
     load = functools.partial(load_seeded, spec, inputs, seed) if isolation == "spawn" else lambda: target
-    return scan_target(target, load, isolation=isolation, spec=spec, seed=seed, **options)
+    return target, load, isolation

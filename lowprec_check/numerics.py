@@ -65,6 +65,8 @@ class Comparison(NamedTuple):
     introduced_nan: int
     flushed: float | None
     """Share of the first reference's non-zeros that are 0 here for want of range; ``None`` if not asked for."""
+    rms: float | None = None
+    """Root mean square of the first reference; ``None`` without one."""
 
 
 def compare(out: Tensor, references: Sequence[Tensor], *, count_flushed: bool = False) -> Comparison:
@@ -75,7 +77,7 @@ def compare(out: Tensor, references: Sequence[Tensor], *, count_flushed: bool = 
     flat = _flat_together([_real(out), *(_real(reference) for reference in references)])
     count = flat[0].numel()
     if count == 0:
-        return Comparison([0.0] * len(references), 0.0, 0, 0, 0.0 if count_flushed else None)
+        return Comparison([0.0] * len(references), 0.0, 0, 0, 0.0 if count_flushed else None, None)
     size = CHUNK if out.device.type == "cpu" else count
     totals = [0.0] * (2 * len(references))
     low, high = math.inf, -math.inf
@@ -93,7 +95,8 @@ def compare(out: Tensor, references: Sequence[Tensor], *, count_flushed: bool = 
             lost += _count_flushed(parts[0], parts[1])
     errors = [_relative(totals[index], totals[index + 1]) for index in range(0, len(totals), 2)]
     flushed = (lost / nonzero if nonzero else 0.0) if count_flushed else None
-    return Comparison(errors, max(-low, high), 0, 0, flushed)
+    rms = math.sqrt(totals[1] / count) if references else None
+    return Comparison(errors, max(-low, high), 0, 0, flushed, rms)
 
 
 def _relative(difference: float, reference: float) -> float:
@@ -176,7 +179,15 @@ def _compare_exactly(out: Tensor, references: list[Tensor], count_flushed: bool)
     flushed = None
     if count_flushed and references:
         flushed = _count_flushed(out, references[0]) / max(1, int(torch.count_nonzero(references[0])))
-    return Comparison(errors, absmax, new_inf, new_nan, flushed)
+    rms = _exact_rms(references[0].double()) if references else None
+    return Comparison(errors, absmax, new_inf, new_nan, flushed, rms)
+
+
+def _exact_rms(reference: Tensor) -> float | None:
+    """Root mean square of what is finite; ``None`` where nothing is."""
+    finite = reference[reference.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else None
+    return scale * math.sqrt(float((finite / scale).square().mean())) if scale else scale
 
 
 def _exact_error(value: Tensor, finite: Tensor, reference: Tensor) -> float:

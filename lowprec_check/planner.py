@@ -1,111 +1,203 @@
-"""Which modules to keep in fp32 where no precision passes as it is: a simple search, every answer a plain run.
-
-Suspects come from what the scan knows, the likeliest first; the search keeps 0, 1, 2, 4, … of them in fp32 until a
-run passes, then gives back what it can.
-"""
+"""The smallest mixed-precision plan that a plain run confirms, of all the bases that are allowed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, cast
 
-import msgspec
+from torch import nn
 
+from lowprec_check.applied import describe_modules
+from lowprec_check.environment import environment, version
+from lowprec_check.errors import UsageError
+from lowprec_check.paste import paste
+from lowprec_check.plans import Base, Plan, Planning
+from lowprec_check.precision import seed_everything
+from lowprec_check.proposals import BASES, Limits, Objective, Proposal, Proposer, best
 from lowprec_check.results import Run
+from lowprec_check.session import OnProgress, Session, SessionOptions, describe_target, open_session
+from lowprec_check.suspects import blame
+from lowprec_check.target import Target, make_target
+from lowprec_check.withhold import parse_withheld
+from lowprec_check.worker import Isolation, Load, best_isolation, isolated
 
-TRIALS = 24
-"""Plain runs at the most, per base."""
+QUICK = Limits(max_trials=60, seconds=120.0)
+"""Of the search that a scan makes unasked."""
 
-BASES = ("autocast-bf16", "bfloat16", "autocast-fp16", "half")
-"""The order in which bases are tried: the range of bf16 forgives more."""
+Dtype = Literal["bf16", "fp16"]
+Kind = Literal["autocast", "cast"]
 
-Trial = Callable[[str, tuple[str, ...]], Run]
-"""Runs a base with modules kept in fp32, plain part only."""
-
-
-def search(runs: Sequence[Run], trial: Trial) -> Run | None:
-    """The first base that passes with some modules kept in fp32, as a ``plan`` run; ``None`` if none does."""
-    by_name = {run.precision: run for run in runs}
-    for base in BASES:
-        run = by_name.get(base)
-        if run is not None and run.status in ("error", "inaccurate", "nonfinite", "crashed"):
-            found = _search_base(run, trial)
-            if found is not None:
-                return found
-    return None
+_BASES: dict[str, tuple[Dtype, Kind]] = {
+    "autocast-bf16": ("bf16", "autocast"),
+    "bfloat16": ("bf16", "cast"),
+    "autocast-fp16": ("fp16", "autocast"),
+    "half": ("fp16", "cast"),
+}
 
 
-def _search_base(run: Run, trial: Trial) -> Run | None:
-    certain, likely = suspects(run)
-    attempts = _Attempts(run.precision, trial)
-    for count in _growing(len(likely)):
-        keep = _without_nested([*certain, *likely[:count]])
-        if not keep:
-            continue
-        found = attempts.passes(keep)
-        if found is not None:
-            return msgspec.structs.replace(_shrink(keep, found, attempts), precision="plan", base=run.precision)
-        if attempts.left <= 0:
-            return None
-    return None
+def find_plan(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    loss: Any = None,
+    metric: Any = None,
+    isolation: Isolation | None = None,
+    **options: Any,
+) -> Planning:
+    """Find the fewest modules of ``model`` that must stay in fp32 for it to pass, and prove it.
 
+    Args:
+        model: in fp32, in the mode in which it is to be judged.
+        inputs: as :func:`lowprec_check.scan` takes them; for several batches a function that takes the batch's number.
+        loss: ``loss(output) -> tensor``, run as part of the model.
+        metric: ``metric(model) -> float``, the more the better: the objective in place of the tolerance.
+        isolation: ``fork`` or ``none``, as for a scan.
+        options: ``dtype`` (``bf16``, ``fp16``), ``base`` (``autocast``, ``cast``), ``max_drop`` (of the metric), ``batches``,
+            ``max_trials``, ``seconds``, ``on_progress``, ``device``, ``tolerance``, ``seed``, ``without_kernel``.
 
-def _growing(most: int) -> Iterator[int]:
-    yield 0
-    count = 1
-    while count < most:
-        yield count
-        count *= 2
-    if most:
-        yield most
-
-
-class _Attempts:
-    def __init__(self, base: str, trial: Trial) -> None:
-        self.base, self.trial, self.left = base, trial, TRIALS
-
-    def passes(self, keep: list[str]) -> Run | None:
-        """The run if it passed; a trial that raises has failed, that is all."""
-        if self.left <= 0:
-            return None
-        self.left -= 1
-        run = self.trial(self.base, tuple(keep))
-        return run if run.status == "ok" and _is_low(run) else None
-
-
-def _is_low(run: Run) -> bool:
-    """Whether anything was computed in low precision: an output that is fp32's bit for bit is fp32."""
-    return run.output_is_zero or run.output_error is None or run.output_error.rel_l2 != 0.0
-
-
-def _shrink(keep: list[str], found: Run, attempts: _Attempts) -> Run:
-    """Give back modules one by one, the least suspect first, as long as the rest passes."""
-    for module in reversed(list(keep)):
-        rest = [name for name in keep if name != module]
-        smaller = attempts.passes(rest) if rest else None
-        if smaller is not None:
-            keep, found = rest, smaller
-    return found
-
-
-def suspects(run: Run) -> tuple[list[str], list[str]]:
-    """Modules that must be to blame (gaps, exceptions, NaN and Inf), and those that may be, worst first.
-
-    The root is never among them: to keep it in fp32 is to run in fp32.
+    Raises:
+        UsageError: the model or an option cannot be used; the message says what to do.
     """
-    certain = [gap.module for gap in run.gaps]
-    certain += [row.module for row in run.op_calls.rows() if row.introduced_inf or row.introduced_nan]
-    if run.exception is not None and run.exception.module:
-        certain.append(run.exception.module)
-    blame: dict[str, float] = {}
-    for row in run.op_calls.rows():
-        grown = (row.accumulated_error or 0.0) - (row.input_error or 0.0)
-        blame[row.module] = max(blame.get(row.module, 0.0), row.local_error or 0.0, grown)
-    certain = [module for module in dict.fromkeys(certain) if module]
-    likely = [module for module in sorted(blame, key=lambda name: -blame[name]) if module and module not in certain]
-    return certain, likely
+    target = make_target(model, inputs, loss=loss, metric=metric)
+    chosen = isolation or best_isolation(can_spawn=False)
+    return plan_target(target, lambda: target, chosen, use_metric=metric is not None, **options)
 
 
-def _without_nested(modules: list[str]) -> list[str]:
-    """Without modules that lie inside another of the list."""
-    unique = list(dict.fromkeys(module for module in modules if "<" not in module))
-    return [m for m in unique if not any(m != other and m.startswith(f"{other}.") for other in unique)]
+def plan_target(
+    target: Target,
+    load: Load,
+    isolation: Isolation,
+    *,
+    dtype: Dtype | None = None,
+    base: Kind | None = None,
+    use_metric: bool = False,
+    max_drop: float | None = None,
+    batches: int = 1,
+    max_trials: int = Limits.max_trials,
+    seconds: float = Limits.seconds,
+    on_progress: OnProgress | None = None,
+    device: str | None = None,
+    spec: str | None = None,
+    **options: Any,
+) -> Planning:
+    """As :func:`find_plan`, for a loaded target; ``load`` gives it to a worker, ``spec`` is what the user called it."""
+    if dtype not in (None, "bf16", "fp16") or base not in (None, "autocast", "cast") or batches < 1:
+        raise UsageError(
+            f"Nothing to search: {dtype=}, {base=}, {batches=}.", "dtype is bf16 or fp16, base autocast or cast."
+        )
+    if use_metric and options.get("tolerance") is not None:
+        raise UsageError("Both a metric and a tolerance are given.", "The metric is judged by --max-drop.")
+    if max_drop is not None and not use_metric:
+        raise UsageError("--max-drop is of a metric, and none is asked for.", "Add --metric.")
+    if use_metric and target.metric is None:
+        raise UsageError(
+            "The file defines no metric.", "Define `def metric(model): return accuracy`, higher is better."
+        )
+    parse_withheld(options.get("without_kernel", ()))
+    found = isolated(lambda: environment(device), isolation)
+    settings = SessionOptions(device=found["device"], **options)
+    with contextlib.ExitStack() as stack:
+        sessions = []
+        for batch in range(batches):
+            seed_everything(settings.seed + batch)
+            load_batch = functools.partial(_load_batch, load, batch, settings.seed)
+            opened = open_session(target.batch(batch), load_batch, settings, isolation, on_progress)
+            sessions.append(stack.enter_context(opened))
+        references = [session.reference() for session in sessions]
+        if use_metric and references[0].metric is None:
+            why = f": {references[0].notes[-1]}" if references[0].notes else ""
+            raise UsageError(f"The metric of the fp32 model is no finite number{why}.", "Mend that first.")
+        objective = Objective(references[0], metric=use_metric, max_drop=max_drop)
+        proposer = Proposer(sessions, objective, Limits(max_trials=max_trials, seconds=seconds), on_progress)
+        bases = [name for name in BASES if dtype in (None, _BASES[name][0]) and base in (None, _BASES[name][1])]
+        proposals = _search_bases(sessions, proposer, bases)
+    winner = best(proposals)
+    name = spec or target.name
+    return Planning(
+        target=name,
+        model=type(target.model).__name__,
+        device=found["device"],
+        attempts=[proposal.attempt for proposal in proposals],
+        plan=make_plan(winner, target, references[0], proposer, found, name) if winner is not None else None,
+    )
+
+
+def _load_batch(load: Load, batch: int, seed: int) -> Target:
+    target = load()
+    seed_everything(seed + batch)
+    return target.batch(batch)
+
+
+def _search_bases(sessions: Sequence[Session], proposer: Proposer, bases: Sequence[str]) -> list[Proposal]:
+    """As they are where one of them passes so; else each with modules kept in fp32."""
+    runs = {name: [session.run(name, measured=session is sessions[0]) for session in sessions] for name in bases}
+    if any(proposer.passes_as_it_is(of_base) for of_base in runs.values()):
+        return [proposer.judge(of_base) for of_base in runs.values()]
+    proposals: list[Proposal] = []
+    for of_base in runs.values():
+        proposals.append(proposer.propose(of_base, rival=best(proposals)))
+    return proposals
+
+
+def make_plan(
+    proposal: Proposal, target: Target, fp32: Run, proposer: Proposer, found: dict[str, Any], name: str
+) -> Plan:
+    """The proposal as it is saved; ``found`` is the environment."""
+    run, objective = proposal.run, proposer.objective
+    assert run is not None
+    assert run.base is not None
+    return Plan(
+        tool=f"lowprec-check {version()}",
+        target=name,
+        base=cast(Base, run.base),
+        device=run.device,
+        keep_fp32=run.keep_fp32,
+        untied=run.untied,
+        minimal=proposal.minimal,
+        stopped=proposal.stopped,
+        tolerance=run.tolerance if objective.fp32_metric is None else None,
+        rel_l2=run.output_error.rel_l2 if run.output_error else None,
+        metric=run.metric,
+        fp32_metric=objective.fp32_metric,
+        max_drop=objective.max_drop,
+        batches=len(proposer.sessions),
+        trials=proposal.attempt.trials,
+        seconds=proposal.attempt.seconds,
+        latency_ms=run.latency_ms,
+        speedup=proposal.attempt.speedup,
+        peak_memory_bytes=run.peak_memory_bytes,
+        blame=blame(proposal.evidence, run.keep_fp32),
+        environment={key: found.get(key) for key in ("torch", "python", "device", "cpu_capability")},
+        modules=describe_modules(target.model),
+        code=paste(run.base, run.device, describe_target(target, fp32), run.keep_fp32, run.untied),
+    )
+
+
+def plan_for_scan(
+    session: Session,
+    runs: Sequence[Run],
+    found: dict[str, Any],
+    name: str,
+    *,
+    wanted: bool | None,
+    on_progress: OnProgress | None,
+) -> tuple[Run, Plan] | None:
+    """The best plan from the failing runs of a scan, whose first is fp32.
+
+    Where nobody said whether it is ``wanted``, a quick one is made if no run passed: the first found will do.
+    """
+    failing = {run.precision: run for run in runs[1:] if run.status != "ok"}
+    if wanted is False or not failing or (wanted is None and len(failing) < len(runs) - 1):
+        return None
+    proposer = Proposer([session], Objective(runs[0]), Limits() if wanted else QUICK, on_progress)
+    proposals: list[Proposal] = []
+    for base in (base for base in BASES if base in failing):
+        proposals.append(proposer.propose([failing[base]], rival=best(proposals)))
+        if proposals[-1].run is not None and not wanted:
+            break
+    winner = best(proposals)
+    if winner is None or winner.run is None:
+        return None
+    return winner.run, make_plan(winner, session.target, runs[0], proposer, found, name)

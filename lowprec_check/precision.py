@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.numerics import NARROW
+from lowprec_check.keep import cast_except, keep_out_of_autocast
 from lowprec_check.snapshot import Snapshot
 from lowprec_check.tree import map_tensors
 
@@ -90,7 +90,7 @@ def prepared(
     precision: Precision,
     device: torch.device,
     *,
-    keep_fp32: list[str] | None = None,
+    keep_fp32: Sequence[str] = (),
     call: Callable[..., Any] | None = None,
 ) -> Iterator[Prepared]:
     """Cast ``model`` in place as ``model.half()`` would, and put it back afterwards.
@@ -99,35 +99,11 @@ def prepared(
     """
     snapshot = Snapshot(model)
     try:
-        if precision.cast == torch.float16:
-            model.half()
-        elif precision.cast == torch.bfloat16:
-            model.bfloat16()
-        for name in keep_fp32 or []:
-            keep_in_fp32(model.get_submodule(name), precision, device)
+        if precision.cast is not None:
+            cast_except(model, precision.cast, keep_fp32)
+        elif precision.autocast is not None:
+            keep_out_of_autocast(model, precision.autocast, keep_fp32, device.type)
         with torch.no_grad():
             yield Prepared(model, precision, device, call or model)
     finally:
         snapshot.restore()
-
-
-def keep_in_fp32(module: nn.Module, precision: Precision, device: torch.device) -> None:
-    """Run ``module`` in fp32: its weights, its inputs, outside autocast; under a cast its outputs go back to it."""
-    forward = module.forward
-    if precision.cast is not None:
-        module.float()
-
-    def in_fp32(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device.type, enabled=False):
-            output = forward(*map_tensors(args, _up), **map_tensors(kwargs, _up))
-        return output if precision.cast is None else map_tensors(output, lambda t: _down(t, precision.cast))
-
-    module.forward = in_fp32
-
-
-def _up(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in NARROW else tensor
-
-
-def _down(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor.to(dtype) if tensor.dtype == torch.float32 else tensor

@@ -373,6 +373,7 @@ class Recorder(DispatchMode):
                 # By-products (the mean that a norm saves) are near zero without any loss.
                 compared = compare(out, [reference, *own], count_flushed=self._count_flushed and index == 0)
                 self._merge(out, measured, compared)
+                measured.rms = compared.rms if index == 0 else measured.rms
             elif call.inputs:
                 flips = int((out != reference).sum())
                 measured.flips += flips

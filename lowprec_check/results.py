@@ -12,6 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from lowprec_check.plans import Plan
+from lowprec_check.structs import Struct
+
 SCHEMA = 1
 
 Status = Literal["ok", "inaccurate", "nonfinite", "error", "crashed", "timeout", "skipped"]
@@ -29,10 +32,6 @@ GapKind = Literal[
     "numeric-failure",
     "crash",
 ]
-
-
-class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of everything saved: immutable, and strict about keys when read back."""
 
 
 class ErrorStats(Struct, frozen=True, kw_only=True):
@@ -70,6 +69,8 @@ class Gap(Struct, frozen=True, kw_only=True):
     message: str
     calls: int = 1
     rescued: bool = True
+    constant: float | None = None
+    """The number in the code that does not fit the dtype, for a ``scalar-overflow``."""
 
 
 class Place(NamedTuple):
@@ -85,6 +86,7 @@ class Place(NamedTuple):
     accumulated_error: float | None
     input_error: float | None
     absmax: float | None
+    rms: float | None
     introduced_inf: int
     introduced_nan: int
     flushed: float | None
@@ -117,6 +119,8 @@ class OpCalls(Struct, frozen=True, kw_only=True):
     """The largest accumulated error among the inputs."""
     absmax: list[float | None] = []
     """Largest magnitude out; ``None`` where the output has a NaN or Inf, or no floating leaf."""
+    rms: list[float | None] = []
+    """Root mean square of the reference's first output: with ``absmax``, where the values sit."""
     introduced_inf: list[int] = []
     """Elements that are Inf though the inputs and the reference are finite."""
     introduced_nan: list[int] = []
@@ -132,6 +136,15 @@ class OpCalls(Struct, frozen=True, kw_only=True):
     reference_ms: list[float | None] = []
     """Time of the same op on the reference's tensors, just after."""
 
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` where columns differ in length; one that an older file lacks is all ``None``."""
+        for name in Place._fields:
+            column = getattr(self, name)
+            if not column and name in _ADDED_LATER:
+                msgspec.structs.force_setattr(self, name, [None] * len(self))
+            elif len(column) != len(self):
+                raise ValueError(f"column {name!r} has {len(column)} entries, 'op' has {len(self)}")
+
     def __len__(self) -> int:
         return len(self.op)
 
@@ -139,6 +152,9 @@ class OpCalls(Struct, frozen=True, kw_only=True):
         """Yield the calls in order, one tuple each."""
         columns = (getattr(self, name) for name in Place._fields)
         return map(Place._make, zip(*columns, strict=True))
+
+
+_ADDED_LATER = ("rms",)
 
 
 class Run(Struct, frozen=True, kw_only=True):
@@ -158,10 +174,15 @@ class Run(Struct, frozen=True, kw_only=True):
     gaps: list[Gap] = []
     op_calls: OpCalls = OpCalls()
     uncalled_modules: list[str] = []
+    """Modules with parameters that no op read; a subtree by its root."""
+    called_modules: list[str] = []
+    """Submodules whose ``forward`` ran, in the model's order."""
     keep_fp32: list[str] = []
     """Modules kept in fp32, for a ``plan`` run."""
     base: str | None = None
     """The precision that a ``plan`` run starts from."""
+    untied: list[str] = []
+    """Shared parameters of kept modules that get a copy of their own, for a ``plan`` run."""
     tolerance: float | None = None
     loss: float | None = None
     metric: float | None = None
@@ -199,6 +220,8 @@ class Diagnostic(Struct, frozen=True, kw_only=True):
     help: str | None = None
     url: str | None = None
     calls: int = 1
+    accepted: bool = False
+    """Whether the baseline of the scan knows it."""
 
 
 class Recommendation(Struct, frozen=True, kw_only=True):
@@ -249,6 +272,8 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     runs: list[Run]
     diagnostics: list[Diagnostic] = []
     recommendation: Recommendation | None = None
+    plan: Plan | None = None
+    """What the ``plan`` run is made of, where there is one."""
 
     def run(self, precision: str) -> Run:
         """Return the run of that name; raises ``KeyError`` if it was not part of the scan."""
@@ -271,9 +296,10 @@ class ScanResult(Struct, frozen=True, kw_only=True):
         try:
             head = msgspec.json.decode(data, type=_Head)
             if head.schema != SCHEMA:
-                raise ResultError(f"schema {head.schema} is not {SCHEMA}, the one this version reads")
+                whose = "a newer version wrote it: upgrade lowprec-check" if head.schema > SCHEMA else "scan again"
+                raise ResultError(f"schema {head.schema} is not {SCHEMA}, the one this version reads ({whose})")
             return msgspec.json.decode(data, type=cls)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise ResultError(f"not a scan result: {error}") from None
 
     @classmethod

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch import nn
 
-from lowprec_check import planner
 from lowprec_check.advice import recommend
-from lowprec_check.environment import environment
+from lowprec_check.environment import environment, version
 from lowprec_check.errors import UsageError
-from lowprec_check.inputs import describe_inputs
+from lowprec_check.planner import plan_for_scan
 from lowprec_check.precision import PRECISIONS
-from lowprec_check.results import ModelInfo, Run, ScanResult
+from lowprec_check.results import ScanResult
 from lowprec_check.rules import diagnose
-from lowprec_check.session import OnProgress, Session, SessionOptions, open_session
+from lowprec_check.session import OnProgress, SessionOptions, describe_target, open_session
 from lowprec_check.target import Target, make_target
-from lowprec_check.tree import leaves
 from lowprec_check.withhold import parse_withheld
 from lowprec_check.worker import Isolation, Load, best_isolation, isolated
 
@@ -39,6 +35,7 @@ def scan(
     select: Sequence[str] = (),
     ignore: Sequence[str] = (),
     device: str | None = None,
+    plan: bool | None = None,
     **options: Any,
 ) -> ScanResult:
     """Scan ``model`` on ``inputs`` and return everything found; model, inputs and global state stay as they were.
@@ -54,6 +51,8 @@ def scan(
         on_progress: called with the name of the run and what it is doing.
         select, ignore: prefixes of diagnostic codes.
         device: ``cpu``, ``cuda``, ``xpu``, ``mps``; the accelerator at hand by default, else the CPU.
+        plan: whether to search for modules to keep in fp32 from every precision that fails; by default a quick search
+            where none passes.
         options: fields of :class:`~lowprec_check.session.SessionOptions`: ``budget`` (seconds), ``errors``
             (``both``, ``accumulated``, ``none``), ``reference`` (``fp32``, ``fp64``), ``tolerance`` (rel_l2), ``seed``,
             ``without_kernel``.
@@ -67,12 +66,13 @@ def scan(
     return scan_target(
         target,
         lambda: target,
+        chosen,
         precisions=precisions,
-        isolation=chosen,
         on_progress=on_progress,
         select=select,
         ignore=ignore,
         device=device,
+        plan=plan,
         **options,
     )
 
@@ -80,14 +80,15 @@ def scan(
 def scan_target(
     target: Target,
     load: Load,
+    isolation: Isolation,
     *,
     precisions: Sequence[str] | None = None,
-    isolation: Isolation,
     on_progress: OnProgress | None = None,
     select: Sequence[str] = (),
     ignore: Sequence[str] = (),
     device: str | None = None,
     spec: str | None = None,
+    plan: bool | None = None,
     **options: Any,
 ) -> ScanResult:
     """As :func:`scan`, for a loaded target; ``load`` gives it to a worker, ``spec`` is what the user called it."""
@@ -98,10 +99,10 @@ def scan_target(
     with open_session(target, load, settings, isolation, on_progress) as session:
         fp32 = session.reference()
         runs = [fp32, *(session.run(name) for name in chosen if name != "fp32")]
-        plan = _plan(session, runs, on_progress)
+        planned = plan_for_scan(session, runs, found, spec or target.name, wanted=plan, on_progress=on_progress)
         budget = session.budget
-    runs += [plan] if plan is not None else []
-    model = _describe(target, fp32)
+    runs += [planned[0]] if planned is not None else []
+    model = describe_target(target, fp32)
     result = ScanResult(
         tool=f"lowprec-check {version()}",
         target=spec or target.name,
@@ -110,6 +111,7 @@ def scan_target(
         options={"isolation": isolation, "budget": budget, **_plain_options(settings)},
         runs=runs,
         recommendation=recommend(runs, model),
+        plan=planned[1] if planned is not None else None,
     )
     return msgspec.structs.replace(result, diagnostics=diagnose(result, select, ignore))
 
@@ -133,44 +135,6 @@ def _check_precisions(precisions: Sequence[str] | None) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _plan(session: Session, runs: list[Run], on_progress: OnProgress | None) -> Run | None:
-    """Where nothing passes: the best base with modules kept in fp32, if the search finds one."""
-    if len(runs) < 2 or any(run.status == "ok" for run in runs if run.precision != "fp32"):
-        return None
-
-    def trial(base: str, keep: tuple[str, ...]) -> Run:
-        if on_progress is not None:
-            on_progress("plan", f"{base} with {len(keep)} modules in fp32")
-        return session.run(base, keep_fp32=keep, instrumented=session.random)
-
-    return planner.search(runs, trial)
-
-
-def _describe(target: Target, fp32: Run) -> ModelInfo:
-    model = target.model
-    notes = list(target.notes)
-    if fp32.output_is_zero:
-        notes.append("the fp32 output is all zeros (a zero-initialised head?): the output error says nothing here")
-    return ModelInfo(
-        name=type(model).__name__,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        inputs=describe_inputs(target.args, target.kwargs),
-        modules=sum(1 for _ in model.modules()),
-        training=model.training,
-        call=target.form,
-        setup=list(target.setup),
-        castable=_is_castable(target),
-        source=target.source,
-        notes=notes,
-    )
-
-
-def _is_castable(target: Target) -> bool:
-    """Whether torch's own pytree reaches every tensor of the inputs, so that pasted code can cast them."""
-    reached = tree_flatten((target.args, target.kwargs))[0]
-    return sum(isinstance(leaf, Tensor) for leaf in reached) == sum(1 for _ in leaves((target.args, target.kwargs)))
-
-
 def _plain_options(settings: SessionOptions) -> dict[str, Any]:
     return {
         "errors": settings.errors,
@@ -179,11 +143,3 @@ def _plain_options(settings: SessionOptions) -> dict[str, Any]:
         "seed": settings.seed,
         "without_kernel": list(settings.without_kernel),
     }
-
-
-def version() -> str:
-    """The installed version of this package."""
-    try:
-        return importlib.metadata.version("lowprec-check")
-    except importlib.metadata.PackageNotFoundError:
-        return "0+unknown"

@@ -11,17 +11,20 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from lowprec_check.crumb import Position
 from lowprec_check.errors import UsageError
 from lowprec_check.inputs import describe_inputs
 from lowprec_check.instrument import Instrumented
-from lowprec_check.job import Job, Measures
+from lowprec_check.job import NOT_FP32, Job, Measures
 from lowprec_check.plain import Plain
 from lowprec_check.precision import PRECISIONS
 from lowprec_check.recorder import Errors
-from lowprec_check.results import OpCalls, Run, Status
+from lowprec_check.results import ModelInfo, OpCalls, Run, Status
 from lowprec_check.target import Target
+from lowprec_check.tree import leaves
 from lowprec_check.worker import Isolation, Load, Outcome, execute
 
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -110,9 +113,14 @@ class Session:
 
     # -- other runs
 
-    def run(self, precision: str, *, keep_fp32: tuple[str, ...] = (), instrumented: bool = True) -> Run:
-        """Run ``precision``; a crash, a hang or an exception is a status."""
-        job = self._job(precision, keep_fp32=keep_fp32, instrumented=instrumented)
+    def run(
+        self, precision: str, *, keep_fp32: tuple[str, ...] = (), measured: bool = True, instrumented: bool = True
+    ) -> Run:
+        """Run ``precision``, with time and memory ``measured``, with every op explained (``instrumented``), or without.
+
+        A crash, a hang or an exception is a status.
+        """
+        job = self._job(precision, keep_fp32=keep_fp32, measured=measured, instrumented=instrumented)
         outcome = self._execute(job)
         plain: Plain | None = outcome.messages.get("plain")
         if instrumented and "instrumented" not in outcome.messages and not outcome.faults:
@@ -190,10 +198,11 @@ class Session:
             gaps=explained.gaps if explained else outcome.gaps,
             op_calls=explained.op_calls if explained else OpCalls(),
             uncalled_modules=explained.uncalled_modules if explained else [],
+            called_modules=explained.called_modules if explained else [],
             keep_fp32=list(job.keep_fp32) if job else [],
             tolerance=self.tolerance(precision) if precision != "fp32" else None,
             loss=plain.loss if plain else None,
-            metric=measures.metric if measures else None,
+            metric=_finite(measures.metric) if measures else None,
             perturbed=explained.perturbed if explained else None,
             function_mode=explained.function_mode if explained else False,
             complete=explained.complete if explained else bool(job and not job.instrumented),
@@ -215,6 +224,10 @@ class Session:
         if outcome.ended == "crashed":
             return "crashed", f"{outcome.reason or 'the process died'}{_in_which_op(outcome, explained)}"
         return "timeout", f"over the budget of {self.budget:.0f} s"
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _status_in_lockstep(explained: Instrumented, tolerance: float) -> Status:
@@ -299,6 +312,40 @@ def _nonfinite_reference(measures: Measures | None) -> tuple[str, str]:
     place = f" in {module}" if module else ""
     line = f" at {source}" if source else ""
     return f"The model's fp32 output has NaN or Inf, first made by {op}{place}{line}.", "Mend that first."
+
+
+def describe_target(target: Target, fp32: Run) -> ModelInfo:
+    """What was run, for the head of a report and the code to paste."""
+    model = target.model
+    notes = list(target.notes)
+    if fp32.output_is_zero:
+        notes.append("the fp32 output is all zeros (a zero-initialised head?): the output error says nothing here")
+    return ModelInfo(
+        name=type(model).__name__,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        inputs=describe_inputs(target.args, target.kwargs),
+        modules=sum(1 for _ in model.modules()),
+        training=model.training,
+        call=target.form,
+        setup=[*target.setup, *_widening(target)],
+        castable=_is_castable(target),
+        source=target.source,
+        notes=notes,
+    )
+
+
+def _widening(target: Target) -> list[str]:
+    """Code that makes fp32 of a model in other dtypes, as the runs do."""
+    if not any(parameter.dtype in NOT_FP32 for parameter in target.model.parameters()):
+        return []
+    widen = "lambda t: t.float() if t.is_floating_point() else t"
+    return ["model = model.float()", f"inputs = tree_map_only(torch.Tensor, {widen}, inputs)"]
+
+
+def _is_castable(target: Target) -> bool:
+    """Whether torch's own pytree reaches every tensor of the inputs, so that pasted code can cast them."""
+    reached = tree_flatten((target.args, target.kwargs))[0]
+    return sum(isinstance(leaf, Tensor) for leaf in reached) == sum(1 for _ in leaves((target.args, target.kwargs)))
 
 
 @contextlib.contextmanager

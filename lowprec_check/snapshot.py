@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -85,6 +86,7 @@ class Snapshot:
                     module.__dict__[key] = _copy(value, memo, shallow=key.startswith("_") and "hook" in key)
 
 
+_CONTAINERS = (dict, OrderedDict, set, list)
 _PLAIN = (int, float, bool, str, bytes, complex, type(None), type, torch.dtype, torch.device)
 
 
@@ -92,7 +94,7 @@ def _copy(value: Any, memo: dict[int, Any], *, shallow: bool) -> Any:
     if isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(item, _PLAIN) for item in value)):
         return value
     if shallow or (isinstance(value, (dict, set, list)) and not value):
-        return copy.copy(value)
+        return value.copy() if type(value) in _CONTAINERS else copy.copy(value)
     try:
         return copy.deepcopy(value, memo)
     except Exception:  # non-leaf tensors, generators, locks, files: shared with the user's own

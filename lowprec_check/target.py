@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -20,9 +21,16 @@ from torch.nn.parameter import is_lazy
 
 from lowprec_check.errors import UsageError
 from lowprec_check.inputs import PASTE_INPUTS, as_call, call_form, parse_inputs
+from lowprec_check.tree import leaves
 from lowprec_check.where import is_users, show_line
 
 T = TypeVar("T")
+
+_PASTE_BATCHES = """Make `inputs` a function of the batch's number:
+
+    def inputs(batch=0):
+        generator = torch.Generator().manual_seed(batch)
+        return torch.randn(1, 3, 224, 224, generator=generator)"""
 
 FACTORIES = ("make_model", "build_model", "create_model", "get_model")
 
@@ -50,6 +58,20 @@ class Target(NamedTuple):
     setup: tuple[str, ...] = ()
     """Code that makes ``model`` and ``inputs`` of what the file defines."""
     notes: tuple[str, ...] = ()
+    make_batch: Callable[[int], Any] | None = None
+    """Makes the inputs of batch 0, 1, 2, …, where they are not fixed; draws from torch's generator, or is seeded."""
+
+    def batch(self, index: int) -> Target:
+        """This target with the inputs of another batch; raises :class:`UsageError` where there is only one."""
+        if index == 0:
+            return self
+        if self.make_batch is None:
+            raise UsageError("The inputs are fixed, so there is only one batch.", _PASTE_BATCHES)
+        args, kwargs = as_call(self.make_batch(index))
+        mine, others = (list(leaves(given)) for given in ((self.args, self.kwargs), (args, kwargs)))
+        if len(mine) == len(others) and all(torch.equal(a, b) for (_, a), (_, b) in zip(mine, others, strict=True)):
+            raise UsageError(f"Batch {index} is the same as batch 0.", _PASTE_BATCHES)
+        return self._replace(args=args, kwargs=kwargs)
 
     def call(self) -> Callable[..., Any]:
         """What to call: the model, and the loss on its output where there is one."""
@@ -73,7 +95,7 @@ def load_target(spec: str, inputs: tuple[str, ...] = ()) -> Target:
     if spec.startswith("torchvision:"):
         from lowprec_check.zoo import load_torchvision
 
-        target = load_torchvision(spec.partition(":")[2], parse_inputs(inputs))
+        target = load_torchvision(spec.partition(":")[2], inputs)
     else:
         with contextlib.redirect_stdout(sys.stderr), _own_arguments(spec):
             target = _load_from_module(spec, inputs)
@@ -84,7 +106,9 @@ def make_target(model: nn.Module, inputs: Any, *, loss: Any = None, metric: Any 
     """A target from objects at hand; raises :class:`UsageError` as :func:`load_target` does."""
     given = inputs() if _is_function(inputs) else inputs
     args, kwargs = as_call(given)
-    return check(Target(type(model).__name__, model, args, kwargs, loss, metric, _class_line(model), call_form(given)))
+    name, source, form = type(model).__name__, _class_line(model), call_form(given)
+    make_batch = functools.partial(_call_with_number, inputs) if _is_function(inputs) else None
+    return check(Target(name, model, args, kwargs, loss, metric, source, form, make_batch=make_batch))
 
 
 @contextlib.contextmanager
@@ -158,6 +182,7 @@ def _load_from_module(spec: str, inputs: tuple[str, ...]) -> Target:
         metric=_optional(module, "metric"),
         source=source or _class_line(model),
         form=call_form(given),
+        make_batch=_make_batch(module, inputs),
         setup=_setup(module, found_name, found, given_by_file=not inputs),
     )
 
@@ -312,6 +337,24 @@ def _inputs_of(module: types.ModuleType) -> Any:
     if given is None:
         raise UsageError(f"{_title(module)} says nothing of its inputs.", PASTE_INPUTS)
     return _guarded("inputs", given) if _is_function(given) else given
+
+
+def _make_batch(module: types.ModuleType, inputs: tuple[str, ...]) -> Callable[[int], Any] | None:
+    if inputs:
+        return lambda index: parse_inputs(inputs, seed=index)
+    given: Any = getattr(module, "inputs", None)
+    if not _is_function(given):
+        return None
+    return lambda index: _guarded("inputs", lambda: _call_with_number(given, index))
+
+
+def _call_with_number(given: Callable[..., Any], index: int) -> Any:
+    """``given(index)`` where it takes an argument, else ``given()``."""
+    try:
+        inspect.signature(given).bind(index)
+    except (TypeError, ValueError):
+        return given()
+    return given(index)
 
 
 def _optional(module: types.ModuleType, name: str) -> Any:

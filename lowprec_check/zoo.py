@@ -8,21 +8,18 @@ from typing import Any
 
 import torch
 
+from lowprec_check import zoo_ops
 from lowprec_check.errors import UsageError
-from lowprec_check.inputs import as_call
-
-NO_OPS_NOTE = "torchvision's compiled ops do not load beside this torch: nms, roi_align and the like are not available"
-
-_libraries: list[Any] = []
+from lowprec_check.inputs import as_call, call_form, parse_inputs
 
 
 def import_torchvision() -> tuple[Any, str | None]:
-    """``(torchvision, note)``; where its compiled ops cannot load, their schemas are declared first.
+    """``(torchvision, note)``; where its compiled ops cannot load, stand-ins are declared first.
 
     Raises :class:`UsageError` if it is not installed.
     """
     try:
-        return importlib.import_module("torchvision"), _missing_ops()
+        return importlib.import_module("torchvision"), zoo_ops.NOTE if zoo_ops.declared() else None
     except ModuleNotFoundError as error:
         if error.name != "torchvision":
             raise
@@ -30,23 +27,13 @@ def import_torchvision() -> tuple[Any, str | None]:
     except RuntimeError as error:
         if "nms does not exist" not in str(error):
             raise
-    _declare_schemas()
-    return importlib.import_module("torchvision"), NO_OPS_NOTE
+    zoo_ops.declare()
+    module = importlib.import_module("torchvision")
+    zoo_ops.let_torchvision_call_them()
+    return module, zoo_ops.NOTE
 
 
-def _missing_ops() -> str | None:
-    return NO_OPS_NOTE if _libraries else None
-
-
-def _declare_schemas() -> None:
-    """Declare what ``import torchvision`` registers fake kernels for; a CUDA build beside a CPU torch lacks them."""
-    library = torch.library.Library("torchvision", "DEF")
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _libraries.append(library)
-
-
-def load_torchvision(name: str, inputs: Any = ()) -> Any:
+def load_torchvision(name: str, inputs: tuple[str, ...] = ()) -> Any:
     """A :class:`~lowprec_check.target.Target` for ``torchvision:name``, in eval mode, seed 0."""
     from lowprec_check.target import Target
 
@@ -56,13 +43,17 @@ def load_torchvision(name: str, inputs: Any = ()) -> Any:
         near = difflib.get_close_matches(name, models.list_models(), 3)
         hint = f"Did you mean {', '.join(near)}?" if near else "torchvision.models.list_models() names them all."
         raise UsageError(f"torchvision has no model {name!r}.", hint)
+
+    def make_batch(index: int) -> Any:
+        asked = parse_inputs(inputs, seed=index) if inputs else default_inputs(models, name, seed=index)
+        return (list(asked),) if inputs and kind_of(models, name) == "detection" and isinstance(asked, tuple) else asked
+
+    given = make_batch(0)
+    args, kwargs = as_call(given)
     torch.manual_seed(0)
-    model = models.get_model(name, **_small_enough(models, name)).eval()
-    args, kwargs = as_call(inputs) if inputs else default_inputs(models, name)
-    notes = (note,) if note else ()
-    return Target(
-        f"torchvision:{name}", model, args, kwargs, notes=notes, form="model(**inputs)" if kwargs else "model(*inputs)"
-    )
+    model = models.get_model(name, **_small_enough(models, name), **_as_large_as(given, models, name)).eval()
+    notes = (note,) if note and kind_of(models, name) == "detection" else ()
+    return Target(f"torchvision:{name}", model, args, kwargs, notes=notes, form=call_form(given), make_batch=make_batch)
 
 
 def _small_enough(models: Any, name: str) -> dict[str, Any]:
@@ -76,17 +67,30 @@ def _small_enough(models: Any, name: str) -> dict[str, Any]:
     return options
 
 
-def default_inputs(models: Any, name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def kind_of(models: Any, name: str) -> str:
+    """``detection``, ``video``, ``segmentation``, or the family of a classifier."""
+    return str(models.get_model_builder(name).__module__.split(".")[2])
+
+
+def _as_large_as(given: Any, models: Any, name: str) -> dict[str, int]:
+    """Detectors enlarge images to 800 and more pixels; here they work on those given, at their size."""
+    if kind_of(models, name) != "detection" or name.startswith("ssd") or not isinstance(given, tuple):
+        return {}
+    side = max(max(image.shape[-2:]) for image in given[0])
+    return {"min_size": side, "max_size": side}
+
+
+def default_inputs(models: Any, name: str, *, seed: int = 0) -> tuple[Any, ...]:
     """One image, clip or list of images of the size that the model was made for, seeded."""
-    generator = torch.Generator().manual_seed(0)
-    kind = models.get_model_builder(name).__module__.split(".")[2]
+    generator = torch.Generator().manual_seed(seed)
+    kind = kind_of(models, name)
     if kind == "detection":
-        return ([torch.rand(3, 320, 320, generator=generator)],), {}
+        return ([torch.rand(3, 320, 320, generator=generator)],)
     if kind == "video":
         size = (1, 3, 16, 224, 224) if name.startswith(("mvit", "swin")) else (1, 3, 8, 112, 112)
-        return (torch.randn(size, generator=generator),), {}
+        return (torch.randn(size, generator=generator),)
     if kind == "optical_flow":
         pair = torch.rand(2, 1, 3, 128, 128, generator=generator)
-        return (pair[0], pair[1]), {}
+        return (pair[0], pair[1])
     side = 299 if name == "inception_v3" else 224
-    return (torch.randn(1, 3, side, side, generator=generator),), {}
+    return (torch.randn(1, 3, side, side, generator=generator),)

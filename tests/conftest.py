@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,10 +13,30 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+pytest_plugins = ["pytester"]
+
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-goldens", action="store_true", help="Write tests/goldens/ anew; then read the diff.")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Hold a text to the file of that name in ``tests/goldens``; ``pytest --update-goldens`` writes it instead."""
+
+    def check(name: str, text: str) -> None:
+        path = ROOT / "tests" / "goldens" / name
+        if request.config.getoption("--update-goldens"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8", newline="\n")
+        assert path.read_text(encoding="utf-8") == text, "pytest --update-goldens, then read the diff"
+
+    return check
 
 
 @pytest.fixture
@@ -29,6 +50,19 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write_file
+
+
+INSTALLED = bool(importlib.metadata.entry_points(group="pytest11", name="lowprec"))
+PLUGIN = "lowprec" if INSTALLED else "lowprec_check.pytest_plugin"
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """A project of the user's in which pytest loads our plugin, installed or not."""
+    monkeypatch.setenv("PYTEST_ADDOPTS", f"-p {PLUGIN}")
+    monkeypatch.setenv("COLUMNS", "130")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # files are rewritten within a second
+    return pytester
 
 
 @pytest.fixture(autouse=True)

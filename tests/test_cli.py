@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import EXAMPLES, ROOT
 
+from lowprec_check.plans import Plan
 from lowprec_check.results import ScanResult
 from lowprec_check.rules import RULES
 
@@ -76,9 +78,9 @@ def test_json_has_the_keys_that_others_read(write: Write) -> None:
     assert {"backend", "device", "evidence", "status", "exception", "output_error", "latency_ms"} <= set(half)
     assert {"peak_memory_bytes", "gaps", "op_calls", "uncalled_modules"} <= set(half)
     assert half["exception"]["type"] == "RuntimeError"
-    assert set(half["gaps"][0]) == {
+    assert {
         "op", "layer", "kind", "phase", "module", "source", "dtypes", "message", "calls", "rescued",
-    }  # fmt: skip
+    } <= set(half["gaps"][0])  # fmt: skip
     assert half["gaps"][0]["source"].endswith("mymodel.py:12")
     assert set(saved["diagnostics"][0]) >= {
         "code",
@@ -98,7 +100,7 @@ def test_json_has_the_keys_that_others_read(write: Write) -> None:
 def test_select_and_ignore(write: Write) -> None:
     path = str(write(MODEL.format(body="torch.quantile(self.linear(x), 0.5)")))
     codes = lambda *o: {d["code"] for d in json.loads(call("scan", path, "--json", "-", *o).stdout)["diagnostics"]}  # noqa: E731
-    assert codes("--select", "LP1") == {"LP102"}
+    assert codes("--select", "LP102") == {"LP102"}
     assert "LP102" not in codes("--ignore", "LP1")
 
 
@@ -136,8 +138,31 @@ NO_TORCH = [
     "lowprec_check.advice",
     "lowprec_check.paste",
     "lowprec_check.errors",
+    "lowprec_check.baseline",
+    "lowprec_check.compare",
+    "lowprec_check.compat",
+    "lowprec_check.matrix",
+    "lowprec_check.origin",
+    "lowprec_check.pages",
+    "lowprec_check.renderers",
+    "lowprec_check.renderers.comparison",
+    "lowprec_check.renderers.html",
+    "lowprec_check.renderers.junit",
+    "lowprec_check.renderers.markdown",
+    "lowprec_check.renderers.matrix",
+    "lowprec_check.renderers.sarif",
     "lowprec_check.renderers.text",
     "lowprec_check.renderers.environment",
+    "lowprec_check.catalog.declared",
+    "lowprec_check.catalog.known_issues",
+    "lowprec_check.catalog.aten",
+    "lowprec_check.pytest_plugin",
+    "lowprec_check.plugin.coverage",
+    "lowprec_check.plugin.known",
+    "lowprec_check.plugin.marker",
+    "lowprec_check.plugin.support",
+    "lowprec_check.renderers.assertion",
+    "lowprec_check.renderers.coverage",
 ]
 
 
@@ -147,10 +172,116 @@ def test_rooms_without_torch(room: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["scan", "--help"], ["explain", "LP101"], ["--version"]])
+SAVED = str(ROOT / "reports" / "scans" / "whitening.json")
+
+QUICK = [
+    ["--help"],
+    ["scan", "--help"],
+    ["compat", "--help"],
+    ["explain", "LP101"],
+    ["--version"],
+    ["op", "dot"],
+    ["catalog", "diff", "2.8", "2.13"],
+    ["catalog", "gaps", "--device", "xpu"],
+    ["report", SAVED],
+    ["report", SAVED, "--format", "html"],
+    ["diff", SAVED, SAVED],
+]
+
+
+@pytest.mark.parametrize("arguments", QUICK, ids=lambda arguments: " ".join(map(os.path.basename, arguments)))
 def test_quick_answers_import_no_torch(arguments: list[str]) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "lowprec_check", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "torch" not in imported
     assert "lowprec_check.cli" in imported
+
+
+DROWNING = """
+import torch
+from torch import nn
+
+class Sink(nn.Module):
+    def forward(self, x):
+        return (x + 4096) - 4096
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 8), Sink(), nn.Linear(8, 8)).eval()
+
+def inputs(batch=0):
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(batch))
+"""
+
+
+def test_plan_saves_what_apply_takes(write: Write, tmp_path: Path) -> None:
+    path, saved = write(DROWNING), tmp_path / "plan.json"
+    done = call("plan", str(path), "--dtype", "bf16", "--base", "cast", "--inputs-from", "2", "--save", str(saved))
+    assert done.returncode == 0, done.stderr
+    assert "Use bfloat16 with 1 module in fp32" in done.stdout
+    assert "giving back any of them fails" in done.stdout
+    assert "on each of 2 batches" in done.stdout
+    assert "model.get_submodule" in done.stdout
+    plan = Plan.load(saved)
+    assert plan.keep_fp32 == ["1"]
+    assert plan.minimal
+
+
+def test_plan_says_why_there_is_none(write: Write) -> None:
+    path = write(MODEL.format(body="self.linear(x) + 1e6"))
+    done = call("plan", str(path), "--dtype", "fp16", "--base", "cast")
+    assert done.returncode == 1
+    assert "No plan passes" in done.stdout
+    assert "model's own forward" in " ".join(done.stdout.split())
+    assert "mymodel.py:12" in done.stdout
+
+
+def test_plan_is_json_on_request(write: Write) -> None:
+    done = call("plan", str(write(DROWNING)), "--dtype", "bf16", "--base", "cast", "--json")
+    assert json.loads(done.stdout)["plan"]["keep_fp32"] == ["1"]
+
+
+def test_scan_plans_in_one_go(write: Write, tmp_path: Path) -> None:
+    path, saved = str(write(DROWNING)), tmp_path / "plan.json"
+    done = call("scan", path, "-p", "bfloat16", "--plan", "--save-plan", str(saved))
+    assert "plan (bfloat16)" in done.stdout
+    assert Plan.load(saved).keep_fp32 == ["1"]
+    without = call("scan", path, "-p", "bfloat16", "--no-plan", "--save-plan", str(tmp_path / "none.json"))
+    assert without.returncode == 1
+    assert "nothing saved" in without.stderr
+    assert not (tmp_path / "none.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--metric",), "defines no metric"),
+        (("--inputs-from", "2"), "only one batch"),
+        (("--save", "no/such/folder/plan.json"), "Cannot write"),
+    ],
+)
+def test_plan_says_what_is_wrong_with_the_call(write: Write, arguments: tuple[str, ...], says: str) -> None:
+    done = call("plan", str(write(MODEL.format(body="self.linear(x)"))), *arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+
+
+def test_what_is_no_baseline_is_not_overwritten(write: Write, tmp_path: Path) -> None:
+    path, other = str(write(MODEL.format(body="self.linear(x)"))), tmp_path / "other.json"
+    other.write_text('{"schema": 1, "tool": "something else"}')
+    done = call("scan", path, "-p", "bfloat16", "--baseline", str(other), "--update-baseline")
+    assert done.returncode == 2
+    assert "is not a baseline" in done.stderr
+    assert "something else" in other.read_text()
+
+
+def test_a_stream_that_holds_no_unicode_is_no_failure() -> None:
+    command = [sys.executable, "-m", "lowprec_check", "op", "dot"]
+    done = subprocess.run(command, capture_output=True, check=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert b"since" in done.stdout
+
+
+def test_where_few_ways_were_tried_that_is_said(write: Write) -> None:
+    path = str(write(MODEL.format(body="torch.quantile(self.linear(x), 0.5)")))
+    done = call("scan", path, "-p", "half")
+    assert "Of the 16-bit ways tried here (half) none passed" in done.stdout

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from lowprec_check.results import Diagnostic, GapKind, Run, ScanResult, Severity
+from lowprec_check.rules.catalogued import known_issue, since_when
 
 SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
 """From the least to the gravest."""
@@ -86,13 +87,17 @@ def from_gaps(result: ScanResult, kind: GapKind, help: str) -> Iterator[Finding]
                 caught = run.status in ("ok", "inaccurate", "nonfinite")
                 after = "" if gap.rescued else "; the scan could not go on behind it"
                 after = "; the model gets past it by itself" if caught else after
+                advice = help.replace(", or use autocast", "") if run.precision.startswith("autocast") else help
+                since, issue = since_when(gap, run, result), known_issue(gap, run, result)
+                reported = f"reported in {issue.link}" if issue else None
                 yield Finding(
                     f"{gap.message}{after}",
                     precision=run.precision,
                     module=gap.module,
                     op=gap.op,
                     source=gap.source or result.model.source,
-                    help=help.replace(", or use autocast", "") if run.precision.startswith("autocast") else help,
+                    help="; ".join(filter(None, (advice, since, reported))),
+                    url=issue.link if issue else None,
                     calls=gap.calls,
                     severity="note" if caught else None,
                 )

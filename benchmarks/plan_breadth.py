@@ -1,0 +1,141 @@
+"""A plan, or the reason why there is none, for every torchvision classification model and precision that fails.
+
+    python benchmarks/plan_breadth.py --from reports/breadth-cpu.json --device cpu --output reports/plans-cpu
+
+The failing rows are those of ``benchmarks/breadth.py``. Every plan is applied to a fresh model and run once more, in this process: *proven*
+says that its output is within tolerance of fp32's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import torch
+from breadth import shape_for
+from tabulate import tabulate
+
+from lowprec_check import UsageError, apply
+from lowprec_check.environment import environment
+from lowprec_check.load import load_seeded
+from lowprec_check.planner import plan_target
+from lowprec_check.plans import Plan
+
+KINDS = {
+    "half": ("fp16", "cast"),
+    "autocast-fp16": ("fp16", "autocast"),
+    "bfloat16": ("bf16", "cast"),
+    "autocast-bf16": ("bf16", "autocast"),
+}
+
+
+def failing(path: Path) -> list[tuple[str, str]]:
+    """Model and precision of every row that did not pass."""
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    return [
+        (row["model"], row["precision"])
+        for row in rows
+        if row["status"] not in ("ok", "timeout") and row["model"].startswith("torchvision:")
+    ]
+
+
+def plan_one(model: str, precision: str, options: dict[str, Any]) -> dict[str, Any]:
+    """One row: what the search found, and whether the plan holds on a fresh model."""
+    torch.set_num_threads(options["threads"])
+    dtype, base = KINDS[precision]
+    inputs = (shape_for(model.partition(":")[2], options["size"]),)
+    limits = {"max_trials": options["max_trials"], "seconds": options["seconds"]}
+    try:
+        target = load_seeded(model, inputs, 0)
+        isolation = "fork" if options["device"] == "cpu" else "none"
+        choice: dict[str, Any] = {"dtype": dtype, "base": base, "device": options["device"], **limits}
+        found = plan_target(target, lambda: target, isolation, **choice)
+    except UsageError as error:
+        return {"model": model, "base": precision, "outcome": f"no reference: {error.message}"}
+    [attempt] = found.attempts
+    row = {
+        "model": model,
+        "base": precision,
+        "as it is": attempt.status,
+        "trials": attempt.trials,
+        "s": attempt.seconds,
+    }
+    row |= {"outcome": attempt.outcome, "leaves": sum(not list(m.children()) for m in target.model.modules())}
+    if found.plan is not None:
+        plan = found.plan
+        row |= {"kept": len(plan.keep_fp32), "minimal": plan.minimal, "rel_l2": plan.rel_l2, "speed": plan.speedup}
+        row["proven"] = holds(model, inputs, plan)
+    return row
+
+
+def holds(model: str, inputs: tuple[str, ...], plan: Plan) -> bool:
+    """Whether the applied plan passes, by simply running it."""
+    target = load_seeded(model, inputs, 0)
+    target.model.to(plan.device)
+    args = [tensor.to(plan.device) for tensor in target.args]
+    with torch.no_grad():
+        reference = target.model(*args).double()
+        output = apply(target.model, plan)(*args).double()
+    return bool((output - reference).norm() <= (plan.tolerance or 0.0) * reference.norm())
+
+
+def main() -> None:
+    """Run the searches, several at once where there are cores, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--from", dest="source", type=Path, required=True, help="JSON of benchmarks/breadth.py.")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--size", type=int, default=64)
+    parser.add_argument("--max-trials", type=int, default=400)
+    parser.add_argument("--seconds", type=float, default=150.0, help="For each row.")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--only", default="", help="Part of a model's name.")
+    parser.add_argument("--output", type=Path, required=True, help="Stem of the .md and .json to write.")
+    options = parser.parse_args()
+    wanted = [(model, base) for model, base in failing(options.source) if options.only in model]
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(options.jobs, context, max_tasks_per_child=1) as pool:
+        pending = {pool.submit(plan_one, model, base, vars(options)): (model, base) for model, base in wanted}
+        rows = []
+        for done in concurrent.futures.as_completed(pending):
+            rows.append(done.result())
+            print(json.dumps(rows[-1]), flush=True)
+            write(sorted(rows, key=lambda row: (row["model"], row["base"])), options)
+
+
+def write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """The table and its data."""
+    options.output.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    columns = ("model", "base", "as it is", "kept", "leaves", "minimal", "proven", "rel_l2", "trials", "s", "outcome")
+    cells = [[_cell(row.get(column)) for column in columns] for row in rows]
+    found = environment(options.device)
+    planned = [row for row in rows if "kept" in row]
+    text = [
+        f"# Plans on {options.device}, torch {found['torch']}",
+        "",
+        f"Made by `python benchmarks/plan_breadth.py --from {options.source} --device {options.device} --size {options.size}"
+        f" --max-trials {options.max_trials} --seconds {options.seconds:.0f}`. Random weights.",
+        "",
+        f"- failing rows: {len(rows)}, planned: {len(planned)}, of these proven on a fresh model: "
+        f"{sum(row['proven'] for row in planned)}, 1-minimal: {sum(row['minimal'] for row in planned)}",
+        "",
+        tabulate(cells, columns, tablefmt="github"),
+        "",
+    ]
+    options.output.with_suffix(".md").write_text("\n".join(text), encoding="utf-8")
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.1e}" if value < 1 else f"{value:.0f}"
+    return "–" if value is None else str(value).removeprefix("torchvision:")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""What is known of operators: by dtype, device and version of torch, each with its evidence. Never imports torch.
+
+>>> from lowprec_check import catalog
+>>> [answer.op for answer in catalog.lookup("svd", dtype="float16")]
+['svd', 'linalg.svd']
+>>> catalog.gaps("cpu", "float16", torch="2.13").missing[0].kind
+'missing-kernel'
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowprec_check.catalog.changes import difference, gaps, mending
+    from lowprec_check.catalog.known_issues import matching
+    from lowprec_check.catalog.measured import history, sweep_of
+    from lowprec_check.catalog.support import lookup
+
+__all__ = ["difference", "gaps", "history", "lookup", "matching", "mending", "sweep_of"]
+
+_HOMES = {
+    "difference": "changes",
+    "gaps": "changes",
+    "history": "measured",
+    "lookup": "support",
+    "matching": "known_issues",
+    "mending": "changes",
+    "sweep_of": "measured",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load public names on first use: a sweep's worker needs none of them."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"lowprec_check.catalog.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

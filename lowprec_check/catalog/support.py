@@ -1,0 +1,242 @@
+"""Can I use this operator in this dtype on this device, and since when: the answer to ``lowprec-check op``. Never imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from lowprec_check.catalog import declared, known_issues
+from lowprec_check.catalog.declared import Declared
+from lowprec_check.catalog.known_issues import KnownIssue
+from lowprec_check.catalog.measured import Sweep, history, sweep_of, with_extension
+from lowprec_check.catalog.names import find
+from lowprec_check.catalog.records import LOW, MODES, Dtype, Failure, Mode, OpRecord, State, Ulp
+from lowprec_check.structs import Struct
+
+Evidence = Literal["measured", "declared"]
+
+
+class Cell(Struct, frozen=True, kw_only=True):
+    """One operator in one dtype and mode, on one device under one version of torch."""
+
+    device: str
+    torch: str
+    """Release, ``2.13``."""
+    extension: str | None = None
+    dtype: Dtype
+    mode: Mode
+    state: State | None
+    """``None``: not measured, or no source says."""
+    evidence: Evidence
+    passed: int | None = None
+    samples: int | None = None
+    since: str | None = None
+    """The release from which on it has run without a break; on XPU, and in the same way (by a kernel, or on the CPU)."""
+    since_oldest: bool = False
+    """Whether that is the oldest release looked at, so that it may be older still."""
+    mended: str | None = None
+    """The later release from which on it runs, where it does not yet."""
+    error: Ulp | None = None
+    slower: float | None = None
+    """Time of a call, times that in fp32."""
+    failure: Failure | None = None
+    registration: declared.Registration | None = None
+    """On XPU: how it is registered there."""
+    links: list[str] = []
+
+
+class OpAnswer(Struct, frozen=True, kw_only=True):
+    """All that is known of one operator."""
+
+    op: str
+    aten: list[str]
+    note: str | None = None
+    cells: list[Cell]
+    issues: list[KnownIssue]
+
+
+def lookup(
+    query: str, *, device: str | None = None, dtype: Dtype | None = None, torch: str | None = None
+) -> list[OpAnswer]:
+    """What is known of every operator that ``query`` names; raises :class:`UsageError` where none is or nothing was measured."""
+    dtypes = (dtype,) if dtype else LOW
+    chosen = _chosen(device, torch)
+    described = (chosen or [sweep_of("cpu")])[0].records
+    return [_answer(record, chosen, dtypes, device, torch) for record in find(query, described)]
+
+
+def _chosen(device: str | None, torch: str | None) -> list[Sweep]:
+    """The sweep of each device to answer from: the version's, or the newest; the version's with extensions too."""
+    found = []
+    for name in [device] if device else ["cpu", "cuda"]:
+        plain = history(name)
+        release = declared.release_of(torch) if torch else plain[-1].release if plain else None
+        found += [sweep for sweep in plain if sweep.release == release]
+        found += [sweep for sweep in with_extension(name) if sweep.release == release]
+    if not found and device != "xpu":
+        sweep_of(device or "cpu", torch)  # says what there is
+    return found
+
+
+def _answer(
+    record: OpRecord, chosen: Sequence[Sweep], dtypes: Iterable[Dtype], device: str | None, torch: str | None
+) -> OpAnswer:
+    cells = [
+        measured_cell(sweep, record.op, dtype, mode)
+        for sweep in chosen
+        if record.op in sweep.records
+        for dtype in dtypes
+        for mode in MODES
+    ]
+    if device in (None, "xpu"):
+        cells += declared_cells(record, dtypes, torch)
+    issues = {issue.id: issue for name in _own_names(record) for issue in _issues(name, device, torch)}
+    return OpAnswer(op=record.op, aten=record.aten, note=record.note, cells=cells, issues=list(issues.values()))
+
+
+def _own_names(record: OpRecord) -> list[str]:
+    """What an operator is called, and those of its aten ops that are itself: not the `full` that half of them dispatch."""
+    parts = record.op.removeprefix("nn.functional.").split(".")
+    own = parts[0] if record.op.startswith("nn.functional.") else parts[-1]
+    bare = {name.partition(".")[0] for name in record.aten} | {record.op.replace(".", "_")}
+    itself = (name for name in bare if name.strip("_").removeprefix("linalg_").removesuffix("_ex") == own)
+    return list(dict.fromkeys([own, *sorted(itself)]))
+
+
+def _issues(op: str, device: str | None, torch: str | None) -> list[KnownIssue]:
+    return known_issues.matching(op=op, device=device, torch=torch)
+
+
+# -- measured
+
+
+def measured_cell(sweep: Sweep, op: str, dtype: Dtype, mode: Mode) -> Cell:
+    """What the sweep saw, and since or until when, from the other versions measured on the device."""
+    record, header = sweep.records[op], sweep.header
+    state = sweep.state(op, dtype, mode)
+    count = record.count(dtype, mode) if state is not None else None
+    since, oldest = _since(sweep, op, dtype, mode) if state == "all" else (None, False)
+    return Cell(
+        device=header.device,
+        torch=sweep.release,
+        extension=header.extension,
+        dtype=dtype,
+        mode=mode,
+        state=state,
+        evidence="measured",
+        passed=count[0] if count else None,
+        samples=count[1] if count else None,
+        since=since,
+        since_oldest=oldest,
+        mended=mended_in(sweep, [op], dtype, mode) if state in ("some", "none") else None,
+        error=record.error(dtype, mode),
+        slower=_slower(sweep, op, dtype, mode),
+        failure=record.failure(dtype, mode) if state in ("some", "none") else None,
+    )
+
+
+def _since(sweep: Sweep, op: str, dtype: Dtype, mode: Mode) -> tuple[str, bool]:
+    """The release from which on all samples run up to this one, and whether that is the oldest measured."""
+    earlier = [
+        s for s in history(sweep.header.device, sweep.header.extension) if s.key <= sweep.key and op in s.records
+    ]
+    found = sweep
+    for other in reversed(earlier):
+        if other.state(op, dtype, mode) != "all":
+            return found.release, False
+        found = other
+    return found.release, True
+
+
+def mended_in(sweep: Sweep, ops: Sequence[str], dtype: Dtype, mode: Mode) -> str | None:
+    """The first later release from which on all ``ops`` run in all samples; ``None`` if there is none yet."""
+    since = None
+    for other in history(sweep.header.device, sweep.header.extension):
+        if other.key > sweep.key:
+            runs = [other.state(op, dtype, mode) == "all" for op in ops if op in other.records]
+            since = (since or other.release) if runs and all(runs) else None
+    return since
+
+
+def _slower(sweep: Sweep, op: str, dtype: Dtype, mode: Mode) -> float | None:
+    times, index = sweep.times.get(op), MODES.index(mode)
+    ratios = times.slower.get(dtype, []) if times else []
+    return ratios[index] if index < len(ratios) else None
+
+
+# -- declared for XPU
+
+
+def declared_cells(record: OpRecord, dtypes: Iterable[Dtype], torch: str | None) -> list[Cell]:
+    """What is declared for XPU, forward and backward; nothing for releases without declarations."""
+    known = declared.releases()
+    release = declared.release_of(torch) if torch else known[-1] if known else None
+    if release not in known:
+        return []
+    return [_declared_cell(record, release, dtype, mode) for dtype in dtypes for mode in MODES[:2]]
+
+
+def _declared_cell(record: OpRecord, release: str, dtype: Dtype, mode: Mode) -> Cell:
+    releases, file = declared.releases(), declared.load(release)
+    states = [declared_state(record, other, dtype, mode) for other in releases]
+    native = [not on_fallback(record, mode, declared.load(other)) for other in releases]
+    here, mended = releases.index(release), None
+    first = _start_of_run(list(zip(states, native, strict=True)), here)
+    if states[here] in ("some", "none") and states[-1] == "all":
+        mended = releases[_start_of_run(states, len(states) - 1)]
+    names = dispatched(record, mode, file)
+    rows = [file.ops[name] for name in names]
+    return Cell(
+        device="xpu",
+        torch=release,
+        dtype=dtype,
+        mode=mode,
+        state=states[here],
+        evidence="declared",
+        since=releases[first] if states[here] == "all" else None,
+        since_oldest=states[here] == "all" and first == 0,
+        mended=mended,
+        registration=file.worst(names) if rows else None,
+        links=list(dict.fromkeys(link for row in rows for link in file.evidence(row)))[:3],
+    )
+
+
+def _start_of_run(values: Sequence[object], index: int) -> int:
+    """Where the unbroken run of equal values that ends at ``index`` begins."""
+    while index > 0 and values[index - 1] == values[index]:
+        index -= 1
+    return index
+
+
+def on_fallback(record: OpRecord, mode: Mode, file: Declared) -> bool:
+    """Whether something of it is copied to the CPU and back."""
+    return file.worst(dispatched(record, mode, file)) == "fallback"
+
+
+def dispatched(record: OpRecord, mode: Mode, file: Declared) -> list[str]:
+    """The aten ops that count on XPU: those of a CPU sweep without the ones that only CPUs have."""
+    names = record.aten + (record.backward_aten if mode.endswith("backward") else [])
+    return [name for name in names if name in file.ops and "_for_cpu" not in name and "mkldnn" not in name]
+
+
+def declared_state(record: OpRecord, release: str, dtype: Dtype, mode: Mode) -> State | None:
+    """As its worst aten op: *none* without registration or dtype; on the fallback as the CPU fares; unknown where no source says."""
+    file = declared.load(release)
+    names = dispatched(record, mode, file)
+    if not names or record.note is not None:
+        return None
+    rows = [file.ops[name] for name in names]
+    takes = [dtype == "float32" or row.takes(_DECLARED[dtype]) for row in rows]
+    if any(row.registration == "none" for row in rows) or False in takes:
+        return "none"
+    if any(row.registration == "fallback" for row in rows):
+        return _as_on_cpu(record.op, release, dtype, mode)
+    return "all" if True in takes else None
+
+
+_DECLARED = {"float16": "half", "bfloat16": "bfloat16"}
+
+
+def _as_on_cpu(op: str, release: str, dtype: Dtype, mode: Mode) -> State | None:
+    sweep = next((sweep for sweep in history("cpu") if sweep.release == release), None)
+    return sweep.state(op, dtype, mode) if sweep else None

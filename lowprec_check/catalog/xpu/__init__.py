@@ -1,0 +1,1 @@
+"""What torch's and Intel's sources declare for XPU, made into `catalog/declared-xpu-*.json`. See docs/declared-xpu.md."""

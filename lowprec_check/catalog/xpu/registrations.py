@@ -1,0 +1,122 @@
+"""Which aten op has a kernel on XPU, read from torch's and Intel's declarations. Needs PyYAML for `parse`.
+
+The rule, in order (docs/declared-xpu.md says why):
+
+1. a correction (curated, with a link);
+2. *native*: a kernel registered for dispatch key `XPU` in torch's or torch-xpu-ops' `native_functions.yaml`, or in a
+   `TORCH_LIBRARY_IMPL(aten, XPU)` of torch-xpu-ops;
+3. *fallback*: named in the fallback list of torch-xpu-ops, which runs it on the CPU;
+4. an op that only hands on to another (structured delegate, generated variant) is what the other is;
+5. *composite*: has a kernel for every backend, made of other ops;
+6. *none*: calling it raises.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+Registration = Literal["native", "fallback", "composite", "none"]
+IMPLICIT = "CompositeImplicitAutograd"
+COMPOSITE = frozenset({IMPLICIT, "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"})
+"""Alias keys whose kernels serve every backend. The ones for nested tensors do not serve dense XPU tensors."""
+
+
+class Native(NamedTuple):
+    """What one entry of `native_functions.yaml` says."""
+
+    keys: frozenset[str]
+    """Dispatch keys with a kernel of their own."""
+    delegate: str | None = None
+    """The op that a structured variant hands on to."""
+    autogen: tuple[str, ...] = ()
+    """Variants that torchgen generates by calling this op."""
+
+
+class Found(NamedTuple):
+    """How an op is registered on XPU, by which source, and through which other op."""
+
+    registration: Registration
+    source: str
+    via: str | None = None
+
+
+def parse(text: str) -> dict[str, Native]:
+    """The entries of a `native_functions.yaml`, by op name (`add.Tensor`)."""
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return {entry["func"].partition("(")[0]: _native(entry) for entry in yaml.load(text, Loader=loader)}
+
+
+def _native(entry: Mapping[str, Any]) -> Native:
+    """As torchgen reads it: without `dispatch` an op is made of others, and of such an op no variants are generated."""
+    delegate = entry.get("structured_delegate")
+    if "dispatch" in entry or entry.get("structured") or delegate:
+        keys = frozenset(key.strip() for names in entry.get("dispatch") or () for key in names.split(","))
+    else:
+        keys = frozenset({IMPLICIT})
+    variants = (name.strip() for name in entry.get("autogen", "").split(","))
+    return Native(keys, delegate, () if IMPLICIT in keys else tuple(name for name in variants if name))
+
+
+def fallback_list(text: str) -> frozenset[str]:
+    """The ops that `XPUFallback.cpp` (or `.template`) sends to the CPU without being asked to."""
+    block = re.search(r"fallback_list\s*=\s*\{(.*?)\}", text, re.DOTALL)
+    if block is None:
+        raise ValueError("there is no fallback_list")
+    code = re.sub(r"//[^\n]*", "", block.group(1))
+    return frozenset(re.findall(r'"([^"]+)"', code))
+
+
+def library_impls(text: str) -> frozenset[str]:
+    """The ops that a C++ file registers in `TORCH_LIBRARY_IMPL(aten, XPU, m)` by name."""
+    names: set[str] = set()
+    for block in re.findall(r"TORCH_LIBRARY_IMPL\(aten,\s*XPU,\s*m\)\s*\{(.*?)\n\}", text, re.DOTALL):
+        found = re.findall(r'm\.impl\(\s*(?:TORCH_SELECTIVE_NAME\()?"(?:aten::)?([\w.]+)"', block)
+        names.update(found)
+    return frozenset(names)
+
+
+class Declarations(NamedTuple):
+    """All that is read for one release."""
+
+    torch: Mapping[str, Native]
+    """From torch's own yaml: every op of the release."""
+    intel: Mapping[str, Native]
+    """From torch-xpu-ops' yaml; empty since 2.14, when torch's own took it in."""
+    library: frozenset[str]
+    fallback: frozenset[str]
+    corrected: Mapping[str, Found] = {}
+
+
+def registrations(declared: Declarations) -> dict[str, Found]:
+    """The registration of every op of the release, generated variants included."""
+    base = {name: op for op, native in declared.torch.items() for name in native.autogen}
+    return {op: _find(op, declared, base) for op in sorted({*declared.torch, *base})}
+
+
+def _find(op: str, declared: Declarations, base: Mapping[str, str]) -> Found:
+    native = declared.torch.get(op)
+    registered = _registered(op, declared)
+    if registered is not None:
+        return registered
+    handed_to = native.delegate if native is not None else base[op]
+    if handed_to is not None:
+        found = _find(handed_to, declared, base)
+        return Found(found.registration, found.source, found.via or handed_to)
+    composite = native is not None and native.keys & COMPOSITE
+    return Found("composite" if composite else "none", "torch")
+
+
+def _registered(op: str, declared: Declarations) -> Found | None:
+    """What is said of the op itself."""
+    if op in declared.corrected:
+        return declared.corrected[op]
+    for source, entries in (("torch", declared.torch), ("torch-xpu-ops", declared.intel)):
+        if op in entries and "XPU" in entries[op].keys:
+            return Found("native", source)
+    if op in declared.library:
+        return Found("native", "library")
+    return Found("fallback", "fallback") if op in declared.fallback else None

@@ -1,0 +1,91 @@
+"""``lowprec-check catalog``: build, diff, gaps, report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lowprec_check.cli.app import Quiet, app, check_folder, print_json, screen_size, step_progress
+from lowprec_check.cli.op import Json, Torch
+
+catalog = typer.Typer(no_args_is_help=True, help="What is known of operators, by dtype, device and version of torch.")
+app.add_typer(catalog, name="catalog")
+
+OneDevice = Annotated[str, typer.Option(help="cpu, cuda or xpu.")]
+
+
+@catalog.command()
+def build(
+    device: Annotated[str, typer.Option(help="cpu, cuda or xpu: what to measure on.")] = "cpu",
+    jobs: Annotated[int | None, typer.Option(min=1, help="Worker processes; by default one a core.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Samples of an operator at the most, before larger ones.")] = 24,
+    only: Annotated[list[str] | None, typer.Option(help="Only this operator; repeatable.")] = None,
+    ipex: Annotated[bool, typer.Option("--ipex", help="With Intel's extension loaded.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of the files.")] = Path("catalog"),
+    quiet: Quiet = False,
+) -> None:
+    """Run every operator that torch describes in fp32, half and bfloat16; write what was found, sorted."""
+    from lowprec_check.sweep.build import build as sweep
+
+    check_folder(out, "--out")
+    with step_progress("operators", quiet) as on_progress:
+        measured = sweep(
+            device, jobs=jobs, samples=samples, only=only, extension="ipex" if ipex else None, on_progress=on_progress
+        )
+    for path in measured.save(out):
+        print(path)
+
+
+@catalog.command()
+def diff(
+    before: Annotated[str, typer.Argument(metavar="BEFORE", help="A release of torch, 2.8.")],
+    after: Annotated[str, typer.Argument(metavar="AFTER", help="A later one, 2.13.")],
+    device: OneDevice = "cpu",
+    dtype: Annotated[str | None, typer.Option(help="half or bfloat16; both by default.")] = None,
+    json: Json = False,
+) -> None:
+    """Say what operators gained and lost from one torch to another."""
+    from lowprec_check.catalog.changes import difference
+    from lowprec_check.catalog.names import dtype_of
+
+    found = difference(before, after, device, dtype_of(dtype) if dtype else None)
+    if json:
+        print_json(found)
+        return
+    from lowprec_check.renderers.support import render_difference
+
+    print(render_difference(found, **screen_size()), end="")
+
+
+@catalog.command()
+def gaps(
+    device: OneDevice = "cpu",
+    dtype: Annotated[str, typer.Option(help="half or bfloat16.")] = "half",
+    torch: Torch = None,
+    json: Json = False,
+) -> None:
+    """List the operators that run in fp32 and not, or not always, in a lower precision."""
+    from lowprec_check.catalog.changes import gaps as find_gaps
+    from lowprec_check.catalog.names import dtype_of
+
+    found = find_gaps(device, dtype_of(dtype), torch)
+    if json:
+        print_json(found)
+        return
+    from lowprec_check.renderers.support import render_gaps
+
+    print(render_gaps(found, **screen_size()), end="")
+
+
+@catalog.command()
+def report(
+    out: Annotated[Path, typer.Option(help="Folder for op-support.md and op-support.html.")] = Path("reports"),
+) -> None:
+    """Write what is known as a document and as a coloured grid: operators × versions."""
+    from lowprec_check.renderers.grid import write_reports
+
+    check_folder(out, "--out")
+    for path in write_reports(out):
+        print(path)

@@ -1,0 +1,107 @@
+"""``lowprec-check compat``."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lowprec_check.cli.app import FOUND, Quiet, app
+from lowprec_check.errors import UsageError
+
+if TYPE_CHECKING:
+    from lowprec_check.matrix import Row
+    from lowprec_check.results import ScanResult
+
+
+FromFile = Annotated[
+    Path | None,
+    typer.Option("--from-file", metavar="LIST", help="A target a line, options of scan behind it, # for comments."),
+]
+ScanOptions = Annotated[
+    str, typer.Option("--scan-options", help='Further options of each scan: "--seed 1 --errors none".')
+]
+Engine = Annotated[
+    str | None,
+    typer.Option(help="dask://HOST:PORT or ray://HOST:PORT: spread over machines (extra cluster); dask, ray: here."),
+]
+
+
+@app.command()
+def compat(
+    targets: Annotated[list[str] | None, typer.Argument(metavar="[TARGET]...", help="As scan takes them.")] = None,
+    from_file: FromFile = None,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the report goes.")] = Path(
+        "reports"
+    ),
+    device: Annotated[list[str] | None, typer.Option(help="cpu, cuda, xpu or mps; repeatable: each is a row.")] = None,
+    precision: Annotated[list[str] | None, typer.Option("--precision", "-p", help="As in scan; repeatable.")] = None,
+    budget: Annotated[float | None, typer.Option(min=0.1, help="As in scan.")] = None,
+    scan_options: ScanOptions = "",
+    jobs: Annotated[
+        int, typer.Option("--jobs", "-j", min=1, help="Scans at once; they disturb each other's times.")
+    ] = 1,
+    engine: Engine = None,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds after which a model is given up.")] = 1800.0,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Try again what could not be scanned before.")
+    ] = False,
+    html: Annotated[bool, typer.Option("--html", help="HTML pages too (extra report).")] = False,
+    title: Annotated[str, typer.Option(help="Heading of the index.")] = "Compatibility",
+    quiet: Quiet = False,
+) -> None:
+    """Scan many models into a matrix of model, precision and device. Goes on where it was interrupted."""
+    from lowprec_check import compat as work
+    from lowprec_check.matrix import Request
+    from lowprec_check.pages import Pages
+
+    listed = work.read_list(from_file) if from_file else []
+    requests = work.asked_for(
+        [*map(Request, targets or []), *listed], _options(precision, budget, scan_options), device or []
+    )
+    if not requests:
+        raise UsageError("There is nothing to scan.", "Name targets, or give --from-file LIST.")
+    pages = Pages(output, title, html=html)
+
+    def on_row(done: int, of: int, row: Row, result: ScanResult | None) -> None:
+        pages.model(row, result)
+        if not quiet:
+            print(f"[{done}/{of}] {_line(row)}", file=sys.stderr, flush=True)
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ended from outside: end the scans too
+    matrix = work.run(
+        requests,
+        output,
+        jobs=jobs,
+        engine=engine,
+        timeout=timeout,
+        retry_failed=retry_failed,
+        on_row=on_row,
+    )
+    pages.index(matrix)
+    failed = sum(row.state == "failed" for row in matrix.rows)
+    print(f"{len(matrix.rows)} rows, {failed} could not be scanned: {output / 'index.md'}")
+    raise typer.Exit(FOUND if failed else 0)
+
+
+def _options(precision: list[str] | None, budget: float | None, further: str) -> tuple[str, ...]:
+    try:
+        words = shlex.split(further)
+    except ValueError as error:
+        raise UsageError(f"--scan-options does not parse: {error}.", "Quote it as a shell would.") from None
+    named = [word for name in precision or [] for word in ("-p", name)]
+    return (*named, *(("--budget", f"{budget:g}") if budget is not None else ()), *words)
+
+
+def _line(row: Row) -> str:
+    from lowprec_check.renderers.visible import visible
+
+    name = row.target + (f" on {row.device}" if row.device else "")
+    if row.state == "failed":
+        return visible(f"{name} · {row.seconds:.0f} s · failed: {row.reason}")
+    statuses = ", ".join(f"{cell.precision} {cell.status}" for cell in row.cells)
+    return visible(f"{name} · {row.seconds:.0f} s · {statuses}")

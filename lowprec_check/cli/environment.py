@@ -1,0 +1,28 @@
+"""``lowprec-check env``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from lowprec_check.cli.app import app
+
+
+@app.command()
+def env(
+    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, xpu or mps.")] = None,
+) -> None:
+    """Say what this machine has and accelerates."""
+    from lowprec_check.environment import environment
+
+    found = environment(device)
+    if json:
+        import msgspec
+
+        print(msgspec.json.format(msgspec.json.encode(found)).decode())
+        return
+    from lowprec_check.renderers.environment import render
+
+    print(render(found))

@@ -1,0 +1,27 @@
+"""``lowprec-check explain``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from lowprec_check.cli.app import app
+from lowprec_check.errors import UsageError
+
+
+@app.command()
+def explain(
+    code: Annotated[str | None, typer.Argument(metavar="[CODE]", help="LP101, or its name; all without it.")] = None,
+) -> None:
+    """Print the manual page of a diagnostic code."""
+    from lowprec_check.rules import RULES
+
+    if code is None:
+        for _, rule in sorted(RULES.items()):
+            print(f"{rule.code}  {rule.name:<28}{rule.severity:<9}{rule.summary}")
+        return
+    found = RULES.get(code.upper()) or next((rule for rule in RULES.values() if rule.name == code.lower()), None)
+    if found is None:
+        raise UsageError(f"There is no diagnostic {code!r}.", f"There are: {', '.join(sorted(RULES))}.")
+    print(f"{found.code} {found.name} ({found.severity})\n\n{found.manual}")

@@ -1,0 +1,35 @@
+"""``lowprec-check op``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from lowprec_check.cli.app import app, print_json, screen_size
+
+Dtype = Annotated[str | None, typer.Option(help="half, bfloat16 or fp32; by default half and bfloat16.")]
+Torch = Annotated[str | None, typer.Option(help="A release, 2.8; by default the newest known.")]
+CatalogDevice = Annotated[str | None, typer.Option(help="cpu, cuda or xpu; all by default.")]
+Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
+
+
+@app.command()
+def op(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="dot, torch.dot, aten::dot, linalg.svd, F.conv2d.")],
+    dtype: Dtype = None,
+    device: CatalogDevice = None,
+    torch: Torch = None,
+    json: Json = False,
+) -> None:
+    """Say whether an operator runs in a dtype on a device, since which torch, how exactly and how fast."""
+    from lowprec_check.catalog.names import dtype_of
+    from lowprec_check.catalog.support import lookup
+
+    answers = lookup(name, device=device, dtype=dtype_of(dtype) if dtype else None, torch=torch)
+    if json:
+        print_json(answers)
+        return
+    from lowprec_check.renderers.support import render_answers
+
+    print(render_answers(answers, **screen_size()), end="")

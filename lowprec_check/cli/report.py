@@ -1,0 +1,75 @@
+"""``lowprec-check report``."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lowprec_check.cli.app import app, check_writable, load_result
+from lowprec_check.errors import UsageError
+from lowprec_check.renderers import Format, check_available, format_of, render, write
+
+if TYPE_CHECKING:
+    from lowprec_check.results import ScanResult
+
+
+Reports = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--report", metavar="FILE", help="Write a report: .html, .md, .sarif, .xml (JUnit) or .txt; repeatable."
+    ),
+]
+
+
+@app.command()
+def report(
+    scan: Annotated[Path, typer.Argument(metavar="SCAN.json", help="What scan --json saved; - for stdin.")],
+    format: Annotated[
+        Format | None, typer.Option("--format", "-f", help="By default from the suffix of FILE; text on the screen.")
+    ] = None,
+    output: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Write there: .html, .md, .sarif, .xml (JUnit), .txt or .json; repeatable. By default to stdout.",
+        ),
+    ] = None,
+) -> None:
+    """Render a saved scan as a page, a comment or a file for machines. Needs neither the model nor torch."""
+    files = output or []
+    if format is not None and len(files) > 1:
+        raise UsageError("--format is for one file.", "Leave it out: each suffix says its format.")
+    check_reports(files, format, "-o")
+    if not files:
+        check_available(format or "text")
+    result = load_result(scan)
+    if not files:
+        print_report(result, format or "text")
+    for file in files:
+        write(result, file, format)
+
+
+def check_reports(files: list[Path], format: Format | None = None, option: str = "--report") -> None:
+    """Raise :class:`UsageError` before the work if a report could not be made or written."""
+    for file in files:
+        check_available(format or format_of(file))
+        check_writable(file, option)
+
+
+def print_report(result: ScanResult, format: Format, findings: int | None = None) -> None:
+    """Write it to stdout; text as wide and colourful as the terminal."""
+    if format != "text":
+        sys.stdout.write(render(result, format))
+        return
+    from lowprec_check.renderers import text
+
+    terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size((100, 40)).columns if terminal else 100
+    most = text.SHOWN_FINDINGS if findings is None else findings
+    sys.stdout.write(text.render(result, width=width, color=terminal, findings=most))

@@ -1,0 +1,146 @@
+"""``lowprec-check scan``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from lowprec_check.cli.app import (
+    FOUND,
+    Device,
+    Inputs,
+    Quiet,
+    Seed,
+    Target,
+    Tolerance,
+    WithoutKernel,
+    app,
+    check_writable,
+    progress,
+)
+from lowprec_check.cli.baseline import BaselineFile, UpdateBaseline, apply_baseline, known_findings
+from lowprec_check.cli.report import Reports, check_reports, print_report
+from lowprec_check.errors import UsageError
+from lowprec_check.renderers import write
+
+if TYPE_CHECKING:
+    from lowprec_check.results import ScanResult
+
+FailOn = Literal["no-way", "error", "warning", "note", "never"]
+
+
+@app.command()
+def scan(
+    target: Target,
+    inputs: Inputs = None,
+    precision: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--precision", "-p", help="bfloat16, autocast-bf16, half, autocast-fp16; repeatable, all by default."
+        ),
+    ] = None,
+    device: Device = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="Seconds for each part of a run; by default 20, or ten fp32 forwards if more."),
+    ] = None,
+    errors: Annotated[
+        Literal["both", "accumulated", "none"],
+        typer.Option(help="What to compute per op: local and accumulated error, or less, faster."),
+    ] = "both",
+    reference: Annotated[Literal["fp32", "fp64"], typer.Option(help="What each op is compared with.")] = "fp32",
+    tolerance: Tolerance = None,
+    seed: Seed = 0,
+    without_kernel: WithoutKernel = None,
+    plan: Annotated[
+        bool | None,
+        typer.Option(
+            "--plan/--no-plan",
+            help="Search for modules to keep in fp32 from every precision that fails; by default where none passes.",
+        ),
+    ] = None,
+    save_plan: Annotated[
+        Path | None, typer.Option("--save-plan", help="Save the plan, for lowprec_check.apply.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Save everything found; - for stdout.")] = None,
+    report: Reports = None,
+    baseline: BaselineFile = None,
+    update_baseline: UpdateBaseline = False,
+    select: Annotated[
+        list[str] | None, typer.Option(help="Only findings whose code begins so: LP1; repeatable.")
+    ] = None,
+    ignore: Annotated[list[str] | None, typer.Option(help="No findings whose code begins so; repeatable.")] = None,
+    fail_on: Annotated[
+        FailOn, typer.Option(help="Exit 1 if no way passes (no-way), or on findings of that severity or graver.")
+    ] = "no-way",
+    findings: Annotated[int, typer.Option(min=0, help="Groups of findings on the screen.")] = 12,
+    quiet: Quiet = False,
+) -> None:
+    """Run a model in fp32, half, bfloat16 and under autocast; say what runs, what is right, what is fast, what to do."""
+    check_writable(json, "--json")
+    check_reports(report or [])
+    accepted = known_findings(baseline, update_baseline)
+    check_writable(save_plan, "--save-plan")
+    _check_codes([*(select or []), *(ignore or [])])
+    with progress(target, quiet) as on_progress:
+        from lowprec_check.load import load_and_scan
+
+        result = load_and_scan(
+            target,
+            tuple(inputs or ()),
+            precisions=precision,
+            device=device,
+            budget=budget,
+            errors=errors,
+            reference=reference,
+            tolerance=tolerance,
+            seed=seed,
+            without_kernel=tuple(without_kernel or ()),
+            select=select or (),
+            ignore=ignore or (),
+            plan=plan,
+            on_progress=on_progress,
+        )
+    if save_plan is not None:
+        if result.plan is None:
+            print("no plan was needed or found: nothing saved", file=sys.stderr)
+        else:
+            result.plan.save(save_plan)
+    result = apply_baseline(result, accepted, baseline, update_baseline)
+    _report(result, json, findings)
+    for file in report or []:
+        write(result, file)
+    raise typer.Exit(FOUND if _fails(result, fail_on) else 0)
+
+
+def _check_codes(prefixes: list[str]) -> None:
+    from lowprec_check.rules import RULES
+
+    for prefix in prefixes:
+        if not any(code.startswith(prefix) for code in RULES):
+            raise UsageError(f"No diagnostic code begins with {prefix!r}.", "lowprec-check explain lists them.")
+
+
+def _report(result: ScanResult, json: Path | None, findings: int) -> None:
+    if json is not None and str(json) == "-":
+        print_report(result, "json")
+        return
+    if json is not None:
+        result.save(json)
+    print_report(result, "text", findings)
+
+
+def _fails(result: ScanResult, fail_on: FailOn) -> bool:
+    from lowprec_check.rules import SEVERITIES
+
+    if fail_on == "never":
+        return False
+    if result.recommendation is None:
+        return True
+    if fail_on == "no-way":
+        return False
+    failing = SEVERITIES[SEVERITIES.index(fail_on) :]
+    return any(diagnostic.severity in failing and not diagnostic.accepted for diagnostic in result.diagnostics)

@@ -1,0 +1,1 @@
+"""Parts of the pytest plugin, each loaded when a test or an option asks for it."""

@@ -1,0 +1,131 @@
+"""Whether an operator runs in a dtype: tried here where the device is there, else as the catalog says. Never imports torch."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Literal, NamedTuple
+
+from lowprec_check.catalog import declared
+from lowprec_check.catalog.measured import history, sweep_of
+from lowprec_check.catalog.names import find
+from lowprec_check.catalog.records import Dtype, Failure, Header, Mode, OpRecord, State
+from lowprec_check.catalog.support import declared_cells, measured_cell, mended_in
+from lowprec_check.errors import UsageError
+
+Evidence = Literal["measured here", "measured", "declared"]
+DEVICES = ("cpu", "cuda", "xpu")
+
+
+class OpState(NamedTuple):
+    """One operator in one mode."""
+
+    op: str
+    mode: Mode
+    state: State | None
+    """``None``: not known, or it has no backward."""
+    passed: int | None = None
+    samples: int | None = None
+    failure: Failure | None = None
+    mended: str | None = None
+    """The later release of torch from which on it runs."""
+    registration: declared.Registration | None = None
+    """On XPU: how it is registered there."""
+
+
+class Support(NamedTuple):
+    """What is known of all operators that a name stands for."""
+
+    asked: str
+    dtype: Dtype
+    device: str
+    torch: str
+    evidence: Evidence
+    states: list[OpState]
+
+    @property
+    def supported(self) -> bool:
+        """Whether all run in all of their samples."""
+        return bool(self.states) and all(state.state == "all" for state in self.states)
+
+    @property
+    def failing(self) -> list[OpState]:
+        """Those that do not."""
+        return [state for state in self.states if state.state != "all"]
+
+
+def support_of(asked: str, dtype: Dtype, device: str, *, backward: bool = False) -> Support:
+    """What is known of ``asked``; raises :class:`UsageError` for a name or device that there is not."""
+    if device not in DEVICES:
+        raise UsageError(f"Unknown device {device!r}.", f"Choose one of {', '.join(DEVICES)}.")
+    modes: tuple[Mode, ...] = ("forward", "backward") if backward else ("forward",)
+    records = _named(asked, device)
+    tried = [_tried(device, record.op) for record in records]
+    if all(found is not None for found in tried):
+        measured = [found for found in tried if found is not None]
+        states = [_state(record, dtype, mode, device, header) for header, record in measured for mode in modes]
+        return Support(asked, dtype, device, measured[0][0].torch, "measured here", states)
+    return _from_catalog(asked, records, dtype, device, modes)
+
+
+def _named(asked: str, device: str) -> list[OpRecord]:
+    """The operators of that very name; all that it may stand for, where none has just that name."""
+    sweep = sweep_of(device) if history(device) else sweep_of("cpu")
+    found = find(asked, sweep.records)
+    exact = [record for record in found if record.op == asked.rpartition("::")[2].removeprefix("torch.")]
+    return exact or found
+
+
+@cache
+def _tried(device: str, op: str) -> tuple[Header, OpRecord] | None:
+    """The operator's samples run here, in a process of their own; ``None`` where that is not possible."""
+    from lowprec_check.sweep.build import build
+
+    if not _is_there(device):
+        return None
+    try:
+        measured = build(device, jobs=1, only=[op])
+    except (UsageError, RuntimeError, OSError):  # this torch cannot describe its operators, or not this one
+        return None
+    return measured.header, measured.records[0]
+
+
+def _is_there(device: str) -> bool:
+    if device == "cpu":
+        return True
+    from lowprec_check.device import is_available
+
+    return is_available(device)
+
+
+def _state(record: OpRecord, dtype: Dtype, mode: Mode, device: str, header: Header) -> OpState:
+    state = record.state(dtype, mode)
+    passed, samples = record.count(dtype, mode) or (None, None)
+    failure = record.failure(dtype, mode) if state in ("some", "none") else None
+    sweep = next((s for s in history(device) if s.header.torch == header.torch), None)
+    mended = mended_in(sweep, [record.op], dtype, mode) if sweep and failure else None
+    return OpState(record.op, mode, state, passed, samples, failure, mended)
+
+
+def _from_catalog(asked: str, records: list[OpRecord], dtype: Dtype, device: str, modes: tuple[Mode, ...]) -> Support:
+    release = declared.release_of(_installed_torch())
+    evidence: Evidence
+    if device == "xpu":
+        evidence, torch = "declared", release if release in declared.releases() else declared.releases()[-1]
+        cells = [(record.op, cell) for record in records for cell in declared_cells(record, (dtype,), torch)]
+    else:
+        sweep = next((s for s in history(device) if s.release == release), None) or sweep_of(device)
+        evidence, torch = "measured", sweep.release
+        known = [record.op for record in records if record.op in sweep.records]
+        cells = [(op, measured_cell(sweep, op, dtype, mode)) for op in known for mode in modes]
+    states = [
+        OpState(op, cell.mode, cell.state, cell.passed, cell.samples, cell.failure, cell.mended, cell.registration)
+        for op, cell in cells
+        if cell.mode in modes
+    ]
+    return Support(asked, dtype, device, torch, evidence, states)
+
+
+def _installed_torch() -> str:
+    import importlib.metadata
+
+    return importlib.metadata.version("torch")

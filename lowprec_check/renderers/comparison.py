@@ -1,0 +1,134 @@
+"""The difference of two results as Markdown, as a page and as JSON. Never imports torch."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import msgspec
+
+from lowprec_check.compare import Change, Comparison, Pair
+from lowprec_check.renderers.markdown import LONGEST, code, escape, fold, table
+from lowprec_check.renderers.summary import times
+from lowprec_check.renderers.visible import visible
+
+DiffFormat = Literal["md", "html", "json"]
+DIFF_FORMATS: tuple[DiffFormat, ...] = get_args(DiffFormat)
+
+_SIGN = {"worse": "🔴", "better": "🟢", "other": "⚪"}
+_TITLES = {"worse": "Worse", "better": "Better", "other": "Different"}
+
+
+def render(comparison: Comparison, format: DiffFormat) -> str:
+    """``comparison`` in ``format``."""
+    if format == "json":
+        return msgspec.json.format(msgspec.json.encode(comparison), indent=2).decode() + "\n"
+    return _html(comparison) if format == "html" else _markdown(comparison)
+
+
+def verdict(comparison: Comparison) -> str:
+    """How many regressions, how many improvements."""
+    worse, better = comparison.regressions, comparison.improvements
+    if not comparison.changes:
+        return "No difference beyond noise"
+    parts = [f"{worse} regression{'s' if worse != 1 else ''}" if worse else "No regression"]
+    parts += [f"{better} improvement{'s' if better != 1 else ''}"] if better else []
+    return ", ".join(parts)
+
+
+# -- Markdown
+
+
+def _markdown(comparison: Comparison) -> str:
+    sign = "❌" if comparison.regressions else "✅"
+    old, new = comparison.old, comparison.new
+    parts = [
+        f"### {sign} {verdict(comparison)} · {code(new.model)}",
+        f"old: {code(old.target)}, torch {code(old.torch)}, {code(old.device)}  \n"
+        f"new: {code(new.target)}, torch {code(new.torch)}, {code(new.device)}",
+    ]
+    if comparison.warnings:
+        shown = [f"- {escape(visible(warning))}" for warning in comparison.warnings[:40]]
+        parts.append("**The two were not made alike:**\n\n" + "\n".join(shown))
+    changes = [_change_row(change) for change in comparison.changes]
+    runs = table(
+        [_pair_row(pair) for pair in comparison.runs[:40]], ["run", "status", "error", "time", "memory"], "lllll"
+    )
+    parts.append(fold("All runs, old → new", runs) if changes else runs)
+    room = LONGEST - sum(map(len, parts)) - 400
+    parts.insert(2, _fitting(changes, room)) if changes else None
+    return "\n\n".join(parts) + "\n"
+
+
+def _fitting(rows: list[list[str]], room: int) -> str:
+    kept = len(rows)
+    headers = ["", "run", "what", "old", "new"]
+    text = table(rows, headers, "lllll")
+    while len(text) > room and kept:
+        kept = min(kept - 1, int(kept * room / len(text)))
+        text = (
+            table(rows[:kept], headers, "lllll")
+            + f"\n\n*{len(rows) - kept} more changes are left out here; the JSON has all.*"
+        )
+    return text
+
+
+def _change_row(change: Change) -> list[str]:
+    run, what = escape(visible(change.run)), escape(visible(change.what))
+    return [_SIGN[change.direction], run, what, escape(visible(change.old or "")), escape(visible(change.new or ""))]
+
+
+def _pair_row(pair: Pair) -> list[str]:
+    return [
+        escape(visible(pair.run)),
+        _arrow(pair.old_status or "–", pair.new_status or "–"),
+        _arrow(_figure(pair.old_error), _figure(pair.new_error)),
+        _arrow(times(pair.old_time), times(pair.new_time)),
+        _arrow(times(pair.old_memory), times(pair.new_memory)),
+    ]
+
+
+def _figure(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1e}"
+
+
+def _arrow(old: str, new: str) -> str:
+    return old if old == new else f"{old} → {new}"
+
+
+# -- HTML
+
+
+def _html(comparison: Comparison) -> str:
+    from lowprec_check.renderers.html.page import render_page, static
+
+    groups = [
+        {
+            "title": title,
+            "direction": direction,
+            "changes": [
+                {name: visible(getattr(change, name) or "") for name in ("kind", "run", "what", "old", "new")}
+                for change in comparison.changes
+                if change.direction == direction
+            ],
+        }
+        for direction, title in _TITLES.items()
+    ]
+    names = ("target", "model", "tool", "torch", "device")
+    return render_page(
+        "diff.html.j2",
+        [static("theme.js")],
+        tool=visible(comparison.new.tool),
+        verdict=verdict(comparison),
+        good=not comparison.regressions,
+        model=visible(comparison.new.model),
+        sides=[
+            (name, visible(getattr(comparison.old, name)), visible(getattr(comparison.new, name))) for name in names
+        ],
+        warnings=[visible(warning) for warning in comparison.warnings],
+        groups=[group for group in groups if group["changes"]],
+        runs=[[visible(pair.run), *_pair_cells(pair)] for pair in comparison.runs],
+    )
+
+
+def _pair_cells(pair: Pair) -> list[str]:
+    return [cell.replace("\\", "") for cell in _pair_row(pair)[1:]]

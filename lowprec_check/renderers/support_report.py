@@ -1,0 +1,139 @@
+"""The catalog as a document: counts by version, what is missing and why, what was gained, what is slow, what is inexact."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from tabulate import tabulate
+
+from lowprec_check.catalog import declared
+from lowprec_check.catalog.changes import difference, gaps
+from lowprec_check.catalog.measured import Sweep, history, sweeps
+from lowprec_check.catalog.records import LOW, MODES, Dtype
+from lowprec_check.renderers.support import SHORT
+
+SHOWN = 20
+"""Rows of the lists of the slowest and the least exact."""
+
+
+def render_report() -> str:
+    """The whole document, in markdown."""
+    parts = [
+        "# Operators in half and bfloat16",
+        "",
+        "Made by `lowprec-check catalog report` from the files in `catalog/`; docs/catalog.md says how they are measured. "
+        "The same as a coloured grid of operators × versions: [op-support.html](op-support.html).",
+        "",
+        "An operator (a function that OpInfo describes, variants apart) *runs* where all of its samples do. Under autocast its "
+        "inputs were low-precision, as they are behind a Linear.",
+        "",
+        *_counts(),
+    ]
+    for device in dict.fromkeys(sweep.header.device for sweep in sweeps()):
+        parts += _missing(device)
+    if declared.releases():
+        parts += _missing("xpu")
+    parts += _gained(history("cpu"))
+    for sweep in {sweep.header.device: sweep for sweep in sweeps() if not sweep.header.extension}.values():
+        parts += [*_slow(sweep), *_inexact(sweep)]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    return [str(tabulate(list(rows), headers=head, tablefmt="github", disable_numparse=True)), ""]
+
+
+def _counts() -> Iterator[str]:
+    yield "## Operators that run, by version"
+    yield ""
+    yield "Of those that run in fp32; in brackets those of which some samples do."
+    yield ""
+    head = ["device", "torch", "capability", "fp32", *(f"{SHORT[dtype]} {mode}" for dtype in LOW for mode in MODES[:3])]
+    yield from _table(head, (_count(sweep) for sweep in sweeps()))
+
+
+def _count(sweep: Sweep) -> list[object]:
+    runnable = [op for op, record in sweep.records.items() if record.state("float32", "forward") in ("all", "some")]
+    row: list[object] = [sweep.header.device, sweep.label, sweep.header.capability, len(runnable)]
+    for dtype in LOW:
+        for mode in MODES[:3]:
+            states = Counter(sweep.state(op, dtype, mode) for op in runnable)
+            known = states["all"] + states["some"] + states["none"]
+            row.append(f"{states['all']} of {known} ({states['some']})" if known else "–")
+    return row
+
+
+def _missing(device: str) -> Iterator[str]:
+    found = {dtype: gaps(device, dtype) for dtype in LOW}
+    newest = next(iter(found.values()))
+    yield f"## Missing on {device}, torch {newest.torch} ({newest.evidence})"
+    yield ""
+    if device == "xpu":
+        yield "Declared is not measured: docs/declared-xpu.md names the sources and what they cannot know."
+        yield ""
+    rows: dict[str, dict[Dtype, list[str]]] = {}
+    why: dict[str, str] = {}
+    for dtype, of_dtype in found.items():
+        for missing in of_dtype.missing:
+            states = [f"{mode}: {state}" for mode, state in missing.states.items() if state in ("some", "none")]
+            rows.setdefault(missing.op, {})[dtype] = states
+            raised = f"`{missing.message}`" if missing.message else missing.registration or ""
+            why.setdefault(missing.op, raised + (f"; {missing.condition}" if missing.condition else ""))
+    yield from _table(
+        ["operator", *(SHORT[dtype] for dtype in LOW), "why"],
+        (
+            [op, *(", ".join(of[dtype]) if dtype in of else "–" for dtype in LOW), why[op]]
+            for op, of in sorted(rows.items())
+        ),
+    )
+
+
+def _gained(measured: Sequence[Sweep]) -> Iterator[str]:
+    yield "## What versions gained and lost on CPU"
+    yield ""
+    for before, after in itertools.pairwise(measured):
+        found = difference(before.header.torch, after.header.torch)
+        said = []
+        for word, changes in (("gained", found.gained), ("lost", found.lost)):
+            for dtype in LOW:
+                ops = sorted({change.op for change in changes if change.dtype == dtype})
+                if ops:
+                    said.append(f"{word} in {SHORT[dtype]}: {', '.join(ops)}")
+        yield f"- **{after.release}**: {'; '.join(said) or 'nothing'}"
+    yield ""
+
+
+def _slow(sweep: Sweep) -> Iterator[str]:
+    yield f"## Slowest against fp32: {sweep.header.device}, torch {sweep.label} on {sweep.header.hardware}"
+    yield ""
+    yield f"Forward, of the largest sample, in one thread. CPU features: {', '.join(sweep.header.features) or 'none'}."
+    yield ""
+    found = [
+        (ratios[0], op, dtype, times.float32_us[0])
+        for op, times in sweep.times.items()
+        for dtype, ratios in times.slower.items()
+        if ratios[0] is not None
+    ]
+    slowest = sorted(found, key=lambda row: (-row[0], row[1]))[:SHOWN]
+    rows = ([op, SHORT[dtype], f"{ratio:.2g} ×", f"{base:g} µs"] for ratio, op, dtype, base in slowest)
+    yield from _table(["operator", "dtype", "time", "fp32"], rows)
+
+
+def _inexact(sweep: Sweep) -> Iterator[str]:
+    yield f"## Least exact: {sweep.header.device}, torch {sweep.label}"
+    yield ""
+    yield "Median error of the output in units in the last place of the dtype; an exact kernel that rounds once has up to 0.5."
+    yield ""
+    found = [
+        (ulp[0].median, ulp[0].max, op, dtype)
+        for op, record in sweep.records.items()
+        for dtype, ulp in record.ulp.items()
+        if dtype != "float32" and ulp[0] is not None and ulp[0].median is not None
+    ]
+    worst = sorted(found, key=lambda row: (-row[0], row[2]))[:SHOWN]
+    rows = (
+        [op, SHORT[dtype], f"{median:g}", "inf" if most is None else f"{most:g}"] for median, most, op, dtype in worst
+    )
+    yield from _table(["operator", "dtype", "median", "max"], rows)

@@ -1,0 +1,127 @@
+"""torchvision beside a torch that its compiled ops do not fit: schemas for its import, kernels for its detectors.
+
+The kernels take what torchvision's own CPU kernels take and raise as they do (``csrc/ops/cpu/nms_kernel.cpp``: fp32, fp64;
+``roi_align_kernel.cpp``: fp16 too), and run in fp32 under autocast (``csrc/ops/autocast``), so that statuses and gaps
+are the compiled ops'. Their times are not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NOTE = (
+    "torchvision's compiled ops do not load beside this torch: nms and roi_align are stand-ins for the same dtypes, "
+    "whose times say nothing"
+)
+
+_NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
+_libraries: list[Any] = []
+
+
+def declare() -> None:
+    """Define what ``import torchvision`` expects to find, once."""
+    if _libraries:
+        return
+    library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    library.define(
+        "roi_align(Tensor input, Tensor rois, float spatial_scale, int pooled_height, int pooled_width, "
+        "int sampling_ratio, bool aligned) -> Tensor"
+    )
+    for op, kernel, under_autocast in (("nms", nms, _nms_in_fp32), ("roi_align", roi_align, _roi_align_in_fp32)):
+        library.impl(op, kernel, "CPU")
+        library.impl(op, under_autocast, "AutocastCPU")
+    _libraries.append(library)
+
+
+def let_torchvision_call_them() -> None:
+    """Past its check that all of its compiled ops are there, where those used are."""
+    for name in ("torchvision.ops.boxes", "torchvision.ops.roi_align"):
+        module = importlib.import_module(name).__dict__
+        module["_assert_has_ops"] = lambda: None
+        if "_has_ops" in module:
+            module["_has_ops"] = lambda: True
+
+
+def declared() -> bool:
+    """Whether the stand-ins are in use."""
+    return bool(_libraries)
+
+
+def nms(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+    """Indices (int64) of the boxes kept, by falling score: each drops those that overlap it by more than the threshold.
+
+    Args:
+        dets: boxes (N, 4) as x1, y1, x2, y2; fp32 or fp64.
+        scores: (N), of the same dtype.
+        iou_threshold: on intersection over union.
+    """
+    if dets.dtype != scores.dtype:
+        raise RuntimeError("dets should have the same type as scores")
+    _refuse(dets, "nms_kernel", torch.float16, torch.bfloat16)
+    order = scores.sort(descending=True).indices
+    boxes = dets[order]
+    kept = torch.ones(len(order), dtype=torch.bool)
+    for start in range(0, len(order), _ROWS):
+        overlaps = _overlaps(boxes[start : start + _ROWS], boxes) > iou_threshold
+        for row, overlapping in enumerate(overlaps, start):
+            if kept[row]:
+                kept[row + 1 :].logical_and_(overlapping[row + 1 :].logical_not())
+    return order[kept]
+
+
+_ROWS = 256
+
+
+def _overlaps(some: Tensor, others: Tensor) -> Tensor:
+    """Intersection over union of boxes (M, 4) with others (N, 4), as (M, N); 0 where the union is empty."""
+    sides = torch.minimum(some[:, None, 2:], others[:, 2:]) - torch.maximum(some[:, None, :2], others[:, :2])
+    common = sides.clamp(min=0).prod(2)
+    areas = [(boxes[:, 2:] - boxes[:, :2]).prod(1) for boxes in (some, others)]
+    return (common / (areas[0][:, None] + areas[1] - common)).nan_to_num(0.0)
+
+
+def roi_align(input: Tensor, rois: Tensor, *options: Any) -> Tensor:
+    """Features (K, C, height, width) of regions ``rois`` (K, 5) of ``input`` (N, C, H, W); fp32, fp64 or fp16.
+
+    Torchvision's own implementation in Python, uncompiled and some regions at a time: it needs memory.
+    """
+    if input.dtype != rois.dtype:
+        raise RuntimeError("input should have the same type as rois")
+    _refuse(input, "roi_align_forward_kernel", torch.bfloat16)
+    plain = importlib.import_module("torchvision.ops.roi_align")._roi_align.__wrapped__
+    parts = [plain(input, some, *options) for some in rois.split(_REGIONS)]
+    return torch.cat(parts).to(input.dtype)
+
+
+_REGIONS = 64
+
+
+def _refuse(tensor: Tensor, kernel: str, *dtypes: torch.dtype) -> None:
+    if tensor.dtype in dtypes:
+        raise NotImplementedError(f"\"{kernel}\" not implemented for '{_NAMES[tensor.dtype]}'")
+
+
+@contextlib.contextmanager
+def _without_autocast() -> Iterator[None]:
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+        yield
+
+
+def _nms_in_fp32(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+    with _without_autocast():
+        kept: Tensor = torch.ops.torchvision.nms(dets.float(), scores.float(), iou_threshold)
+    return kept
+
+
+def _roi_align_in_fp32(input: Tensor, rois: Tensor, *options: Any) -> Tensor:
+    with _without_autocast():
+        aligned: Tensor = torch.ops.torchvision.roi_align(input.float(), rois.float(), *options)
+    return aligned.to(input.dtype)

@@ -1,0 +1,180 @@
+"""The one result that every format is made from: each status, each kind of finding, a plan, NaNs, awkward numbers.
+
+``shared_result(text)`` puts ``text`` wherever a user's model, file or exception could put a string.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+
+from lowprec_check.plans import Blame, Plan
+from lowprec_check.results import (
+    ErrorStats,
+    ExceptionInfo,
+    Gap,
+    ModelInfo,
+    OpCalls,
+    Recommendation,
+    Run,
+    ScanResult,
+)
+from lowprec_check.rules import diagnose
+
+ENVIRONMENT: dict[str, Any] = {
+    "torch": "2.13.0+cpu",
+    "python": "3.11.7",
+    "platform": "Linux x86_64",
+    "device": "cpu",
+    "device_name": "a processor",
+    "cpu_capability": "AVX512",
+    "cpu_features": ["avx2", "avx512", "avx512_bf16"],
+    "bf16_accelerated": True,
+    "fp16_accelerated": False,
+    "threads": 2,
+    "accelerators": [],
+    "ipex": None,
+}
+
+MODULES = ("", "encoder", "encoder.blocks.0", "encoder.blocks.0.norm", "encoder.blocks.1", "head", "head.out")
+
+
+def op_calls(
+    count: int, *, born: int | None = None, nan: int | None = None, text: str = "", half: bool = True
+) -> OpCalls:
+    """``count`` calls whose accumulated error creeps up and falls back; jumps at ``born``, is Inf from ``nan`` on."""
+    draw = random.Random(0)
+    columns: dict[str, list[Any]] = {name: [] for name in OpCalls.__struct_fields__}
+    error, limit = (2**-11, 8e-3) if half else (2**-8, 3e-2)
+    for index in range(count):
+        before, error = error, error * (100.0 if index == born else 1.0 + draw.random() / 20)
+        error = error if index == born or error < limit else error / 10
+        finite = nan is None or index < nan
+        row = {
+            "op": ("aten.convolution.default", "aten.native_layer_norm.default", "aten.gelu.default")[index % 3],
+            "module": text or MODULES[1 + index * (len(MODULES) - 1) // count],
+            "source": text or f"net.py:{20 + index % 7}" if index % 5 else None,
+            "dtypes": "f16→f16" if half else "bf16→bf16",
+            "shape": "1×64×32×32",
+            "outcome": "rescued" if index == 4 else "ok",
+            "local_error": None if index == 7 else 2**-12 * draw.random(),
+            "accumulated_error": error if finite else None,
+            "input_error": before if nan is None or index <= nan else None,
+            "absmax": 10 ** (4.9 * index / count) if finite else None,
+            "rms": 10 ** (4 * index / count - 2),
+            "introduced_inf": 12 if index == nan else 0,
+            "introduced_nan": 0,
+            "flushed": 0.25 if index == 3 and half else 0.0,
+            "input_flushed": 0.0,
+            "flips": 3 if index == 6 else 0,
+            "recast": 0,
+            "time_ms": 0.5,
+            "reference_ms": 0.4,
+        }
+        for name, value in row.items():
+            columns[name].append(value)
+    return OpCalls(**columns)
+
+
+def run(precision: str, status: str = "ok", rel_l2: float | None = None, **more: Any) -> Run:
+    """One run; the reference without an error."""
+    error = None
+    if rel_l2 is not None:
+        error = ErrorStats(rel_l2=rel_l2, max_abs=0.25, cosine=0.9999, sqnr_db=54.2, top1=1.0)
+    fields = {"device": "cpu", "latency_ms": 8.0, "peak_memory_bytes": 3 << 20, "tolerance": 1e-2} | more
+    return Run(precision=precision, status=status, output_error=error, **fields)  # type: ignore[arg-type]
+
+
+def gap(text: str = "", **more: Any) -> Gap:
+    """A missing kernel."""
+    fields: dict[str, Any] = {
+        "op": text or "aten.linalg_cholesky_ex.default",
+        "layer": "dispatch",
+        "kind": "missing-kernel",
+        "module": text or "encoder.blocks.0.norm",
+        "source": text or "net.py:23",
+        "dtypes": ["float16"],
+        "message": text or "\"cholesky_cpu\" not implemented for 'Half'",
+        "calls": 3,
+    }
+    return Gap(**fields | more)
+
+
+def shared_result(text: str = "") -> ScanResult:
+    """The result; with ``text``, as hostile as it."""
+    mismatch = gap(text, op="torch.quantile", layer="function", kind="unsupported-dtype", source=text or "net.py:31")
+    raised = ExceptionInfo(
+        type="RuntimeError", message=text or "\"cholesky_cpu\" not implemented for 'Half'", module=text, source=text
+    )
+    runs = [
+        run("fp32", latency_ms=10.0, peak_memory_bytes=6 << 20, tolerance=None),
+        run("bfloat16", "inaccurate", 0.31, tolerance=5e-2, op_calls=op_calls(48, born=20, text=text, half=False)),
+        run(
+            "autocast-bf16", "ok", 4.7e-3, tolerance=5e-2, latency_ms=7.25, op_calls=op_calls(60, text=text, half=False)
+        ),
+        run(
+            "half",
+            "error",
+            gaps=[gap(text), mismatch],
+            exception=raised,
+            latency_ms=None,
+            op_calls=op_calls(48, text=text),
+        ),
+        run("autocast-fp16", "nonfinite", latency_ms=571.0, op_calls=op_calls(60, nan=41, text=text)),
+        run(
+            "half",
+            "crashed",
+            backend="inductor",
+            reason=text or "killed by signal 11 in aten.mm.default",
+            latency_ms=None,
+        ),
+        run("half", "timeout", backend="jit", reason=text or "not done after 20 s", latency_ms=None),
+        run("half", "skipped", backend="ipex", reason=text or "the extension is not installed", latency_ms=None),
+        run("plan", "ok", 8.1e-4, base="half", keep_fp32=[text or "encoder.blocks.0.norm", "head"], latency_ms=6.5),
+    ]
+    model = ModelInfo(
+        name=text or "Whitening",
+        parameters=11_689_512,
+        inputs=[text or "(1, 3, 224, 224)"],
+        modules=7,
+        training=False,
+        setup=["model = make_model()"],
+        source=text or "net.py:12",
+        notes=[text] if text else [],
+    )
+    advice = Recommendation(
+        precision="half",
+        keep_fp32=runs[-1].keep_fp32,
+        reason="passes (error 8.1e-04, tolerance 1e-02), measured here, 1.5 times as fast as fp32.",
+        code=f"model = model.half()\n{text or '# the rest'}\nwith torch.no_grad():\n    output = model(*inputs)",
+        speedup=10.0 / 6.5,
+        rel_l2=8.1e-4,
+    )
+    result = ScanResult(
+        tool="lowprec-check 0.1.0",
+        target=text or "net.py",
+        model=model,
+        environment=ENVIRONMENT | ({"device_name": text} if text else {}),
+        options={"budget": 20.0, "seed": 0},
+        runs=runs,
+        recommendation=advice,
+        plan=Plan(
+            tool="lowprec-check 0.1.0",
+            target=text or "net.py",
+            base="half",
+            device="cpu",
+            keep_fp32=runs[-1].keep_fp32,
+            minimal=True,
+            trials=5,
+            seconds=1.5,
+            modules={text or "head": "Linear"},
+            code=advice.code,
+            blame=[
+                Blame(module=path, why="has no kernel", op="aten.mm.default", source=text or "net.py:23")
+                for path in runs[-1].keep_fp32
+            ],
+        ),
+    )
+    return msgspec.structs.replace(result, diagnostics=diagnose(result))

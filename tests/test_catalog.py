@@ -1,0 +1,404 @@
+"""The catalog: read strictly, asked by any name, compared between versions, shown; never with torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowprec_check.catalog import changes, declared, measured, support
+from lowprec_check.catalog.names import bare, dtype_of, find
+from lowprec_check.catalog.records import (
+    DTYPES,
+    MODES,
+    CatalogError,
+    Failure,
+    Header,
+    Measured,
+    OpRecord,
+    OpTimes,
+    State,
+)
+from lowprec_check.errors import UsageError
+from lowprec_check.renderers.grid import CELLS, columns, render_grid
+from lowprec_check.renderers.support_report import render_report
+from lowprec_check.results import Gap, ModelInfo, Run, ScanResult
+from lowprec_check.rules import diagnose
+
+SHIPPED = sorted((ROOT / "catalog").glob("measured-*.jsonl"))
+VERSIONS = [f"2.{minor}" for minor in range(1, 16)]
+
+
+def record(op: str, state: State, *, at: str | None = None) -> OpRecord:
+    """An operator with four samples whose half forward is in that state."""
+    if state == "all":
+        return OpRecord(op=op, samples=(4, 4), aten=[op])
+    failure = Failure(cells=["float16/forward"], type="RuntimeError", kind="missing-kernel", message="no", at=at)
+    counts = [0 if state == "none" else 2, 4, 4, 4]
+    return OpRecord(op=op, samples=(4, 4), aten=[op], passed={"float16": counts}, failures=[failure])
+
+
+def sweep_file(folder: Path, version: str, records: list[OpRecord]) -> Path:
+    header = Header(
+        device="cpu",
+        torch=version,
+        capability="avx2",
+        hardware="x",
+        autocast=["bfloat16", "float16"],
+        samples=4,
+        ops=len(records),
+    )
+    return Measured(header, records, [OpTimes(op="a", float32_us=[1.0, 2.0])]).save(folder)[0]
+
+
+@pytest.fixture
+def catalog_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make a catalog of sweeps: ``catalog_of({"2.1.0": [record, …]})``."""
+
+    def make(content: dict[str, list[OpRecord]]) -> None:
+        for version, records in content.items():
+            sweep_file(tmp_path, version, records)
+        monkeypatch.setattr(measured, "data_folder", lambda: tmp_path)
+        measured.sweeps.cache_clear()
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    yield
+    measured.sweeps.cache_clear()
+
+
+# -- files
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_files_are_whole_and_sorted(path: Path) -> None:
+    if path.name.endswith(measured.TIMES):
+        assert path.with_name(path.name.replace(measured.TIMES, ".jsonl")).exists()
+        return
+    sweep = measured.Sweep(path)
+    names = list(sweep.records)
+    assert names == sorted(names)
+    assert path.stem == sweep.header.stem
+    assert path.stat().st_size < 300_000
+    for op, found in sweep.records.items():
+        assert op == found.op
+        for failure in found.failures:
+            assert all(re.fullmatch(r"(float32|float16|bfloat16)/[a-z-]+", cell) for cell in failure.cells)
+            assert failure.kind != "other" or not found.samples[0] or failure.cells[0].startswith("float32")
+    assert {times.op for times in sweep.times.values()} <= set(names)
+
+
+def test_every_version_is_there() -> None:
+    plain = [sweep for sweep in measured.sweeps() if sweep.header.device == "cpu" and not sweep.header.extension]
+    assert [sweep.release for sweep in plain] == VERSIONS
+    assert any(sweep.header.extension == "ipex 2.8.0" for sweep in measured.sweeps())
+
+
+@pytest.mark.parametrize(
+    ("mend", "says"),
+    [
+        (lambda text: text.rpartition("\n{")[0] + "\n", r":? ?1 operators, the header says 2: truncated"),
+        (lambda text: text[:-40] + "\n", r"\.jsonl:3: .*truncated"),
+        (
+            lambda text: text.replace('"samples":[4,4]', '"samples":[4,4],"extra":1', 1),
+            r"\.jsonl:2: .*unknown field `extra`",
+        ),
+        (lambda text: text.replace("[2,4,4,4]", "[9,4,4,4]"), r"\.jsonl:3: .*float16 passes \[9, 4, 4, 4\]"),
+        (lambda text: text.replace('"missing-kernel"', '"what"'), r"\.jsonl:3: .*failures"),
+        (lambda text: text.replace('"schema":1', '"schema":7'), r"\.jsonl:1: schema 7 is not 1"),
+        (lambda text: text.replace('"device":"cpu",', ""), r"\.jsonl:1: .*device"),
+        (lambda text: text.replace('{"op":"b"', '{"op":"a"'), r"there twice"),
+        (lambda text: text.replace('{"op":"b",', "{"), r"\.jsonl:3: .*missing required field `op`"),
+        (lambda text: text.replace("float16/forward", "float16/sideways"), r"\.jsonl:3: .*cells"),
+        (lambda text: text.replace('"torch":"2.1.0"', '"torch":"new"'), r"\.jsonl:1: .*torch"),
+        (lambda text: "", r"\.jsonl:1: "),
+        (lambda text: "\x80pickle", r"\.jsonl:1: "),
+    ],
+)
+def test_damaged_files_say_where(tmp_path: Path, mend: Callable[[str], str], says: str) -> None:
+    path = sweep_file(tmp_path, "2.1.0", [record("a", "all"), record("b", "some")])
+    text = path.read_text()
+    assert mend(text) != text
+    path.write_text(mend(text), encoding="latin-1")
+    with pytest.raises(CatalogError, match=says):
+        dict(measured.Sweep(path).records)
+
+
+def test_a_few_operators_do_not_overwrite_many(tmp_path: Path) -> None:
+    many = [record("a", "all"), record("b", "all")]
+    path = sweep_file(tmp_path, "2.1.0", many)
+    with pytest.raises(UsageError, match="not overwritten"):
+        sweep_file(tmp_path, "2.1.0", many[:1])
+    assert list(measured.Sweep(path).records) == ["a", "b"]
+    assert sweep_file(tmp_path, "2.1.0", many) == path
+
+
+states = st.lists(st.sampled_from(["all", "some", "none"]), min_size=1, max_size=6)
+
+
+@given(before=states, after=states)
+def test_records_survive_the_file(
+    tmp_path_factory: pytest.TempPathFactory, before: list[State], after: list[State]
+) -> None:
+    folder = tmp_path_factory.mktemp("c")
+    records = [record(f"op{index}", state) for index, state in enumerate(before + after)]
+    sweep = measured.Sweep(sweep_file(folder, "2.1.0", records))
+    assert list(sweep.records.values()) == records
+    assert [sweep.state(f"op{i}", "float16", "forward") for i in range(len(records))] == before + after
+
+
+# -- names
+
+
+@pytest.mark.parametrize(
+    ("query", "first"),
+    [
+        ("dot", "dot"),
+        ("aten::dot", "dot"),
+        ("torch.dot", "dot"),
+        ("aten.dot.default", "dot"),
+        ("torch.ops.aten.dot", "dot"),
+        ("Tensor.dot", "dot"),
+        ("svd", "svd"),
+        ("torch.linalg.svd", "linalg.svd"),
+        ("F.conv2d", "nn.functional.conv2d"),
+        ("torch.nn.functional.conv2d", "nn.functional.conv2d"),
+        ("rfft", "fft.rfft"),
+        ("std.unbiased", "std.unbiased"),
+        ("_cdist_forward", "cdist"),
+    ],
+)
+def test_any_usual_name_is_found(query: str, first: str) -> None:
+    assert find(query, measured.sweep_of("cpu").records)[0].op == first
+
+
+def test_a_short_name_finds_several() -> None:
+    found = [found.op for found in find("svd", measured.sweep_of("cpu").records)]
+    assert found == ["svd", "linalg.svd"]
+
+
+def test_an_unknown_name_is_an_error_with_suggestions() -> None:
+    with pytest.raises(UsageError) as raised:
+        find("sofmax", measured.sweep_of("cpu").records)
+    assert "softmax" in str(raised.value.hint)
+    with pytest.raises(UsageError, match="dtype"):
+        dtype_of("int8")
+
+
+@given(st.sampled_from(sorted(measured.sweep_of("cpu").records)))
+def test_every_operator_is_found_by_its_own_name(op: str) -> None:
+    assert find(op, measured.sweep_of("cpu").records)[0].op == op
+    assert bare(op)
+
+
+# -- versions
+
+
+def oracle_since(past: list[State]) -> int | None:
+    """Index from which on all is well up to the last; ``None`` if the last is not."""
+    index = None
+    for position in reversed(range(len(past))):
+        if past[position] != "all":
+            break
+        index = position
+    return index
+
+
+@given(history=states, at=st.integers(0, 5))
+def test_since_and_mended(tmp_path_factory: pytest.TempPathFactory, history: list[State], at: int) -> None:
+    at = min(at, len(history) - 1)
+    folder = tmp_path_factory.mktemp("c")
+    for minor, state in enumerate(history):
+        sweep_file(folder, f"2.{minor + 1}.0", [record("a", state)])
+    patch = pytest.MonkeyPatch()
+    patch.setattr(measured, "data_folder", lambda: folder)
+    measured.sweeps.cache_clear()
+    try:
+        cell = support.measured_cell(measured.history("cpu")[at], "a", "float16", "forward")
+    finally:
+        patch.undo()
+        measured.sweeps.cache_clear()
+    first = oracle_since(history[: at + 1])
+    assert cell.since == (None if first is None else f"2.{first + 1}")
+    assert cell.since_oldest == (first == 0)
+    later = oracle_since(history)
+    mended = later is not None and later > at and history[at] != "all"
+    assert cell.mended == (f"2.{later + 1}" if mended and later is not None else None)
+
+
+def test_the_difference_of_two_versions(catalog_of: Callable[..., None]) -> None:
+    catalog_of(
+        {
+            "2.1.2": [record("a", "none"), record("b", "all"), record("c", "all"), record("d", "some")],
+            "2.2.0": [record("a", "all"), record("b", "some"), record("c", "all"), record("e", "all")],
+        }
+    )
+    found = changes.difference("2.1", "2.2")
+    assert [(change.op, change.before, change.after) for change in found.gained] == [("a", "none", "all")]
+    assert [(change.op, change.before, change.after) for change in found.lost] == [("b", "all", "some")]
+    assert (found.only_before, found.only_after) == (["d"], ["e"])
+    assert changes.difference("2.2", "2.1") == found
+    with pytest.raises(UsageError, match="was not measured"):
+        changes.difference("2.1", "2.9")
+
+
+def test_gaps_name_the_release_that_mends_them(catalog_of: Callable[..., None]) -> None:
+    catalog_of(
+        {
+            "2.1.2": [record("a", "none", at="a"), record("b", "some")],
+            "2.2.0": [record("a", "all"), record("b", "none")],
+        }
+    )
+    found = changes.gaps("cpu", "float16", "2.1")
+    assert [(missing.op, missing.mended) for missing in found.missing] == [("a", "2.2"), ("b", None)]
+    assert changes.gaps("cpu", "bfloat16", "2.1").missing == []
+    mending = changes.mending("aten.a.default", device="cpu", dtype="float16", torch="2.1.2+cpu")
+    assert str(mending) == "runs since torch 2.2"
+    assert changes.mending("aten.z.default", device="cpu", dtype="float16", torch="2.1.2") is None
+    assert changes.mending("aten.a.default", device="cuda", dtype="float16", torch="2.1.2") is None
+
+
+def test_dot_in_half_as_it_is_told() -> None:
+    [answer] = support.lookup("dot", dtype="float16")
+    cells = {(cell.device, cell.mode): cell for cell in answer.cells}
+    assert cells["cpu", "forward"].state == "all"
+    assert cells["cpu", "forward"].evidence == "measured"
+    assert not cells["cpu", "forward"].since_oldest
+    assert (cells["xpu", "forward"].since, cells["xpu", "forward"].registration) == ("2.11", "native")
+    assert cells["xpu", "forward"].evidence == "declared"
+    assert cells["xpu", "forward"].links
+    assert "ipex-673" in {issue.id for issue in answer.issues}
+    [older] = support.lookup("dot", dtype="float16", device="cpu", torch="2.1")
+    assert {cell.state for cell in older.cells} == {"none", None}
+    assert older.cells[0].mended is not None
+
+
+def test_a_cpu_fallback_on_xpu_fares_as_the_cpu() -> None:
+    [answer] = support.lookup("linalg.svd", dtype="float16", device="xpu")
+    assert {(cell.state, cell.registration) for cell in answer.cells} == {("none", "fallback")}
+    assert [missing.op for missing in changes.gaps("xpu", "float16").missing if missing.op == "linalg.svd"]
+    assert declared.releases()[-1] == changes.gaps("xpu", "float16").torch
+
+
+# -- a scan uses it
+
+
+def test_a_scan_says_since_when() -> None:
+    def scan(torch: str, op: str, message: str) -> str:
+        gap = Gap(
+            op=op, layer="dispatch", kind="missing-kernel", module="", source=None, dtypes=["half"], message=message
+        )
+        run = Run(precision="half", device="cpu", status="error", gaps=[gap])
+        model = ModelInfo(name="Net", parameters=1, inputs=[], modules=1, training=False)
+        result = ScanResult(tool="t", target="t", model=model, environment={"torch": torch}, runs=[run])
+        [found] = diagnose(result, select=["LP101"])
+        return str(found.help)
+
+    dot = scan("2.1.2+cpu", "aten.dot.default", "\"dot\" not implemented for 'Half'")
+    assert re.search(r"; runs since torch 2\.\d+", dot)
+    svd = scan("2.13.0", "aten._linalg_svd.default", "\"linalg_svd_cpu\" not implemented for 'Half'")
+    assert svd.endswith(f"; fails up to torch {VERSIONS[-1]}")
+    assert "torch 2." not in scan("2.13.0", "aten.unheard_of.default", "no")
+
+
+# -- the command line
+
+
+def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lowprec_check", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+QUESTIONS = [
+    ["op", "dot"],
+    ["op", "svd", "--dtype", "half", "--device", "xpu", "--torch", "2.8"],
+    ["catalog", "diff", "2.8", "2.13", "--device", "cpu"],
+    ["catalog", "gaps", "--device", "xpu", "--dtype", "half"],
+    ["catalog", "gaps", "--dtype", "bfloat16", "--torch", "2.4"],
+]
+
+
+def processor_seconds(*arguments: str) -> float:
+    """The least of three calls, which must succeed."""
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert call(*arguments).returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+    return min(seconds)
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=" ".join)
+def test_questions_are_answered_at_once(question: list[str]) -> None:
+    done = call(*question)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    assert json.loads(call(*question, "--json").stdout)
+    seconds = processor_seconds(*question)  # a machine busy with other things is told by the shortest of all commands
+    assert seconds < 0.3 or seconds < 4 * processor_seconds("--version")
+
+
+def test_wrong_questions() -> None:
+    for arguments, says in [
+        (["op", "sofmax"], "Did you mean"),
+        (["op", "dot", "--dtype", "int8"], "no dtype"),
+        (["op", "dot", "--device", "tpu"], "Nothing was measured"),
+        (["op", "dot", "--device", "cpu", "--torch", "1.9"], "not measured on cpu"),
+        (["catalog", "diff", "2.8", "9.9"], "not measured"),
+        (["catalog", "diff", "old", "2.8"], "no version of torch"),
+        (["catalog", "gaps", "--torch", "new"], "no version of torch"),
+        (["catalog", "gaps", "--dtype", "fp32"], "--dtype half or bfloat16"),
+        (["catalog", "gaps", "--device", "xpu", "--torch", "2.1"], "Nothing is declared"),
+        (["catalog", "report", "--out", "nowhere"], "no folder"),
+        (["catalog", "build", "--out", "nowhere"], "no folder"),
+    ]:
+        done = call(*arguments)
+        assert done.returncode == 2, arguments
+        assert says in done.stderr, (arguments, done.stderr)
+        assert done.stdout == ""
+
+
+# -- reports
+
+
+def test_the_page_needs_nothing_else_and_holds_every_cell() -> None:
+    page = render_grid()
+    assert not re.search(r"""(src|href)=["']""", page)
+    data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    shown = columns()
+    assert [column["label"] for column in data["columns"]] == [column.label for column in shown]
+    sweep = next(i for i, column in enumerate(shown) if column.sweep and column.sweep.header.torch.startswith("2.13"))
+    lines = {line["op"]: line for line in data["lines"]}
+    letters = {"all": "a", "some": "s", "none": "n", None: "-"}
+    for op in ("dot", "linalg.svd", "cdist", "special.i1"):
+        for index, (dtype, mode) in enumerate(CELLS):
+            state = shown[sweep].sweep.state(op, dtype, mode)  # type: ignore[union-attr]
+            assert lines[op]["states"][index][sweep] == letters[state]
+
+
+def test_the_shipped_reports_are_up_to_date() -> None:
+    for name, render in (("op-support.md", render_report), ("op-support.html", render_grid)):
+        written = (ROOT / "reports" / name).read_text(encoding="utf-8")
+        assert written == render(), "run lowprec-check catalog report"
+
+
+def test_modes_and_dtypes_are_what_the_files_have() -> None:
+    for sweep in measured.sweeps():
+        for found in sweep.records.values():
+            assert set(found.passed) <= set(DTYPES)
+            for dtype, counts in found.passed.items():
+                assert len(counts) == (4 if dtype in sweep.header.autocast else 2), (found.op, dtype, MODES)

@@ -1,0 +1,345 @@
+"""Differences and baselines: what counts, what is noise, what survives an edit of the file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from browser import chromium, opened
+from conftest import ROOT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shared_result import gap, run, shared_result
+
+from lowprec_check import baseline
+from lowprec_check.compare import Change, Comparison, compare
+from lowprec_check.errors import UsageError
+from lowprec_check.renderers.comparison import DIFF_FORMATS, render
+from lowprec_check.results import Diagnostic, Run, ScanResult
+
+RESULT = shared_result()
+
+
+def result_of(*runs: Run, **more: Any) -> ScanResult:
+    fields = {"recommendation": None, "diagnostics": []} | more
+    return msgspec.structs.replace(RESULT, runs=[run("fp32", latency_ms=10.0, tolerance=None), *runs], **fields)
+
+
+def changes(old: Run, new: Run, **options: Any) -> list[tuple[str, str]]:
+    found = compare(result_of(old), result_of(new), **options)
+    return [(change.kind, change.direction) for change in found.changes]
+
+
+def test_a_result_does_not_differ_from_itself() -> None:
+    found = compare(RESULT, RESULT)
+    assert (found.changes, found.warnings, found.regressions) == ([], [], 0)
+    assert len(found.runs) == len(RESULT.runs)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "direction"),
+    [
+        ("ok", "inaccurate", "worse"),
+        ("inaccurate", "nonfinite", "worse"),
+        ("nonfinite", "error", "worse"),
+        ("error", "crashed", "worse"),
+        ("error", "timeout", "worse"),
+        ("crashed", "ok", "better"),
+        ("timeout", "crashed", "other"),
+        ("ok", "skipped", "worse"),
+        ("skipped", "ok", "better"),
+    ],
+)
+def test_status(old: str, new: str, direction: str) -> None:
+    assert ("status", direction) in changes(run("half", old), run("half", new))
+
+
+def test_gaps_gained_and_mended() -> None:
+    had, has = run("half", "error", gaps=[gap()]), run("half", "error", gaps=[gap(op="torch.quantile")])
+    assert changes(had, has) == [("gap", "worse"), ("gap", "better")]
+    what = [change.what for change in compare(result_of(had), result_of(has)).changes]
+    assert what[0].startswith("missing-kernel gained: torch.quantile in encoder.blocks.0.norm at net.py:23")
+    assert what[1].startswith("missing-kernel mended: aten.linalg_cholesky_ex.default")
+
+
+def test_a_gap_that_moved_is_the_same_gap() -> None:
+    before = run("half", "error", gaps=[gap()])
+    after = run("half", "error", gaps=[gap(source="net.py:99", module="encoder.blocks.7.norm", message="other words")])
+    assert changes(before, after) == []
+
+
+def test_one_op_in_many_places_is_one_change() -> None:
+    after = run("half", "error", gaps=[gap(source=f"file{i}.py:3") for i in range(9)])
+    found = compare(result_of(run("half", "error")), result_of(after))
+    assert [change.what for change in found.changes] == [
+        "missing-kernel gained: aten.linalg_cholesky_ex.default in encoder.blocks.0.norm at file0.py:3 and 8 more places"
+    ]
+
+
+def test_what_was_not_looked_at_is_neither_gained_nor_mended() -> None:
+    seen, unseen = run("half", "error", gaps=[gap()]), run("half", "error", complete=False)
+    assert changes(seen, unseen) == []
+    assert changes(unseen, seen) == [("gap", "other")]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (1e-3, 1.9e-3, []),
+        (1e-3, 2.1e-3, [("error", "worse")]),
+        (2.1e-3, 1e-3, [("error", "better")]),
+        (1e-9, 9e-8, []),
+        (0.0, 5e-8, []),
+        (0.0, 1e-3, [("error", "worse")]),
+        (None, 1e-3, []),
+    ],
+)
+def test_errors_beyond_a_bit(old: float | None, new: float | None, expected: list[tuple[str, str]]) -> None:
+    assert changes(run("half", "ok", old), run("half", "ok", new)) == expected
+
+
+def timed(fp32: float, half: float, **environment: Any) -> ScanResult:
+    runs = [run("fp32", latency_ms=fp32, tolerance=None), run("half", latency_ms=half)]
+    known = RESULT.environment | environment
+    return msgspec.structs.replace(RESULT, runs=runs, environment=known, recommendation=None, diagnostics=[])
+
+
+def speeds(old: ScanResult, new: ScanResult) -> list[tuple[str, str]]:
+    return [(change.run, change.direction) for change in compare(old, new).changes if change.kind == "speed"]
+
+
+def test_slower_by_the_clock_and_against_fp32() -> None:
+    assert speeds(timed(10, 10), timed(10, 16)) == [("half", "worse")]
+    assert speeds(timed(10, 16), timed(10, 10)) == [("half", "better")]
+    assert speeds(timed(10, 10), timed(10, 14)) == []
+
+
+def test_a_busy_machine_is_no_regression() -> None:
+    assert speeds(timed(10, 10), timed(30, 30)) == [("fp32", "other")]
+
+
+def test_a_faster_fp32_is_no_regression() -> None:
+    assert speeds(timed(30, 10), timed(10, 10)) == [("fp32", "other")]
+
+
+def test_on_another_machine_only_the_ratio_counts() -> None:
+    assert speeds(timed(10, 10), timed(100, 30, device_name="another")) == [("half", "better")]
+    assert speeds(timed(10, 10), timed(1000, 1000, device_name="another")) == []
+
+
+def test_times_below_a_millisecond_say_nothing() -> None:
+    assert speeds(timed(0.2, 0.1), timed(0.2, 0.9)) == []
+
+
+def test_time_can_be_left_out() -> None:
+    assert not compare(timed(10, 10), timed(10, 1000), time_factor=float("inf")).regressions
+
+
+def test_memory() -> None:
+    assert changes(run("half"), run("half", peak_memory_bytes=6 << 20)) == [("memory", "worse")]
+
+
+def test_no_way_any_more_is_a_regression() -> None:
+    found = compare(result_of(recommendation=RESULT.recommendation), result_of())
+    assert [(change.kind, change.direction, change.new) for change in found.changes] == [
+        ("recommendation", "worse", "no way")
+    ]
+
+
+def test_runs_that_only_one_has() -> None:
+    found = compare(result_of(run("half")), result_of(run("bfloat16")))
+    assert [(change.run, change.kind, change.direction) for change in found.changes] == [
+        ("bfloat16", "run", "other"),
+        ("half", "run", "other"),
+    ]
+    assert found.regressions == 0
+
+
+def test_different_environments_are_warned_of() -> None:
+    other = msgspec.structs.replace(
+        RESULT,
+        environment=RESULT.environment | {"torch": "2.14.0", "device": "xpu"},
+        options={"budget": 5.0, "seed": 0},
+        target="other.py",
+    )
+    assert compare(RESULT, other).warnings == [
+        "target: net.py → other.py",
+        "device: cpu → xpu",
+        "torch: 2.13.0+cpu → 2.14.0",
+        "option budget: 20.0 → 5.0",
+    ]
+
+
+# -- rendering
+
+
+DIFFERENT = compare(
+    result_of(run("half")), result_of(run("half", "error", gaps=[gap()], latency_ms=None), options={"seed": 1})
+)
+
+
+def test_json_holds_all_of_it() -> None:
+    assert msgspec.json.decode(render(DIFFERENT, "json"), type=Comparison) == DIFFERENT
+
+
+def test_markdown_says_it() -> None:
+    shown = render(DIFFERENT, "md")
+    assert "2 regressions" in shown
+    assert "option budget" in shown
+    assert "missing-kernel gained" in shown
+
+
+def test_markdown_of_thousands_of_changes_fits() -> None:
+    many = [Change(kind="gap", direction="worse", run="half", what=f"{i} " + "m" * 200) for i in range(2000)]
+    shown = render(msgspec.structs.replace(DIFFERENT, changes=many, regressions=2000), "md")
+    assert len(shown) <= 60_000
+    assert "more changes are left out here" in shown
+
+
+def test_the_page_is_silent_and_accessible(tmp_path: Path) -> None:
+    path = tmp_path / "diff.html"
+    path.write_text(render(DIFFERENT, "html"), encoding="utf-8")
+    with chromium() as browser, opened(browser, path) as page:
+        assert "2 regressions" in page.inner_text(".verdict")
+        axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+        assert [rule["id"] for rule in axe.run(page).response["violations"]] == []
+
+
+@settings(deadline=None)
+@given(st.one_of(st.text(max_size=200), st.sampled_from(["<script>alert(1)</script>", "a|b\n|c", "x" * 10_000])))
+def test_no_string_breaks_a_difference(nasty: str) -> None:
+    found = compare(RESULT, shared_result(nasty))
+    for format_ in DIFF_FORMATS:
+        shown = render(found, format_)
+        assert "<script>alert" not in shown or format_ != "html"
+    assert all(
+        line.count("|") - line.count("\\|") in (0, 6) for line in render(found, "md").splitlines() if line[:1] == "|"
+    )
+
+
+# -- the commands
+
+
+def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lowprec_check", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+def test_diff_exits_with_what_it_found(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.json", tmp_path / "bad.json"
+    result_of(run("half")).save(good)
+    result_of(run("half", "error")).save(bad)
+    assert call("diff", good, good).returncode == 0
+    assert call("diff", bad, good).returncode == 0
+    done = call("diff", good, bad)
+    assert (done.returncode, "1 regression" in done.stdout) == (1, True)
+    out = [tmp_path / f"d{suffix}" for suffix in (".md", ".html", ".json")]
+    done = call("diff", good, bad, *(argument for file in out for argument in ("-o", file)))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert [file.read_text(encoding="utf-8") for file in out] == [
+        render(compare(ScanResult.load(good), ScanResult.load(bad)), format_) for format_ in ("md", "html", "json")
+    ]
+    assert call("diff", good, tmp_path / "nothing.json").returncode == 2
+    assert call("diff", good, bad, "-o", tmp_path / "d.sarif").returncode == 2
+
+
+# -- baselines
+
+
+def finding(**more: Any) -> Diagnostic:
+    fields: dict[str, Any] = {
+        "code": "LP101",
+        "name": "missing-kernel",
+        "severity": "error",
+        "precision": "half",
+        "module": "blocks.3.attn",
+        "op": "aten.dot.default",
+        "source": "net.py:41",
+        "message": "\"dot\" not implemented for 'Half'",
+    }
+    return Diagnostic(**fields | more)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"source": "net.py:99"},
+        {"module": "blocks.11.attn"},
+        {"message": "other words, 17 of them"},
+        {"calls": 7},
+        {"severity": "note"},
+        {"help": "do"},
+    ],
+)
+def test_a_fingerprint_outlives(more: dict[str, Any]) -> None:
+    assert baseline.fingerprint(finding(**more)) == baseline.fingerprint(finding())
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"code": "LP102"},
+        {"precision": "bfloat16"},
+        {"op": "aten.vdot.default"},
+        {"module": "blocks.3.mlp"},
+        {"source": "other.py:41"},
+    ],
+)
+def test_a_fingerprint_tells_apart(more: dict[str, Any]) -> None:
+    assert baseline.fingerprint(finding(**more)) != baseline.fingerprint(finding())
+
+
+def test_without_a_place_the_words_count_and_not_the_numbers() -> None:
+    at = lambda message: baseline.fingerprint(finding(op=None, module=None, source=None, message=message))  # noqa: E731
+    assert at("output error 3.1e-01, tolerance 5e-02") == at("output error 1.2e-05, tolerance 1e-02")
+    assert at("output error 3.1e-01") != at("it differs by 3.1e-01")
+
+
+def test_a_baseline_accepts_what_it_was_made_of(tmp_path: Path) -> None:
+    path = tmp_path / "baseline.json"
+    baseline.save(baseline.baseline_of(RESULT), path)
+    known = baseline.load(path)
+    marked, stale = baseline.accept(RESULT, known)
+    assert all(diagnostic.accepted for diagnostic in marked.diagnostics)
+    assert stale == []
+    text = path.read_text()
+    assert ":23" not in text
+    assert path.read_bytes() == (baseline.save(baseline.baseline_of(RESULT), path), path.read_bytes())[1]
+    fewer = msgspec.structs.replace(RESULT, diagnostics=[*RESULT.diagnostics[1:], finding()])
+    marked, stale = baseline.accept(fewer, known)
+    assert [d.accepted for d in marked.diagnostics].count(False) == 1
+    assert [entry.code for entry in stale] == ["LP101"]
+
+
+@pytest.mark.parametrize(
+    "data", [b"{", b"[]", b'{"schema": 1, "findings": [{"code": 3}]}', b'{"schema": 9}', b'{"x": 1}']
+)
+def test_broken_baselines_are_refused(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "baseline.json"
+    path.write_bytes(data)
+    with pytest.raises(UsageError, match="baseline"):
+        baseline.load(path)
+
+
+def test_scan_with_a_baseline(tmp_path: Path) -> None:
+    path, saved, sarif = tmp_path / "baseline.json", tmp_path / "scan.json", tmp_path / "scan.sarif"
+    scan = ["scan", "examples/whitening.py", "-q", "-p", "half", "-p", "autocast-fp16", "--fail-on", "error"]
+    assert call(*scan).returncode == 1
+    assert call(*scan, "--baseline", path).returncode == 2
+    assert call(*scan, "--update-baseline").returncode == 2
+    done = call(*scan, "--baseline", path, "--update-baseline")
+    assert (done.returncode, "findings accepted" in done.stderr) == (0, True)
+    done = call(*scan, "--baseline", path, "--json", saved, "--report", sarif)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "accepted by the baseline" in done.stdout
+    assert all(diagnostic.accepted for diagnostic in ScanResult.load(saved).diagnostics)
+    assert all(entry["suppressions"] for entry in json.loads(sarif.read_text())["runs"][0]["results"])
+    entries = json.loads(path.read_text())
+    entries["findings"] = [entry for entry in entries["findings"] if entry["op"] != "torch.quantile"]
+    path.write_text(json.dumps(entries))
+    assert call(*scan, "--baseline", path).returncode == 1

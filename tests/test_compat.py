@@ -1,0 +1,292 @@
+"""Many models: each costs its own row, what is done stays done, and a cluster does it as well."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from browser import chromium, opened
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shared_result import shared_result
+
+from lowprec_check import compat, matrix
+from lowprec_check.errors import UsageError
+from lowprec_check.matrix import Matrix, Request, Row, named
+from lowprec_check.renderers import matrix as pages
+from lowprec_check.results import ScanResult
+
+Write = Callable[..., Path]
+
+MODEL = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+    def forward(self, x):
+        return {body}
+{extra}
+torch.manual_seed(0)
+model = Net().eval()
+inputs = torch.randn(4, 8)
+"""
+
+FAST = ("-p", "half", "--errors", "none")
+
+
+@pytest.fixture
+def sound(write: Write) -> str:
+    return str(write(MODEL.format(body="self.linear(x)", extra=""), "sound.py"))
+
+
+@pytest.fixture
+def gap(write: Write) -> str:
+    return str(write(MODEL.format(body="torch.quantile(self.linear(x), 0.5)", extra=""), "gap.py"))
+
+
+def requests_of(*targets: str) -> list[Request]:
+    return compat.asked_for([Request(target) for target in targets], FAST, [])
+
+
+def states(found: Matrix) -> list[str]:
+    return [row.state for row in found.rows]
+
+
+def test_each_model_costs_its_own_row(sound: str, gap: str, write: Write, tmp_path: Path) -> None:
+    raises = str(write("raise ValueError('no weights here')", "raises.py"))
+    dies = str(write("import os; os._exit(7)", "dies.py"))
+    killed = str(write("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed.py"))
+    folder = tmp_path / "out"
+    found = compat.run(requests_of(sound, raises, gap, dies, killed), folder, jobs=2)
+    assert states(found) == ["scanned", "failed", "scanned", "failed", "failed"]
+    assert [row.reason for row in found.rows if row.state == "failed"] == [
+        "ValueError at raises.py:1: no weights here",
+        "exit code 7",
+        "killed by signal 9",
+    ]
+    first, second = (row.cells[0] for row in found.rows if row.state == "scanned")
+    assert (first.precision, first.status, first.first_gap) == ("half", "ok", None)
+    assert (second.status, second.first_gap, second.first_gap_source) == ("error", "torch.quantile", "gap.py:9")
+    assert matrix.load(folder / "matrix.json") == found
+    assert ScanResult.load(folder / "scans" / f"{found.rows[0].slug}.json").target == sound
+
+
+def test_a_scan_that_hangs_is_given_up_with_its_workers(write: Write, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    hangs = str(write(f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)", "hangs.py"))
+    started = time.monotonic()
+    found = compat.run(requests_of(hangs), tmp_path / "out", timeout=8)
+    assert time.monotonic() - started < 60
+    assert found.rows[0].reason == "not done after 8 s"
+    assert not Path(f"/proc/{pid.read_text()}").exists()
+
+
+def test_it_goes_on_where_it_was_interrupted(sound: str, gap: str, tmp_path: Path) -> None:
+    folder, wanted = tmp_path / "out", requests_of(sound, gap)
+    seen: list[str] = []
+
+    def stop_after_one(done: int, of: int, row: Row, result: ScanResult | None) -> None:
+        seen.append(row.target)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compat.run(wanted, folder, on_row=stop_after_one)
+    assert [row.target for row in matrix.load(folder / "matrix.json").rows] == [sound]
+    found = compat.run(wanted, folder, on_row=lambda done, of, row, result: seen.append(f"{done}/{of} {row.target}"))
+    assert seen == [sound, f"2/2 {gap}"]
+    assert states(found) == ["scanned", "scanned"]
+    assert compat.run(wanted, folder, on_row=lambda *_: pytest.fail("all is done")) == found
+
+
+def test_a_report_without_its_scans_can_be_gone_on_with(sound: str, tmp_path: Path) -> None:
+    folder, wanted = tmp_path / "out", requests_of(sound)
+    found = compat.run(wanted, folder)
+    (folder / "scans" / f"{found.rows[0].slug}.json").unlink()
+    seen: list[str] = []
+    again = compat.run(wanted, folder, on_row=lambda done, of, row, result: seen.append(row.slug))
+    assert seen == [found.rows[0].slug]
+    (folder / "models").mkdir()
+    (folder / "models" / f"{again.rows[0].slug}.md").touch()
+    (folder / "scans" / f"{found.rows[0].slug}.json").unlink()
+    compat.run(wanted, folder, on_row=lambda *_: pytest.fail("all is done"))
+
+
+def test_only_what_failed_is_tried_again_and_only_on_request(write: Write, tmp_path: Path) -> None:
+    path = write("raise ValueError", "later.py")
+    folder, wanted = tmp_path / "out", requests_of(str(path))
+    assert states(compat.run(wanted, folder)) == ["failed"]
+    path.write_text(MODEL.format(body="self.linear(x)", extra=""))
+    assert states(compat.run(wanted, folder)) == ["failed"]
+    assert states(compat.run(wanted, folder, retry_failed=True)) == ["scanned"]
+
+
+def test_other_options_or_versions_are_another_scan(sound: str, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    found = compat.run(requests_of(sound), folder)
+    other = compat.asked_for([Request(sound)], (*FAST, "--seed", "1"), [])
+    again = compat.run(other, folder)
+    assert [row.options[-1] for row in again.rows] == ["1"]
+    data = json.loads((folder / "matrix.json").read_text())
+    data["rows"][0]["made_with"]["torch"] = "1.0"
+    (folder / "matrix.json").write_text(json.dumps(data))
+    assert compat.run(other, folder).rows[0].made_with == found.rows[0].made_with
+
+
+def test_a_cluster_of_two_workers_does_it(sound: str, gap: str, write: Write, tmp_path: Path) -> None:
+    distributed = pytest.importorskip("distributed")
+    raises = str(write("raise ValueError('no weights here')", "raises.py"))
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+        engine = f"dask://{cluster.scheduler_address.partition('://')[2]}"
+        found = compat.run(requests_of(sound, gap, raises), tmp_path / "out", engine=engine)
+    assert states(found) == ["scanned", "scanned", "failed"]
+    assert [cell.status for row in found.rows for cell in row.cells] == ["ok", "error"]
+
+
+@pytest.mark.parametrize("engine", ["slurm://x", "local", "dask://127.0.0.1:1"])
+def test_engines_that_cannot_be(engine: str, tmp_path: Path) -> None:
+    pytest.importorskip("distributed")
+    with pytest.raises(UsageError):
+        compat.run(requests_of("nothing.py"), tmp_path, engine=engine)
+
+
+def test_a_list_has_options_and_comments(tmp_path: Path) -> None:
+    path = tmp_path / "list.txt"
+    path.write_text("# zoo\ntorchvision:resnet18 --inputs 1x3x64x64  # small\n\n'my model.py'\n")
+    assert compat.read_list(path) == [
+        Request("torchvision:resnet18", ("--inputs", "1x3x64x64")),
+        Request("my model.py"),
+    ]
+    path.write_text("a.py 'open")
+    with pytest.raises(UsageError, match=r"list.txt:1"):
+        compat.read_list(path)
+    with pytest.raises(UsageError):
+        compat.read_list(tmp_path / "none.txt")
+
+
+def test_slugs_are_file_names_one_for_each() -> None:
+    wanted = named(
+        [
+            Request("torchvision:resnet18"),
+            Request("torchvision:resnet18", device="cuda:0"),
+            Request("a/b.py"),
+            Request("a-b.py"),
+            Request("a/b.py", ("--seed", "1")),
+            Request("../../etc/passwd"),
+            Request("/" * 300),
+        ]
+    )
+    slugs = [request.slug for request in wanted]
+    assert slugs[:2] == ["torchvision-resnet18", "torchvision-resnet18-cuda0"]
+    assert len(set(slugs)) == len(slugs)
+    assert all(re.fullmatch(r"[\w.-]{1,100}", slug) and not slug.startswith(".") for slug in slugs)
+
+
+@pytest.mark.parametrize("data", ["{", "[]", '{"schema": 9}', '{"rows": [{"target": 1}]}', '{"x": 1}'])
+def test_a_folder_that_holds_something_else_is_refused(data: str, tmp_path: Path) -> None:
+    (tmp_path / "matrix.json").write_text(data)
+    with pytest.raises(UsageError, match=r"matrix\.json"):
+        compat.run([], tmp_path)
+
+
+# -- the pages
+
+
+def matrix_of(*texts: str) -> Matrix:
+    rows = [
+        matrix.row_of(shared_result(text), Request(text or "net.py", slug=f"m{i}"), 3.0, {"tool": "0.1.0"})
+        for i, text in enumerate(texts)
+    ]
+    failed = matrix.failed_row(Request(texts[0] or "x", slug="f"), texts[0] or "no such file", 1.0, {})
+    return Matrix(rows=[*rows, failed])
+
+
+def test_the_index_has_status_error_speed_and_first_gap() -> None:
+    found = matrix_of("")
+    shown = pages.markdown(found)
+    row = next(line for line in shown.splitlines() if "[net.py](models/m0.md)" in line)
+    assert "⚠️ 3.1e-01 · 0.80 ×" in row
+    assert "❌ no cholesky\\_ex +1" in row
+    assert "half + 2 in fp32" in row
+    assert "1 of 2 models could not be scanned" in shown
+    rows = [
+        msgspec.structs.replace(row, options=["--budget", "4", "--inputs", *own])
+        for row, own in zip(found.rows, (["1x3"], ["1x4"]), strict=True)
+    ]
+    assert "scanned with --budget 4\n" in pages.markdown(Matrix(rows=rows))
+    assert re.search(r"`torch.quantile` +\| half +\| +1 \|", shown)
+
+
+@settings(deadline=None)
+@given(
+    st.one_of(st.text(max_size=200), st.sampled_from(["<script>alert(1)</script>", "a|b\n|c", "x" * 10_000, "@me #1"]))
+)
+def test_no_string_breaks_the_index(nasty: str) -> None:
+    found = matrix_of(nasty)
+    tables = [line for line in pages.markdown(found).splitlines() if line.startswith("|")]
+    columns = len(pages.precisions(found)) + 3
+    assert {len(re.findall(r"(?<!\\)\|", line)) - 1 for line in tables} == {8, 3, columns}
+    page = pages.page(found)
+    assert "<script>alert" not in page
+    assert page.count("<script") == 2
+
+
+def test_the_index_page_sorts_and_filters(tmp_path: Path) -> None:
+    path = tmp_path / "index.html"
+    path.write_text(pages.page(matrix_of("", "b.py", "a.py")), encoding="utf-8")
+    with chromium() as browser, opened(browser, path) as page:
+        page.get_by_role("button", name="model", exact=True).click()
+        names = page.locator("#matrix tbody th").all_inner_texts()
+        assert [name.strip() for name in names] == sorted(name.strip() for name in names)
+        page.fill("#filter", "a.py")
+        assert page.locator("#matrix tbody tr:visible").count() == 1
+        axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+        assert [rule["id"] for rule in axe.run(page).response["violations"]] == []
+
+
+# -- the command
+
+
+def test_the_command_writes_a_report_and_says_what_failed(sound: str, gap: str, tmp_path: Path) -> None:
+    listed, folder = tmp_path / "list.txt", tmp_path / "out"
+    listed.write_text(f"{gap}\nnothing.py\n")
+    command = [sys.executable, "-m", "lowprec_check", "compat", sound, "--from-file", str(listed), "-o", str(folder)]
+    command += ["-p", "half", "--scan-options", "--errors none", "--html", "--jobs", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "3 rows, 1 could not be scanned" in done.stdout
+    assert "[3/3]" in done.stderr
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*.*")}
+    slugs = [row.slug for row in matrix.load(folder / "matrix.json").rows if row.state == "scanned"]
+    wanted = {f"models/{slug}{suffix}" for slug in slugs for suffix in (".md", ".html")}
+    assert names == wanted | {f"scans/{slug}.json" for slug in slugs} | {"index.md", "index.html", "matrix.json"}
+    for link in re.findall(r"\]\(([^)]+)\)", (folder / "index.md").read_text()):
+        assert (folder / link).exists()
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_ended_from_outside_it_ends_its_scans(jobs: str, write: Write, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    hangs = str(write(f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)", "hangs.py"))
+    command = [sys.executable, "-m", "lowprec_check", "compat", hangs, "-o", str(tmp_path / "out"), "--jobs", jobs]
+    process = subprocess.Popen(command)
+    deadline = time.monotonic() + 60
+    while not pid.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(timeout=60) == 130
+    assert not Path(f"/proc/{pid.read_text()}").exists()
+
+
+def test_nothing_to_scan_is_a_wrong_call(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lowprec_check", "compat", "-o", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, "nothing to scan" in done.stderr) == (2, True)

@@ -1,0 +1,379 @@
+"""What is declared for XPU: the rule that merges the sources, the files it made, and how they are read."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowprec_check.catalog import declared
+from lowprec_check.catalog.declared import Row
+from lowprec_check.catalog.tables import read_tables
+from lowprec_check.catalog.xpu import claims, dtypes, kernels, registrations
+from lowprec_check.catalog.xpu.__main__ import render, rows
+from lowprec_check.catalog.xpu.corrections import Correction, Corrections
+from lowprec_check.catalog.xpu.dtypes import Answer, Claim, Evidence
+from lowprec_check.catalog.xpu.registrations import Declarations, Found, Native
+from lowprec_check.errors import UsageError
+
+YAML = """
+- func: add.Tensor(Tensor self, Tensor other) -> Tensor
+  structured_delegate: add.out
+  dispatch:
+    SparseCPU: add_sparse
+- func: add.out(Tensor self, Tensor other, *, Tensor(a!) out) -> Tensor(a!)
+  structured: True
+  dispatch:
+    CPU, CUDA, XPU: add_out
+- func: svd.U(Tensor A, *, Tensor(a!) U) -> Tensor(a!)
+  structured: True
+  dispatch:
+    CPU, CUDA: svd_out
+- func: svd(Tensor A) -> Tensor
+  structured_delegate: svd.U
+- func: dot(Tensor self, Tensor tensor) -> Tensor
+  dispatch:
+    CPU: dot
+  autogen: dot.out, dot_other
+- func: inv(Tensor A) -> Tensor
+- func: relu(Tensor self) -> Tensor
+  dispatch:
+    CompositeExplicitAutograd: relu
+    MPS: relu_mps
+  autogen: relu.out
+- func: mkldnn_linear(Tensor self) -> Tensor
+  dispatch:
+    MkldnnCPU: mkldnn_linear
+- func: nested_only(Tensor self) -> Tensor
+  dispatch: {}
+- func: prelu(Tensor self) -> Tensor
+  autogen: prelu.out
+- func: copy_from(Tensor self) -> Tensor
+  dispatch:
+    MPS: copy_mps
+"""
+
+
+def found(**other: object) -> dict[str, Found]:
+    """The registrations of YAML, with further sources."""
+    given_ = {"intel": {}, "library": frozenset(), "fallback": frozenset()} | other
+    return registrations.registrations(Declarations(registrations.parse(YAML), **given_))  # type: ignore[arg-type]
+
+
+def test_the_rule_for_registrations() -> None:
+    intel = {"dot": Native(frozenset({"XPU"})), "svd.U": Native(frozenset({"CUDA", "SparseXPU"}))}
+    assert found(intel=intel, fallback=frozenset({"svd.U"}), library=frozenset({"copy_from"})) == {
+        "add.Tensor": Found("native", "torch", "add.out"),
+        "add.out": Found("native", "torch"),
+        "copy_from": Found("native", "library"),
+        "dot": Found("native", "torch-xpu-ops"),
+        "dot.out": Found("native", "torch-xpu-ops", "dot"),
+        "dot_other": Found("native", "torch-xpu-ops", "dot"),
+        "inv": Found("composite", "torch"),
+        "mkldnn_linear": Found("none", "torch"),
+        "nested_only": Found("none", "torch"),
+        "prelu": Found("composite", "torch"),
+        "relu": Found("composite", "torch"),
+        "relu.out": Found("composite", "torch", "relu"),
+        "svd": Found("fallback", "fallback", "svd.U"),
+        "svd.U": Found("fallback", "fallback"),
+    }
+
+
+def test_a_kernel_goes_before_the_fallback_and_a_correction_before_all() -> None:
+    both = found(intel={"svd.U": Native(frozenset({"XPU"}))}, fallback=frozenset({"svd.U"}))
+    assert both["svd"] == Found("native", "torch-xpu-ops", "svd.U")
+    corrected = found(fallback=frozenset({"svd.U"}), corrected={"svd.U": Found("none", "correction/x")})
+    assert corrected["svd"] == Found("none", "correction/x", "svd.U")
+    assert found()["dot.out"] == Found("none", "torch", "dot")
+
+
+def test_lists_in_c_plus_plus() -> None:
+    code = 'std::vector<std::string> fallback_list = {\n    "a.out",\n    // "gone",\n    "b",\n  };'
+    assert registrations.fallback_list(code) == {"a.out", "b"}
+    with pytest.raises(ValueError, match="fallback_list"):
+        registrations.fallback_list("nothing here")
+    code = (
+        'TORCH_LIBRARY_IMPL(aten, XPU, m) {\n  m.impl(\n      TORCH_SELECTIVE_NAME("aten::x.out"), TORCH_FN(x));\n  m.impl("y", f);\n}\n'
+        'TORCH_LIBRARY_IMPL(quantized, XPU, m) {\n  m.impl("z", f);\n}\n'
+    )
+    assert registrations.library_impls(code) == {"x.out", "y"}
+
+
+FLOATING = 'void a() {\n  AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "cdist_xpu", [&] { f<scalar_t>(); });\n}\n'
+BOTH = 'void b() {\n  AT_DISPATCH_FLOATING_TYPES_AND2(\n      kHalf, at::ScalarType::BFloat16, t, "dot_xpu", [&]() { g((int)1); });\n}\n'
+ONE = 'void c() {\n  AT_DISPATCH_FLOATING_TYPES_AND(at::ScalarType::BFloat16, t, "back_xpu", [&] {});\n}\n'
+V2 = (
+    'void d() {\n  AT_DISPATCH_V2(t, "new_xpu", AT_WRAP([&]() { h(); }), AT_EXPAND(AT_FLOATING_TYPES), kHalf);\n'
+    '  AT_DISPATCH_V2(t, "newer_xpu", AT_WRAP([&]() { h(); }), AT_EXPAND(AT_ALL_TYPES), kHalf, kBFloat16);\n}\n'
+)
+COMPLEX = 'void e() {\n  AT_DISPATCH_COMPLEX_TYPES(t, "conj_xpu", [&] {});\n}\n'
+BRANCH = 'void s() {\n  if (t == kHalf) return half_sum();\n  AT_DISPATCH_FLOATING_TYPES(t, "sum_xpu", [&] {});\n}\n'
+TWICE = 'void w() {\n  AT_DISPATCH_FLOATING_TYPES(t, "two_xpu", [&] {});\n  AT_DISPATCH_FLOATING_TYPES_AND2(kHalf, kBFloat16, t, "two_xpu", [&] {});\n}\n'
+
+
+def test_dtypes_that_kernels_leave_out() -> None:
+    assert kernels.left_out([FLOATING + BOTH + ONE + V2 + COMPLEX, BRANCH, TWICE]) == {
+        "cdist_xpu": {"half", "bfloat16"},
+        "back_xpu": {"half"},
+        "new_xpu": {"bfloat16"},
+    }
+    # A site that is not understood, or in another file, keeps its tag from being conclusive.
+    switch = 'AT_DISPATCH_SWITCH(t, "cdist_xpu", AT_DISPATCH_CASE(kHalf, [&] {}))'
+    assert kernels.left_out([FLOATING, switch]) == {}
+    assert {"_cdist_forward", "special_cdist"} < kernels.op_names("cdist_xpu")
+    assert kernels.op_names("softmax") == frozenset()
+
+
+WIDE, HALF = ["float32"], ["float32", "half"]
+CLAIMS = {
+    "add": Claim("add", HALF, WIDE, HALF, {"float32": ["add.Tensor"], "half": ["add.Tensor"]}),
+    "linalg.svd": Claim("linalg_svd", WIDE, WIDE, WIDE, {"float32": ["svd", "view"]}),
+    "cov": Claim("cov", WIDE, [], WIDE, {"float32": ["dot", "relu"]}),
+    "elu": Claim("elu", HALF, ["half"], HALF, {"half": ["relu"]}, {"half": ["mkldnn_linear"]}),
+    "fft": Claim("fft", HALF, [], HALF, {"float32": ["dot", "empty"], "half": []}),
+    "inv": Claim("inv", WIDE, [], HALF),
+}
+
+
+def test_the_rule_for_dtypes() -> None:
+    registered = found(intel={"dot": Native(frozenset({"XPU"}))}, fallback=frozenset({"svd.U"}))
+    half = dtypes.answers(registered, Evidence(CLAIMS, {}, {}), "half")
+    assert half["add.Tensor"] == half["add.out"] == Answer(True, "opinfo:add")
+    assert half["svd"] == half["svd.U"] == Answer(False, "opinfo:linalg.svd")
+    assert half["dot"] == Answer(True, "opinfo:fft")  # what the CPU refuses above dispatch is traced in float32
+    assert half["relu"] == Answer(True, "opinfo:elu")
+    assert half["mkldnn_linear"] == Answer(True, "opinfo:elu")
+    assert half["inv"] == Answer(None)  # not claimed only for want of CUDA hardware
+    bfloat16 = dtypes.answers(registered, Evidence(CLAIMS, {"add": frozenset({"bfloat16"})}, {}), "bfloat16")
+    assert bfloat16["add.Tensor"] == Answer(True, "tests:add")
+    assert bfloat16["dot"] == Answer(False, "opinfo:fft")  # `cov` computes with two ops: it tells of neither
+    assert bfloat16["relu"] == Answer(None)
+    assert bfloat16["inv"] == Answer(False, "opinfo:inv")
+
+
+def test_kernels_and_corrections_overrule_claims() -> None:
+    registered = found(fallback=frozenset({"svd.U"}))
+    left_out = {"add_xpu": frozenset({"half"}), "svd_xpu": frozenset({"half"})}
+    half = dtypes.answers(registered, Evidence(CLAIMS, {}, left_out), "half")
+    assert half["add.Tensor"] == half["add.out"] == Answer(False, "kernel:add_xpu")
+    assert half["svd"] == Answer(False, "opinfo:linalg.svd")  # it has no kernel of its own
+    corrected = {("add.out", "half"): Answer(True, "correction/y")}
+    half = dtypes.answers(registered, Evidence(CLAIMS, {}, left_out, corrected), "half")
+    assert half["add.out"] == Answer(True, "correction/y")
+    assert half["add.Tensor"] == Answer(False, "kernel:add_xpu")
+
+
+def test_what_intels_tests_add() -> None:
+    text = (
+        "import torch\nother = {}\n_ops_dtype_different_cuda_support = {\n"
+        '    "histc": {"forward": {torch.bfloat16, torch.float16}},\n'
+        '    "stft": {"forward": {torch.float16, torch.complex32}, "backward": {torch.bfloat16}},\n}\n'
+    )
+    assert dtypes.additions(text) == {"histc": {"half", "bfloat16"}, "stft": {"half"}}
+    assert dtypes.additions("x = 1") == {}
+
+
+def test_corrections(tmp_path: Path) -> None:
+    entry = '[[correction]]\nid = "x"\nops = ["fft_*"]\nsince = "2.9"\nuntil = "2.10"\n{}\nwhy = "so"\nlink = "https://x.y/z"\n'
+    path = tmp_path / "corrections.toml"
+    path.write_text(entry.format("half = false"))
+    assert Corrections(path, "2.11").dtypes({"fft_fft"}) == {}
+    assert Corrections(path, "2.10").dtypes({"fft_fft", "add"}) == {("fft_fft", "half"): Answer(False, "correction/x")}
+    with pytest.raises(UsageError, match=r"no op of this release is called fft_\*"):
+        Corrections(path, "2.9").dtypes({"add"})
+    for wrong, says in (
+        ("", "says nothing"),
+        ("half = 1", "bool"),
+        ('registration = "maybe"', "maybe"),
+        ("haf = true", "haf"),
+    ):
+        path.write_text(entry.format(wrong))
+        with pytest.raises(UsageError, match=rf"corrections.toml: entry 'x': .*{says}"):
+            Corrections(path, "2.10")
+    curated = read_tables(ROOT / "catalog" / "declared-xpu-corrections.toml", "correction", Correction)
+    assert len({entry.id for entry in curated}) == len(curated) > 3
+
+
+ROWS = st.builds(
+    Found,
+    st.sampled_from(["native", "fallback", "composite", "none"]),
+    st.sampled_from(["torch", "fallback"]),
+    st.sampled_from([None, "add.out"]),
+)
+ANSWERS = st.one_of(
+    st.just(Answer(None)), st.builds(Answer, st.booleans(), st.sampled_from(["opinfo:x", "kernel:y_xpu"]))
+)
+
+
+@given(st.dictionaries(st.sampled_from(["add.Tensor", "add.out", "dot"]), st.tuples(ROWS, ANSWERS, ANSWERS)))
+def test_what_is_written_is_read(table: dict[str, tuple[Found, Answer, Answer]]) -> None:
+    registered = {op: row for op, (row, _, _) in table.items()}
+    taken = {
+        "half": {op: half for op, (_, half, _) in table.items()},
+        "bfloat16": {op: b for op, (_, _, b) in table.items()},
+    }
+    sources = {key: declared.Source("what", "https://x.y") for key in ("torch", "fallback")}
+    text = render("2.13", sources, rows(registered, taken))
+    path = Path(__file__).parent / "nowhere.json"
+    read = declared.parse(text.encode(), path)
+    assert read.ops == {
+        op: Row(*row, half.takes, b.takes, half.source, b.source) for op, (row, half, b) in table.items()
+    }
+
+
+def test_a_file_that_is_wrong_is_named_with_its_op(tmp_path: Path) -> None:
+    good = (ROOT / "catalog" / "declared-xpu-2.13.json").read_text(encoding="utf-8")
+    path = tmp_path / "declared-xpu-2.13.json"
+    wrongs = {
+        "op 'dot': Invalid enum value 'natve'": good.replace('"dot": ["native"', '"dot": ["natve"'),
+        "op 'dot': .*bool": re.sub(r'"dot": \[.*\]', '"dot": ["native", "torch", null, 1]', good),
+        "op 'dot': .*length": re.sub(
+            r'"dot": \[.*\]', '"dot": ["native", "torch", null, true, true, "a:b", "a:b", 8]', good
+        ),
+        "op 'dot': there is no source 'hearsay'": re.sub(r'"dot": \[.*\]', '"dot": ["native", "hearsay"]', good),
+        "schema 2 is not 1": good.replace('"schema": 1', '"schema": 2'),
+        "extra": good.replace('"schema": 1', '"schema": 1, "extra": 0'),
+        "truncated": good[: len(good) // 2],
+    }
+    for says, text in wrongs.items():
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(UsageError, match=rf"declared-xpu-2\.13\.json: .*{says}"):
+            declared.read(path)
+
+
+def test_names_and_releases() -> None:
+    for name in ("aten.dot.default", "aten::dot", "torch.ops.aten.dot.default", "dot"):
+        assert declared.overload_name(name) == "dot"
+    assert declared.overload_name("aten::add.Tensor") == "add.Tensor"
+    assert declared.load("2.13.0+cpu") is declared.load("2.13.0+cpu")
+    assert declared.load("2.13.0+cpu").torch == "2.13"
+    assert declared.releases() == tuple(f"2.{minor}" for minor in range(8, 16))
+    with pytest.raises(UsageError, match=r"torch 2\.7") as error:
+        declared.load("2.7.1")
+    assert "2.8, 2.9" in (error.value.hint or "")
+    with pytest.raises(UsageError, match="no version"):
+        declared.load("nightly")
+    assert declared.load("2.13").row("aten.no_such_op") is None
+    assert {"dot", "dot.out"} == set(declared.load("2.13").overloads("aten::dot"))
+
+
+# Read by hand from the sources, release by release: op, first native release, takes half, takes bfloat16 (in 2.13).
+KNOWN = [
+    ("dot", "2.11", True, True),
+    ("vdot", "2.11", True, True),
+    ("linalg_inv_ex", "2.9", False, False),
+    ("geqrf", "2.15", False, False),
+    ("_linalg_svd", None, False, False),
+    ("linalg_solve_triangular", "2.12", False, False),
+    ("grid_sampler_3d", "2.8", True, True),
+    ("_cdist_forward", "2.8", False, False),
+    ("histc", "2.8", True, True),
+    ("special_erfcx", "2.8", False, False),
+    ("angle", "2.8", False, False),
+    ("_fft_r2c", "2.8", True, False),
+    ("convolution_overrideable", "2.8", None, None),
+    ("addmm", "2.8", True, True),
+    ("addbmm", "2.8", True, None),
+    ("native_layer_norm_backward", "2.8", True, True),
+]
+
+
+@pytest.mark.parametrize(("op", "since", "half", "bfloat16"), KNOWN, ids=str)
+def test_what_is_known_by_other_means(op: str, since: str | None, half: bool | None, bfloat16: bool | None) -> None:
+    history = declared.history(op)
+    assert next((dated.torch for dated in history if dated.row and dated.row.registration == "native"), None) == since
+    for dated in history:
+        if dated.row is not None and since is not None and dated.row.registration != "native":
+            assert dated.row.registration == "fallback"
+    row = declared.load("2.13").row(op)
+    assert row is not None
+    assert (row.takes("half"), row.takes("bfloat16")) == (half, bfloat16)
+    assert all(url.startswith("https://github.com/") for url in declared.load("2.13").evidence(row))
+
+
+@pytest.mark.parametrize("release", declared.releases())
+def test_the_files_are_whole_and_sorted(release: str) -> None:
+    known = declared.load(release)
+    assert list(known.ops) == sorted(known.ops)
+    assert len(known.ops) > 3000
+    for op, row in known.ops.items():
+        if row.via is not None:
+            handed_to = known.ops[row.via]
+            assert (handed_to.registration, handed_to.source, handed_to.via) == (row.registration, row.source, None), op
+        for takes, source in ((row.half, row.half_source), (row.bfloat16, row.bfloat16_source)):
+            assert (takes is None) == (source is None), op
+            assert source is None or source.partition(":")[0] in known.sources, op
+    text = (ROOT / "catalog" / f"declared-xpu-{release}.json").read_text(encoding="utf-8")
+    assert len(json.loads(text)["ops"]) == sum(line.startswith(' "') and "[" in line for line in text.splitlines())
+
+
+class Sample:
+    def __init__(self, dtype: torch.dtype, requires_grad: bool) -> None:
+        self.input = torch.eye(3, dtype=dtype, requires_grad=requires_grad)
+        self.args = ()
+        self.kwargs: dict[str, object] = {}
+
+
+class Op:
+    """What `claims.py` asks of an OpInfo, for a function without a half kernel on the CPU."""
+
+    def sample_inputs(self, device: str, dtype: torch.dtype, requires_grad: bool) -> list[Sample]:
+        return [Sample(dtype, requires_grad)]
+
+    def __call__(self, matrix: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(0, dtype=matrix.dtype)
+        return torch.linalg.inv(matrix) + (torch.linalg.inv(matrix.detach(), out=out) + out).sum()
+
+
+def test_ops_behind_a_claim() -> None:
+    forward = claims.leaves_of(Op(), torch.float16, backward=False)
+    assert {"linalg_inv_ex", "linalg_inv_ex.inverse", "add.Tensor", "sum"} <= set(forward)
+    assert "linalg_inv_ex" not in claims.leaves_of(Op(), torch.bfloat16, backward=True)
+    assert "mm" in claims.leaves_of(Op(), torch.bfloat16, backward=True)
+    assert claims.leaves_of(object(), torch.float16, backward=False) == []
+
+
+def test_what_has_no_kernel_is_computed_in_float32_under_the_mode() -> None:
+    matrix = torch.tensor([[2.0, 0.0], [0.0, 4.0]], dtype=torch.bfloat16)
+    with claims.Leaves(torch.bfloat16) as mode:
+        inverse = torch.linalg.inv(matrix)
+        out = torch.empty(2, 2, dtype=torch.bfloat16)
+        torch.linalg.inv(matrix, out=out)
+    expected = torch.tensor([[0.5, 0.0], [0.0, 0.25]], dtype=torch.bfloat16)
+    assert inverse.dtype is torch.bfloat16
+    assert torch.equal(inverse, expected)
+    assert torch.equal(out, expected)
+    assert "linalg_inv_ex" in mode.names
+    with pytest.raises(RuntimeError, match="singular"), claims.Leaves(torch.bfloat16):
+        torch.linalg.inv(torch.zeros(2, 2, dtype=torch.bfloat16))
+
+
+def test_worst() -> None:
+    known = declared.load("2.10")
+    assert known.worst([]) == "native"
+    assert known.worst(["aten.mm.default", "aten.relu.default"]) == "native"
+    assert known.worst(["aten.mm.default", "aten.dot.default"]) == "fallback"
+    assert known.worst(["aten.mm.default", "mine.op.default", "aten.dot.default"]) == "none"
+
+
+def test_this_torch_agrees_on_which_ops_are_made_of_others() -> None:
+    """The dispatcher of any build knows what an XPU tensor would get of the kernels that serve every backend."""
+    release = declared.release_of(torch.__version__)
+    if release not in declared.releases():
+        pytest.skip(f"nothing is declared for torch {release}")
+    known = declared.load(release)
+    names = {name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
+    assert set(known.ops) <= names
+    for op, row in known.ops.items():
+        served = torch._C._dispatch_has_computed_kernel_for_dispatch_key(f"aten::{op}", "XPU")
+        if row.registration == "composite":
+            assert served, op
+        elif row.registration == "none" and row.via is None:
+            assert not served, op

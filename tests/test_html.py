@@ -1,0 +1,248 @@
+"""The HTML report in a real browser: silent, offline, usable with mouse, keyboard and screen reader, on paper too."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from browser import chromium, opened
+from shared_result import op_calls, run, shared_result
+
+from lowprec_check.origin import origin
+from lowprec_check.renderers.html import payload, render, tree
+from lowprec_check.renderers.html.tree import Node
+from lowprec_check.results import ScanResult
+
+RESULT = shared_result()
+LARGEST = 5 * 2**20
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture
+def page_of(tmp_path: Path) -> Any:
+    def write(result: ScanResult) -> Path:
+        path = tmp_path / "report.html"
+        path.write_text(render(result), encoding="utf-8")
+        return path
+
+    return write
+
+
+def hover(page: Any, chart: str, x: float, y: float) -> str:
+    """The tooltip at that place of the chart's data."""
+    place = page.evaluate(
+        """([chart, x, y]) => {
+            const host = document.getElementById(chart);
+            host.scrollIntoView({block: "center", behavior: "instant"});
+            const view = [...Bokeh.index].find((view) => host.contains(view.el));
+            const frame = view.frame, box = view.el.getBoundingClientRect();
+            return [box.left + frame.x_scale.compute(x), box.top + frame.y_scale.compute(y)];
+        }""",
+        [chart, x, y],
+    )
+    page.mouse.move(place[0] - 40, place[1] - 3)
+    page.mouse.move(*place, steps=4)
+    tip = page.locator(".bk-Tooltip .bk-tooltip-content").first
+    tip.wait_for(timeout=5000)
+    return str(tip.inner_text())
+
+
+def show(page: Any, label: str) -> None:
+    page.locator('.run-choice[data-chart="error"]').select_option(label=label)
+
+
+# -- in the browser
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_opens_silently_and_says_where_error_is_born(browser: Any, page_of: Any, scheme: str) -> None:
+    with opened(browser, page_of(RESULT), color_scheme=scheme) as page:
+        assert page.locator("html").get_attribute("data-theme") == scheme
+        assert "Use half with 2 modules in fp32" in page.locator(".verdict").inner_text()
+        assert (
+            "Born in aten.gelu.default in head at net.py:26 (call 42): the first Inf (12 values)."
+            in page.inner_text("#born")
+        )
+        show(page, "bfloat16 (inaccurate)")
+        assert "(call 21): error grows from" in page.inner_text("#born")
+
+
+def test_hovering_tells_op_module_and_line(browser: Any, page_of: Any) -> None:
+    with opened(browser, page_of(RESULT), viewport={"width": 1200, "height": 900}) as page:
+        show(page, "bfloat16 (inaccurate)")
+        calls = RESULT.run("bfloat16").op_calls
+        tip = hover(page, "error-chart", 22, calls.accumulated_error[21])
+        assert calls.op[21] in tip
+        assert calls.module[21] in tip
+        assert calls.source[21] in tip
+        module = next(iter(dict.fromkeys(calls.module)))
+        tip = hover(page, "range-chart", 1, 1.0)
+        assert module in tip
+
+
+def test_the_keyboard_walks_along_the_calls(browser: Any, page_of: Any) -> None:
+    with opened(browser, page_of(RESULT)) as page:
+        page.focus("#walk")
+        page.keyboard.press("Home")
+        assert page.inner_text("#walked").startswith("Call 1: aten.convolution.default in encoder, line –")
+        page.keyboard.press("ArrowRight")
+        said = page.inner_text("#walked")
+        assert said.startswith("Call 2: aten.native_layer_norm.default in encoder, line net.py:21")
+        assert page.get_attribute("#walk", "aria-valuetext") == said
+
+
+def test_the_module_tree_opens_and_closes_by_keyboard(browser: Any, page_of: Any) -> None:
+    with opened(browser, page_of(RESULT)) as page:
+        rows = page.locator("#heat tbody tr:visible")
+        everything = rows.count()
+        page.locator("#heat tbody tr").first.focus()
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("ArrowLeft")
+        assert rows.count() < everything
+        assert page.locator("#heat tbody tr").nth(1).get_attribute("aria-expanded") == "false"
+        page.keyboard.press("Enter")
+        assert rows.count() == everything
+        page.locator("#heat-metric").select_option("t")
+        assert "×" in page.locator("#heat tbody tr").first.inner_text()
+
+
+def test_findings_are_filtered(browser: Any, page_of: Any) -> None:
+    with opened(browser, page_of(RESULT)) as page:
+        page.fill("#filter", "cholesky")
+        assert page.locator(".finding:visible").count() == 2
+        assert page.inner_text("#shown").startswith("2 of ")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_accessibility_rule_is_broken(browser: Any, page_of: Any, scheme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    with opened(browser, page_of(RESULT), color_scheme=scheme) as page:
+        broken = [(rule["id"], rule["nodes"][0]["html"]) for rule in axe.run(page).response["violations"]]
+        assert broken == []
+
+
+def test_prints_in_light_colours(browser: Any, page_of: Any, tmp_path: Path) -> None:
+    with opened(browser, page_of(RESULT), color_scheme="dark") as page:
+        page.emulate_media(media="print")
+        page.wait_for_selector("html[data-theme=light]", state="attached", timeout=5000)
+        assert not page.locator("nav").is_visible()
+        assert page.pdf(path=tmp_path / "report.pdf")[:4] == b"%PDF"
+
+
+def test_a_narrow_screen_does_not_scroll_sideways(browser: Any, page_of: Any) -> None:
+    with opened(browser, page_of(RESULT), viewport={"width": 360, "height": 800}) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+def test_hostile_strings_stay_text(browser: Any, page_of: Any) -> None:
+    nasty = "<img src=x onerror=alert(1)><script>alert(2)</script>\"' javascript:alert(3) \u202e {{7*7}} " + "y" * 5000
+    with opened(browser, page_of(shared_result(nasty)), viewport={"width": 1200, "height": 900}) as page:
+        show(page, "bfloat16 (inaccurate)")
+        error = shared_result().run("bfloat16").op_calls.accumulated_error[21]
+        assert "<img src=x" in hover(page, "error-chart", 22, error)
+        assert page.locator("img").count() == 0
+        assert page.evaluate("document.documentElement.scrollWidth") <= 1200
+
+
+def test_twenty_thousand_calls_a_run_stay_usable(browser: Any, page_of: Any) -> None:
+    runs = [run("fp32", tolerance=None)]
+    for name in ("bfloat16", "autocast-bf16", "half", "autocast-fp16", "plan"):
+        calls = op_calls(20_000, born=12_345)
+        calls = msgspec.structs.replace(calls, module=[f"layers.{i // 40}.block.{i // 10 % 4}" for i in range(20_000)])
+        runs.append(run(name, "ok", 1e-3, op_calls=calls))
+    result = msgspec.structs.replace(RESULT, runs=runs)
+    started = time.perf_counter()
+    path = page_of(result)
+    rendered = time.perf_counter() - started
+    assert path.stat().st_size <= LARGEST
+    started = time.perf_counter()
+    with opened(browser, path, viewport={"width": 1200, "height": 900}) as page:
+        ready = time.perf_counter() - started
+        started = time.perf_counter()
+        show(page, "half (ok)")
+        tip = hover(page, "error-chart", 12_346, result.run("half").op_calls.accumulated_error[12_345])
+        hovered = time.perf_counter() - started
+    assert "aten.convolution.default" in tip
+    print(f"rendered in {rendered:.1f} s, ready in {ready:.1f} s, run changed and hovered in {hovered:.1f} s")
+    assert rendered < 30
+    assert ready < 20
+    assert hovered < 10
+
+
+# -- without a browser
+
+
+def test_the_policy_allows_these_scripts_alone() -> None:
+    page = render(RESULT)
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]  # type: ignore[index]
+    assert "default-src &#39;none&#39;" in policy
+    assert "unsafe-eval" not in policy
+    assert policy.count("sha256-") == 3
+    assert not re.search(r'(?:src|href)="(?!#)', page.replace(re.search(r"(?s)<script>.*?</script>", page)[0], ""))  # type: ignore[index]
+
+
+def unpacked(result: ScanResult) -> dict[str, Any]:
+    drawn = [found for found in result.runs if len(found.op_calls)]
+    return dict(json.loads(gzip.decompress(base64.b64decode(payload.pack(drawn)))))
+
+
+def test_the_payload_holds_what_was_measured() -> None:
+    data = unpacked(RESULT)
+    calls, first = data["runs"][0]["calls"], RESULT.run("bfloat16").op_calls
+    assert [data["strings"]["op"][number] for number in calls["op"]] == first.op
+    assert calls["accumulated_error"] == pytest.approx(first.accumulated_error, rel=1e-2)
+    assert [run["dtype"] for run in data["runs"]] == ["bf16", "bf16", "fp16", "fp16"]
+
+
+def test_thinning_keeps_the_worst_and_the_origin() -> None:
+    calls = op_calls(50_000, born=31_007)
+    result = msgspec.structs.replace(RESULT, runs=[run("half", "inaccurate", 0.5, op_calls=calls)])
+    found = unpacked(result)["runs"][0]
+    assert found["total"] == 50_000
+    assert len(found["calls"]["index"]) <= payload.MOST_CALLS
+    assert 31_007 in found["calls"]["index"]
+    assert found["origin"]["call"] == 31_007
+
+
+def test_origin_is_the_first_nonfinite_then_the_jump_over_tolerance_then_the_largest_step() -> None:
+    at = lambda **more: origin(run("half", op_calls=op_calls(60, **more)))  # noqa: E731
+    overflow, jump, calm = at(nan=41, born=10), at(born=10), at()
+    assert overflow is not None
+    assert jump is not None
+    assert calm is not None
+    assert (overflow.call, overflow.kind) == (41, "nonfinite")
+    assert (jump.call, jump.kind) == (10, "source")
+    assert calm.kind == "step"
+    assert origin(run("half")) is None
+
+
+def test_the_tree_takes_the_worst_of_what_is_below() -> None:
+    built = tree.build([RESULT.run("bfloat16"), RESULT.run("half")])
+    by_path: dict[str, Node] = {node.path: node for node in built.nodes}
+    assert [node.path for node in built.nodes[:3]] == ["(model)", "encoder", "encoder.blocks"]
+    assert by_path["encoder.blocks"].parent == 1
+    assert by_path["encoder"].cells[0].accumulated.level >= by_path["encoder.blocks.0"].cells[0].accumulated.level
+    assert by_path["encoder.blocks.0.norm"].cells[1].gaps == 6
+    assert by_path["(model)"].cells[1].gaps == 6
+    assert by_path["head"].cells[1].gaps == 0
+
+
+def test_a_tree_of_thousands_of_modules_is_cut_at_depth() -> None:
+    calls = msgspec.structs.replace(op_calls(5000), module=[f"a.{i // 100}.{i}" for i in range(5000)])
+    built = tree.build([run("half", op_calls=calls)])
+    assert len(built.nodes) <= tree.MOST_ROWS
+    assert len(built.nodes) + built.left_out == 5000 + 50 + 2
+    assert all(node.parent < index for index, node in enumerate(built.nodes))

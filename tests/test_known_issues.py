@@ -1,0 +1,166 @@
+"""The curated issues: each with its thread, read strictly, found by what a scan knows of a finding."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowprec_check.catalog import declared
+from lowprec_check.catalog.known_issues import KnownIssue, known_issues, matching, of_precision
+from lowprec_check.errors import UsageError
+from lowprec_check.rules import RULES
+
+# The threads that the catalog must have.
+THREADS = {
+    "intel/intel-extension-for-pytorch": [673, 860],
+    "pytorch/pytorch": [125544, 99710, 107663, 191796, 95365, 132715, 146508, 148078, 48245, 96292, 126488],
+    "intel/torch-xpu-ops": [499, 506, 2599, 1338, 4751, 4900, 2615, 1887, 1742],
+    "huggingface/transformers": [5651, 35332],
+    "vladmandic/sdnext": [1858],
+}
+
+ENTRY = """
+[[issue]]
+id = "x"
+title = "t"
+link = "https://x.y/z"
+symptom = "s"
+workaround = "w"
+checked = true
+thread = "t"
+"""
+
+
+def ids(**criteria: str) -> list[str]:
+    return [issue.id for issue in matching(**criteria)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("repository", "number"), [(name, number) for name in THREADS for number in THREADS[name]])
+def test_every_case_is_there(repository: str, number: int) -> None:
+    url = f"https://github.com/{repository}/issues/{number}"
+    assert any(url in (issue.link, *issue.more) for issue in known_issues())
+
+
+def test_what_an_entry_names_exists() -> None:
+    names = {op.partition(".")[0] for release in declared.releases() for op in declared.load(release).ops}
+    for issue in known_issues():
+        assert set(issue.codes) <= RULES.keys(), issue.id
+        assert set(issue.ops) <= names, issue.id
+        assert issue.checked or "Not found" in issue.thread
+
+
+@pytest.mark.parametrize(
+    ("torch", "first"),
+    [("2.4.1", "ipex-673"), ("2.5.0", "xpu-dot-fallback"), ("2.10.0+xpu", "xpu-dot-fallback"), ("2.11.0", None)],
+)
+def test_versions(torch: str, first: str | None) -> None:
+    found = ids(op="aten.dot.default", device="xpu", dtype="half", torch=torch)
+    assert found[:1] == ([first] if first else [])
+
+
+@pytest.mark.parametrize(
+    ("first", "criteria"),
+    [
+        ("ipex-673", {"op": "aten::dot", "model": "Whitening", "message": "\"dot\" not implemented for 'Half'", "device": "xpu:0"}),
+        ("torch-xpu-ops-2615", {"op": "aten.fft_rfft.default", "device": "xpu", "code": "LP102", "message": "Unsupported dtype Half"}),
+        ("pytorch-70664", {"op": "aten._fft_r2c", "device": "cuda", "dtype": "half"}),
+        ("pytorch-48245", {"op": "aten.cholesky", "device": "cpu", "code": "LP101", "message": "\"cholesky_cpu\" not implemented for 'Half'"}),
+        ("transformers-5651", {"model": "T5ForConditionalGeneration", "code": "LP201", "dtype": "half"}),
+        ("transformers-35332", {"op": "aten.masked_fill_.Scalar", "code": "LP204"}),
+        ("pytorch-146508", {"op": "aten.addmm.default", "code": "LP106", "device": "cpu", "dtype": "half"}),
+        ("pytorch-126488", {"code": "LP105", "device": "xpu", "op": "aten.linalg_eig.default"}),
+        ("pytorch-74739", {"message": "Attempting to unscale FP16 gradients."}),
+    ],
+)  # fmt: skip
+def test_a_finding_meets_its_issue(first: str, criteria: dict[str, str]) -> None:
+    assert ids(**criteria)[0] == first
+
+
+def test_what_is_contradicted_is_not_found() -> None:
+    assert "ipex-673" not in ids(op="aten.dot.default", device="cpu")
+    assert "ipex-673" not in ids(op="aten.dot.default", device="xpu", dtype="bfloat16")
+    assert "ipex-673" not in ids(op="aten.dot.default", device="xpu", message="something else")
+    assert "transformers-5651" not in ids(model="resnet50", code="LP201")
+    assert "torch-xpu-ops-499" not in ids(op="aten.mm.default", code="LP103")
+    assert ids(op="aten.add.Tensor") == []
+    assert set(ids()) == {issue.id for issue in known_issues()}
+    assert "ipex-673" in ids(device="xpu")
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "op": st.sampled_from(["aten.dot.default", "aten.mm.default", "fft_rfft"]),
+            "model": st.sampled_from(["T5Model", "Net"]),
+            "device": st.sampled_from(["cpu", "xpu", "cuda"]),
+            "dtype": st.sampled_from(["half", "bfloat16"]),
+            "way": st.sampled_from(["cast", "autocast"]),
+            "torch": st.sampled_from(["2.3.1", "2.10", "2.15.0+cu132"]),
+            "code": st.sampled_from(sorted(RULES)),
+        },
+    )
+)
+def test_matches_keep_to_their_bounds(criteria: dict[str, str]) -> None:
+    for issue in matching(**criteria):  # type: ignore[arg-type]
+        assert issue.devices == [] or criteria.get("device", issue.devices[0]) in issue.devices
+        assert issue.dtypes == [] or criteria.get("dtype", issue.dtypes[0]) in issue.dtypes
+        assert issue.ways == [] or criteria.get("way", issue.ways[0]) in issue.ways
+        assert issue.codes == [] or criteria.get("code", issue.codes[0]) in issue.codes
+        assert issue.in_torch(criteria["torch"]) if "torch" in criteria else True
+        if issue.ops and not issue.models and "op" in criteria:
+            assert declared.overload_name(criteria["op"]) in issue.ops
+
+
+def test_precisions() -> None:
+    assert of_precision("half") == ("half", "cast")
+    assert of_precision("autocast-bf16") == ("bfloat16", "autocast")
+    assert of_precision("fp32") == of_precision("plan") == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ('symptom = "s"', "missing required field `symptom`"),
+        ('checked = true\nseen = "no"', "seen"),
+        ('devices = ["tpu"]', r"tpu.*\$\.devices\[0\]"),
+        ('codes = ["101"]', "'101' is no diagnostic code"),
+        ('message = "("', "no regular expression"),
+        ('since = "new"', "'new' is not a version"),
+        ('more = ["see there"]', "'see there' is no link"),
+        ('workaround = "w"', "neither fix nor workaround"),
+    ],
+)
+def test_a_file_that_is_wrong_is_named_with_entry_and_key(tmp_path: Path, change: str, says: str) -> None:
+    path = tmp_path / "known_issues.toml"
+    text = ENTRY.replace(f"{change}\n", "") if f"{change}\n" in ENTRY else ENTRY + f"{change}\n"
+    if "checked" in change:
+        text = ENTRY.replace("checked = true", change)
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match=rf"known_issues\.toml: entry 'x': .*{says}"):
+        known_issues(path)
+
+
+def test_a_file_that_is_no_list_of_issues(tmp_path: Path) -> None:
+    for name, text, says in (
+        ("twice", ENTRY * 2, "entry 'x' is there twice"),
+        ("other", "[[isue]]\n", "no key 'isue'"),
+        ("table", ENTRY.replace("[[issue]]", "[issue]"), "one table"),
+        ("cut", ENTRY.replace('title = "t"', "title ="), "line 4"),
+        ("nameless", ENTRY.replace('id = "x"\n', ""), "entry issue 1: .*`id`"),
+    ):
+        path = tmp_path / f"{name}.toml"
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(UsageError, match=rf"{name}\.toml: .*{says}"):
+            known_issues(path)
+
+
+def test_the_file_is_what_the_struct_says() -> None:
+    text = (ROOT / "catalog" / "known_issues.toml").read_text(encoding="utf-8")
+    assert text.count("[[issue]]") == len(known_issues())
+    assert set(re.findall(r"^(\w+) =", text, re.MULTILINE)) <= set(KnownIssue.__struct_fields__)

@@ -1,0 +1,548 @@
+"""Plans against the truth: the planned model simply run, and exhaustive search."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from conftest import EXAMPLES, ROOT, run_bare
+from generated import FAULTS, GAPS, STEPS, Norm, Overflow, Project, Quantile, Residual, build, inputs
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lowprec_check import Plan, UsageError, apply, find_plan
+from lowprec_check.applied import describe_modules
+from lowprec_check.load import load_and_plan, load_seeded
+from lowprec_check.paste import paste
+from lowprec_check.plans import Planning
+from lowprec_check.results import ModelInfo
+from lowprec_check.session import TOLERANCE
+from lowprec_check.zoo import import_torchvision
+
+Write = Callable[..., Path]
+BASES = {
+    "half": ("fp16", "cast"),
+    "bfloat16": ("bf16", "cast"),
+    "autocast-fp16": ("fp16", "autocast"),
+    "autocast-bf16": ("bf16", "autocast"),
+}
+
+
+def plan_of(model: nn.Module, base: str, keep: Sequence[str], untied: Sequence[str] = ()) -> Plan:
+    """A plan that nobody searched for."""
+    call = ModelInfo(name="Model", parameters=0, inputs=[], modules=0, training=False, call="model(inputs)")
+    return Plan(
+        tool="a test",
+        target="a test",
+        base=base,
+        device="cpu",
+        keep_fp32=list(keep),
+        untied=list(untied),
+        minimal=False,
+        trials=0,
+        seconds=0.0,
+        modules=describe_modules(model),
+        code=paste(base, "cpu", call, keep, untied),
+    )
+
+
+def applied_output(model: nn.Module, x: Any, plan: Plan) -> Any:
+    """What a copy of the model gives with the plan applied."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return apply(copy.deepcopy(model), plan)(x)
+
+
+def passes(model: nn.Module, x: Tensor, plan: Plan, keep: Sequence[str]) -> bool:
+    """The truth: run the model with ``keep`` in fp32, compare with fp32."""
+    reference = run_bare(copy.deepcopy(model), (x,), "fp32").double()
+    try:
+        output = applied_output(model, x, msgspec.structs.replace(plan, keep_fp32=list(keep))).double()
+    except Exception:
+        return False
+    low = torch.float16 if plan.base in ("half", "autocast-fp16") else torch.bfloat16
+    return bool((output - reference).norm() <= TOLERANCE[low] * reference.norm())
+
+
+# -- the search against the truth
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_plans_pass_are_minimal_and_no_larger_than_needed(seed: int) -> None:
+    rng = random.Random(seed)
+    kinds = [Project, *(rng.choice([*STEPS, *[Project] * 6]) for _ in range(rng.randint(1, 4)))]
+    for _ in range(rng.randint(1, 3)):
+        kinds.insert(rng.randint(0, len(kinds)), rng.choice([*(fault.make for fault in FAULTS), *GAPS]))
+    base = rng.choice(list(BASES))
+    model, x = build(kinds), inputs()
+    dtype, kind = BASES[base]
+    planning = find_plan(model, x, dtype=dtype, base=kind)
+    leaves = [name for name, module in model.named_modules() if name and not list(module.children())]
+    plan = planning.plan
+    if plan is None:
+        everything = plan_of(model, base, [])
+        assert not any(passes(model, x, everything, keep) for keep in (leaves, ["steps"], *([leaf] for leaf in leaves)))
+        return
+    kept = plan.keep_fp32
+    assert plan.minimal
+    assert passes(model, x, plan, kept)
+    for given_back in kept:
+        assert not passes(model, x, plan, [name for name in kept if name != given_back])
+    assert len(leaves) <= 12
+    for count in range(len(kept) - 1):
+        assert not any(passes(model, x, plan, keep) for keep in itertools.combinations(leaves, count))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_every_example_gets_a_plan_or_a_reason_and_its_code_is_the_plan(
+    example: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    spec = str(example.relative_to(ROOT))
+    for base in ("autocast", "cast"):
+        if example.stem == "spade_decoder" and dtype == "fp16":  # four seconds a run here
+            continue
+        planning = load_and_plan(spec, (), dtype=dtype, base=base)
+        if planning.plan is None:
+            assert "no plan" in planning.attempts[0].outcome
+            assert "(" in planning.attempts[0].outcome
+            continue
+        check_code_is_the_plan(spec, planning.plan)
+
+
+def test_the_case_that_started_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    spec = "examples/spade_decoder.py"
+    planning = load_and_plan(spec, (), dtype="bf16", base="cast", without_kernel=("aten.dot:bfloat16",))
+    assert planning.plan is not None
+    assert planning.plan.minimal
+    assert len(planning.plan.keep_fp32) == 10
+    assert {blame.op for blame in planning.plan.blame} == {"aten.dot.default"}
+    check_code_is_the_plan(spec, planning.plan)
+
+
+def check_code_is_the_plan(spec: str, plan: Plan) -> None:
+    target = load_seeded(spec, (), 0)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        expected = apply(target.model, plan)(*target.args, **target.kwargs)
+    space = {name: value for name, value in vars(load_file(spec)).items() if not name.startswith("__")}
+    torch.manual_seed(0)
+    exec(plan.code, space)
+    assert torch.equal(space["output"], expected)
+    assert space["output"].dtype == expected.dtype
+
+
+def load_file(spec: str) -> Any:
+    import runpy
+    import types
+
+    module = types.ModuleType("example")
+    vars(module).update(runpy.run_path(spec))
+    return module
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(st.sampled_from([*STEPS, Residual, Quantile]), min_size=1, max_size=5),
+    st.sampled_from(list(BASES)),
+    st.randoms(use_true_random=False),
+)
+def test_the_pasted_code_does_what_apply_does(kinds: list[Any], base: str, rng: random.Random) -> None:
+    model, x = build([Project, *kinds]), inputs()
+    steps = [f"steps.{index}" for index in range(len(kinds) + 1)]
+    plan = plan_of(model, base, [name for name in steps if rng.random() < 0.5])
+    space: dict[str, Any] = {"model": copy.deepcopy(model), "inputs": x}
+    try:
+        expected = applied_output(model, x, plan)
+    except (RuntimeError, ValueError):
+        with pytest.raises((RuntimeError, ValueError)):
+            exec(plan.code, space)
+        return
+    torch.manual_seed(0)
+    exec(plan.code, space)
+    assert torch.equal(space["output"], expected)
+
+
+def test_equal_layers_of_a_transformer_off_its_fused_path() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    with torch.no_grad():
+        model.layers[1].linear2.weight *= 1e6
+        model.layers[1].linear2.bias *= 1e6
+    x = torch.randn(2, 4, 16)
+    plan = find_plan(model, x, dtype="fp16", base="autocast").plan
+    assert plan is not None
+    assert plan.keep_fp32
+    assert passes(model, x, plan, plan.keep_fp32)
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v3_small", "shufflenet_v2_x0_5"])
+def test_a_torchvision_model_gets_a_plan(name: str) -> None:
+    import_torchvision()
+    planning = load_and_plan(f"torchvision:{name}", ("1x3x32x32",), dtype="fp16", base="autocast", max_trials=40)
+    plan = planning.plan
+    assert plan is not None
+    target = load_seeded(f"torchvision:{name}", ("1x3x32x32",), 0)
+    assert passes(target.model, target.args[0], plan, plan.keep_fp32)
+    assert plan.minimal or plan.stopped == "after 40 trials (--max-trials)"
+
+
+# -- objectives
+
+
+class Scale(nn.Module):
+    """Adds and takes away so much that bf16 keeps nothing of ``x``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 4096) - 4096
+
+
+def drowning(*bad: int, length: int = 5) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(8, 8), Scale() if index in bad else nn.Identity()) for index in range(length)]
+    return nn.Sequential(*layers).eval()
+
+
+def test_the_metric_decides_where_it_is_asked_to() -> None:
+    x = inputs()
+    model = drowning(1)
+    generous = find_plan(model, x, dtype="bf16", base="cast", metric=lambda m: 1.0)
+    assert generous.plan is not None
+    assert generous.plan.keep_fp32 == []
+    reference = run_bare(copy.deepcopy(model), (x,), "fp32")
+    exact = find_plan(model, x, dtype="bf16", base="cast", metric=closeness(x, reference), max_drop=0.1)
+    assert exact.plan is not None
+    assert exact.plan.keep_fp32 == ["1.1"]
+    assert exact.plan.fp32_metric == pytest.approx(0.0, abs=1e-6)
+    assert exact.plan.metric == pytest.approx(0.0, abs=0.1)
+    assert exact.plan.tolerance is None
+
+
+def test_a_metric_is_given_the_model_itself() -> None:
+    class Noisy(nn.Sequential):
+        def predict(self, x: Tensor) -> Tensor:
+            return self(x).float()
+
+    x, seen = inputs(), []
+
+    def metric(model: Noisy) -> float:
+        model.eval()
+        seen.append((type(model).__name__, next(model.parameters()).dtype))
+        return float(torch.equal(model.predict(x), model.predict(x)))
+
+    model = Noisy(*drowning(1), nn.Dropout(0.5)).train()
+    planning = find_plan(model, x, dtype="bf16", base="cast", metric=metric, isolation="none")
+    assert planning.plan is not None
+    assert planning.plan.fp32_metric == 1.0
+    assert ("Noisy", torch.bfloat16) in seen
+    assert model.training
+
+
+@pytest.mark.parametrize("wrong", [lambda model: float("nan"), lambda model: 1 / 0], ids=["nan", "raises"])
+def test_a_metric_that_fails_in_fp32_is_said(wrong: Callable[[nn.Module], float]) -> None:
+    with pytest.raises(UsageError, match=r"metric of the fp32 model"):
+        find_plan(drowning(1), inputs(), dtype="bf16", base="cast", metric=wrong)
+
+
+def closeness(x: Tensor, reference: Tensor) -> Callable[[nn.Module], float]:
+    return lambda model: -float((model(x).float() - reference).norm() / reference.norm())
+
+
+def test_every_batch_must_pass() -> None:
+    class OnlyLarge(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.where(x.abs().max() > 50, (x + 4096) - 4096, x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), OnlyLarge(), nn.Linear(8, 8)).eval()
+
+    def batch(number: int = 0) -> Tensor:
+        return torch.randn(4, 8, generator=torch.Generator().manual_seed(number)) * (1 if number != 1 else 100)
+
+    one = find_plan(model, batch, dtype="bf16", base="cast", tolerance=2e-2)
+    two = find_plan(model, batch, dtype="bf16", base="cast", tolerance=2e-2, batches=2)
+    assert one.plan is not None
+    assert two.plan is not None
+    assert one.plan.keep_fp32 == []
+    assert two.plan.batches == 2
+    assert two.plan.keep_fp32 == ["1"]
+
+
+def test_batches_that_are_the_same_are_refused() -> None:
+    with pytest.raises(UsageError, match="same as batch 0"):
+        find_plan(drowning(), lambda: torch.ones(2, 8), batches=2)
+    with pytest.raises(UsageError, match="only one batch"):
+        find_plan(drowning(), torch.ones(2, 8), batches=2)
+
+
+def test_a_search_that_is_stopped_gives_what_it_has_proven() -> None:
+    x = inputs()
+    model = drowning(0, 2, 4, length=6)
+    stopped = find_plan(model, x, dtype="bf16", base="cast", max_trials=3)
+    whole = find_plan(model, x, dtype="bf16", base="cast")
+    assert whole.plan is not None
+    assert whole.plan.keep_fp32 == ["0.1", "2.1", "4.1"]
+    assert stopped.attempts[0].trials <= 3
+    if stopped.plan is not None:
+        assert not stopped.plan.minimal
+        assert "--max-trials" in (stopped.plan.stopped or "")
+        assert passes(model, x, stopped.plan, stopped.plan.keep_fp32)
+
+
+def test_what_passes_as_it_is_needs_no_search() -> None:
+    planning = find_plan(build([Project, Norm]), inputs())
+    assert planning.plan is not None
+    assert planning.plan.keep_fp32 == []
+    assert {attempt.trials for attempt in planning.attempts} == {0}
+
+
+def test_constants_that_do_not_fit_are_reported_with_the_value_to_use() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).masked_fill(x > 1, -1e9).clamp(max=1e6).softmax(-1)
+
+    model = nn.Sequential(nn.Linear(8, 8), Masked()).eval()
+    planning = find_plan(model, inputs(), dtype="fp16", base="cast")
+    found = {(constant.value, constant.use) for constant in planning.attempts[0].constants}
+    assert found == {(-1e9, "torch.finfo(torch.float16).min"), (1e6, "torch.finfo(torch.float16).max")}
+    assert planning.plan is not None
+    assert planning.plan.keep_fp32 == ["1"]
+    assert planning.plan.blame[0].why == "has a constant that does not fit"
+
+
+def test_the_op_to_blame_is_named_with_its_line() -> None:
+    plan = find_plan(build([Project, Overflow, Project]), inputs(), dtype="fp16", base="cast").plan
+    assert plan is not None
+    [blame] = plan.blame
+    assert (blame.module, blame.op, blame.why) == ("steps.1", "aten.mul.Tensor", "overflows to Inf")
+    assert blame.source is not None
+    assert "generated.py:" in blame.source
+
+
+def test_everything_may_fail_where_less_passes() -> None:
+    @dataclasses.dataclass
+    class Value:
+        x: Tensor
+
+    class Open(nn.Linear):
+        def forward(self, value: Value) -> Tensor:  # type: ignore[override]
+            return super().forward(value.x)
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small, self.open = Tiny(), Open(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.open(Value(self.small(x).reciprocal()))
+
+    class Tiny(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.sigmoid() + 1) * 1e-9 * 1e9
+
+    torch.manual_seed(0)
+    model = Root().eval()
+    plan = find_plan(model, inputs(), dtype="fp16", base="cast").plan
+    assert plan is not None
+    assert plan.keep_fp32 == ["small"]
+
+
+def test_all_of_it_in_fp32_between_casts_is_no_plan() -> None:
+    class Sink(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return (super().forward(x) + 4096) - 4096
+
+    model = nn.Sequential(Sink(8, 8), Sink(8, 8), Sink(8, 8)).eval()
+    planning = find_plan(model, inputs(), dtype="bf16", base="cast")
+    assert planning.plan is None
+    assert planning.attempts[0].outcome == "no plan: passes only with all of it in fp32"
+
+
+def test_constants_of_a_models_own_names_survive_the_pasted_code() -> None:
+    names = [f'block-number "{index}" of the \\ stack' for index in range(12)]
+    model = nn.Sequential(collections.OrderedDict((name, nn.Linear(8, 8)) for name in names))
+    for base in BASES:
+        plan = plan_of(model, base, names[::2])
+        space: dict[str, Any] = {"model": copy.deepcopy(model), "inputs": inputs(), "cast": 1, "state": 2, "kept": 3}
+        exec(plan.code, space)
+        assert torch.equal(space["output"], applied_output(model, inputs(), plan))
+        assert (space["cast"], space["state"], space["kept"]) == (1, 2, 3)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_double_model_is_planned_and_pasted_as_fp32(base: str) -> None:
+    dtype, kind = BASES[base]
+    model, x = drowning(1).double(), inputs().double()
+    plan = find_plan(model, x, dtype=dtype, base=kind).plan
+    assert plan is not None
+    space: dict[str, Any] = {"model": copy.deepcopy(model), "inputs": x}
+    exec(plan.code, space)
+    expected = applied_output(model.float(), x.float(), plan)
+    assert torch.equal(space["output"], expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"dtype": "float16"}, "Nothing to search"),
+        ({"batches": 0}, "Nothing to search"),
+        ({"max_drop": 0.1}, "of a metric"),
+        ({"metric": lambda model: 1.0, "tolerance": 0.1}, "Both a metric and a tolerance"),
+    ],
+)
+def test_what_cannot_be_searched_is_said(mlp: nn.Module, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        find_plan(mlp, torch.randn(2, 8), **options)
+
+
+# -- applying
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_an_applied_plan_survives_copies_and_leaves_the_state_dict(base: str, mlp: nn.Module) -> None:
+    x = torch.randn(4, 8)
+    keys = list(mlp.state_dict())
+    exact = mlp.layers[2].weight.detach().clone()
+    model = apply(mlp, plan_of(mlp, base, ["layers.2"]))
+    assert list(model.state_dict()) == keys
+    assert torch.equal(model.layers[2].weight, exact)
+    with torch.no_grad():
+        before = model(x)
+        clone = copy.deepcopy(model)
+        assert torch.equal(clone(x), before)
+        clone.layers[2].weight.zero_()
+        assert torch.equal(model(x), before)
+        assert not torch.equal(clone(x), before)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_an_applied_plan_compiles_in_one_graph(base: str, mlp: nn.Module) -> None:
+    x = torch.randn(4, 8)
+    model = apply(mlp, plan_of(mlp, base, ["layers.2"]))
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("base", ["bfloat16", "autocast-bf16"])
+def test_an_applied_plan_works_under_ddp(base: str, mlp: nn.Module, tmp_path: Path) -> None:
+    x = torch.randn(4, 8)
+    model = apply(mlp, plan_of(mlp, base, ["layers.2"]))
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        output = wrapped(x)
+        assert torch.equal(output, model(x))
+        output.float().sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_autocast_is_as_before_after_an_exception(mlp: nn.Module) -> None:
+    model = apply(mlp, plan_of(mlp, "autocast-bf16", ["layers.2"]))
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(torch.randn(4, 3))
+    assert not torch.is_autocast_enabled("cpu")
+    with torch.autocast("cpu", dtype=torch.float16):
+        model(torch.randn(4, 8))
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") == torch.float16
+
+
+def test_tied_weights_are_untied_where_they_must_be() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.last.weight = self.first.weight
+            self.sink = Scale()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.sink(self.first(x)))
+
+    torch.manual_seed(0)
+    model, x = Tied().eval(), inputs()
+    plan = plan_of(model, "bfloat16", ["last"], ["last.weight"])
+    planned = apply(copy.deepcopy(model), plan)
+    assert planned.first.weight.dtype == torch.bfloat16
+    assert torch.equal(planned.last.weight, model.last.weight)
+    assert torch.isfinite(planned(x)).all()
+    assert model.last.weight is model.first.weight
+    space: dict[str, Any] = {"model": copy.deepcopy(model), "inputs": x}
+    exec(plan.code, space)
+    assert torch.equal(space["output"], planned(x))
+
+
+def test_plans_are_refused_with_the_module_that_differs(mlp: nn.Module) -> None:
+    plan = plan_of(mlp, "half", ["layers.2"])
+    other = copy.deepcopy(mlp)
+    other.layers[2] = nn.Linear(16, 10)
+    with pytest.raises(UsageError, match=r"'layers.2' is Linear\(10x16, 10\), in the plan Linear\(4x16, 4\)"):
+        apply(other, plan)
+    other.layers.append(nn.ReLU())
+    with pytest.raises(UsageError, match=r"'layers.3' is new"):
+        apply(other, plan)
+    del other.layers[3], other.layers[2]
+    with pytest.raises(UsageError, match=r"'layers.2' is missing"):
+        apply(other, plan)
+    with pytest.raises(UsageError, match="float16 parameters"):
+        apply(copy.deepcopy(mlp).half(), plan)
+    with pytest.raises(UsageError, match=r"The plan is for 'cuda', the model is on cpu"):
+        apply(copy.deepcopy(mlp), msgspec.structs.replace(plan, device="cuda"))
+    with pytest.raises(UsageError, match=r"'layers\.2' twice"):
+        apply(copy.deepcopy(mlp), msgspec.structs.replace(plan, keep_fp32=["layers", "layers.2"]))
+    with pytest.raises(UsageError, match="unties"):
+        apply(copy.deepcopy(mlp), msgspec.structs.replace(plan, untied=["nowhere.weight"]))
+    with pytest.raises(UsageError, match="wrapped"):
+        apply(nn.DataParallel(mlp), plan)
+    apply(mlp, plan_of(mlp, "autocast-fp16", []))
+    with pytest.raises(UsageError, match="has a plan already"):
+        apply(mlp, plan)
+
+
+def test_saved_plans_load_strictly(mlp: nn.Module, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan = plan_of(mlp, "half", ["layers.2"])
+    plan.save(path)
+    assert Plan.load(path) == plan
+    text = path.read_text()
+    for wrong, says in (
+        (text[:100], "not a plan"),
+        (text.replace('"base"', '"bass"'), "base|bass"),
+        (text.replace('"schema": 1', '"schema": 2'), "schema 2"),
+        (text.replace('"base": "half"', '"base": "fp8"'), "base"),
+        (text.replace('"trials": 0', '"trials": "none"'), "trials"),
+        ("", "not a plan"),
+    ):
+        path.write_text(wrong)
+        with pytest.raises(UsageError, match=says):
+            Plan.load(path)
+    path.write_text(text.replace('"keep_fp32": [\n  "layers.2"', '"keep_fp32": [\n  "layers.7"'))
+    with pytest.raises(UsageError, match=r"layers\.7"):
+        apply(mlp, path)
+    with pytest.raises(UsageError, match="Cannot read"):
+        apply(mlp, tmp_path / "nothing.json")
+
+
+def test_a_planning_is_json(mlp: nn.Module) -> None:
+    planning = find_plan(mlp, torch.randn(4, 8))
+    assert msgspec.json.decode(planning.to_json(), type=Planning) == planning

@@ -1,0 +1,213 @@
+"""Known failures: the manifest as a file, and what it does to tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowprec_check.errors import UsageError
+from lowprec_check.plugin import known  # noqa: F401 - loaded once, not anew in every project
+from lowprec_check.plugin.manifest import HEAD, NO_REASON, Known, dump, head_of, read, updated
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+ENTRIES = st.lists(
+    st.builds(Known, test=TEXT, exception=TEXT, reason=TEXT), unique_by=lambda entry: entry.test, max_size=6
+)
+
+
+@given(ENTRIES)
+def test_a_manifest_is_read_as_it_was_written(tmp_path_factory: pytest.TempPathFactory, entries: list[Known]) -> None:
+    path = tmp_path_factory.getbasetemp() / "round.toml"
+    path.write_text(dump(entries), encoding="utf-8", newline="")
+    found = read(path)
+    assert list(found.values()) == sorted(entries, key=lambda entry: entry.test)
+    assert dump(found.values(), head_of(path)) == path.read_text(encoding="utf-8")
+
+
+@given(ENTRIES, st.dictionaries(TEXT, st.none() | TEXT, max_size=6), st.data())
+def test_an_update_keeps_what_it_does_not_know_better(
+    entries: list[Known], results: dict[str, str | None], data: st.DataObject
+) -> None:
+    before = {entry.test: entry for entry in entries}
+    if before:
+        results[data.draw(st.sampled_from(sorted(before)))] = data.draw(st.none() | TEXT)
+    change = updated(before, results)
+    assert set(change.added) | set(before) - set(change.removed) == set(change.manifest)
+    for test, entry in change.manifest.items():
+        assert entry.exception == (results[test] if test in results else before[test].exception)
+        assert entry.reason == (before[test].reason if test in before else NO_REASON)
+    assert all(test in change.manifest for test, raised in results.items() if raised is not None)
+    assert not any(test in change.manifest for test, raised in results.items() if raised is None)
+    again = updated(change.manifest, results)
+    assert again.manifest == change.manifest
+    assert [*again.added, *again.changed, *again.removed] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[[known]]\ntest = 'a'\n", "entry known 1: Object missing required field `exception`"),
+        ("[[known]]\ntest = 'a'\nexception = 'E'\nwhy = 'x'\n", "unknown field `why`"),
+        ("[[known]]\ntest = 'a'\nexception = 'E'\n" * 2, "a is there twice"),
+        ("[[gap]]\n", "there is no key 'gap'"),
+        ("[[known]\n", "line 1"),
+    ],
+)
+def test_a_wrong_manifest_is_an_error(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "known.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=r"known\.toml") as caught:
+        read(path)
+    assert says in str(caught.value)
+
+
+SUITE = """
+import unittest
+import pytest
+
+def test_runs(): pass
+def test_gap(): raise NotImplementedError("dot")
+def test_wrong(): assert 1 == 2
+
+@pytest.fixture
+def broken(): raise OSError("no")
+
+def test_broken(broken): pass
+
+class TestCase(unittest.TestCase):
+    def test_u(self): raise RuntimeError("u")
+"""
+
+KNOWN = [
+    Known(test="test_suite.py::TestCase::test_u", exception="RuntimeError", reason="a reason"),
+    Known(test="test_suite.py::test_broken", exception="OSError", reason='it says "no"'),
+    Known(test="test_suite.py::test_gap", exception="NotImplementedError"),
+    Known(test="test_suite.py::test_wrong", exception="AssertionError"),
+]
+UPDATE = "To update it: pytest --lowprec-manifest known.toml --lowprec-update-manifest"
+
+
+@pytest.fixture
+def suite(project: pytest.Pytester) -> pytest.Pytester:
+    project.makepyfile(test_suite=SUITE)
+    Path("known.toml").write_text(dump(KNOWN))
+    return project
+
+
+def run(suite: pytest.Pytester, *options: str) -> pytest.RunResult:
+    return suite.runpytest("--lowprec-manifest", "known.toml", *options)
+
+
+@pytest.mark.parametrize("options", [(), ("-n2",), ("-p", "no:terminal")], ids=["alone", "xdist", "no-terminal"])
+def test_known_failures_are_expected(suite: pytest.Pytester, options: tuple[str, ...]) -> None:
+    result = run(suite, *options, "--junitxml=out.xml")
+    assert result.ret == 0
+    assert Path("out.xml").read_text().count('type="pytest.xfail"') == 4
+    if "no:terminal" not in options:
+        result.assert_outcomes(passed=1, xfailed=4)
+        assert "lowprec: known.toml" not in result.stdout.str()
+
+
+@pytest.mark.parametrize("options", [(), ("-n2",)], ids=["alone", "xdist"])
+def test_an_unexpected_pass_fails_and_says_how_to_update(suite: pytest.Pytester, options: tuple[str, ...]) -> None:
+    suite.makepyfile(test_suite=SUITE.replace('raise RuntimeError("u")', "pass"))
+    result = run(suite, *options)
+    result.assert_outcomes(passed=1, xfailed=3, failed=1)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["Passes, though known.toml knows that it fails with RuntimeError (a reason).", UPDATE])
+
+
+def test_another_exception_fails(suite: pytest.Pytester) -> None:
+    suite.makepyfile(test_suite=SUITE.replace("NotImplementedError", "ValueError"))
+    result = run(suite)
+    result.assert_outcomes(passed=1, xfailed=3, failed=1)
+    result.stdout.fnmatch_lines(
+        ["The manifest knows that this test fails, but with NotImplementedError; it raised ValueError.", UPDATE]
+    )
+
+
+@pytest.mark.parametrize("options", [(), ("-n2",), ("-k", "runs")], ids=["alone", "xdist", "deselected"])
+def test_unused_entries_are_reported(suite: pytest.Pytester, options: tuple[str, ...]) -> None:
+    gone = [Known(test="test_gone.py::test_a", exception="E"), Known(test="test_suite.py::test_no", exception="E")]
+    Path("known.toml").write_text(dump([*KNOWN, *gone]))
+    result = run(suite, *options)
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(
+        [
+            "* lowprec: known.toml *",
+            "2 unused: there is no such test",
+            "test_gone.py::test_a",
+            "test_suite.py::test_no",
+            UPDATE,
+        ]
+    )
+
+
+@pytest.mark.parametrize("options", [("--lf",), ("test_suite.py::test_runs",), ("test_other.py",)])
+def test_nothing_is_said_of_tests_that_were_not_asked_for(suite: pytest.Pytester, options: tuple[str, ...]) -> None:
+    suite.makepyfile(test_other="def test_fails(): assert 0")
+    run(suite)
+    assert "unused" not in run(suite, *options).stdout.str()
+
+
+@pytest.mark.parametrize("options", [(), ("-n2",)], ids=["alone", "xdist"])
+def test_update_rewrites_the_manifest(suite: pytest.Pytester, options: tuple[str, ...]) -> None:
+    Path("known.toml").unlink()
+    assert run(suite).ret == pytest.ExitCode.USAGE_ERROR
+    result = run(suite, "--lowprec-update-manifest", *options)
+    result.assert_outcomes(passed=1, xfailed=4)
+    result.stdout.fnmatch_lines(["4 added, 0 changed, 0 removed", "+ test_suite.py::TestCase::test_u"])
+    found = read(Path("known.toml"))
+    assert {test: entry.exception for test, entry in found.items()} == {k.test: k.exception for k in KNOWN}
+    run(suite, *options).assert_outcomes(passed=1, xfailed=4)
+
+
+def test_update_keeps_reasons_comments_and_what_did_not_run(suite: pytest.Pytester) -> None:
+    suite.makepyfile(
+        test_suite=SUITE.replace("OSError", "KeyError").replace('raise NotImplementedError("dot")', "pass")
+    )
+    Path("known.toml").write_text(dump(KNOWN, "# Ours.\n"))
+    result = run(suite, "--lowprec-update-manifest", "-k", "not wrong")
+    result.stdout.fnmatch_lines(["0 added, 1 changed, 1 removed", "~ test_suite.py::test_broken", "- *::test_gap"])
+    text = Path("known.toml").read_text()
+    assert text.startswith("# Ours.\n\n[[known]]\ntest = ")
+    found = read(Path("known.toml"))
+    assert [entry.test.rpartition("::")[2] for entry in found.values()] == ["test_u", "test_broken", "test_wrong"]
+    assert found["test_suite.py::test_broken"] == Known(
+        test="test_suite.py::test_broken", exception="KeyError", reason='it says "no"'
+    )
+
+
+def test_update_waits_for_a_run_that_gets_through(suite: pytest.Pytester) -> None:
+    before = Path("known.toml").read_text()
+    suite.makepyfile(test_other="import nothing_like_that")
+    result = run(suite, "--lowprec-update-manifest")
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    assert "Not rewritten: the run did not get through." in result.stdout.str()
+    assert Path("known.toml").read_text() == before
+
+
+def test_the_ini_key_counts_where_the_option_is_absent(suite: pytest.Pytester) -> None:
+    suite.makeini("[pytest]\nlowprec_manifest = known.toml\n")
+    suite.runpytest().assert_outcomes(passed=1, xfailed=4)
+    Path("none.toml").write_text(HEAD)
+    suite.runpytest("--lowprec-manifest", "none.toml").assert_outcomes(passed=1, failed=3, errors=1)
+    suite.makeini("[pytest]\nlowprec_manifest = nowhere.toml\n")
+    result = suite.runpytest()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: lowprec_manifest in *tox.ini: There is no manifest *nowhere.toml."])
+    suite.makeini("[pytest]\n")
+    result = suite.runpytest("--lowprec-update-manifest")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --lowprec-update-manifest: give --lowprec-manifest FILE too, or the ini key."])
+
+
+def test_last_failed_reruns_an_unexpected_pass(suite: pytest.Pytester) -> None:
+    suite.makepyfile(test_suite=SUITE.replace("assert 1 == 2", "pass"))
+    run(suite).assert_outcomes(passed=1, xfailed=3, failed=1)
+    result = run(suite, "--lf")
+    result.assert_outcomes(failed=1)
+    assert "Passes, though" in result.stdout.str()

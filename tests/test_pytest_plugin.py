@@ -1,0 +1,343 @@
+"""The plugin: what it costs unused, the fixture, the marker, and what each failure says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import INSTALLED, PLUGIN, ROOT
+
+from lowprec_check.catalog.declared import releases
+from lowprec_check.plugin import coverage, fixture, known, watch  # noqa: F401 - loaded once, not anew in every project
+from lowprec_check.plugin.marker import NAMES
+from lowprec_check.precision import PRECISIONS
+
+MODEL = """
+import pytest
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.linear(x)
+        x = torch.linalg.inv(x @ x.T + torch.eye(4, dtype=x.dtype))
+        return torch.quantile(x, 0.5) + x
+
+torch.manual_seed(0)
+net, x = Net().eval(), torch.randn(4, 8)
+"""
+
+
+def texts(result: pytest.RunResult) -> str:
+    """The errors of failed assertions, without pytest's margin."""
+    return "\n".join(line[8:].rstrip() for line in result.outlines if line[:2] == "E ")
+
+
+def one(project: pytest.Pytester, body: str, **outcomes: int) -> str:
+    project.makepyfile(test_one=MODEL + f"\ndef test_it(lowprec):\n    {body}\n")
+    result = project.runpytest()
+    result.assert_outcomes(**(outcomes or {"failed": 1}))
+    return texts(result)
+
+
+# -- unused
+
+
+def test_unused_it_imports_nothing(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        """
+        import sys
+
+        def test_it():
+            assert "torch" not in sys.modules
+            ours = {name for name in sys.modules if name.startswith("lowprec_check")}
+            assert ours == {"lowprec_check", "lowprec_check.pytest_plugin"}
+        """
+    )
+    project.runpytest_subprocess().assert_outcomes(passed=1)
+
+
+def test_unused_nothing_differs(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import unittest, warnings, pytest
+
+        @pytest.fixture
+        def broken():
+            raise OSError
+
+        @pytest.mark.parametrize("n", [1, 2])
+        def test_param(n):
+            assert n == 1
+
+        def test_broken(broken): pass
+        def test_skip(): pytest.skip("why")
+        def test_warns(): warnings.warn("careful")
+
+        @pytest.mark.xfail
+        def test_known(): assert 0
+
+        class TestCase(unittest.TestCase):
+            def test_u(self): self.assertEqual(1, 2)
+        """
+    )
+    options = ("-v", "-rA", "-p", "no:cacheprovider", "--junitxml=out.xml")
+    left_out = ("-p", "no:lowprec") if INSTALLED else ()
+    without = pytester.runpytest_subprocess(*left_out, *options)
+    xml = _timeless(Path("out.xml").read_text())
+    used = pytester.runpytest_subprocess("-p", PLUGIN, *options)
+    assert _timeless(used.stdout.str()) == _timeless(without.stdout.str())
+    assert used.stderr.str() == without.stderr.str()
+    assert used.ret == without.ret
+    assert _timeless(Path("out.xml").read_text()) == xml
+
+
+def _timeless(text: str) -> str:
+    text = re.sub(r"lowprec-check-[^\s,]+(, )?", "", text)  # pytest lists what is installed
+    text = re.sub(r"in \d+\.\d+s|time(stamp)?=\"[^\"]+\"|0x[0-9a-f]+", "", text)
+    return re.sub(r"=+", "=", text)
+
+
+def test_help_and_markers(project: pytest.Pytester) -> None:
+    helped = project.runpytest("--help").stdout.str()
+    options = set(re.findall(r"--lowprec[\w-]*", helped))
+    assert options == {
+        "--lowprec-coverage", "--lowprec-device", "--lowprec-report", "--lowprec-manifest", "--lowprec-update-manifest",
+    }  # fmt: skip
+    assert {"lowprec_coverage", "lowprec_device", "lowprec_report", "lowprec_manifest"} <= set(
+        re.findall(r"lowprec_\w+", helped)
+    )
+    markers = project.runpytest("--markers").stdout.str()
+    assert all(name in markers for name in NAMES)
+    assert '@pytest.mark.lowprec(*precisions, device="cpu", tolerance=None)' in markers
+
+
+def test_the_marker_knows_every_precision() -> None:
+    assert set(NAMES) == set(PRECISIONS) - {"fp32"}
+
+
+# -- the fixture
+
+
+def test_check_says_every_gap_at_once(project: pytest.Pytester) -> None:
+    said = one(project, 'lowprec.check(net, x, precision=["half", "autocast-bf16"])')
+    assert "Net does not pass in half on cpu, torch" in said
+    assert "2 gaps" in said
+    assert re.search(r"^half +error", said, re.M)
+    assert re.search(r"^autocast-bf16 +ok", said, re.M)
+    assert re.search(r"LP101 missing-kernel  half  model  aten.linalg_inv_ex.default  test_\w+.py:12", said)
+    assert re.search(r"LP102 unsupported-dtype  half  model  torch.quantile  test_\w+.py:13", said)
+    assert "compute it in fp32 and cast back" in said
+    assert "lowprec-check explain LP101" in said
+
+
+def test_check_passes_and_returns_the_scan(project: pytest.Pytester) -> None:
+    one(
+        project,
+        'result = lowprec.check(nn.Linear(8, 8), x, precision="bfloat16"); assert result.run("bfloat16").status == "ok"',
+        passed=1,
+    )
+
+
+def test_check_holds_to_the_tolerance(project: pytest.Pytester) -> None:
+    said = one(project, "lowprec.check(nn.Linear(8, 8), x, tolerance=1e-9)")
+    assert "Linear does not pass in half" in said
+    assert "error over tolerance 1e-09" in said
+    assert "LP301 output-mismatch" in said
+
+
+def test_check_says_what_is_wrong_with_the_call(project: pytest.Pytester) -> None:
+    assert "Unknown precision 'fp8'" in one(project, 'lowprec.check(net, x, precision="fp8")')
+    assert "fp32 is what the others are compared with" in one(project, 'lowprec.check(net, x, precision="fp32")')
+
+
+def test_assertions_leave_the_model_and_random_state_alone(project: pytest.Pytester) -> None:
+    one(
+        project,
+        "layer, before = nn.Sequential(nn.Linear(8, 8), nn.Dropout()), torch.get_rng_state()\n"
+        "    lowprec.check(layer, x)\n    lowprec.assert_no_gaps(layer, x)\n"
+        "    assert torch.equal(before, torch.get_rng_state()) and layer[0].weight.dtype == torch.float32",
+        passed=1,
+    )
+
+
+def test_supported_is_tried_here(project: pytest.Pytester) -> None:
+    said = one(project, 'lowprec.assert_supported("aten::cdist", dtype=torch.half, backward=True)')
+    assert "aten::cdist is not supported in half on cpu (run here, torch" in said
+    assert re.search(r"cdist  forward: in part, \d+ of \d+ samples", said)
+    assert re.search(r"cdist  backward: in part, \d+ of \d+ samples", said)
+    assert "missing-kernel in _cdist_forward: \"cdist\" not implemented for 'Half'; runs only where p=2.0" in " ".join(
+        said.split()
+    )
+    one(
+        project,
+        'found = lowprec.assert_supported("aten::dot", dtype=torch.half, device="cpu", backward=True); '
+        'assert found.evidence == "measured here" and len(found.states) == 2',
+        passed=1,
+    )
+
+
+def test_supported_is_declared_for_an_absent_xpu(project: pytest.Pytester) -> None:
+    said = one(project, 'lowprec.assert_supported("cdist", dtype=torch.bfloat16, device="xpu")')
+    assert (
+        f"cdist is not supported in bfloat16 on xpu (not run here: from the catalog, declared, torch {releases()[0][:1]}"
+        in said
+    )
+    assert "cdist  forward: no" in said
+    one(project, 'assert lowprec.assert_supported("dot", device="xpu").evidence == "declared"', passed=1)
+
+
+def test_supported_says_what_is_wrong_with_the_call(project: pytest.Pytester) -> None:
+    said = one(project, 'lowprec.assert_supported("linalg.invv")')
+    assert "The catalog knows no operator 'linalg.invv'" in said
+    assert "Did you mean linalg.inv" in said
+    assert "Unknown device 'tpu'" in one(project, 'lowprec.assert_supported("dot", device="tpu")')
+    assert "is no dtype of the catalog" in one(project, 'lowprec.assert_supported("dot", dtype=torch.int8)')
+
+
+def test_no_gaps_of_a_module_and_of_a_function(project: pytest.Pytester) -> None:
+    said = one(project, "lowprec.assert_no_gaps(net, x, dtype=torch.half)")
+    assert re.match(r"\w+: Net does not run in half on cpu, torch [\d.]+: 2 gaps", said)
+    assert re.search(r"LP101 .*aten.linalg_inv_ex.default  test_\w+.py:12", said)
+    assert re.search(r"LP102 .*torch.quantile  test_\w+.py:13", said)
+    said = one(project, "lowprec.assert_no_gaps(torch.fft.rfft, x, dtype=torch.bfloat16)")
+    assert re.search(r"LP102 unsupported-dtype  bf16  model  torch.fft.rfft  test_\w+.py:19", said)
+    one(project, "lowprec.assert_no_gaps(torch.mm, x, x.T)", passed=1)
+
+
+def test_no_gaps_tells_the_users_own_error(project: pytest.Pytester) -> None:
+    said = one(project, "lowprec.assert_no_gaps(lambda x: torch.linalg.inv(x).view(3), torch.eye(4))")
+    assert "1 gap" in said
+    assert "aten.linalg_inv_ex.default" in said
+    assert re.search(r"Stopped at test_\w+.py:19 by an error that fp32 has too:\n +RuntimeError: shape '\[3\]'", said)
+    assert "is no low precision" in one(project, "lowprec.assert_no_gaps(torch.mm, x, x.T, dtype=torch.float32)")
+
+
+def test_record_goes_on_behind_a_gap(project: pytest.Pytester) -> None:
+    said = one(
+        project,
+        "with lowprec.record(dtype=torch.half) as rec:\n        y = net.half()(x.half())\n"
+        "    assert y.dtype == torch.half and len(rec.gaps) == 2 and len(rec.op_calls) > 5\n    rec.assert_no_gaps()",
+    )
+    assert "the block does not run in half on cpu" in said
+    assert re.search(r"LP101 missing-kernel  half  <Net>  aten.linalg_inv_ex.default  test_\w+.py:12", said)
+    one(project, "with lowprec.record() as rec: net(x)\n    assert not rec.gaps\n    rec.assert_no_gaps()", passed=1)
+
+
+def test_record_lets_errors_through(project: pytest.Pytester) -> None:
+    said = one(project, "with lowprec.record():\n        x.view(3)")
+    assert "RuntimeError: shape '[3]' is invalid" in said
+
+
+# -- the marker
+
+MARKED = """
+import torch
+from torch import nn
+import pytest
+
+model, x = nn.Linear(8, 8), torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+"""
+
+
+def marked(project: pytest.Pytester, marker: str, body: str = "pass", arguments: str = "lowprec") -> pytest.RunResult:
+    project.makepyfile(MARKED + f"\n@pytest.mark.lowprec({marker})\ndef test_it({arguments}):\n    {body}\n")
+    return project.runpytest("-v", "-rs")
+
+
+def test_marker_runs_once_per_precision(project: pytest.Pytester) -> None:
+    result = marked(
+        project,
+        ", ".join(map(repr, NAMES)),
+        """cast = lowprec.cast(model)
+    with lowprec.autocast():
+        y = cast(lowprec.cast(x))
+    assert y.dtype == lowprec.dtype
+    assert (cast.weight.dtype == torch.float32) == lowprec.precision.startswith("autocast")
+    assert model.weight.dtype == torch.float32 and lowprec.cast({"ids": torch.arange(3)})["ids"].dtype == torch.int64
+    assert lowprec.allclose(y, model(x))
+    assert not lowprec.allclose(y, model(x) * 1.5)
+    assert not lowprec.allclose(y * float("nan"), model(x)) and not lowprec.allclose(y[:2], model(x))""",
+    )
+    result.assert_outcomes(passed=4)
+    for name in NAMES:
+        result.stdout.fnmatch_lines([f"*::test_it[[]{name}-cpu[]] PASSED*"])
+
+
+def test_allclose_says_how_far(project: pytest.Pytester) -> None:
+    result = marked(project, '"half", tolerance=0.25', "assert lowprec.allclose(x * 1.5, x)")
+    assert "assert <half: error 5.0e-01 is over the tolerance 2e-01 (rel_l2; max_abs " in texts(result)
+    result = marked(project, '"half"', "assert lowprec.allclose(x / 0, x)")
+    assert "assert <half: NaN or Inf where the reference is finite>" in texts(result)
+    result = marked(project, '"half"', "assert lowprec.allclose(x[:2], x)")
+    assert "assert <half: output shape (2, 8), the reference's is (4, 8)>" in texts(result)
+    result = marked(project, '"half"', "assert lowprec.allclose([], [])")
+    assert "nothing to compare" in texts(result)
+
+
+@pytest.mark.parametrize(
+    ("marker", "says"),
+    [
+        ("", "it names no precision; choose among half, bfloat16, autocast-fp16, autocast-bf16"),
+        ('"fp16"', "unknown precision 'fp16'; choose among"),
+        ('"half", "half"', "a precision is there twice"),
+        ('"half", device="tpu"', "unknown device 'tpu'; choose among cpu, cuda, xpu, mps"),
+        ('"half", tolerance=-1', "tolerance -1 is no positive number"),
+        ('"half", tolerance="x"', "tolerance 'x' is no positive number"),
+        ('"half", tol=1', "got an unexpected keyword argument 'tol'; it takes precisions, device and tolerance"),
+    ],
+)
+def test_a_wrong_marker_is_an_error(project: pytest.Pytester, marker: str, says: str) -> None:
+    result = marked(project, marker)
+    result.assert_outcomes(errors=1)
+    assert f"marker lowprec: {says}" in result.stdout.str()
+
+
+def test_marker_without_fixture_is_an_error(project: pytest.Pytester) -> None:
+    result = marked(project, '"half", "bfloat16"', arguments="")
+    result.assert_outcomes(errors=1)
+    assert "it would run 2 times the same" in result.stdout.str()
+
+
+def test_marker_skips_without_its_device(project: pytest.Pytester) -> None:
+    result = marked(project, '"half", device="xpu"')
+    result.assert_outcomes(skipped=1)
+    assert "device xpu is not there" in result.stdout.str()
+
+
+def test_marker_in_a_unittest_class_is_refused(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        """
+        import unittest, pytest
+
+        @pytest.mark.lowprec("half")
+        class T(unittest.TestCase):
+            def test_it(self): pass
+        """
+    )
+    result = project.runpytest()
+    result.assert_outcomes(errors=1)
+    assert "methods of unittest.TestCase take no fixtures" in result.stdout.str()
+
+
+def test_what_needs_the_marker_says_so(project: pytest.Pytester) -> None:
+    for call in ("cast(x)", "autocast()", "allclose(x, x)", "dtype", "tolerance", "precision", "device"):
+        said = one(project, f"lowprec.{call}")
+        assert "needs to know the precision" in said
+        assert '@pytest.mark.lowprec("half")' in said
+
+
+def test_the_example_project_passes_as_documented() -> None:
+    folder = ROOT / "examples" / "pytest_project"
+    command = [sys.executable, "-m", "pytest", "-p", PLUGIN, "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "lowprec coverage" in done.stdout
+    assert "linalg_inv_ex" in done.stdout

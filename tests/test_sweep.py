@@ -1,0 +1,205 @@
+"""The sweep: what it finds is true, and an operator that kills its process costs itself only."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import bare
+import pytest
+import torch
+from conftest import ROOT
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from lowprec_check.catalog.measured import Sweep, sweep_of
+from lowprec_check.catalog.records import LOW, MODES, Measured
+from lowprec_check.errors import UsageError
+from lowprec_check.sweep.build import build
+from lowprec_check.sweep.failures import Raised, condition, kind_of
+from lowprec_check.sweep.ulp import summary, ulp_errors
+
+# -- the catalog agrees with the truth
+
+
+def installed_sweep() -> Sweep:
+    """The shipped sweep of this torch; skips where it was made on another kind of CPU."""
+    try:
+        sweep = sweep_of("cpu", torch.__version__)
+    except UsageError as error:
+        pytest.skip(str(error))
+    here = torch.backends.cpu.get_cpu_capability().lower()
+    if sweep.header.torch != torch.__version__.partition("+")[0] or sweep.header.capability != here:
+        pytest.skip(f"measured with torch {sweep.header.torch} on {sweep.header.capability}, here is {here}")
+    return sweep
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_ops_drawn_at_random_run_bare_as_the_catalog_says(data: st.DataObject) -> None:
+    sweep = installed_sweep()
+    op = data.draw(st.sampled_from(sorted(sweep.records)))
+    dtype, mode = data.draw(st.sampled_from(LOW)), data.draw(st.sampled_from(MODES))
+    state = sweep.state(op, dtype, mode)
+    assume(state is not None)
+    found = bare.truth(op, getattr(torch, dtype), mode)
+    assert state != "all" or all(found), (op, dtype, mode, found)
+    assert state != "none" or not any(found), (op, dtype, mode, found)
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "mode", "state"),
+    [
+        ("dot", "float16", "forward", "all"),
+        ("linalg.svd", "float16", "forward", "none"),
+        ("linalg.svd", "float16", "autocast", "all"),
+        ("fft.rfft", "bfloat16", "forward", "none"),
+        ("cdist", "float16", "forward", "some"),
+        ("special.i1", "float16", "forward", "all"),
+        ("special.i1", "float16", "backward", "none"),
+        ("nn.functional.pdist", "float16", "backward", "none"),
+    ],
+)
+def test_known_cases(op: str, dtype: str, mode: str, state: str) -> None:
+    assert installed_sweep().state(op, dtype, mode) == state  # type: ignore[arg-type]
+
+
+def test_a_fresh_sweep_finds_what_the_catalog_has(tmp_path: Path) -> None:
+    shipped, only = installed_sweep(), ["dot", "cdist", "special.i1", "nn.functional.dropout", "linalg.svd"]
+    first, second = (build("cpu", jobs=2, only=only) for _ in range(2))
+    assert first.records == second.records
+    for record in first.records:
+        there = shipped.records[record.op]
+        assert (record.samples, record.passed, record.aten) == (there.samples, there.passed, there.aten)
+        assert [(f.cells, f.kind, f.at) for f in record.failures] == [(f.cells, f.kind, f.at) for f in there.failures]
+    assert "p=2.0" in str(next(record for record in first.records if record.op == "cdist").failures[0].condition)
+    saved = [first.save(folder) for folder in (tmp_path / "a", tmp_path / "b") if not folder.mkdir()]  # type: ignore[func-returns-value]
+    assert saved[0][0].read_bytes() == saved[1][0].read_bytes()
+    assert Sweep(saved[0][0]).records["dot"] == first.records[1]
+
+
+# -- workers that die
+
+
+@pytest.fixture(scope="module")
+def deadly() -> Measured:
+    """A sweep of the operators of `killing_worker`."""
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), before])
+    try:
+        return build("cpu", jobs=2, worker="killing_worker", call_seconds=3)
+    finally:
+        os.environ["PYTHONPATH"] = before
+
+
+def test_a_worker_that_dies_costs_that_operator_only(deadly: Measured) -> None:
+    records = {record.op: record for record in deadly.records}
+    assert list(records) == ["always_dies", "dies", "hangs", "prints", "refuses_large"]
+    assert records["prints"].failures == []
+    assert records["prints"].state("float16", "backward") == "all"
+    crash = records["dies"].failure("float16", "forward")
+    assert crash is not None
+    assert (crash.kind, crash.type) == ("crash", "SIGSEGV")
+    assert records["dies"].state("float16", "forward") == "none"
+    assert records["dies"].state("float32", "forward") == "all"
+    assert records["dies"].state("bfloat16", "backward") == "all"
+
+
+def test_an_operator_that_always_kills_is_given_up(deadly: Measured) -> None:
+    record = deadly.records[0]
+    assert record.note is not None
+    assert "exit code 3 in float32/forward" in record.note
+    assert {failure.kind for failure in record.failures} == {"crash"}
+    assert record.state("float32", "forward") == "none"
+
+
+def test_a_call_that_hangs_is_a_timeout(deadly: Measured) -> None:
+    hanging = next(record for record in deadly.records if record.op == "hangs")
+    failure = hanging.failure("bfloat16", "forward")
+    assert failure is not None
+    assert failure.kind == "timeout"
+    assert hanging.state("float16", "backward") == "all"
+
+
+def test_what_depends_on_size_is_found_with_its_condition(deadly: Measured) -> None:
+    record = next(record for record in deadly.records if record.op == "refuses_large")
+    assert record.state("float16", "forward") == "some"
+    failure = record.failure("float16", "forward")
+    assert failure is not None
+    assert failure.condition is not None
+    assert failure.condition.startswith("fails from largest size")
+
+
+def test_an_operator_that_torch_does_not_describe() -> None:
+    with pytest.raises(UsageError, match="no operator 'nosuch'"):
+        build("cpu", jobs=1, only=["nosuch"])
+
+
+def test_a_device_that_is_not_there() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("it is there")
+    with pytest.raises(UsageError, match="not there"):
+        build("cuda", jobs=1)
+
+
+# -- what a failure is, and when
+
+
+def test_kinds() -> None:
+    assert kind_of(Raised("RuntimeError", "x without overflow"), "fill", fails_in_fp32=False) == "scalar-overflow"
+    assert kind_of(Raised("RuntimeError", "\"dot\" not implemented for 'Half'"), None, fails_in_fp32=False) == (
+        "missing-kernel"
+    )
+    assert kind_of(Raised("RuntimeError", "Unsupported dtype Half"), None, fails_in_fp32=False) == "unsupported-dtype"
+    assert kind_of(Raised("RuntimeError", "expected scalar type Float but found Half"), "mm", fails_in_fp32=False) == (
+        "dtype-mismatch"
+    )
+    could_not = Raised("NotImplementedError", "Could not run 'aten::x' with arguments from the 'XPU' backend.")
+    assert kind_of(could_not, "x", fails_in_fp32=True) == "no-backend-kernel"
+    assert kind_of(Raised("SIGSEGV", "died", died=True), None, fails_in_fp32=False) == "crash"
+
+
+values = st.one_of(st.booleans(), st.integers(0, 3), st.sampled_from(["a", "b"]), st.none())
+samples = st.lists(st.fixed_dictionaries({"p": values, "largest size": st.integers(1, 40)}), min_size=1, max_size=6)
+
+
+@given(passed=samples, failed=samples)
+def test_a_condition_tells_failing_from_passing_samples(
+    passed: list[dict[str, object]], failed: list[dict[str, object]]
+) -> None:
+    said = condition(passed, failed)
+    if said is not None and " p" in said and " and " not in said and "from" not in said:
+        assert {repr(sample["p"]) for sample in passed}.isdisjoint(repr(sample["p"]) for sample in failed)
+    if said is not None and said.startswith("fails from largest size"):
+        bound = int(said.split()[4])
+        assert all((sample["largest size"] >= bound) == (sample in failed) for sample in (*passed, *failed))  # type: ignore[operator]
+    assert condition(failed, passed) is None or said is None or condition(failed, passed) != said or passed == failed
+
+
+@given(
+    values=st.lists(st.floats(1, 64, width=32), min_size=1, max_size=20),
+    steps=st.integers(-3, 3),
+    low=st.sampled_from([torch.half, torch.bfloat16]),
+)
+def test_ulp_counts_steps_of_the_dtype(values: list[float], steps: int, low: torch.dtype) -> None:
+    exact = torch.tensor(values, dtype=torch.float64).to(low)
+    moved = exact
+    for _ in range(abs(steps)):
+        moved = torch.nextafter(moved, torch.full_like(moved, float("inf") if steps > 0 else -float("inf")))
+    errors = ulp_errors(moved, exact.double(), low)
+    same_binade = torch.frexp(moved.double()).exponent == torch.frexp(exact.double()).exponent
+    assert torch.equal(errors[same_binade], torch.full_like(errors[same_binade], abs(steps)))
+
+
+def test_ulp_of_what_is_not_finite() -> None:
+    reference = torch.tensor([1e6, 1.0, float("inf"), 0.0], dtype=torch.float64)
+    rounded = reference.to(torch.half)
+    assert ulp_errors(rounded, reference, torch.half).tolist() == [0.0, 0.0, 0.0, 0.0]
+    nan = torch.tensor([1.0, float("nan"), 1.0, 0.0], dtype=torch.half)
+    errors = ulp_errors(nan, reference, torch.half)
+    assert errors.isinf().tolist() == [True, True, True, False]
+    found = summary([errors])
+    assert found is not None
+    assert found.max is None
+    assert summary([]) is None

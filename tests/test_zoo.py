@@ -1,0 +1,100 @@
+"""torchvision's models beside a torch that its compiled ops do not fit: the stand-ins, and detectors at their size."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowprec_check import zoo_ops
+from lowprec_check.zoo import import_torchvision, load_torchvision
+
+if importlib.util.find_spec("torchvision") is None:
+    pytest.skip("torchvision is not installed", allow_module_level=True)
+
+
+def boxes_of(seed: int, count: int, spread: float) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    corner = torch.rand(count, 2, generator=generator) * spread
+    size = torch.rand(count, 2, generator=generator) * 40 + 1
+    return torch.cat([corner, corner + size], 1), torch.rand(count, generator=generator)
+
+
+def by_definition(boxes: torch.Tensor, scores: torch.Tensor, threshold: float) -> list[int]:
+    """Box by box, in Python numbers."""
+
+    def overlap(a: list[float], b: list[float]) -> float:
+        width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
+        common = max(width, 0.0) * max(height, 0.0)
+        return common / (sum((c[2] - c[0]) * (c[3] - c[1]) for c in (a, b)) - common)
+
+    kept: list[int] = []
+    plain = boxes.double().tolist()
+    for index in scores.argsort(descending=True).tolist():
+        if all(overlap(plain[index], plain[other]) <= threshold for other in kept):
+            kept.append(index)
+    return kept
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.integers(0, 10_000), st.integers(0, 400), st.sampled_from([5.0, 60.0, 500.0]), st.sampled_from([0.1, 0.5, 0.9])
+)
+def test_nms_is_its_definition(seed: int, count: int, spread: float, threshold: float) -> None:
+    boxes, scores = boxes_of(seed, count, spread)
+    assert zoo_ops.nms(boxes.double(), scores.double(), threshold).tolist() == by_definition(boxes, scores, threshold)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "Half"), (torch.bfloat16, "BFloat16")])
+def test_nms_lacks_what_torchvisions_kernel_lacks(dtype: torch.dtype, name: str) -> None:
+    boxes, scores = boxes_of(0, 10, 50.0)
+    with pytest.raises(NotImplementedError, match=f"\"nms_kernel\" not implemented for '{name}'"):
+        zoo_ops.nms(boxes.to(dtype), scores.to(dtype), 0.5)
+
+
+def test_roi_align_takes_fp16_and_not_bf16() -> None:
+    import_torchvision()
+    features, regions = torch.randn(1, 3, 16, 16), torch.tensor([[0.0, 1.0, 2.0, 9.0, 12.0]] * 100)
+    wide = zoo_ops.roi_align(features, regions, 1.0, 4, 4, 2, False)
+    low = zoo_ops.roi_align(features.half(), regions.half(), 1.0, 4, 4, 2, False)
+    assert (wide.shape, low.dtype) == ((100, 3, 4, 4), torch.float16)
+    torch.testing.assert_close(low.float(), wide, rtol=1e-2, atol=1e-2)
+    with pytest.raises(NotImplementedError, match="roi_align_forward_kernel"):
+        zoo_ops.roi_align(features.bfloat16(), regions.bfloat16(), 1.0, 4, 4, 2, False)
+
+
+def test_under_autocast_they_run_in_fp32() -> None:
+    import_torchvision()
+    if not zoo_ops.declared():
+        pytest.skip("torchvision's own ops are there")
+    ops = importlib.import_module("torchvision.ops")
+    boxes, scores = boxes_of(0, 50, 50.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        kept = ops.nms(boxes.bfloat16(), scores.bfloat16(), 0.5)
+        aligned = ops.roi_align(torch.randn(1, 3, 16, 16).bfloat16(), [boxes[:5].bfloat16()], 4)
+    assert kept.tolist() == zoo_ops.nms(boxes.bfloat16().float(), scores.bfloat16().float(), 0.5).tolist()
+    assert aligned.dtype == torch.bfloat16
+
+
+def test_a_detector_takes_images_at_their_size() -> None:
+    target = load_torchvision("fasterrcnn_mobilenet_v3_large_320_fpn", ("3x64x96",))
+    assert isinstance(target.args[0], list)
+    assert target.model.transform.min_size == (96,)
+    with torch.no_grad():
+        found = target.model(*target.args)
+    assert set(found[0]) == {"boxes", "labels", "scores"}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("lraspp_mobilenet_v3_large", "1x3x32x32"), ("mc3_18", "1x3x4x32x32"), ("resnet18", "1x3x32x32")],
+)
+def test_the_rest_of_the_zoo_takes_a_batch(name: str, shape: str) -> None:
+    target = load_torchvision(name, (shape,))
+    assert "x".join(map(str, target.args[0].shape)) == shape
+    with torch.no_grad():
+        target.model(*target.args)
