@@ -21,6 +21,7 @@ from lowprec_check.catalog.records import (
     DTYPES,
     MODES,
     CatalogError,
+    Dtype,
     Failure,
     Header,
     Measured,
@@ -60,6 +61,11 @@ def sweep_file(folder: Path, version: str, records: list[OpRecord]) -> Path:
     return Measured(header, records, [OpTimes(op="a", float32_us=[1.0, 2.0])]).save(folder)[0]
 
 
+def forget() -> None:
+    measured.sweeps.cache_clear()
+    measured.history.cache_clear()
+
+
 @pytest.fixture
 def catalog_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Make a catalog of sweeps: ``catalog_of({"2.1.0": [record, …]})``."""
@@ -68,7 +74,7 @@ def catalog_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         for version, records in content.items():
             sweep_file(tmp_path, version, records)
         monkeypatch.setattr(measured, "data_folder", lambda: tmp_path)
-        measured.sweeps.cache_clear()
+        forget()
 
     return make
 
@@ -76,7 +82,7 @@ def catalog_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
     yield
-    measured.sweeps.cache_clear()
+    forget()
 
 
 # -- files
@@ -178,6 +184,9 @@ def test_records_survive_the_file(
         ("rfft", "fft.rfft"),
         ("std.unbiased", "std.unbiased"),
         ("_cdist_forward", "cdist"),
+        ("LayerNorm", "nn.functional.layer_norm"),
+        ("torch.nn.BatchNorm2d", "nn.functional.batch_norm"),
+        ("nn.Conv2d", "nn.functional.conv2d"),
     ],
 )
 def test_any_usual_name_is_found(query: str, first: str) -> None:
@@ -224,12 +233,12 @@ def test_since_and_mended(tmp_path_factory: pytest.TempPathFactory, history: lis
         sweep_file(folder, f"2.{minor + 1}.0", [record("a", state)])
     patch = pytest.MonkeyPatch()
     patch.setattr(measured, "data_folder", lambda: folder)
-    measured.sweeps.cache_clear()
+    forget()
     try:
         cell = support.measured_cell(measured.history("cpu")[at], "a", "float16", "forward")
     finally:
         patch.undo()
-        measured.sweeps.cache_clear()
+        forget()
     first = oracle_since(history[: at + 1])
     assert cell.since == (None if first is None else f"2.{first + 1}")
     assert cell.since_oldest == (first == 0)
@@ -249,7 +258,8 @@ def test_the_difference_of_two_versions(catalog_of: Callable[..., None]) -> None
     assert [(change.op, change.before, change.after) for change in found.gained] == [("a", "none", "all")]
     assert [(change.op, change.before, change.after) for change in found.lost] == [("b", "all", "some")]
     assert (found.only_before, found.only_after) == (["d"], ["e"])
-    assert changes.difference("2.2", "2.1") == found
+    back = changes.difference("2.2", "2.1")
+    assert (back.before, [change.op for change in back.gained]) == ("2.2", ["b"])
     with pytest.raises(UsageError, match="was not measured"):
         changes.difference("2.1", "2.9")
 
@@ -268,6 +278,43 @@ def test_gaps_name_the_release_that_mends_them(catalog_of: Callable[..., None]) 
     assert str(mending) == "runs since torch 2.2"
     assert changes.mending("aten.z.default", device="cpu", dtype="float16", torch="2.1.2") is None
     assert changes.mending("aten.a.default", device="cuda", dtype="float16", torch="2.1.2") is None
+
+
+def test_a_version_with_the_extension_is_one_of_its_own() -> None:
+    found = changes.difference("2.8", "2.8+ipex")
+    assert (found.before, found.after) == ("2.8", "2.8+ipex")
+    assert changes.gaps("cpu", "float16", "2.8.0+ipex").torch == "2.8+ipex"
+    [answer] = support.lookup("dot", torch="2.8+ipex")
+    assert {cell.extension for cell in answer.cells} == {"ipex 2.8.0"}
+    with pytest.raises(UsageError, match=r"Measured versions: .*2\.8\+ipex"):
+        changes.gaps("cpu", "float16", "2.9+ipex")
+
+
+def test_dot_on_xpu_went_from_the_cpu_to_a_kernel() -> None:
+    changed = {(change.op, change.dtype): change for change in changes.difference("2.8", "2.15", "xpu").gained}
+    dot = changed["dot", "float16"]
+    assert (dot.before, dot.before_on_cpu, dot.after, dot.after_on_cpu) == ("all", "wholly", "all", None)
+    before = changes.gaps("xpu", "float16", "2.8")
+    assert "dot" in before.on_cpu
+    assert "dot" not in {missing.op for missing in before.missing}
+    assert "dot" not in changes.gaps("xpu", "float16", "2.15").on_cpu
+
+
+def test_what_refuses_above_dispatch_refuses_on_xpu_too() -> None:
+    missing = {missing.op: missing for missing in changes.gaps("xpu", "float16", "2.11").missing}
+    assert (missing["quantile"].at, missing["quantile"].registration) == ("quantile", "composite")
+    assert missing["fft.rfft"].mended == "2.12"
+    assert missing["linalg.matrix_norm"].states["forward"] == "some"  # only some norms need singular values
+    assert missing["linalg.svd"].registration == "fallback"
+
+
+def test_an_issue_of_half_is_not_shown_for_fp32() -> None:
+    def ids(dtype: Dtype) -> set[str]:
+        [answer] = support.lookup("dot", dtype=dtype, torch="2.1")
+        return {issue.id for issue in answer.issues}
+
+    assert "ipex-673" in ids("float16")
+    assert "ipex-673" not in ids("float32")
 
 
 def test_dot_in_half_as_it_is_told() -> None:
@@ -356,7 +403,9 @@ def test_wrong_questions() -> None:
     for arguments, says in [
         (["op", "sofmax"], "Did you mean"),
         (["op", "dot", "--dtype", "int8"], "no dtype"),
-        (["op", "dot", "--device", "tpu"], "Nothing was measured"),
+        (["op", "dot", "--device", "npu"], "Measured: cpu, cuda; declared: xpu"),
+        (["op", "dot", "--device", "xpu", "--torch", "2.1"], "Nothing is declared"),
+        (["catalog", "diff", "2.8+ipex", "2.9", "--device", "xpu"], "Nothing is declared"),
         (["op", "dot", "--device", "cpu", "--torch", "1.9"], "not measured on cpu"),
         (["catalog", "diff", "2.8", "9.9"], "not measured"),
         (["catalog", "diff", "old", "2.8"], "no version of torch"),

@@ -7,14 +7,13 @@ from typing import NamedTuple
 
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.declared import overload_name
-from lowprec_check.catalog.measured import Sweep, history, sweep_of
+from lowprec_check.catalog.fares import Fare, OnCpu, declared_fare, to_blame
+from lowprec_check.catalog.measured import Sweep, device_of, history, sweep_of
 from lowprec_check.catalog.records import LOW, MODES, Dtype, FailureKind, Mode, OpRecord, State
-from lowprec_check.catalog.support import declared_cells, declared_state, mended_in
+from lowprec_check.catalog.support import declared_cells, mended_in
 from lowprec_check.catalog.tables import version_key
 from lowprec_check.errors import UsageError
 from lowprec_check.structs import Struct
-
-_RANK = {"none": 0, "some": 1, "all": 2}
 
 
 class Change(Struct, frozen=True, kw_only=True):
@@ -25,11 +24,9 @@ class Change(Struct, frozen=True, kw_only=True):
     modes: list[Mode]
     before: State
     after: State
-
-    @property
-    def gained(self) -> bool:
-        """Whether it got better."""
-        return _RANK[self.after] > _RANK[self.before]
+    before_on_cpu: OnCpu | None = None
+    """On XPU: whether it was copied to the CPU and back."""
+    after_on_cpu: OnCpu | None = None
 
 
 class Difference(Struct, frozen=True, kw_only=True):
@@ -56,6 +53,7 @@ class MissingOp(Struct, frozen=True, kw_only=True):
     message: str | None = None
     condition: str | None = None
     registration: declared.Registration | None = None
+    """On XPU: how the aten op ``at`` is registered there."""
     mended: str | None = None
     """The later release from which on it runs in every mode that fails here."""
 
@@ -70,49 +68,65 @@ class Gaps(Struct, frozen=True, kw_only=True):
     runnable: int
     """Operators that run in fp32 there."""
     missing: list[MissingOp]
+    on_cpu: list[str] = []
+    """On XPU: operators that run, at least in part copied to the CPU and back."""
 
 
 # -- the difference of two versions
 
 
 def difference(before: str, after: str, device: str = "cpu", dtype: Dtype | None = None) -> Difference:
-    """What was gained and lost from one version to another; raises :class:`UsageError` where one was not measured."""
-    before, after = sorted((declared.release_of(before), declared.release_of(after)), key=version_key)
-    olds, news = _states(before, device), _states(after, device)
-    changes: dict[tuple[str, Dtype, State, State], list[Mode]] = {}
+    """What was gained and lost from one version (``2.13``, ``2.8+ipex``) to another, which may be an older one.
+
+    Raises :class:`UsageError` where one was not measured.
+    """
+    device = device_of(device)
+    (before, olds), (after, news) = _fares(before, device), _fares(after, device)
+    changes: dict[tuple[str, Dtype, Fare, Fare], list[Mode]] = {}
     for (op, low, mode), old in olds.items():
         new = news.get((op, low, mode))
         if old is not None and new is not None and old != new and low == (dtype or low):
             changes.setdefault((op, low, old, new), []).append(mode)
-    found = [
-        Change(op=op, dtype=low, modes=modes, before=old, after=new)
-        for (op, low, old, new), modes in sorted(changes.items())
-    ]
+    gained: list[Change] = []
+    lost: list[Change] = []
+    for (op, low, old, new), modes in sorted(changes.items()):
+        (gained if new.rank > old.rank else lost).append(
+            Change(
+                op=op,
+                dtype=low,
+                modes=modes,
+                before=old.state,
+                after=new.state,
+                before_on_cpu=old.on_cpu,
+                after_on_cpu=new.on_cpu,
+            )
+        )
     ops = {op for op, _, _ in olds}, {op for op, _, _ in news}
     return Difference(
         device=device,
         before=before,
         after=after,
         evidence="declared" if device == "xpu" else "measured",
-        gained=[change for change in found if change.gained],
-        lost=[change for change in found if not change.gained],
+        gained=gained,
+        lost=lost,
         only_before=sorted(ops[0] - ops[1]),
         only_after=sorted(ops[1] - ops[0]),
     )
 
 
-def _states(version: str, device: str) -> dict[tuple[str, Dtype, Mode], State | None]:
-    if device == "xpu":
-        records = sweep_of("cpu").records
-        declared.load(version)  # says which releases there are
-        return {
-            (op, dtype, mode): declared_state(record, version, dtype, mode)
-            for op, record in records.items()
-            for dtype in LOW
-            for mode in MODES[:2]
-        }
-    sweep = sweep_of(device, version)
-    return {(op, dtype, mode): sweep.state(op, dtype, mode) for op in sweep.records for dtype in LOW for mode in MODES}
+def _fares(version: str, device: str) -> tuple[str, dict[tuple[str, Dtype, Mode], Fare | None]]:
+    """The version as the catalog calls it, and how each operator fares in it; ``None`` where that is not known."""
+    if device != "xpu":
+        sweep = sweep_of(device, version)
+        states = {(op, low, mode): sweep.state(op, low, mode) for op in sweep.records for low in LOW for mode in MODES}
+        return sweep.version, {cell: Fare(state) if state else None for cell, state in states.items()}
+    release = declared.load(version).torch
+    return release, {
+        (op, low, mode): declared_fare(record, release, low, mode)
+        for op, record in sweep_of("cpu").records.items()
+        for low in LOW
+        for mode in MODES[:2]
+    }
 
 
 # -- what is missing
@@ -122,6 +136,7 @@ def gaps(device: str = "cpu", dtype: Dtype = "float16", torch: str | None = None
     """Operators that run in fp32 on the device and not, or not always, in ``dtype``; newest version without ``torch``."""
     if dtype == "float32":
         raise UsageError("Gaps are what fp32 can and a lower precision cannot.", "Give --dtype half or bfloat16.")
+    device = device_of(device)
     return _declared_gaps(dtype, torch) if device == "xpu" else _measured_gaps(sweep_of(device, torch), dtype)
 
 
@@ -129,7 +144,7 @@ def _measured_gaps(sweep: Sweep, dtype: Dtype) -> Gaps:
     runnable = [record for record in sweep.records.values() if record.state("float32", "forward") in ("all", "some")]
     return Gaps(
         device=sweep.header.device,
-        torch=sweep.release,
+        torch=sweep.version,
         dtype=dtype,
         evidence="measured",
         runnable=len(runnable),
@@ -155,33 +170,37 @@ def _missing(sweep: Sweep, record: OpRecord, dtype: Dtype) -> MissingOp | None:
 
 
 def _declared_gaps(dtype: Dtype, torch: str | None) -> Gaps:
-    release = declared.release_of(torch) if torch else declared.releases()[-1]
-    declared.load(release)  # says which releases there are
-    records = [
-        record for record in sweep_of("cpu").records.values() if declared_state(record, release, "float32", "forward")
-    ]
-    failing = [
+    file = declared.load(torch or declared.releases()[-1])
+    runnable = [
         record
-        for record in records
-        if any(declared_state(record, release, dtype, mode) in ("some", "none") for mode in MODES[:2])
+        for record in sweep_of("cpu").records.values()
+        if (fare := declared_fare(record, file.torch, "float32", "forward")) is not None and fare.state != "none"
     ]
+    fares = {record.op: [declared_fare(record, file.torch, dtype, mode) for mode in MODES[:2]] for record in runnable}
+    failing = {op for op, both in fares.items() if any(fare is not None and fare.state != "all" for fare in both)}
     return Gaps(
         device="xpu",
-        torch=release,
+        torch=file.torch,
         dtype=dtype,
         evidence="declared",
-        runnable=len(records),
-        missing=[_declared_missing(record, dtype, release) for record in failing],
+        runnable=len(runnable),
+        missing=[_declared_missing(record, dtype, file) for record in runnable if record.op in failing],
+        on_cpu=sorted(
+            op for op, both in fares.items() if op not in failing and any(fare and fare.on_cpu for fare in both)
+        ),
     )
 
 
-def _declared_missing(record: OpRecord, dtype: Dtype, release: str) -> MissingOp:
-    cells = declared_cells(record, (dtype,), release)
+def _declared_missing(record: OpRecord, dtype: Dtype, file: declared.Declared) -> MissingOp:
+    cells = declared_cells(record, (dtype,), file.torch)
+    failing = [cell for cell in cells if cell.state in ("some", "none")]
+    at = to_blame(record, file, dtype, failing[0].mode)
     return MissingOp(
         op=record.op,
         states={cell.mode: cell.state for cell in cells},
-        registration=cells[0].registration,
-        mended=_last([cell.mended for cell in cells if cell.state in ("some", "none")]),
+        at=at,
+        registration=file.ops[at].registration if at else None,
+        mended=_last([cell.mended for cell in failing]),
     )
 
 

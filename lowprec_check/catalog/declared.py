@@ -104,6 +104,11 @@ def release_of(version: str) -> str:
     return f"{found[1]}.{found[2]}"
 
 
+def has_extension(version: str) -> bool:
+    """Whether a version is meant with Intel's extension loaded: `2.8+ipex`."""
+    return version.partition("+")[2].startswith("ipex")
+
+
 def _key(release: str) -> tuple[int, ...]:
     return tuple(map(int, release.split(".")))
 
@@ -120,10 +125,10 @@ def load(version: str, device: str = "xpu") -> Declared:
     """The declarations for the release of a version, `2.13` or `2.13.0+cpu`; raises :class:`UsageError` if there are none."""
     release = release_of(version)
     path = data_folder() / f"declared-{device}-{release}.json"
-    if not path.exists():
+    if has_extension(version) or not path.exists():
         known = ", ".join(releases(device)) or "none"
         raise UsageError(
-            f"Nothing is declared for {device} under torch {release}.", f"Releases with declarations: {known}."
+            f"Nothing is declared for {device} under torch {version}.", f"Releases with declarations: {known}."
         )
     return read(path)
 

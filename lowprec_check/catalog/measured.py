@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache, cached_property
 from pathlib import Path
 
-from lowprec_check.catalog.declared import release_of
+from lowprec_check.catalog.declared import has_extension, release_of
 from lowprec_check.catalog.folder import data_folder
 from lowprec_check.catalog.records import Dtype, Lines, Mode, OpTimes, State, read_records, read_times
 from lowprec_check.catalog.tables import version_key
@@ -27,12 +27,12 @@ class Sweep:
         path = self.path.with_name(self.path.name.removesuffix(".jsonl") + TIMES)
         return read_times(path)
 
-    @property
+    @cached_property
     def key(self) -> tuple[int, ...]:
         """The version, to compare by."""
         return version_key(self.header.torch)
 
-    @property
+    @cached_property
     def release(self) -> str:
         """``2.13``."""
         return ".".join(map(str, self.key[:2]))
@@ -41,6 +41,11 @@ class Sweep:
     def label(self) -> str:
         """``2.13``, ``2.8 + ipex 2.8.0``."""
         return f"{self.release} + {self.header.extension}" if self.header.extension else self.release
+
+    @property
+    def version(self) -> str:
+        """As one asks for it: ``2.13``, ``2.8+ipex``."""
+        return f"{self.release}+{self.header.extension.split()[0]}" if self.header.extension else self.release
 
     def state(self, op: str, dtype: Dtype, mode: Mode) -> State | None:
         """How ``op`` fares; ``None`` where it was not measured."""
@@ -58,30 +63,36 @@ def sweeps(folder: Path | None = None) -> tuple[Sweep, ...]:
     return tuple(sorted(found, key=lambda sweep: (sweep.header.device, sweep.header.extension or "", sweep.key)))
 
 
-def history(device: str, extension: str | None = None) -> list[Sweep]:
+@cache
+def history(device: str, extension: str | None = None) -> tuple[Sweep, ...]:
     """The sweeps of one device, oldest first; where one version was measured on several machines, the last by name counts."""
     found = [s for s in sweeps() if s.header.device == device and s.header.extension == extension]
-    return list({sweep.key: sweep for sweep in found}.values())
+    return tuple({sweep.key: sweep for sweep in found}.values())
 
 
-def with_extension(device: str) -> list[Sweep]:
+def with_extension(device: str) -> tuple[Sweep, ...]:
     """The sweeps of one device that had an extension loaded."""
-    return [sweep for sweep in sweeps() if sweep.header.device == device and sweep.header.extension]
+    return tuple(sweep for sweep in sweeps() if sweep.header.device == device and sweep.header.extension)
 
 
-def sweep_of(device: str, version: str | None = None, extension: str | None = None) -> Sweep:
-    """The sweep of a version (``2.13``, ``2.13.0+cpu``), the newest without one; :class:`UsageError` where there is none."""
-    found = history(device, extension)
-    if version is not None:
-        found = [sweep for sweep in found if sweep.release == release_of(version)] or _none(device, version)
-    if not found:
-        known = ", ".join(sorted({sweep.header.device for sweep in sweeps()})) or "nothing"
+def device_of(name: str) -> str:
+    """``cuda:0`` is ``cuda``; raises :class:`UsageError` for a device that nothing is known of."""
+    device = name.strip().lower().partition(":")[0]
+    measured = sorted({sweep.header.device for sweep in sweeps()})
+    if device not in (*measured, "xpu"):
         raise UsageError(
-            f"Nothing was measured on {device}.", f"Measured: {known}. `lowprec-check catalog build` adds to it."
+            f"Nothing is known of the device {name!r}.", f"Measured: {', '.join(measured) or 'none'}; declared: xpu."
         )
+    return device
+
+
+def sweep_of(device: str, version: str | None = None) -> Sweep:
+    """The sweep of a version (``2.13``, ``2.13.0+cpu``, ``2.8+ipex``), the newest without one; :class:`UsageError` where there is none."""
+    measured = history(device)
+    among = with_extension(device) if version and has_extension(version) else measured
+    found = [sweep for sweep in among if version is None or sweep.release == release_of(version)]
+    if not found:
+        asked = f"torch {version} was" if version else "Nothing was"
+        known = ", ".join(sweep.version for sweep in [*measured, *with_extension(device)]) or "none"
+        raise UsageError(f"{asked}{' not' if version else ''} measured on {device}.", f"Measured versions: {known}.")
     return found[-1]
-
-
-def _none(device: str, version: str) -> list[Sweep]:
-    known = ", ".join(sweep.release for sweep in history(device)) or "none"
-    raise UsageError(f"torch {version} was not measured on {device}.", f"Measured versions: {known}.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from lowprec_check.catalog.records import Dtype, OpRecord
 from lowprec_check.errors import UsageError
@@ -20,7 +20,7 @@ _DTYPES: dict[str, Dtype] = {
     "float32": "float32",
 }
 _PREFIX = re.compile(
-    r"^(torch\.ops\.)?aten(::|\.)|^(torch\.)?(nn\.functional|nn\.init|Tensor)\.|^(F|torch)\.(?!ops\.)", re.IGNORECASE
+    r"^(torch\.ops\.)?aten(::|\.)|^(torch\.)?(nn\.functional|nn\.init|nn|Tensor)\.|^(F|torch)\.(?!ops\.)", re.IGNORECASE
 )
 
 
@@ -42,16 +42,18 @@ def find(query: str, records: Mapping[str, OpRecord]) -> list[OpRecord]:
     """The operators that ``query`` names, the best match first.
 
     An exact name (``linalg.svd``); else every operator whose last part it is, variants included (``svd``: ``svd``, ``linalg.svd``),
-    or else every one that dispatches an aten op of that name (``_linalg_svd``). Raises :class:`UsageError` with the
-    nearest names where there is none.
+    or else every one that dispatches an aten op of that name (``_linalg_svd``), or that a module is called after
+    (``LayerNorm``, ``BatchNorm2d``). Raises :class:`UsageError` with the nearest names where there is none.
     """
     asked = query.strip().removeprefix("torch.").removesuffix("()")
     wanted = bare(query).lower()
     if asked in records and "." in asked:
         return [records[asked]]
-    found = [op for op in records if wanted in _last_parts(op)] or [
-        op for op, record in records.items() if wanted in _aten_names(record)
-    ]
+    found = (
+        [op for op in records if wanted in _last_parts(op)]
+        or [op for op, record in records.items() if wanted in _aten_names(record)]
+        or _functions_of(wanted, records)
+    )
     if not found:
         raise UsageError(f"The catalog knows no operator {query!r}.", _suggestion(wanted, list(records)))
     return [records[op] for op in sorted(found, key=lambda op: (op != asked, len(op)))]
@@ -69,6 +71,15 @@ _SPACES = {"linalg", "fft", "special", "masked", "sparse", "signal", "nn", "ops"
 
 def _aten_names(record: OpRecord) -> set[str]:
     return {form for name in record.aten for form in (name.lower(), name.partition(".")[0].lower())}
+
+
+def _functions_of(module: str, ops: Iterable[str]) -> list[str]:
+    """The functional forms of a module of ``torch.nn``, ``nn.functional.batch_norm`` for ``batchnorm2d``."""
+    functions = {
+        op: op.removeprefix("nn.functional.").replace("_", "") for op in ops if op.startswith("nn.functional.")
+    }
+    exact = [op for op, function in functions.items() if function == module]
+    return exact or [op for op, function in functions.items() if function == re.sub(r"\dd$", "", module)]
 
 
 def _suggestion(wanted: str, ops: list[str]) -> str:

@@ -21,6 +21,8 @@ SCHEMA = 1
 Dtype = Literal["float32", "float16", "bfloat16"]
 DTYPES: tuple[Dtype, ...] = ("float32", "float16", "bfloat16")
 LOW: tuple[Dtype, ...] = ("float16", "bfloat16")
+SHORT: dict[Dtype, str] = {"float32": "float32", "float16": "half", "bfloat16": "bfloat16"}
+"""What people call them, and the declarations and known issues too."""
 Mode = Literal["forward", "backward", "autocast", "autocast-backward"]
 MODES: tuple[Mode, ...] = ("forward", "backward", "autocast", "autocast-backward")
 """How an operator was called; under autocast its floating inputs were low-precision, as they are behind a Linear."""

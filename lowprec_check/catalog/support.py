@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from lowprec_check.catalog import declared, known_issues
-from lowprec_check.catalog.declared import Declared
+from lowprec_check.catalog.declared import has_extension
+from lowprec_check.catalog.fares import OnCpu, declared_fare, dispatched
 from lowprec_check.catalog.known_issues import KnownIssue
-from lowprec_check.catalog.measured import Sweep, history, sweep_of, with_extension
+from lowprec_check.catalog.measured import Sweep, device_of, history, sweep_of, with_extension
 from lowprec_check.catalog.names import find
-from lowprec_check.catalog.records import LOW, MODES, Dtype, Failure, Mode, OpRecord, State, Ulp
+from lowprec_check.catalog.records import LOW, MODES, SHORT, Dtype, Failure, Mode, OpRecord, State, Ulp
 from lowprec_check.structs import Struct
 
 Evidence = Literal["measured", "declared"]
@@ -41,7 +42,9 @@ class Cell(Struct, frozen=True, kw_only=True):
     """Time of a call, times that in fp32."""
     failure: Failure | None = None
     registration: declared.Registration | None = None
-    """On XPU: how it is registered there."""
+    """On XPU: how the worst op that it dispatches is registered there."""
+    on_cpu: OnCpu | None = None
+    """On XPU, where it runs: whether it is copied to the CPU and back for it."""
     links: list[str] = []
 
 
@@ -59,10 +62,10 @@ def lookup(
     query: str, *, device: str | None = None, dtype: Dtype | None = None, torch: str | None = None
 ) -> list[OpAnswer]:
     """What is known of every operator that ``query`` names; raises :class:`UsageError` where none is or nothing was measured."""
-    dtypes = (dtype,) if dtype else LOW
+    device = device_of(device) if device else None
     chosen = _chosen(device, torch)
     described = (chosen or [sweep_of("cpu")])[0].records
-    return [_answer(record, chosen, dtypes, device, torch) for record in find(query, described)]
+    return [_answer(record, chosen, dtype, device, torch) for record in find(query, described)]
 
 
 def _chosen(device: str | None, torch: str | None) -> list[Sweep]:
@@ -71,16 +74,19 @@ def _chosen(device: str | None, torch: str | None) -> list[Sweep]:
     for name in [device] if device else ["cpu", "cuda"]:
         plain = history(name)
         release = declared.release_of(torch) if torch else plain[-1].release if plain else None
-        found += [sweep for sweep in plain if sweep.release == release]
-        found += [sweep for sweep in with_extension(name) if sweep.release == release]
-    if not found and device != "xpu":
+        among = with_extension(name) if torch and has_extension(torch) else plain + with_extension(name)
+        found += [sweep for sweep in among if sweep.release == release]
+    if device == "xpu" and torch:
+        declared.load(torch)  # says what there is
+    elif not found and device != "xpu":
         sweep_of(device or "cpu", torch)  # says what there is
     return found
 
 
 def _answer(
-    record: OpRecord, chosen: Sequence[Sweep], dtypes: Iterable[Dtype], device: str | None, torch: str | None
+    record: OpRecord, chosen: Sequence[Sweep], dtype: Dtype | None, device: str | None, torch: str | None
 ) -> OpAnswer:
+    dtypes = (dtype,) if dtype else LOW
     cells = [
         measured_cell(sweep, record.op, dtype, mode)
         for sweep in chosen
@@ -90,7 +96,11 @@ def _answer(
     ]
     if device in (None, "xpu"):
         cells += declared_cells(record, dtypes, torch)
-    issues = {issue.id: issue for name in _own_names(record) for issue in _issues(name, device, torch)}
+    issues = {
+        issue.id: issue
+        for name in _own_names(record)
+        for issue in known_issues.matching(op=name, device=device, dtype=dtype and SHORT[dtype], torch=torch)
+    }
     return OpAnswer(op=record.op, aten=record.aten, note=record.note, cells=cells, issues=list(issues.values()))
 
 
@@ -101,10 +111,6 @@ def _own_names(record: OpRecord) -> list[str]:
     bare = {name.partition(".")[0] for name in record.aten} | {record.op.replace(".", "_")}
     itself = (name for name in bare if name.strip("_").removeprefix("linalg_").removesuffix("_ex") == own)
     return list(dict.fromkeys([own, *sorted(itself)]))
-
-
-def _issues(op: str, device: str | None, torch: str | None) -> list[KnownIssue]:
-    return known_issues.matching(op=op, device=device, torch=torch)
 
 
 # -- measured
@@ -171,21 +177,20 @@ def declared_cells(record: OpRecord, dtypes: Iterable[Dtype], torch: str | None)
     """What is declared for XPU, forward and backward; nothing for releases without declarations."""
     known = declared.releases()
     release = declared.release_of(torch) if torch else known[-1] if known else None
-    if release not in known:
+    if release not in known or (torch and has_extension(torch)):
         return []
     return [_declared_cell(record, release, dtype, mode) for dtype in dtypes for mode in MODES[:2]]
 
 
 def _declared_cell(record: OpRecord, release: str, dtype: Dtype, mode: Mode) -> Cell:
     releases, file = declared.releases(), declared.load(release)
-    states = [declared_state(record, other, dtype, mode) for other in releases]
-    native = [not on_fallback(record, mode, declared.load(other)) for other in releases]
+    fares = [declared_fare(record, other, dtype, mode) for other in releases]
+    states = [fare and fare.state for fare in fares]
     here, mended = releases.index(release), None
-    first = _start_of_run(list(zip(states, native, strict=True)), here)
+    first = _start_of_run(fares, here)
     if states[here] in ("some", "none") and states[-1] == "all":
         mended = releases[_start_of_run(states, len(states) - 1)]
-    names = dispatched(record, mode, file)
-    rows = [file.ops[name] for name in names]
+    fare, names = fares[here], dispatched(record, mode, file)
     return Cell(
         device="xpu",
         torch=release,
@@ -196,8 +201,9 @@ def _declared_cell(record: OpRecord, release: str, dtype: Dtype, mode: Mode) -> 
         since=releases[first] if states[here] == "all" else None,
         since_oldest=states[here] == "all" and first == 0,
         mended=mended,
-        registration=file.worst(names) if rows else None,
-        links=list(dict.fromkeys(link for row in rows for link in file.evidence(row)))[:3],
+        registration=file.worst(names) if names else None,
+        on_cpu=fare.on_cpu if fare else None,
+        links=list(dict.fromkeys(link for name in names for link in file.evidence(file.ops[name])))[:3],
     )
 
 
@@ -206,37 +212,3 @@ def _start_of_run(values: Sequence[object], index: int) -> int:
     while index > 0 and values[index - 1] == values[index]:
         index -= 1
     return index
-
-
-def on_fallback(record: OpRecord, mode: Mode, file: Declared) -> bool:
-    """Whether something of it is copied to the CPU and back."""
-    return file.worst(dispatched(record, mode, file)) == "fallback"
-
-
-def dispatched(record: OpRecord, mode: Mode, file: Declared) -> list[str]:
-    """The aten ops that count on XPU: those of a CPU sweep without the ones that only CPUs have."""
-    names = record.aten + (record.backward_aten if mode.endswith("backward") else [])
-    return [name for name in names if name in file.ops and "_for_cpu" not in name and "mkldnn" not in name]
-
-
-def declared_state(record: OpRecord, release: str, dtype: Dtype, mode: Mode) -> State | None:
-    """As its worst aten op: *none* without registration or dtype; on the fallback as the CPU fares; unknown where no source says."""
-    file = declared.load(release)
-    names = dispatched(record, mode, file)
-    if not names or record.note is not None:
-        return None
-    rows = [file.ops[name] for name in names]
-    takes = [dtype == "float32" or row.takes(_DECLARED[dtype]) for row in rows]
-    if any(row.registration == "none" for row in rows) or False in takes:
-        return "none"
-    if any(row.registration == "fallback" for row in rows):
-        return _as_on_cpu(record.op, release, dtype, mode)
-    return "all" if True in takes else None
-
-
-_DECLARED = {"float16": "half", "bfloat16": "bfloat16"}
-
-
-def _as_on_cpu(op: str, release: str, dtype: Dtype, mode: Mode) -> State | None:
-    sweep = next((sweep for sweep in history("cpu") if sweep.release == release), None)
-    return sweep.state(op, dtype, mode) if sweep else None

@@ -9,9 +9,9 @@ from rich.padding import Padding
 from rich.text import Text
 
 from lowprec_check.advice import shorten
+from lowprec_check.catalog.records import SHORT
 from lowprec_check.renderers.screen import screen
 from lowprec_check.renderers.summary import group
-from lowprec_check.renderers.support import SHORT
 from lowprec_check.renderers.text import print_group, runs_table
 from lowprec_check.results import ExceptionInfo, ScanResult
 

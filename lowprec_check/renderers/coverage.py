@@ -16,9 +16,8 @@ from tabulate import tabulate
 from lowprec_check.advice import shorten, some
 from lowprec_check.catalog.aten import AtenSupport
 from lowprec_check.catalog.declared import overload_name
-from lowprec_check.catalog.records import Dtype, State
+from lowprec_check.catalog.records import SHORT, Dtype, State
 from lowprec_check.renderers.screen import screen
-from lowprec_check.renderers.support import SHORT
 from lowprec_check.structs import Struct
 
 WIDTH = 110

@@ -9,9 +9,9 @@ import jinja2
 import msgspec
 
 from lowprec_check.catalog import declared
+from lowprec_check.catalog.fares import declared_fare
 from lowprec_check.catalog.measured import Sweep, sweep_of, sweeps
 from lowprec_check.catalog.records import LOW, MODES, Dtype, Mode, OpRecord, State
-from lowprec_check.catalog.support import declared_state, on_fallback
 from lowprec_check.renderers.support_report import render_report
 from lowprec_check.structs import Struct
 
@@ -32,8 +32,8 @@ class Column(NamedTuple):
             return _LETTER[self.sweep.state(record.op, dtype, mode)]
         if mode.startswith("autocast"):
             return _LETTER[None]
-        state = declared_state(record, self.label, dtype, mode)
-        return "f" if state == "all" and on_fallback(record, mode, declared.load(self.label)) else _LETTER[state]
+        fare = declared_fare(record, self.label, dtype, mode)
+        return "f" if fare and fare.state == "all" and fare.on_cpu else _LETTER[fare and fare.state]
 
 
 class Line(Struct, frozen=True):

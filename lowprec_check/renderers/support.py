@@ -9,6 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lowprec_check.catalog.changes import Change, Difference, Gaps, MissingOp
+from lowprec_check.catalog.fares import OnCpu
+from lowprec_check.catalog.records import SHORT, Dtype, Mode, State
 from lowprec_check.catalog.support import Cell, OpAnswer
 from lowprec_check.renderers.screen import screen
 
@@ -16,9 +18,9 @@ _NARROW = ("device", "torch", "dtype", "forward", "backward", "autocast", "ulp",
 SHOWN_OPS = 4
 """Operators shown in full where a name has many."""
 
-SHORT = {"float16": "half", "bfloat16": "bfloat16", "float32": "float32"}
 _STYLE = {"all": "green", "some": "yellow", "none": "red", None: "dim"}
-_GROUPS = (("forward",), ("backward",), ("autocast", "autocast-backward"))
+_ON_CPU: dict[OnCpu, str] = {"wholly": "on the CPU", "partly": "partly on the CPU"}
+_GROUPS: tuple[tuple[Mode, ...], ...] = (("forward",), ("backward",), ("autocast", "autocast-backward"))
 
 
 def render_answers(answers: Sequence[OpAnswer], *, width: int = 100, color: bool = False) -> str:
@@ -36,7 +38,7 @@ def _print_answer(console: Console, answer: OpAnswer) -> None:
     if answer.note:
         console.print(Text(answer.note, style="yellow"))
     table = _table("device", "torch", "dtype", "forward", "backward", "autocast", "ulp", "time", "evidence")
-    rows: dict[tuple[str, str, str], list[Cell]] = {}
+    rows: dict[tuple[str, str, Dtype], list[Cell]] = {}
     for cell in answer.cells:
         version = f"{cell.torch} ipex" if cell.extension else cell.torch
         rows.setdefault((cell.device, version, cell.dtype), []).append(cell)
@@ -62,7 +64,7 @@ def _support(cells: list[Cell]) -> Text:
     cell = min(known, key=lambda cell: order.index(cell.state or "all"))
     if cell.state == "all":
         words = f"since {'≤' if cell.since_oldest else ''}{cell.since}"
-        words = "on the CPU" if cell.registration == "fallback" else words
+        words = _ON_CPU[cell.on_cpu] if cell.on_cpu else words
     elif cell.state == "some":
         words = f"{cell.passed} of {cell.samples}" if cell.samples else "in part"
     else:
@@ -131,9 +133,13 @@ def render_difference(found: Difference, *, width: int = 100, color: bool = Fals
 def _changes(changes: list[Change]) -> Table:
     table = _table("operator", "dtype", "modes", "before", "after")
     for change in changes:
-        before, after = (Text(state, style=_STYLE[state]) for state in (change.before, change.after))
+        before, after = _fares(change.before, change.before_on_cpu), _fares(change.after, change.after_on_cpu)
         table.add_row(change.op, SHORT[change.dtype], ", ".join(change.modes), before, after)
     return table
+
+
+def _fares(state: State, on_cpu: OnCpu | None) -> Text:
+    return Text(f"{state}, {_ON_CPU[on_cpu]}" if on_cpu else state, style=_STYLE[state])
 
 
 # -- what is missing
@@ -145,25 +151,37 @@ def render_gaps(found: Gaps, *, width: int = 100, color: bool = False) -> str:
         head = f"{found.device} · torch {found.torch} · {SHORT[found.dtype]} · {found.evidence}"
         console.print(Text(head, style="bold"))
         console.print(f"{len(found.missing)} of {found.runnable} operators that run in fp32 do not, or not always")
-        table = _table("operator", "forward", "backward", "autocast", "from", "why")
+        groups = _GROUPS if found.evidence == "measured" else _GROUPS[:2]
+        table = _table("operator", *(group[0] for group in groups), "from", "why")
         for missing in found.missing:
-            states = missing.states
-            autocast = [states.get("autocast"), states.get("autocast-backward")]
-            worst = next((state for state in ("none", "some", "all") if state in autocast), None)
-            shown = [
-                Text(state or "–", style=_STYLE[state])
-                for state in (states.get("forward"), states.get("backward"), worst)
-            ]
+            shown = (_worst([missing.states.get(mode) for mode in group]) for group in groups)
             table.add_row(missing.op, *shown, missing.mended or "–", _why(missing))
         console.print(table)
+        if found.on_cpu:
+            what = f"{len(found.on_cpu)} more run, but copied to the CPU and back, at least in part"
+            console.print(f"\n{what}: {', '.join(found.on_cpu)}")
     return printed.text
 
 
+def _worst(states: list[State | None]) -> Text:
+    state = next((state for state in ("none", "some", "all") if state in states), None)
+    return Text(state or "–", style=_STYLE[state])
+
+
 def _why(missing: MissingOp) -> str:
+    itself = missing.at and missing.at.strip("_") == missing.op.rpartition("nn.functional.")[2].replace(".", "_")
     if missing.registration is not None:
-        return {"fallback": "runs on the CPU", "none": "not registered"}.get(missing.registration, "dtype left out")
+        return ("" if itself else f"{missing.at}: ") + _WHY[missing.registration]
     where = f" in {missing.at}" if missing.at else ""
     return f"{missing.kind}{where}" + (f"; {missing.condition}" if missing.condition else "")
+
+
+_WHY = {
+    "none": "not registered",
+    "fallback": "on the CPU, no kernel there",
+    "native": "kernel without the dtype",
+    "composite": "refuses the dtype",
+}
 
 
 def _table(*columns: str) -> Table:

@@ -11,8 +11,7 @@ from tabulate import tabulate
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.changes import difference, gaps
 from lowprec_check.catalog.measured import Sweep, history, sweeps
-from lowprec_check.catalog.records import LOW, MODES, Dtype
-from lowprec_check.renderers.support import SHORT
+from lowprec_check.catalog.records import LOW, MODES, SHORT, Dtype
 
 SHOWN = 20
 """Rows of the lists of the slowest and the least exact."""
