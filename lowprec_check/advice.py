@@ -29,7 +29,7 @@ def recommend(runs: Sequence[Run], model: ModelInfo) -> Recommendation | None:
     fastest = min(run.latency_ms or float("inf") for run in passed)
     noise = NOISE if fastest >= SHORT_MS else float("inf")
     equals = [run for run in passed if (run.latency_ms or float("inf")) <= noise * fastest]
-    best = min(equals, key=lambda run: (_error(run), run.latency_ms or float("inf")))
+    best = min(equals, key=lambda run: (error_of(run), run.latency_ms or float("inf")))
     base = best.base or best.precision
     return Recommendation(
         precision=best.precision if best.base is None else base,
@@ -77,13 +77,14 @@ def label(run: Run) -> str:
     return name if run.evidence == "measured" else f"{name} · {run.evidence}"
 
 
-def _error(run: Run) -> float:
+def error_of(run: Run) -> float:
+    """Relative error of the output against fp32, for sorting: infinite where there is none."""
     rel_l2 = run.output_error.rel_l2 if run.output_error else None
     return rel_l2 if rel_l2 is not None else float("inf")
 
 
 def _reason(best: Run, runs: Sequence[Run]) -> str:
-    error = f"error {_error(best):.1e}, tolerance {best.tolerance or 0:.0e}"
+    error = f"error {error_of(best):.1e}, tolerance {best.tolerance or 0:.0e}"
     short = best.latency_ms is not None and best.latency_ms < SHORT_MS
     speed = " (too short a run to compare times)" if short else _speed(speedup(best, runs))
     parts = [f"passes ({error}), measured here{speed}."]

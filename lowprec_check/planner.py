@@ -7,6 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
+import torch
 from torch import nn
 
 from lowprec_check.applied import describe_modules
@@ -14,7 +15,7 @@ from lowprec_check.environment import environment, version
 from lowprec_check.errors import UsageError
 from lowprec_check.paste import paste
 from lowprec_check.plans import Base, Plan, Planning
-from lowprec_check.precision import seed_everything
+from lowprec_check.precision import PRECISIONS, Precision, seed_everything
 from lowprec_check.proposals import BASES, Limits, Objective, Proposal, Proposer, best
 from lowprec_check.results import Run
 from lowprec_check.session import OnProgress, Session, SessionOptions, describe_target, open_session
@@ -29,12 +30,7 @@ QUICK = Limits(max_trials=60, seconds=120.0)
 Dtype = Literal["bf16", "fp16"]
 Kind = Literal["autocast", "cast"]
 
-_BASES: dict[str, tuple[Dtype, Kind]] = {
-    "autocast-bf16": ("bf16", "autocast"),
-    "bfloat16": ("bf16", "cast"),
-    "autocast-fp16": ("fp16", "autocast"),
-    "half": ("fp16", "cast"),
-}
+_LOW: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def find_plan(
@@ -111,7 +107,7 @@ def plan_target(
             raise UsageError(f"The metric of the fp32 model is no finite number{why}.", "Mend that first.")
         objective = Objective(references[0], metric=use_metric, max_drop=max_drop)
         proposer = Proposer(sessions, objective, Limits(max_trials=max_trials, seconds=seconds), on_progress)
-        bases = [name for name in BASES if dtype in (None, _BASES[name][0]) and base in (None, _BASES[name][1])]
+        bases = [name for name in BASES if _is_allowed(PRECISIONS[name], dtype, base)]
         proposals = _search_bases(sessions, proposer, bases)
     winner = best(proposals)
     name = spec or target.name
@@ -130,15 +126,17 @@ def _load_batch(load: Load, batch: int, seed: int) -> Target:
     return target.batch(batch)
 
 
+def _is_allowed(precision: Precision, dtype: Dtype | None, kind: Kind | None) -> bool:
+    way = {"autocast": precision.autocast, "cast": precision.cast, None: precision.low}[kind]
+    return way is not None and (dtype is None or way == _LOW[dtype])
+
+
 def _search_bases(sessions: Sequence[Session], proposer: Proposer, bases: Sequence[str]) -> list[Proposal]:
     """As they are where one of them passes so; else each with modules kept in fp32."""
     runs = {name: [session.run(name, measured=session is sessions[0]) for session in sessions] for name in bases}
     if any(proposer.passes_as_it_is(of_base) for of_base in runs.values()):
         return [proposer.judge(of_base) for of_base in runs.values()]
-    proposals: list[Proposal] = []
-    for of_base in runs.values():
-        proposals.append(proposer.propose(of_base, rival=best(proposals)))
-    return proposals
+    return list(proposer.propose_each(runs.values()))
 
 
 def make_plan(
@@ -193,9 +191,9 @@ def plan_for_scan(
         return None
     proposer = Proposer([session], Objective(runs[0]), Limits() if wanted else QUICK, on_progress)
     proposals: list[Proposal] = []
-    for base in (base for base in BASES if base in failing):
-        proposals.append(proposer.propose([failing[base]], rival=best(proposals)))
-        if proposals[-1].run is not None and not wanted:
+    for proposal in proposer.propose_each([failing[base]] for base in BASES if base in failing):
+        proposals.append(proposal)
+        if proposal.run is not None and not wanted:
             break
     winner = best(proposals)
     if winner is None or winner.run is None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 from torch import nn
 
-from lowprec_check.advice import NOISE, SHORT_MS, explain_status, short_op, some, speedup
+from lowprec_check.advice import NOISE, SHORT_MS, error_of, explain_status, short_op, some, speedup
 from lowprec_check.keep import shared_weights
 from lowprec_check.plans import Attempt
 from lowprec_check.precision import PRECISIONS
@@ -94,7 +94,7 @@ class Proposer:
 
     def judge(self, runs: Sequence[Run]) -> Proposal:
         """A base as it is, without a search."""
-        worst = max(runs, key=_error)
+        worst = max(runs, key=error_of)
         if not self.passes_as_it_is(runs):
             return Proposal(attempt=_attempt(worst, outcome="not searched: another passes as it is"))
         run = msgspec.structs.replace(runs[0], precision="plan", base=worst.precision, output_error=worst.output_error)
@@ -111,6 +111,13 @@ class Proposer:
             outcome = f"not searched: {base.latency_ms / known:.1f} times as slow as the plan found"
             return Proposal(attempt=_attempt(base, outcome=outcome))
         return _Search(self, runs).propose()
+
+    def propose_each(self, bases: Iterable[Sequence[Run]]) -> Iterator[Proposal]:
+        """Search one base after another, with the best so far as the rival."""
+        found: list[Proposal] = []
+        for runs in bases:
+            found.append(self.propose(runs, rival=best(found)))
+            yield found[-1]
 
     @property
     def fp32(self) -> Run:
@@ -202,7 +209,7 @@ class _Search:
             session.run(self.base, keep_fp32=keep, measured=index == 0, instrumented=index == 0 or session.random)
             for index, session in enumerate(self.proposer.sessions)
         ]
-        worst = max(runs, key=_error)
+        worst = max(runs, key=error_of)
         untied = shared_weights(self.proposer.sessions[0].target.model, keep) if PRECISIONS[self.base].cast else []
         return msgspec.structs.replace(
             runs[0], precision="plan", base=self.base, untied=untied, output_error=worst.output_error
@@ -241,11 +248,6 @@ def _speedup(run: Run, fp32: Run) -> float | None:
     return speedup(run, [fp32]) if (run.latency_ms or 0.0) >= SHORT_MS else None
 
 
-def _error(run: Run) -> float:
-    rel_l2 = run.output_error.rel_l2 if run.output_error else None
-    return rel_l2 if rel_l2 is not None else float("inf")
-
-
 def called_modules(model: nn.Module, runs: Sequence[Run]) -> dict[str, str]:
     """Path to type of every submodule that runs, parents before children: where a hook has an effect.
 
@@ -271,4 +273,4 @@ def best(proposals: Sequence[Proposal]) -> Proposal | None:
 
     fastest = min(map(latency, passed))
     equals = [proposal for proposal in passed if latency(proposal) <= NOISE * fastest]
-    return min(equals, key=lambda p: (len(p.run.keep_fp32), _error(p.run)) if p.run else (0, 0.0))
+    return min(equals, key=lambda p: (len(p.run.keep_fp32), error_of(p.run)) if p.run else (0, 0.0))
