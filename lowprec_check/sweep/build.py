@@ -53,8 +53,8 @@ def build(
 ) -> Measured:
     """Measure every operator (or those named in ``only``) with the torch of the interpreter ``python``.
 
-    ``worker`` is the module that a worker runs; a call that takes longer than ``call_seconds`` has its process killed. Raises :class:`UsageError` where this torch or the device cannot be measured
-    or an operator is not known.
+    ``worker`` is the module that a worker runs; a call that takes longer than ``call_seconds`` has its process killed.
+    Raises :class:`UsageError` where this torch or the device cannot be measured, or an operator is not known.
     """
     command = [python, "-m", worker, "--device", device, "--samples", str(samples)]
     command += ["--extension", extension] if extension else []
