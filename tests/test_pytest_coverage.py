@@ -280,7 +280,7 @@ def test_an_op_is_judged_by_who_dispatches_it() -> None:
     half = AtenCatalog("cpu", "float16", "2.13.0")
     assert half.of("aten.addmm.default").state == "all"
     assert half.of("aten.add_.Tensor").state == "all"
-    assert half.of("aten.mm.out").state == "all"
+    assert half.of("aten.mm.out").state == half.of("aten.add.out").state == "all"
     assert half.of("aten.randn.generator").state == "all"
     assert half.of("aten.silu.default").state == "all"  # though its complex variant fails
     assert half.of("aten._cdist_forward.default").state == "some"
