@@ -225,9 +225,7 @@ def test_no_gaps_tells_the_users_own_error(project: pytest.Pytester) -> None:
 
 def test_no_gaps_tells_an_error_that_only_half_has(project: pytest.Pytester) -> None:
     said = one(project, "lowprec.assert_no_gaps(lambda x: torch.special.i1(x.requires_grad_()).sum().backward(), x)")
-    assert re.search(
-        r"Stopped at test_\w+.py:19 by an error that is not there in fp32:\n +NotImplementedError: \"i1_b", said
-    )
+    assert re.search(r"Stopped at test_\w+.py:19 by an error that is not there in fp32:\n +\w+Error: \"i1_b", said)
 
 
 @pytest.mark.parametrize(
