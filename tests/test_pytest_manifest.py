@@ -205,6 +205,30 @@ def test_the_ini_key_counts_where_the_option_is_absent(suite: pytest.Pytester) -
     result.stderr.fnmatch_lines(["ERROR: --lowprec-update-manifest: give --lowprec-manifest FILE too, or the ini key."])
 
 
+@pytest.mark.parametrize("options", [(), ("-n2",)], ids=["alone", "xdist"])
+def test_a_failing_subtest_is_its_tests_failure(suite: pytest.Pytester, options: tuple[str, ...]) -> None:
+    body = """
+        import unittest
+
+        class TestCase(unittest.TestCase):
+            def test_u(self):
+                for n in range(3):
+                    with self.subTest(n=n):
+                        self.assertEqual(n, 1)
+        """
+    suite.makepyfile(test_suite=body)
+    plain = suite.runpytest(*options)
+    if plain.ret == 0:
+        pytest.skip("this pytest does not count subtests")
+    run(suite, "--lowprec-update-manifest", *options)
+    entry = Known(test="test_suite.py::TestCase::test_u", exception="AssertionError", reason="a reason")
+    assert list(read(Path("known.toml")).values()) == [entry]
+    result = run(suite, *options)
+    assert result.ret == 0
+    suite.makepyfile(test_suite=body.replace("(n, 1)", "(n, n)"))
+    assert "Passes, though known.toml knows that it fails" in run(suite, *options).stdout.str()
+
+
 def test_last_failed_reruns_an_unexpected_pass(suite: pytest.Pytester) -> None:
     suite.makepyfile(test_suite=SUITE.replace("assert 1 == 2", "pass"))
     run(suite).assert_outcomes(passed=1, xfailed=3, failed=1)

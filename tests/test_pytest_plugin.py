@@ -11,9 +11,12 @@ import pytest
 from conftest import INSTALLED, PLUGIN, ROOT
 
 from lowprec_check.catalog.declared import releases
-from lowprec_check.plugin import coverage, fixture, known, watch  # noqa: F401 - loaded once, not anew in every project
+from lowprec_check.catalog.measured import sweep_of
+from lowprec_check.catalog.records import Measured
+from lowprec_check.plugin import coverage, fixture, known, support, watch  # noqa: F401 - loaded once, not anew in every project
 from lowprec_check.plugin.marker import NAMES
 from lowprec_check.precision import PRECISIONS
+from lowprec_check.sweep.build import _Sweep
 
 MODEL = """
 import pytest
@@ -220,6 +223,50 @@ def test_no_gaps_tells_the_users_own_error(project: pytest.Pytester) -> None:
     assert "is no low precision" in one(project, "lowprec.assert_no_gaps(torch.mm, x, x.T, dtype=torch.float32)")
 
 
+def test_no_gaps_tells_an_error_that_only_half_has(project: pytest.Pytester) -> None:
+    said = one(project, "lowprec.assert_no_gaps(lambda x: torch.special.i1(x.requires_grad_()).sum().backward(), x)")
+    assert re.search(r"Stopped at test_\w+.py:19 by an error that is not there in fp32:\n +\w+Error: \"i1_b", said)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "check(net, x[:3, :3])", 'check(net, x, device="tpu")', 'assert_supported("dott")', "assert_no_gaps(net, x, dtype=int)",
+        'assert_no_gaps(net, x, device="tpu")', 'record(device="tpu")', "record(torch.float32)", "cast(x)",
+    ],
+)  # fmt: skip
+def test_a_wrong_call_is_shown_at_its_line(project: pytest.Pytester, call: str) -> None:
+    project.makepyfile(test_one=MODEL + f"\ndef test_it(lowprec):\n    lowprec.{call}\n")
+    text = project.runpytest().stdout.str()
+    assert "lowprec_check.errors.UsageError: " in text
+    assert re.search(r"^test_one.py:19: UsageError$", text, re.M)
+    assert "/plugin/" not in text
+
+
+@pytest.mark.parametrize("call", ["check(net, x", "assert_no_gaps(net, x", "record(torch.half"])
+def test_without_the_device_a_test_is_skipped(project: pytest.Pytester, call: str) -> None:
+    project.makepyfile(test_one=MODEL + f'\ndef test_it(lowprec):\n    lowprec.{call}, device="xpu")\n')
+    assert "SKIPPED [1] test_one.py:19: device xpu is not there" in project.runpytest("-rs").stdout.str()
+
+
+def test_all_operators_of_a_name_are_tried_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[list[str]] = []
+
+    def build(device: str, *, jobs: int, only: list[str]) -> Measured:
+        tried.append(only)
+        sweep = sweep_of(device)
+        return Measured(sweep.header, [sweep.records[op] for op in sorted(only)], [])
+
+    monkeypatch.setattr(sys.modules[_Sweep.__module__], "build", build)
+    support._tried.cache_clear()
+    for backward in (False, True):
+        found = support.support_of("linalg_inv_ex", "float16", "cpu", backward=backward)
+        assert {state.op for state in found.states} == set(tried[0]) > {"linalg.inv", "linalg.tensorinv"}
+        assert found.evidence == "measured here"
+    support._tried.cache_clear()
+    assert len(tried) == 1
+
+
 def test_record_goes_on_behind_a_gap(project: pytest.Pytester) -> None:
     said = one(
         project,
@@ -309,7 +356,7 @@ def test_marker_without_fixture_is_an_error(project: pytest.Pytester) -> None:
 def test_marker_skips_without_its_device(project: pytest.Pytester) -> None:
     result = marked(project, '"half", device="xpu"')
     result.assert_outcomes(skipped=1)
-    assert "device xpu is not there" in result.stdout.str()
+    assert re.search(r"SKIPPED \[1\] test_\w+.py:7: device xpu is not there", result.stdout.str())
 
 
 def test_marker_in_a_unittest_class_is_refused(project: pytest.Pytester) -> None:

@@ -144,6 +144,7 @@ def _spellings(op: str) -> Iterator[str]:
     functional = base.removesuffix("_")
     if overload in ("out", "grad_input", "values", "generator"):
         yield functional
+        yield f"{functional}.Tensor"
     if overload.endswith("_out"):
         yield f"{functional}.{overload.removesuffix('_out')}"
     if functional != base:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+import pytest
 import torch
 from torch import nn
 
 from lowprec_check.catalog.names import dtype_of
 from lowprec_check.errors import UsageError
-from lowprec_check.instrument import Options, fp32_state, run_instrumented
+from lowprec_check.instrument import Instrumented, Options, fp32_state, run_instrumented
 from lowprec_check.plugin.closeness import Closeness, closeness
-from lowprec_check.plugin.marker import Case, skip_without
+from lowprec_check.plugin.marker import Case, is_there
 from lowprec_check.plugin.recording import Recording, gaps_as_result
 from lowprec_check.plugin.support import Support, support_of
 from lowprec_check.precision import PRECISIONS, Precision, Prepared, prepared
@@ -27,7 +29,25 @@ from lowprec_check.session import TOLERANCE
 from lowprec_check.tree import map_tensors
 from lowprec_check.where import source_line
 
+__tracebackhide__ = True
+"""A test that fails is shown at its own line."""
+
 _BARE = nn.Module()
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _plainly(assertion: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A :class:`UsageError` says all that there is to say: drop the way that it took through our rooms."""
+
+    @functools.wraps(assertion)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return assertion(*args, **kwargs)
+        except UsageError as error:
+            raise error.with_traceback(None) from None
+
+    return called
 
 
 class Lowprec:
@@ -38,6 +58,7 @@ class Lowprec:
 
     # -- assertions
 
+    @_plainly
     def check(
         self,
         model: nn.Module,
@@ -66,9 +87,7 @@ class Lowprec:
             AssertionError: a precision fails, or has findings of severity *error*; the text reads like a scan.
             UsageError: the model fails in fp32, or an argument is wrong.
         """
-        __tracebackhide__ = True
         device = self._device(device)
-        skip_without(device)
         names = [precision] if isinstance(precision, str) else list(precision or [self._precision()])
         if "fp32" in names:
             raise UsageError("fp32 is what the others are compared with.", f"Choose among {', '.join(_low_names())}.")
@@ -87,6 +106,7 @@ class Lowprec:
             raise AssertionError(scan_text(result))
         return result
 
+    @_plainly
     def assert_supported(
         self, op: str, *, dtype: torch.dtype | str = "half", device: str = "cpu", backward: bool = False
     ) -> Support:
@@ -107,12 +127,12 @@ class Lowprec:
             AssertionError: it fails, in part or always, or nothing is known of it.
             UsageError: there is no such operator, dtype or device.
         """
-        __tracebackhide__ = True
         found = support_of(op, dtype_of(str(dtype)), device, backward=backward)
         if not found.supported:
             raise AssertionError(no_support_text(found))
         return found
 
+    @_plainly
     def assert_no_gaps(
         self,
         function: Callable[..., Any],
@@ -124,27 +144,29 @@ class Lowprec:
         """Call ``function`` (a module, or any callable) in ``dtype`` and fail if an operator has no kernel for it.
 
         Floating tensors among the arguments are cast, and a module's parameters (put back afterwards). Called once
-        more if something fails above dispatch (``torch.fft``).
+        more if something fails above dispatch (``torch.fft``), and in fp32 if the call fails.
 
         Raises:
-            AssertionError: naming every gap; or the call fails in fp32 too.
+            AssertionError: naming every gap, and what the call raises if it does not get through.
         """
-        __tracebackhide__ = True
-        device = self._device(device)
-        skip_without(device)
-        precision, source = blanket_cast(dtype), source_line(sys._getframe(1))
-        with contextlib.ExitStack() as stack:
-            if isinstance(function, nn.Module):
-                fp32 = fp32_state(function)
-                ready = stack.enter_context(prepared(function, precision, torch.device(device)))
-            else:
-                fp32, ready = {}, Prepared(_BARE, precision, torch.device(device), function)
-            found = run_instrumented(ready, args, kwargs, fp32, Options(errors="none"))
-        name = getattr(function, "__name__", type(function).__name__)
-        if found.gaps or found.exception is not None:
-            result = gaps_as_result(found.gaps, precision.name, device, name, source)
-            raise AssertionError(scan_text(result, found.exception))
+        precision, source, device = blanket_cast(dtype), source_line(sys._getframe(2)), self._device(device)
 
+        def run(precision: Precision) -> Instrumented:
+            if not isinstance(function, nn.Module):
+                ready = Prepared(_BARE, precision, torch.device(device), function)
+                return run_instrumented(ready, args, kwargs, {}, Options(errors="none"))
+            fp32 = fp32_state(function)
+            with prepared(function, precision, torch.device(device)) as ready:
+                return run_instrumented(ready, args, kwargs, fp32, Options(errors="none"))
+
+        found = run(precision)
+        if found.gaps or found.exception is not None:
+            name = getattr(function, "__name__", type(function).__name__)
+            result = gaps_as_result(found.gaps, precision.name, device, name, source)
+            in_fp32 = found.exception and run(PRECISIONS["fp32"]).exception
+            raise AssertionError(scan_text(result, found.exception, in_fp32=in_fp32 is not None))
+
+    @_plainly
     def record(
         self, dtype: torch.dtype | str = "half", *, device: str | None = None, model: nn.Module | None = None
     ) -> Recording:
@@ -220,7 +242,11 @@ class Lowprec:
         return self._case.precision if self._case else "half"
 
     def _device(self, device: str | None) -> str:
-        return device or (self._case.device if self._case else "cpu")
+        """The device asked for, or the marker's; skips the test where it is not there."""
+        device = device or (self._case.device if self._case else "cpu")
+        if not is_there(device):
+            pytest.skip(f"device {device} is not there")
+        return device
 
 
 def _low_names() -> list[str]:

@@ -37,6 +37,7 @@ class KnownFailures:
     def __init__(self, config: pytest.Config, path: Path, known: Manifest, update: bool) -> None:
         self.config, self.path, self.known, self.update = config, path, known, update
         self.results: dict[str, str | None] = {}
+        self.raising: set[str] = set()
         self.unused: list[str] = []
         self.change: manifest.Change | None = None
         self.failed_to_write: str | None = None
@@ -62,8 +63,9 @@ class KnownFailures:
         raised = type(call.excinfo.value).__name__ if report.failed and call.excinfo else None
         report.lowprec_raised = raised  # type: ignore[attr-defined]
         if raised is not None:
+            self.raising.add(item.nodeid)  # a subtest's failure comes before the pass of its test
             self._failed(report, known, raised)
-        elif report.passed and report.when == "call" and known is not None and not self.update:
+        elif report.passed and report.when == "call" and known and not self.update and item.nodeid not in self.raising:
             report.outcome = "failed"
             report.longrepr = self._unexpected_pass(known)
         return report
@@ -98,8 +100,10 @@ class KnownFailures:
         if report.when == "teardown" or not hasattr(report, "lowprec_raised"):
             return
         raised: str | None = report.lowprec_raised
-        if raised is not None or (report.when == "call" and (report.passed or report.failed)):
+        if raised is not None:
             self.results[report.nodeid] = raised
+        elif report.when == "call" and (report.passed or report.failed):
+            self.results.setdefault(report.nodeid, None)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import pytest
 
+from lowprec_check.errors import UsageError
+
 NAMES = ("half", "bfloat16", "autocast-fp16", "autocast-bf16")
 """Precisions that the marker takes; those of ``precision.PRECISIONS`` but fp32."""
 
@@ -25,18 +27,17 @@ class Case(NamedTuple):
         """What the test's name ends with: ``half-cpu``."""
         return f"{self.precision}-{self.device}"
 
-    def skip_without_device(self) -> None:
-        """Skip the test where its device is not there."""
-        skip_without(self.device)
 
+def is_there(device: str) -> bool:
+    """Whether a device is there; raises :class:`UsageError` if there is none of that name."""
+    kind = device.partition(":")[0]
+    if kind not in DEVICES:
+        raise UsageError(f"Unknown device {device!r}.", f"Choose one of {', '.join(DEVICES)}.")
+    if kind == "cpu":
+        return True
+    from lowprec_check.device import is_available
 
-def skip_without(device: str) -> None:
-    """Skip the running test where ``device`` is not there."""
-    if device.partition(":")[0] != "cpu":
-        from lowprec_check.device import is_available
-
-        if not is_available(device.partition(":")[0]):
-            pytest.skip(f"device {device} is not there")
+    return is_available(kind)
 
 
 class MarkerError(ValueError):
@@ -85,4 +86,6 @@ def parametrize(metafunc: pytest.Metafunc, mark: pytest.Mark) -> None:
             f"{len(found)} times the same. Add the argument lowprec, and use lowprec.cast(model).",
             pytrace=False,
         )
-    metafunc.parametrize("lowprec", found, indirect=True, ids=[case.id for case in found])
+    device = found[0].device
+    marks = [] if is_there(device) else [pytest.mark.skip(reason=f"device {device} is not there")]
+    metafunc.parametrize("lowprec", [pytest.param(case, id=case.id, marks=marks) for case in found], indirect=True)

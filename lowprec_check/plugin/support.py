@@ -8,9 +8,10 @@ from typing import Literal, NamedTuple
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.measured import history, sweep_of
 from lowprec_check.catalog.names import find
-from lowprec_check.catalog.records import Dtype, Failure, Header, Mode, OpRecord, State
+from lowprec_check.catalog.records import Dtype, Failure, Header, Measured, Mode, OpRecord, State
 from lowprec_check.catalog.support import declared_cells, measured_cell, mended_in
 from lowprec_check.errors import UsageError
+from lowprec_check.plugin.marker import is_there
 
 Evidence = Literal["measured here", "measured", "declared"]
 DEVICES = ("cpu", "cuda", "xpu")
@@ -59,11 +60,11 @@ def support_of(asked: str, dtype: Dtype, device: str, *, backward: bool = False)
         raise UsageError(f"Unknown device {device!r}.", f"Choose one of {', '.join(DEVICES)}.")
     modes: tuple[Mode, ...] = ("forward", "backward") if backward else ("forward",)
     records = _named(asked, device)
-    tried = [_tried(device, record.op) for record in records]
-    if all(found is not None for found in tried):
-        measured = [found for found in tried if found is not None]
-        states = [_state(record, dtype, mode, device, header) for header, record in measured for mode in modes]
-        return Support(asked, dtype, device, measured[0][0].torch, "measured here", states)
+    tried = _tried(device, tuple(record.op for record in records))
+    if tried is not None:
+        found = {record.op: record for record in tried.records}
+        states = [_state(found[record.op], dtype, mode, device, tried.header) for record in records for mode in modes]
+        return Support(asked, dtype, device, tried.header.torch, "measured here", states)
     return _from_catalog(asked, records, dtype, device, modes)
 
 
@@ -76,25 +77,16 @@ def _named(asked: str, device: str) -> list[OpRecord]:
 
 
 @cache
-def _tried(device: str, op: str) -> tuple[Header, OpRecord] | None:
-    """The operator's samples run here, in a process of their own; ``None`` where that is not possible."""
+def _tried(device: str, ops: tuple[str, ...]) -> Measured | None:
+    """The operators' samples run here, in a process of their own; ``None`` where that is not possible."""
     from lowprec_check.sweep.build import build
 
-    if not _is_there(device):
+    if not is_there(device):
         return None
     try:
-        measured = build(device, jobs=1, only=[op])
-    except (UsageError, RuntimeError, OSError):  # this torch cannot describe its operators, or not this one
+        return build(device, jobs=1, only=list(ops))
+    except (UsageError, RuntimeError, OSError):  # this torch cannot describe its operators, or not these
         return None
-    return measured.header, measured.records[0]
-
-
-def _is_there(device: str) -> bool:
-    if device == "cpu":
-        return True
-    from lowprec_check.device import is_available
-
-    return is_available(device)
 
 
 def _state(record: OpRecord, dtype: Dtype, mode: Mode, device: str, header: Header) -> OpState:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -45,7 +46,12 @@ class Watch(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         __tracebackhide__ = True  # a test's traceback is as it would be
-        kwargs = kwargs or {}
+        try:
+            return self._watched(func, args, kwargs or {})
+        except Exception as error:
+            raise error.with_traceback(_behind_us(error.__traceback__))  # noqa: B904 - the same error
+
+    def _watched(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in self._noted or not isinstance(func, OpOverload):
             return self._run(func, args, kwargs)
         known = traits(func)
@@ -61,7 +67,6 @@ class Watch(DispatchMode):
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        __tracebackhide__ = True
         if self._autocast and isinstance(func, OpOverload) and traits(func).fused:
             with reached_by_autocast(args[0].device.type):
                 return func(*args, **kwargs)
@@ -97,6 +102,16 @@ class Watch(DispatchMode):
             return function(*args, **kwargs)
         finally:
             self._autocast = False
+
+
+_OURS = {f.__code__ for f in (Watch.__torch_dispatch__, Watch._watched, Watch._run, OpOverload.__call__)}
+
+
+def _behind_us(traceback: TracebackType | None) -> TracebackType | None:
+    """What is left of a traceback that begins in the mode's handler: nothing, unless the op is written in Python."""
+    while traceback is not None and traceback.tb_frame.f_code in _OURS:
+        traceback = traceback.tb_next
+    return traceback
 
 
 def _unstack() -> list[Any]:

@@ -22,8 +22,8 @@ WIDTH = 110
 HELP = "compute it in fp32 and cast back, or use autocast"
 
 
-def scan_text(result: ScanResult, exception: ExceptionInfo | None = None) -> str:
-    """A line of summary, the verdicts, and all findings; ``exception`` is what the call raises in fp32 too."""
+def scan_text(result: ScanResult, exception: ExceptionInfo | None = None, *, in_fp32: bool = False) -> str:
+    """A line of summary, the verdicts, and all findings; ``exception`` is what stopped the call, ``in_fp32`` too."""
     low = [run for run in result.runs if run.precision != "fp32"]
     failed = [run.precision for run in low if run.status != "ok"] or [run.precision for run in low]
     torch, device = str(result.environment.get("torch", "")).partition("+")[0], result.environment.get("device")
@@ -39,15 +39,15 @@ def scan_text(result: ScanResult, exception: ExceptionInfo | None = None) -> str
         for item in group(result.diagnostics):
             print_group(console, item)
         if exception is not None:
-            _print_own_error(console, exception)
+            _print_error(console, exception, "fp32 has too" if in_fp32 else "is not there in fp32")
         if result.diagnostics:
             console.print(f"More: lowprec-check explain {group(result.diagnostics)[0].first.code}")
     return printed.text.rstrip("\n")
 
 
-def _print_own_error(console: Console, exception: ExceptionInfo) -> None:
+def _print_error(console: Console, exception: ExceptionInfo, which: str) -> None:
     where = f" at {exception.source}" if exception.source else ""
-    console.print(f"Stopped{where} by an error that fp32 has too:")
+    console.print(f"Stopped{where} by an error that {which}:")
     console.print(Padding(Text(f"{exception.type}: {exception.message}"), (0, 0, 0, 6)))
 
 
