@@ -32,7 +32,7 @@ from lowprec_check.catalog.records import (
 from lowprec_check.errors import UsageError
 from lowprec_check.renderers.grid import CELLS, columns, render_grid
 from lowprec_check.renderers.support_report import render_report
-from lowprec_check.results import Gap, ModelInfo, Run, ScanResult
+from lowprec_check.results import Gap, GapKind, ModelInfo, Run, ScanResult
 from lowprec_check.rules import diagnose
 
 SHIPPED = sorted((ROOT / "catalog").glob("measured-*.jsonl"))
@@ -342,15 +342,19 @@ def test_a_cpu_fallback_on_xpu_fares_as_the_cpu() -> None:
 # -- a scan uses it
 
 
+def scanned(run: Run, torch: str = "2.13.0", model: str = "Net") -> ScanResult:
+    info = ModelInfo(name=model, parameters=1, inputs=[], modules=1, training=False)
+    return ScanResult(tool="t", target="t", model=info, environment={"torch": torch}, runs=[run])
+
+
+def gap(op: str, message: str, kind: GapKind = "missing-kernel") -> Gap:
+    return Gap(op=op, layer="dispatch", kind=kind, module="", source=None, dtypes=["half"], message=message)
+
+
 def test_a_scan_says_since_when() -> None:
     def scan(torch: str, op: str, message: str) -> str:
-        gap = Gap(
-            op=op, layer="dispatch", kind="missing-kernel", module="", source=None, dtypes=["half"], message=message
-        )
-        run = Run(precision="half", device="cpu", status="error", gaps=[gap])
-        model = ModelInfo(name="Net", parameters=1, inputs=[], modules=1, training=False)
-        result = ScanResult(tool="t", target="t", model=model, environment={"torch": torch}, runs=[run])
-        [found] = diagnose(result, select=["LP101"])
+        run = Run(precision="half", device="cpu", status="error", gaps=[gap(op, message)])
+        [found] = diagnose(scanned(run, torch), select=["LP101"])
         return str(found.help)
 
     dot = scan("2.1.2+cpu", "aten.dot.default", "\"dot\" not implemented for 'Half'")
@@ -358,6 +362,19 @@ def test_a_scan_says_since_when() -> None:
     svd = scan("2.13.0", "aten._linalg_svd.default", "\"linalg_svd_cpu\" not implemented for 'Half'")
     assert svd.endswith(f"; fails up to torch {VERSIONS[-1]}")
     assert "torch 2." not in scan("2.13.0", "aten.unheard_of.default", "no")
+
+
+def test_a_finding_of_any_kind_names_the_issue_about_it_and_no_other() -> None:
+    slow = Run(precision="half", device="cpu", status="ok", emulated={"aten.addmm.default": "slow"})
+    [finding] = diagnose(scanned(slow), select=["LP106"])
+    assert finding.url == "https://github.com/pytorch/pytorch/issues/146508"
+    assert str(finding.help).endswith(f"; reported in {finding.url}")
+    mixed = gap("aten.addmm.default", "expected m1 and m2 to have the same dtype", "dtype-mismatch")
+    [finding] = diagnose(scanned(Run(precision="half", device="cpu", status="error", gaps=[mixed])), select=["LP103"])
+    assert finding.url is None
+    dot = Run(precision="half", device="xpu", status="error", gaps=[gap("aten.dot.default", "not implemented")])
+    assert "673" in str(diagnose(scanned(dot, "2.1.0"), select=["LP101"])[0].url)
+    assert diagnose(scanned(dot, "2.13.0"), select=["LP101"])[0].url is None  # mended since
 
 
 # -- the command line

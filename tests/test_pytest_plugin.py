@@ -205,6 +205,10 @@ def test_supported_says_what_is_wrong_with_the_call(project: pytest.Pytester) ->
     assert "is no dtype of the catalog" in one(project, 'lowprec.assert_supported("dot", dtype=torch.int8)')
 
 
+def test_a_recording_that_was_never_entered_is_no_pass(project: pytest.Pytester) -> None:
+    assert "Nothing was recorded" in one(project, "lowprec.record(torch.half).assert_no_gaps()")
+
+
 def test_no_gaps_of_a_module_and_of_a_function(project: pytest.Pytester) -> None:
     said = one(project, "lowprec.assert_no_gaps(net, x, dtype=torch.half)")
     assert re.match(r"\w+: Net does not run in half on cpu, torch [\d.]+: 2 gaps", said)

@@ -10,6 +10,7 @@ import msgspec
 import torch
 from torch import nn
 
+from lowprec_check.errors import UsageError
 from lowprec_check.functions import FunctionRescue
 from lowprec_check.instrument import compiled_code_in_eager
 from lowprec_check.journal import Journal
@@ -31,13 +32,14 @@ class Recording(contextlib.AbstractContextManager["Recording"]):
 
     def __init__(self, precision: Precision, device: str, model: nn.Module | None = None) -> None:
         self._precision, self._device, self._model = precision, device, model
-        self._journal = Journal()
+        self._journal: Journal | None = None
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Recording:
         device_type = self._device.partition(":")[0]
         modules = ModuleStack(self._model or nn.Module(), device_type)
         low = self._precision.low or torch.float16
+        self._journal = Journal()
         recorder = Recorder(low, Lockstep(), modules, self._journal, errors="none")
         for context in (compiled_code_in_eager(), modules, recorder, FunctionRescue(recorder)):
             self._stack.enter_context(context)
@@ -49,12 +51,17 @@ class Recording(contextlib.AbstractContextManager["Recording"]):
     @property
     def gaps(self) -> list[Gap]:
         """Operators without a kernel, merged by place, in the order in which they were met."""
-        return self._journal.gaps
+        return self._recorded().gaps
 
     @property
     def op_calls(self) -> OpCalls:
         """Every operator call."""
-        return self._journal.op_calls()
+        return self._recorded().op_calls()
+
+    def _recorded(self) -> Journal:
+        if self._journal is None:
+            raise UsageError("Nothing was recorded.", "with lowprec.record(dtype) as rec: …")
+        return self._journal
 
     def assert_no_gaps(self) -> None:
         """Raise :class:`AssertionError` naming every gap."""

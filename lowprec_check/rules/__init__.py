@@ -17,7 +17,7 @@ SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
 
 
 class Finding(NamedTuple):
-    """What a rule says of one place; the registry adds code, name and severity."""
+    """What a rule says of one place; the registry adds code, name, severity, and where others reported it."""
 
     message: str
     precision: str | None = None
@@ -25,7 +25,6 @@ class Finding(NamedTuple):
     op: str | None = None
     source: str | None = None
     help: str | None = None
-    url: str | None = None
     calls: int = 1
     severity: Severity | None = None
 
@@ -54,7 +53,13 @@ class Rule(NamedTuple):
     def diagnose(self, result: ScanResult) -> Iterator[Diagnostic]:
         """Yield the diagnostics of this rule."""
         for finding in self.check(result):
-            fields = finding._asdict() | {"severity": finding.severity or self.severity}
+            issue = known_issue(result, self.code, finding.op, finding.precision, finding.message)
+            reported = f"reported in {issue.link}" if issue else None
+            fields = finding._asdict() | {
+                "severity": finding.severity or self.severity,
+                "help": "; ".join(filter(None, (finding.help, reported))) or None,
+                "url": issue.link if issue else None,
+            }
             yield Diagnostic(code=self.code, name=self.name, **fields)
 
 
@@ -88,16 +93,13 @@ def from_gaps(result: ScanResult, kind: GapKind, help: str) -> Iterator[Finding]
                 after = "" if gap.rescued else "; the scan could not go on behind it"
                 after = "; the model gets past it by itself" if caught else after
                 advice = help.replace(", or use autocast", "") if run.precision.startswith("autocast") else help
-                since, issue = since_when(gap, run, result), known_issue(gap, run, result)
-                reported = f"reported in {issue.link}" if issue else None
                 yield Finding(
                     f"{gap.message}{after}",
                     precision=run.precision,
                     module=gap.module,
                     op=gap.op,
                     source=gap.source or result.model.source,
-                    help="; ".join(filter(None, (advice, since, reported))),
-                    url=issue.link if issue else None,
+                    help="; ".join(filter(None, (advice, since_when(gap, run, result)))),
                     calls=gap.calls,
                     severity="note" if caught else None,
                 )

@@ -1,9 +1,9 @@
-"""What the catalog adds to a gap: since which torch it is mended, and the issue in which others met it."""
+"""What the catalog adds to a finding: since which torch a gap is mended, and the issue in which others met it."""
 
 from __future__ import annotations
 
 from lowprec_check.catalog.changes import mending
-from lowprec_check.catalog.known_issues import KnownIssue, matching, of_precision
+from lowprec_check.catalog.known_issues import KnownIssue, known_issues, matching, of_precision
 from lowprec_check.catalog.names import dtype_of
 from lowprec_check.errors import UsageError
 from lowprec_check.results import Gap, Run, ScanResult
@@ -24,14 +24,26 @@ def since_when(gap: Gap, run: Run, result: ScanResult) -> str | None:
     return str(found) if found else None
 
 
-def known_issue(gap: Gap, run: Run, result: ScanResult) -> KnownIssue | None:
-    """The reported issue about this op or model that fits best and that the running torch still has."""
-    dtype, way = of_precision(run.precision)
+def known_issue(
+    result: ScanResult, code: str, op: str | None, precision: str | None, message: str
+) -> KnownIssue | None:
+    """The reported issue that fits a finding best: of its code, about its op or model, not yet mended in the running torch."""
+    run = next((run for run in result.runs if run.precision == precision), None)
+    dtype, way = of_precision((run.base if run else None) or precision or "fp32")
+    device = run.device if run else str(result.environment.get("device", ""))
     torch = str(result.environment.get("torch", "")) or None
-    device = run.device.partition(":")[0]
     try:
+        if not any(code in issue.codes for issue in known_issues()):
+            return None
         found = matching(
-            op=gap.op, model=result.model.name, device=device, dtype=dtype, way=way, torch=torch, message=gap.message
+            code=code,
+            op=op,
+            model=result.model.name,
+            device=device or None,
+            dtype=dtype,
+            way=way,
+            torch=torch,
+            message=message,
         )
     except UsageError:
         return None
