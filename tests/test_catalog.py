@@ -342,6 +342,9 @@ def test_a_cpu_fallback_on_xpu_fares_as_the_cpu() -> None:
 # -- a scan uses it
 
 
+NO_DOT = "\"dot\" not implemented for 'Half'"
+
+
 def scanned(run: Run, torch: str = "2.13.0", model: str = "Net") -> ScanResult:
     info = ModelInfo(name=model, parameters=1, inputs=[], modules=1, training=False)
     return ScanResult(tool="t", target="t", model=info, environment={"torch": torch}, runs=[run])
@@ -357,7 +360,7 @@ def test_a_scan_says_since_when() -> None:
         [found] = diagnose(scanned(run, torch), select=["LP101"])
         return str(found.help)
 
-    dot = scan("2.1.2+cpu", "aten.dot.default", "\"dot\" not implemented for 'Half'")
+    dot = scan("2.1.2+cpu", "aten.dot.default", NO_DOT)
     assert re.search(r"; runs since torch 2\.\d+", dot)
     svd = scan("2.13.0", "aten._linalg_svd.default", "\"linalg_svd_cpu\" not implemented for 'Half'")
     assert svd.endswith(f"; fails up to torch {VERSIONS[-1]}")
@@ -372,7 +375,7 @@ def test_a_finding_of_any_kind_names_the_issue_about_it_and_no_other() -> None:
     mixed = gap("aten.addmm.default", "expected m1 and m2 to have the same dtype", "dtype-mismatch")
     [finding] = diagnose(scanned(Run(precision="half", device="cpu", status="error", gaps=[mixed])), select=["LP103"])
     assert finding.url is None
-    dot = Run(precision="half", device="xpu", status="error", gaps=[gap("aten.dot.default", "not implemented")])
+    dot = Run(precision="half", device="xpu", status="error", gaps=[gap("aten.dot.default", NO_DOT)])
     assert "673" in str(diagnose(scanned(dot, "2.1.0"), select=["LP101"])[0].url)
     assert diagnose(scanned(dot, "2.13.0"), select=["LP101"])[0].url is None  # mended since
 
