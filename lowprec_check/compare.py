@@ -93,7 +93,7 @@ def compare(
     changes: list[Change] = []
     for before, after in pairs:
         if before is None or after is None:
-            changes += _only_one(before, after)
+            changes += _only_one(before, after, new)
             continue
         changes += _status(before, after)
         changes += _gaps(before, after)
@@ -151,18 +151,22 @@ def _rel_l2(run: Run | None) -> float | None:
 # -- what changed
 
 
-def _only_one(before: Run | None, after: Run | None) -> Iterator[Change]:
-    run = after or before
-    if run is not None:
-        what = "a run that only the new result has" if after else "a run that only the old result has"
-        yield Change(
-            kind="run",
-            direction="other",
-            run=label(run),
-            what=what,
-            old=before.status if before else None,
-            new=after.status if after else None,
-        )
+def _only_one(before: Run | None, after: Run | None, new: ScanResult) -> Iterator[Change]:
+    """A run that is gone is worse where it passed: nobody knows whether it still would."""
+    if after is not None:
+        yield Change(kind="run", direction="other", run=label(after), what="not run before", new=after.status)
+    elif before is not None:
+        planned, asked = before.base is not None, _was_asked(before.precision, new)
+        why = "no plan was made" if planned else "it is missing" if asked else "the new scan was not asked for it"
+        direction: Direction = "worse" if before.status == "ok" and asked and not planned else "other"
+        what = f"not run any more: {why}"
+        yield Change(kind="run", direction=direction, run=label(before), what=what, old=before.status)
+
+
+def _was_asked(precision: str, result: ScanResult) -> bool:
+    """Whether the scan was to run it; of all that passes for yes where an older version did not save it."""
+    names = result.options.get("precisions")
+    return not isinstance(names, list) or precision in names
 
 
 def _status(before: Run, after: Run) -> Iterator[Change]:
@@ -286,12 +290,13 @@ def _times(ratio: float, more: str, less: str) -> str:
 def _recommendation(old: ScanResult, new: ScanResult) -> Iterator[Change]:
     was, is_now = _way(old), _way(new)
     if was != is_now:
-        direction: Direction = "worse" if is_now is None else "better" if was is None else "other"
+        untried = old.recommendation is not None and not _was_asked(old.recommendation.precision, new)
+        lost: Direction = "other" if untried else "worse"
         yield Change(
             kind="recommendation",
-            direction=direction,
+            direction=lost if is_now is None else "better" if was is None else "other",
             run="",
-            what="what is recommended",
+            what="what is recommended" + (": the new scan was not asked for the old way" if untried else ""),
             old=was or "no way",
             new=is_now or "no way",
         )

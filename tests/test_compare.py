@@ -19,7 +19,7 @@ from shared_result import gap, run, shared_result
 from lowprec_check import baseline
 from lowprec_check.compare import Change, Comparison, compare
 from lowprec_check.errors import UsageError
-from lowprec_check.renderers.comparison import DIFF_FORMATS, render
+from lowprec_check.renderers.comparison import DIFF_FORMATS, render, verdict
 from lowprec_check.results import Diagnostic, Run, ScanResult
 
 RESULT = shared_result()
@@ -151,13 +151,33 @@ def test_no_way_any_more_is_a_regression() -> None:
     ]
 
 
-def test_runs_that_only_one_has() -> None:
-    found = compare(result_of(run("half")), result_of(run("bfloat16")))
-    assert [(change.run, change.kind, change.direction) for change in found.changes] == [
-        ("bfloat16", "run", "other"),
-        ("half", "run", "other"),
-    ]
-    assert found.regressions == 0
+@pytest.mark.parametrize(
+    ("status", "precisions", "direction", "why"),
+    [
+        ("ok", None, "worse", "it is missing"),
+        ("ok", ["half", "bfloat16"], "worse", "it is missing"),
+        ("ok", ["bfloat16"], "other", "the new scan was not asked for it"),
+        ("error", None, "other", "it is missing"),
+    ],
+)
+def test_a_run_that_is_gone_is_not_passed_over(
+    status: str, precisions: list[str] | None, direction: str, why: str
+) -> None:
+    options = {"precisions": precisions} if precisions else {}
+    found = compare(result_of(run("half", status)), result_of(run("bfloat16"), options=options))
+    assert {(change.run, change.kind, change.direction, change.what) for change in found.changes} == {
+        ("bfloat16", "run", "other", "not run before"),
+        ("half", "run", direction, f"not run any more: {why}"),
+    }
+    assert found.regressions == (direction == "worse")
+    assert verdict(found).endswith("1 run not run any more")
+
+
+def test_a_plan_or_a_way_that_was_not_asked_for_is_no_regression() -> None:
+    planned = result_of(run("plan", base="half"), recommendation=RESULT.recommendation)
+    assert compare(planned, result_of(recommendation=RESULT.recommendation)).regressions == 0
+    assert compare(planned, result_of()).regressions == 1
+    assert compare(planned, result_of(options={"precisions": ["bfloat16"]})).regressions == 0
 
 
 def test_different_environments_are_warned_of() -> None:

@@ -26,12 +26,14 @@ def render(comparison: Comparison, format: DiffFormat) -> str:
 
 
 def verdict(comparison: Comparison) -> str:
-    """How many regressions, how many improvements."""
+    """How many regressions, how many improvements, how much was not compared."""
     worse, better = comparison.regressions, comparison.improvements
+    gone = sum(pair.new_status is None for pair in comparison.runs)
     if not comparison.changes:
         return "No difference beyond noise"
     parts = [f"{worse} regression{'s' if worse != 1 else ''}" if worse else "No regression"]
     parts += [f"{better} improvement{'s' if better != 1 else ''}"] if better else []
+    parts += [f"{gone} run{'s' if gone != 1 else ''} not run any more"] if gone else []
     return ", ".join(parts)
 
 
