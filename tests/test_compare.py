@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from shared_result import gap, run, shared_result
 from lowprec_check import baseline
 from lowprec_check.compare import Change, Comparison, compare
 from lowprec_check.errors import UsageError
+from lowprec_check.renderers import comparison_screen
 from lowprec_check.renderers.comparison import DIFF_FORMATS, render, verdict
 from lowprec_check.results import Diagnostic, Run, ScanResult
 
@@ -219,6 +221,34 @@ def test_markdown_of_thousands_of_changes_fits() -> None:
     shown = render(msgspec.structs.replace(DIFFERENT, changes=many, regressions=2000), "md")
     assert len(shown) <= 60_000
     assert "more changes are left out here" in shown
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_the_screen_is_as_wide_as_the_terminal(width: int) -> None:
+    found = compare(RESULT, result_of(run("half", "ok", 1e-3), run("bfloat16", "nonfinite"), options={"seed": 1}))
+    lines = comparison_screen.render(found, width=width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert lines[0].startswith(verdict(found)[:30])
+    words = " ".join(" ".join(lines).split())
+    for said in ("worse", "better", "not run any more", "The two were not made alike"):
+        assert said in words
+
+
+def test_a_terminal_gets_the_screen_and_a_pipe_markdown(tmp_path: Path) -> None:
+    pty = pytest.importorskip("pty")
+    path = tmp_path / "scan.json"
+    RESULT.save(path)
+    command = [sys.executable, "-m", "lowprec_check", "diff", str(path), str(path)]
+    ours, theirs = pty.openpty()
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
+    subprocess.run(command, stdout=theirs, check=True, env=environment)
+    os.close(theirs)
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert "No difference beyond noise" in shown
+    assert "|" not in shown
+    assert call("diff", path, path).stdout == render(compare(RESULT, RESULT), "md")
+    assert call("diff", path, path, "-f", "text").stdout == render(compare(RESULT, RESULT), "text")
 
 
 def test_the_page_is_silent_and_accessible(tmp_path: Path) -> None:

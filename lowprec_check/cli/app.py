@@ -112,10 +112,11 @@ def print_json(value: Any) -> None:
     print(msgspec.json.format(msgspec.json.encode(value)).decode())
 
 
-def screen_size() -> dict[str, Any]:
-    """Width and colour of a screen of tables: the terminal's, but at least 100 columns, below which figures would be cut."""
+def screen_size(least: int = 100) -> dict[str, Any]:
+    """Width and colour of a screen: the terminal's, but at least ``least`` columns, below which figures would be cut."""
     terminal = sys.stdout.isatty()
-    return {"width": max(100, shutil.get_terminal_size((100, 40)).columns) if terminal else 100, "color": terminal}
+    columns = shutil.get_terminal_size((100, 40)).columns if terminal else 100
+    return {"width": max(least, columns), "color": terminal}
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The difference of two results as Markdown, as a page and as JSON. Never imports torch."""
+"""The difference of two results in every format. Never imports torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lowprec_check.renderers.markdown import LONGEST, code, escape, fold, table
 from lowprec_check.renderers.summary import times
 from lowprec_check.renderers.visible import visible
 
-DiffFormat = Literal["md", "html", "json"]
+DiffFormat = Literal["text", "md", "html", "json"]
 DIFF_FORMATS: tuple[DiffFormat, ...] = get_args(DiffFormat)
 
 _SIGN = {"worse": "🔴", "better": "🟢", "other": "⚪"}
@@ -22,6 +22,10 @@ def render(comparison: Comparison, format: DiffFormat) -> str:
     """``comparison`` in ``format``."""
     if format == "json":
         return msgspec.json.format(msgspec.json.encode(comparison), indent=2).decode() + "\n"
+    if format == "text":
+        from lowprec_check.renderers import comparison_screen
+
+        return comparison_screen.render(comparison)
     return _html(comparison) if format == "html" else _markdown(comparison)
 
 
@@ -53,7 +57,9 @@ def _markdown(comparison: Comparison) -> str:
         parts.append("**The two were not made alike:**\n\n" + "\n".join(shown))
     changes = [_change_row(change) for change in comparison.changes]
     runs = table(
-        [_pair_row(pair) for pair in comparison.runs[:40]], ["run", "status", "error", "time", "memory"], "lllll"
+        [[escape(visible(pair.run)), *pair_cells(pair)] for pair in comparison.runs[:40]],
+        ["run", "status", "error", "time", "memory"],
+        "lllll",
     )
     parts.append(fold("All runs, old → new", runs) if changes else runs)
     room = LONGEST - sum(map(len, parts)) - 400
@@ -79,9 +85,9 @@ def _change_row(change: Change) -> list[str]:
     return [_SIGN[change.direction], run, what, escape(visible(change.old or "")), escape(visible(change.new or ""))]
 
 
-def _pair_row(pair: Pair) -> list[str]:
+def pair_cells(pair: Pair) -> list[str]:
+    """Status, error, time and memory, old → new."""
     return [
-        escape(visible(pair.run)),
         _arrow(pair.old_status or "–", pair.new_status or "–"),
         _arrow(_figure(pair.old_error), _figure(pair.new_error)),
         _arrow(times(pair.old_time), times(pair.new_time)),
@@ -128,9 +134,5 @@ def _html(comparison: Comparison) -> str:
         ],
         warnings=[visible(warning) for warning in comparison.warnings],
         groups=[group for group in groups if group["changes"]],
-        runs=[[visible(pair.run), *_pair_cells(pair)] for pair in comparison.runs],
+        runs=[[visible(pair.run), *pair_cells(pair)] for pair in comparison.runs],
     )
-
-
-def _pair_cells(pair: Pair) -> list[str]:
-    return [cell.replace("\\", "") for cell in _pair_row(pair)[1:]]
