@@ -10,7 +10,7 @@ import msgspec
 
 from lowprec_check.errors import UsageError
 from lowprec_check.results import Diagnostic, ScanResult
-from lowprec_check.structs import Struct
+from lowprec_check.structs import Struct, decode
 
 SCHEMA = 1
 
@@ -103,21 +103,13 @@ def save(baseline: Baseline, path: Path) -> None:
 def load(path: Path) -> Baseline:
     """Read it; raises :class:`UsageError` saying what is wrong."""
     try:
-        data = path.read_bytes()
-        schema = msgspec.json.decode(data, type=_Head).schema
-        if schema == SCHEMA:
-            return msgspec.json.decode(data, type=Baseline)
+        return decode(path.read_bytes(), Baseline, SCHEMA)
     except OSError as error:
         raise UsageError(
             f"Cannot read the baseline {path}: {error.strerror}.", "--update-baseline writes it from this scan."
         ) from None
-    except (msgspec.DecodeError, RecursionError) as error:
+    except ValueError as error:
         raise UsageError(f"{path} is not a baseline: {error}.", "Give --baseline a file of its own.") from None
-    raise UsageError(f"{path} has schema {schema}, this version reads {SCHEMA}.", "Write it anew under another name.")
-
-
-class _Head(msgspec.Struct):
-    schema: int
 
 
 def accept(result: ScanResult, baseline: Baseline) -> tuple[ScanResult, list[Entry]]:

@@ -215,17 +215,8 @@ def _error(before: Run, after: Run, factor: float) -> Iterator[Change]:
         return
     ratio = max(is_now, _ERROR_FLOOR) / max(was, _ERROR_FLOOR)
     if not 1 / factor <= ratio <= factor:
-        direction: Direction = "worse" if ratio > 1 else "better"
         what = f"output error {_times(ratio, 'larger', 'smaller')}"
-        yield Change(
-            kind="error",
-            direction=direction,
-            run=label(after),
-            what=what,
-            old=f"{was:.1e}",
-            new=f"{is_now:.1e}",
-            ratio=ratio,
-        )
+        yield _moved("error", after, ratio, what, f"{was:.1e}", f"{is_now:.1e}")
 
 
 def _speed(before: Run, after: Run, old: ScanResult, new: ScanResult, factor: float) -> Iterator[Change]:
@@ -238,7 +229,8 @@ def _speed(before: Run, after: Run, old: ScanResult, new: ScanResult, factor: fl
     absolute = is_now / was
     if after.precision == "fp32":
         if _same_machine(old, new) and not 1 / factor <= absolute <= factor:
-            yield _time_change(after, "other", absolute, f"{was:.1f} ms", f"{is_now:.1f} ms")
+            what = _times(absolute, "slower", "faster")
+            yield _moved("speed", after, absolute, what, f"{was:.1f} ms", f"{is_now:.1f} ms", "other")
         return
     ratios = (time_ratio(before, old.runs), time_ratio(after, new.runs))
     if not ratios[0] or not ratios[1] or not _fp32_is_long(old, new):
@@ -246,13 +238,8 @@ def _speed(before: Run, after: Run, old: ScanResult, new: ScanResult, factor: fl
     relative = ratios[1] / ratios[0]
     seen = [relative, absolute] if _same_machine(old, new) else [relative]
     if all(value > factor for value in seen) or all(value < 1 / factor for value in seen):
-        direction: Direction = "worse" if relative > 1 else "better"
-        yield _time_change(after, direction, relative, f"{ratios[0]:.2f} × fp32", f"{ratios[1]:.2f} × fp32")
-
-
-def _time_change(run: Run, direction: Direction, ratio: float, old: str, new: str) -> Change:
-    what = _times(ratio, "slower", "faster")
-    return Change(kind="speed", direction=direction, run=label(run), what=what, old=old, new=new, ratio=ratio)
+        what = _times(relative, "slower", "faster")
+        yield _moved("speed", after, relative, what, f"{ratios[0]:.2f} × fp32", f"{ratios[1]:.2f} × fp32")
 
 
 def _fp32_is_long(old: ScanResult, new: ScanResult) -> bool:
@@ -270,17 +257,16 @@ def _memory(before: Run, after: Run, old: ScanResult, new: ScanResult) -> Iterat
         return
     ratio = is_now / was
     if not 1 / MEMORY_FACTOR <= ratio <= MEMORY_FACTOR:
-        direction: Direction = "worse" if ratio > 1 else "better"
         what = f"peak memory {_times(ratio, 'larger', 'smaller')}"
-        yield Change(
-            kind="memory",
-            direction=direction,
-            run=label(after),
-            what=what,
-            old=f"{was:.2f} × fp32",
-            new=f"{is_now:.2f} × fp32",
-            ratio=ratio,
-        )
+        yield _moved("memory", after, ratio, what, f"{was:.2f} × fp32", f"{is_now:.2f} × fp32")
+
+
+def _moved(
+    kind: Kind, run: Run, ratio: float, what: str, old: str, new: str, direction: Direction | None = None
+) -> Change:
+    """A figure that grew is worse, unless told otherwise."""
+    direction = direction or ("worse" if ratio > 1 else "better")
+    return Change(kind=kind, direction=direction, run=label(run), what=what, old=old, new=new, ratio=ratio)
 
 
 def _times(ratio: float, more: str, less: str) -> str:
