@@ -1,8 +1,9 @@
-"""Scan many models, each in a process of its own, here or on a cluster; goes on where it was. Never imports torch."""
+"""Scan many models, each in a process of its own; goes on where it was. Never imports torch."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shlex
 import signal
@@ -12,10 +13,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import joblib
-
+from lowprec_check.engines import spread
 from lowprec_check.errors import UsageError
 from lowprec_check.matrix import Matrix, Request, Row, failed_row, load, named, row_of, save
 from lowprec_check.results import ResultError, ScanResult
@@ -212,84 +212,8 @@ def _row(outcome: Outcome, made_with: dict[str, str]) -> tuple[Row, ScanResult |
 
 def _outcomes(requests: list[Request], limits: Limits, jobs: int, engine: str | None) -> Iterator[Outcome]:
     """As they come. Ending early ends the scans that are still running here."""
-    if not requests:
-        return
-    with _backend(engine, jobs) as n_jobs:
-        try:
-            yield from _as_they_come(requests, limits, n_jobs)
-        finally:
-            for process in list(_running):
-                _kill(process)
-
-
-def _as_they_come(requests: list[Request], limits: Limits, n_jobs: int) -> Iterator[Outcome]:
-    """From the backend chosen; from one that cannot hand out results early (ray), a few at a time."""
-    backend, _ = joblib.parallel.get_active_backend()
-    if getattr(backend, "supports_return_generator", False):
-        work = joblib.Parallel(n_jobs=n_jobs, return_as="generator_unordered", batch_size=1, pre_dispatch="2*n_jobs")
-        yield from work(joblib.delayed(scan_one)(request, limits) for request in requests)
-        return
-    size = backend.effective_n_jobs(n_jobs)
-    for start in range(0, len(requests), size):
-        some = requests[start : start + size]
-        yield from joblib.Parallel(n_jobs=n_jobs, batch_size=1)(joblib.delayed(scan_one)(each, limits) for each in some)
-
-
-# -- engines
-
-
-@contextlib.contextmanager
-def _backend(engine: str | None, jobs: int) -> Iterator[int]:
-    """Choose joblib's backend; the number of jobs to ask it for."""
-    if engine is None:  # a scan is a process already: threads are enough to wait for it
-        with joblib.parallel_config(backend="threading"):
-            yield jobs
-        return
-    kind, _, address = engine.partition("://")
-    opened = {"dask": _dask, "ray": _ray}.get(kind)
-    if opened is None:
-        raise UsageError(
-            f"Unknown engine {engine!r}.", "Give dask://HOST:PORT, dask, ray://HOST:PORT or ray; none for this machine."
-        )
-    with opened(address, jobs), joblib.parallel_config(backend=kind):
-        yield -1
-
-
-@contextlib.contextmanager
-def _dask(address: str, jobs: int) -> Iterator[Any]:
     try:
-        from distributed import Client, LocalCluster
-    except ModuleNotFoundError:
-        raise UsageError("The dask engine needs dask.distributed.", "pip install 'lowprec-check[cluster]'") from None
-    with contextlib.ExitStack() as stack:
-        try:
-            where = (
-                f"tcp://{address}"
-                if address
-                else stack.enter_context(LocalCluster(n_workers=jobs, threads_per_worker=1))
-            )
-            yield stack.enter_context(Client(where, timeout="20s"))
-        except (OSError, TimeoutError, ValueError) as error:
-            raise UsageError(
-                f"No dask scheduler answers at {address}: {error}.", "Start one: dask scheduler; dask worker HOST:PORT"
-            ) from None
-
-
-@contextlib.contextmanager
-def _ray(address: str, jobs: int) -> Iterator[Any]:
-    try:
-        import ray
-        from ray.util.joblib import register_ray
-    except ModuleNotFoundError:
-        raise UsageError("The ray engine needs ray.", "pip install ray") from None
-    try:
-        ray.init(
-            address=f"ray://{address}" if address else None, num_cpus=None if address else jobs, log_to_driver=False
-        )
-    except ConnectionError as error:
-        raise UsageError(f"No ray cluster answers at {address}: {error}.", "Start one: ray start --head") from None
-    register_ray()
-    try:
-        yield None
+        yield from spread(functools.partial(scan_one, limits=limits), requests, jobs, engine)
     finally:
-        ray.shutdown()
+        for process in list(_running):
+            _kill(process)
