@@ -6,6 +6,8 @@ import base64
 import gzip
 import json
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -190,8 +192,19 @@ def test_the_policy_allows_these_scripts_alone() -> None:
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]  # type: ignore[index]
     assert "default-src &#39;none&#39;" in policy
     assert "unsafe-eval" not in policy
-    assert policy.count("sha256-") == 3
-    assert not re.search(r'(?:src|href)="(?!#)', page.replace(re.search(r"(?s)<script>.*?</script>", page)[0], ""))  # type: ignore[index]
+    assert policy.count("sha256-") == 5
+    assert not re.search(r'(?:src|href)="(?!#)', re.sub(r"(?s)<script>.*?</script>", "", page))
+
+
+def test_a_page_is_made_without_importing_bokeh(tmp_path: Path) -> None:
+    RESULT.save(tmp_path / "scan.json")
+    code = (
+        "import sys; from lowprec_check.renderers import render; from lowprec_check.results import ScanResult;"
+        "page = render(ScanResult.load(sys.argv[1]), 'html'); assert 'Bokeh' in page;"
+        "print(sorted({'bokeh', 'numpy', 'torch'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "scan.json")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def unpacked(result: ScanResult) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from lowprec_check.advice import memory_ratio, time_ratio
 from lowprec_check.renderers import summary
-from lowprec_check.renderers.html import charts, payload, tree
-from lowprec_check.renderers.html.page import render_page, script_json, static
+from lowprec_check.renderers.html import bokeh, payload, tree
+from lowprec_check.renderers.html.page import render_page, static
 from lowprec_check.renderers.summary import Group, Row
 from lowprec_check.renderers.visible import visible, visible_lines
 from lowprec_check.results import Run, ScanResult
@@ -48,12 +48,8 @@ def render(result: ScanResult) -> str:
     }
     scripts = [static("theme.js"), static("report.js")]
     if drawn:
-        scripts.insert(0, charts.bokeh_script())
-        values |= {
-            "error_figure": script_json(charts.error_chart()),
-            "range_figure": script_json(charts.range_chart()),
-            "calls": payload.pack(drawn),
-        }
+        scripts = [*bokeh.scripts(), static("theme.js"), static("charts.js"), static("report.js")]
+        values["calls"] = payload.pack(drawn)
     return render_page("report.html.j2", scripts, **values)
 
 

@@ -218,11 +218,8 @@ function walkAlong(chart, data) {
 async function drawCharts() {
   Bokeh.set_log_level("warn");
   const data = await unpack(byId("calls").textContent.trim());
-  const embed = async (name, kind) => {
-    const views = await Bokeh.embed.embed_item(JSON.parse(byId(`${name}-figure`).textContent), `${name}-chart`);
-    return new kind([...views][0].model.document);
-  };
-  const charts = { error: await embed("error", ErrorChart), range: await embed("range", RangeChart) };
+  const embed = async (kind, plot, place) => new kind((await Bokeh.Plotting.show(plot, byId(place))).model.document);
+  const charts = { error: await embed(ErrorChart, errorFigure(), "error-chart"), range: await embed(RangeChart, rangeFigure(), "range-chart") };
   const walk = walkAlong(charts.error, data);
   const choices = document.querySelectorAll(".run-choice");
   const show = (number) => {
