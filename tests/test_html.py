@@ -62,6 +62,10 @@ def hover(page: Any, chart: str, x: float, y: float) -> str:
     return str(tip.inner_text())
 
 
+def label_in_chart(page: Any) -> str:
+    return str(page.evaluate("Bokeh.documents[0].get_model_by_name('born-label').text"))
+
+
 def show(page: Any, label: str) -> None:
     page.locator('.run-choice[data-chart="error"]').select_option(label=label)
 
@@ -78,8 +82,12 @@ def test_opens_silently_and_says_where_error_is_born(browser: Any, page_of: Any,
             "Born in aten.gelu.default in head at net.py:26 (call 42): the first Inf (12 values)."
             in page.inner_text("#born")
         )
+        assert label_in_chart(page) == "born here: aten.gelu.default"
         show(page, "bfloat16 (inaccurate)")
         assert "(call 21): error grows from" in page.inner_text("#born")
+        show(page, "half (error)")
+        assert page.inner_text("#born").startswith("Nothing stands out: ")
+        assert label_in_chart(page).startswith("largest step: ")
 
 
 def test_hovering_tells_op_module_and_line(browser: Any, page_of: Any) -> None:
