@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from lowprec_check.advice import SHORT_MS, explain_status, label, memory_ratio, time_ratio
 from lowprec_check.baseline import file_of, stable_path
@@ -317,8 +317,13 @@ def _warnings(old: ScanResult, new: ScanResult) -> Iterator[str]:
     for name in ("name", "parameters", "inputs", "training"):
         was, is_now = getattr(old.model, name), getattr(new.model, name)
         if was != is_now:
-            yield f"model {name}: {was} → {is_now}"
+            yield f"model {name}: {_shown(was)} → {_shown(is_now)}"
     for title, before, after in (("", old.environment, new.environment), ("option ", old.options, new.options)):
         for key in sorted(before.keys() | after.keys()):
             if before.get(key) != after.get(key):
-                yield f"{title}{key}: {before.get(key)} → {after.get(key)}"
+                yield f"{title}{key}: {_shown(before.get(key))} → {_shown(after.get(key))}"
+
+
+def _shown(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if value not in (None, [], "") else "–"

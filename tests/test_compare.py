@@ -186,14 +186,15 @@ def test_different_environments_are_warned_of() -> None:
     other = msgspec.structs.replace(
         RESULT,
         environment=RESULT.environment | {"torch": "2.14.0", "device": "xpu"},
-        options={"budget": 5.0, "seed": 0},
+        options={"budget": None, "seed": 0, "precisions": ["half", "bfloat16"]},
         target="other.py",
     )
     assert compare(RESULT, other).warnings == [
         "target: net.py → other.py",
         "device: cpu → xpu",
         "torch: 2.13.0+cpu → 2.14.0",
-        "option budget: 20.0 → 5.0",
+        "option budget: 20.0 → –",
+        "option precisions: – → half, bfloat16",
     ]
 
 

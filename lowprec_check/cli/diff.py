@@ -13,6 +13,7 @@ from lowprec_check.compare import ERROR_FACTOR, TIME_FACTOR, Comparison, compare
 from lowprec_check.errors import UsageError
 from lowprec_check.renderers import comparison_screen, format_of
 from lowprec_check.renderers.comparison import DIFF_FORMATS, DiffFormat, render
+from lowprec_check.renderers.visible import visible
 
 
 @app.command()
@@ -47,8 +48,8 @@ def diff(
         _print(found, format)
     for file, wanted in zip(files, formats, strict=True):
         file.write_text(render(found, wanted), encoding="utf-8", newline="\n")
-    if found.warnings:
-        print(f"warning: the two were not made alike ({len(found.warnings)} differences)", file=sys.stderr)
+    if files and found.warnings:
+        print(f"warning: the two were not made alike: {'; '.join(map(visible, found.warnings))}", file=sys.stderr)
     raise typer.Exit(FOUND if found.regressions else 0)
 
 
