@@ -261,6 +261,15 @@ def test_the_page_is_silent_and_accessible(tmp_path: Path) -> None:
         assert [rule["id"] for rule in axe.run(page).response["violations"]] == []
 
 
+def test_a_narrow_page_breaks_no_word(tmp_path: Path) -> None:
+    path = tmp_path / "diff.html"
+    path.write_text(render(DIFFERENT, "html"), encoding="utf-8")
+    with chromium() as browser, opened(browser, path, viewport={"width": 360, "height": 800}) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        heights = page.locator("table tbody th bdi").evaluate_all("all => all.map((one) => one.offsetHeight)")
+        assert max(heights) < 30
+
+
 @settings(deadline=None)
 @given(st.one_of(st.text(max_size=200), st.sampled_from(["<script>alert(1)</script>", "a|b\n|c", "x" * 10_000])))
 def test_no_string_breaks_a_difference(nasty: str) -> None:
