@@ -130,7 +130,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 def _reason(stderr: bytes, code: int) -> str:
     """The error line of the scan, or the last that it wrote."""
     lines = [line.strip() for line in stderr.decode("utf-8", "replace").splitlines() if line.strip()]
-    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    said = [line[len("error: ") :] for line in lines if line.lower().startswith("error: ")]
     if code < 0:
         return f"killed by signal {-code}"
     return (said or lines or [f"exit code {code}"])[-1][:500]

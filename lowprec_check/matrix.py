@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from lowprec_check.advice import label, memory_ratio, time_ratio
+from lowprec_check.advice import label, memory_ratio, missing, time_ratio
 from lowprec_check.errors import UsageError
-from lowprec_check.results import Evidence, Run, ScanResult, Status
+from lowprec_check.results import Evidence, GapKind, Run, ScanResult, Status
 from lowprec_check.structs import Struct, decode
 
 SCHEMA = 1
@@ -67,6 +67,7 @@ class Cell(Struct, frozen=True, kw_only=True):
     gaps: list[str] = []
     """Ops without a kernel, each once."""
     first_gap: str | None = None
+    first_gap_kind: GapKind | None = None
     first_gap_source: str | None = None
 
 
@@ -154,8 +155,9 @@ def _cell(run: Run, result: ScanResult) -> Cell:
         rel_l2=_digits(run.output_error.rel_l2 if run.output_error else None),
         time=_digits(time),
         memory=_digits(memory),
-        gaps=list(dict.fromkeys(gap.op for gap in run.gaps)),
+        gaps=missing(run),
         first_gap=first.op if first else None,
+        first_gap_kind=first.kind if first else None,
         first_gap_source=first.source if first else None,
     )
 

@@ -15,7 +15,8 @@ import pytest
 from browser import chromium, opened
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared_result import shared_result
+from shared_result import gap as gap_of
+from shared_result import run, shared_result
 
 from lowprec_check import compat, matrix
 from lowprec_check.errors import UsageError
@@ -23,6 +24,7 @@ from lowprec_check.matrix import Matrix, Request, Row, named
 from lowprec_check.renderers import matrix as pages
 from lowprec_check.results import ScanResult
 
+RESULT = shared_result()
 Write = Callable[..., Path]
 
 MODEL = """
@@ -221,8 +223,18 @@ def test_the_index_has_status_error_speed_and_first_gap() -> None:
         msgspec.structs.replace(row, options=["--budget", "4", "--inputs", *own])
         for row, own in zip(found.rows, (["1x3"], ["1x4"]), strict=True)
     ]
-    assert "scanned with --budget 4\n" in pages.markdown(Matrix(rows=rows))
+    mixed = pages.markdown(Matrix(rows=rows))
+    assert "scanned with --budget 4\n" in mixed
+    assert "[net.py --inputs 1x3](models/m0.md)" in mixed
     assert re.search(r"`torch.quantile` +\| half +\| +1 \|", shown)
+
+
+def test_a_constant_that_does_not_fit_is_no_missing_kernel() -> None:
+    overflow = gap_of("aten.masked_fill.Scalar", kind="scalar-overflow")
+    result = msgspec.structs.replace(RESULT, runs=[run("fp32"), run("half", "error", gaps=[overflow])])
+    found = Matrix(rows=[matrix.row_of(result, Request("net.py", slug="n"), 1.0, {})])
+    assert "❌ scalar-overflow: masked\\_fill" in pages.markdown(found)
+    assert "Ops without a kernel" not in pages.markdown(found)
 
 
 @settings(deadline=None)
@@ -242,7 +254,9 @@ def test_no_string_breaks_the_index(nasty: str) -> None:
 def test_the_index_page_sorts_and_filters(tmp_path: Path) -> None:
     path = tmp_path / "index.html"
     path.write_text(pages.page(matrix_of("", "b.py", "a.py")), encoding="utf-8")
-    with chromium() as browser, opened(browser, path) as page:
+    with chromium() as browser, opened(browser, path, viewport={"width": 360, "height": 800}) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        assert page.get_by_text("no such file").is_visible()
         page.get_by_role("button", name="model", exact=True).click()
         names = page.locator("#matrix tbody th").all_inner_texts()
         assert [name.strip() for name in names] == sorted(name.strip() for name in names)
