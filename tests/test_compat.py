@@ -291,12 +291,14 @@ def test_ended_from_outside_it_ends_its_scans(jobs: str, write: Write, tmp_path:
     pid = tmp_path / "pid"
     hangs = str(write(f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)", "hangs.py"))
     command = [sys.executable, "-m", "lowprec_check", "compat", hangs, "-o", str(tmp_path / "out"), "--jobs", jobs]
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not pid.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     process.terminate()
-    assert process.wait(timeout=60) == 130
+    said = process.communicate(timeout=60)[1].splitlines()
+    assert (process.returncode, said[-1]) == (130, "interrupted")
+    assert "the same command goes on" in said[-2]
     assert not Path(f"/proc/{pid.read_text()}").exists()
 
 

@@ -17,7 +17,7 @@ from lowprec_check.errors import UsageError
 if TYPE_CHECKING:
     from lowprec_check.results import ScanResult
 
-FOUND, WRONG_CALL, TOOL_FAILED = 1, 2, 3
+FOUND, WRONG_CALL, TOOL_FAILED, INTERRUPTED = 1, 2, 3, 130
 """Exit codes besides 0."""
 
 ORDER = ("scan", "plan", "compat", "report", "diff", "op", "catalog", "explain", "env")
