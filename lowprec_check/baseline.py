@@ -73,8 +73,9 @@ def _without_numbers(message: str) -> str:
     return re.sub(r"(?<![\w.])[-+]?\d[\d.,]*(?:e[-+]?\d+)?", "0", message)
 
 
-def baseline_of(result: ScanResult) -> Baseline:
-    """All findings of ``result``, each fingerprint once, in a stable order."""
+def baseline_of(result: ScanResult, known: Baseline | None = None) -> Baseline:
+    """All findings of ``result``, each fingerprint once, in a stable order; of ``known``, those it did not look for."""
+    kept = [entry for entry in known.findings if not _looked_for(entry, result)] if known else []
     found = {fingerprint(diagnostic): diagnostic for diagnostic in reversed(result.diagnostics)}
     entries = [
         Entry(
@@ -90,9 +91,15 @@ def baseline_of(result: ScanResult) -> Baseline:
         for key, d in found.items()
     ]
     order = sorted(
-        entries, key=lambda e: (e.code, e.precision or "", e.file or "", e.module or "", e.op or "", e.fingerprint)
+        [*entries, *kept],
+        key=lambda e: (e.code, e.precision or "", e.file or "", e.module or "", e.op or "", e.fingerprint),
     )
     return Baseline(findings=order)
+
+
+def _looked_for(entry: Entry, result: ScanResult) -> bool:
+    """Whether the scan ran the precision that the finding is of."""
+    return entry.precision is None or any(run.precision == entry.precision for run in result.runs)
 
 
 def save(baseline: Baseline, path: Path) -> None:
@@ -120,5 +127,5 @@ def accept(result: ScanResult, baseline: Baseline) -> tuple[ScanResult, list[Ent
         key = fingerprint(diagnostic)
         seen.add(key)
         marked.append(msgspec.structs.replace(diagnostic, accepted=key in known))
-    stale = [entry for entry in baseline.findings if entry.fingerprint not in seen]
+    stale = [entry for entry in baseline.findings if entry.fingerprint not in seen and _looked_for(entry, result)]
     return msgspec.structs.replace(result, diagnostics=marked), stale

@@ -45,7 +45,8 @@ def read_list(path: Path) -> list[Request]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"Cannot read {path}: {error}.", "It must be a text file with a target a line.") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"Cannot read {path}: {why}.", "It must be a text file with a target a line.") from None
     requests = []
     for number, line in enumerate(lines, 1):
         try:

@@ -376,6 +376,17 @@ def test_a_baseline_accepts_what_it_was_made_of(tmp_path: Path) -> None:
     assert [entry.code for entry in stale] == ["LP101"]
 
 
+def test_what_a_scan_did_not_run_stays_in_the_baseline() -> None:
+    known = baseline.baseline_of(RESULT)
+    half = [d for d in RESULT.diagnostics if d.precision == "half"]
+    only = result_of(run("half"), diagnostics=half[1:])
+    stale = baseline.accept(only, known)[1]
+    assert [entry.fingerprint for entry in stale] == [baseline.fingerprint(half[0])]
+    updated = baseline.baseline_of(only, known)
+    assert known.fingerprints - updated.fingerprints == {baseline.fingerprint(half[0])}
+    assert baseline.baseline_of(RESULT, updated) == known
+
+
 @pytest.mark.parametrize(
     "data", [b"{", b"[]", b'{"schema": 1, "findings": [{"code": 3}]}', b'{"schema": 9}', b'{"x": 1}']
 )

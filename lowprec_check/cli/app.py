@@ -86,7 +86,8 @@ def check_writable(path: Path | None, option: str) -> None:
     if path is None or (str(path) == "-" and option == "--json"):
         return
     if str(path) == "-":
-        raise UsageError(f"{option} needs a file.", "--json prints all of it.")
+        hint = "Leave it out to print." if option == "-o" else "--json - prints all of it."
+        raise UsageError(f"{option} needs a file.", hint)
     try:
         existed = path.exists()
         with path.open("ab"):

@@ -82,7 +82,9 @@ def compat(
         raise
     pages.index(matrix)
     failed = sum(row.state == "failed" for row in matrix.rows)
-    print(f"{len(matrix.rows)} rows, {failed} could not be scanned: {output / 'index.md'}")
+    print(
+        f"{len(matrix.rows)} row{'s' if len(matrix.rows) != 1 else ''}, {failed} could not be scanned: {output / 'index.md'}"
+    )
     raise typer.Exit(FOUND if failed else 0)
 
 

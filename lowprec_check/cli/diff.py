@@ -40,6 +40,8 @@ def diff(
     files = output or []
     if format is not None and len(files) > 1:
         raise UsageError("--format is for one file.", "Leave it out: each suffix says its format.")
+    if str(old) == str(new) == "-":
+        raise UsageError("Only one of the two can come from stdin.")
     formats = [format or _format_of(file) for file in files]
     for file in files:
         check_writable(file, "-o")

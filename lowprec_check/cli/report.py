@@ -57,8 +57,8 @@ def report(
 def check_reports(files: list[Path], format: Format | None = None, option: str = "--report") -> None:
     """Raise :class:`UsageError` before the work if a report could not be made or written."""
     for file in files:
-        check_available(format or format_of(file))
         check_writable(file, option)
+        check_available(format or format_of(file))
 
 
 def print_report(result: ScanResult, format: Format, findings: int | None = None) -> None:
