@@ -238,6 +238,14 @@ def test_thinning_keeps_the_worst_and_the_origin() -> None:
     assert found["origin"]["call"] == 31_007
 
 
+def test_thousands_of_findings_are_cut_and_counted() -> None:
+    first = RESULT.diagnostics[0]
+    many = [msgspec.structs.replace(first, op=f"aten.op_{i}.default", message="m" * 300) for i in range(20_000)]
+    page = render(msgspec.structs.replace(RESULT, diagnostics=many))
+    assert len(page) <= LARGEST
+    assert "19500 more groups of findings are left out here" in page
+
+
 def test_origin_is_the_first_nonfinite_then_the_jump_over_tolerance_then_the_largest_step() -> None:
     at = lambda **more: origin(run("half", op_calls=op_calls(60, **more)))  # noqa: E731
     overflow, jump, calm = at(nan=41, born=10), at(born=10), at()

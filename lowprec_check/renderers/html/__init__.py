@@ -16,6 +16,8 @@ from lowprec_check.results import Run, ScanResult
 
 SCALE = ("≤1e-5", "≤1e-4", "≤1e-3", "≤5e-3", "≤2e-2", "≤0.1", ">0.1", "Inf")
 MOST_PLACES = 100
+MOST_GROUPS = 500
+"""Of findings; more would make the file too large to open."""
 
 
 def render(result: ScanResult) -> str:
@@ -23,6 +25,7 @@ def render(result: ScanResult) -> str:
     drawn = [run for run in result.runs if run.precision != "fp32" and len(run.op_calls)]
     advice = result.recommendation
     modules = tree.build(drawn)
+    groups = summary.group(result.diagnostics)
     values: dict[str, Any] = {
         "tool": visible(result.tool),
         "title": summary.title(result),
@@ -42,7 +45,8 @@ def render(result: ScanResult) -> str:
         "nodes": modules.nodes,
         "left_out": modules.left_out,
         "scale": SCALE,
-        "findings": [_finding(item) for item in summary.group(result.diagnostics)],
+        "findings": [_finding(item) for item in groups[:MOST_GROUPS]],
+        "groups_left_out": max(0, len(groups) - MOST_GROUPS),
         "tally": summary.tally(result.diagnostics),
         "environment": list(_environment(result)),
     }
