@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -159,12 +161,17 @@ def run(
         UsageError: the engine is unknown, not installed or not reached, or the folder holds something else.
     """
     (folder / "scans").mkdir(parents=True, exist_ok=True)
-    made_with = _versions()
-    rows = {row.key: row for row in load(folder / "matrix.json").rows if _is_done(row, made_with, folder, retry_failed)}
+    versions = _versions()
+    made_with = {request: versions | _file(request.target) for request in requests}
+    rows = {
+        row.key: row
+        for row in load(folder / "matrix.json").rows
+        if row.made_with == made_with.get(row.key, row.made_with | versions) and _is_done(row, folder, retry_failed)
+    }
     missing = [request for request in requests if request not in rows]
     threads = max(1, (os.cpu_count() or 1) // jobs) if jobs > 1 and engine is None else None
     for outcome in _outcomes(missing, Limits(timeout, threads), jobs, engine):
-        row, result = _row(outcome, made_with)
+        row, result = _row(outcome, made_with[outcome.request])
         if result is not None:
             result.save(folder / "scans" / f"{row.slug}.json")
         rows[row.key] = row
@@ -184,10 +191,16 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _is_done(row: Row, made_with: dict[str, str], folder: Path, retry_failed: bool) -> bool:
-    """Whether a saved row can stay: made by these versions, and its scan is there, or at least its page."""
-    if row.made_with != made_with:
-        return False
+def _file(target: str) -> dict[str, str]:
+    """A digest of the target's file, where it is one: edited, it is another model."""
+    path = re.sub(r"(\.py):[^:]*$", r"\1", target)
+    with contextlib.suppress(OSError, ValueError):
+        return {"file": hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]}
+    return {}
+
+
+def _is_done(row: Row, folder: Path, retry_failed: bool) -> bool:
+    """Whether a saved row can stay: its scan is there, or at least its page."""
     if row.state == "failed":
         return not retry_failed
     return any((folder / name).exists() for name in (f"scans/{row.slug}.json", f"models/{row.slug}.md"))
@@ -196,8 +209,9 @@ def _is_done(row: Row, made_with: dict[str, str], folder: Path, retry_failed: bo
 def _ordered(rows: dict[Request, Row], requests: list[Request]) -> Matrix:
     """Those asked for now in their order; then those of earlier calls."""
     first = [rows[request] for request in requests if request in rows]
-    slugs = {request.slug for request in requests}
-    return Matrix(rows=[*first, *(row for row in rows.values() if row.slug not in slugs)])
+    slugs, asked = {request.slug for request in requests}, {request._replace(slug="") for request in requests}
+    others = [row for key, row in rows.items() if row.slug not in slugs and key._replace(slug="") not in asked]
+    return Matrix(rows=[*first, *others])
 
 
 def _row(outcome: Outcome, made_with: dict[str, str]) -> tuple[Row, ScanResult | None]:

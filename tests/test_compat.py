@@ -123,12 +123,32 @@ def test_a_report_without_its_scans_can_be_gone_on_with(sound: str, tmp_path: Pa
 
 
 def test_only_what_failed_is_tried_again_and_only_on_request(write: Write, tmp_path: Path) -> None:
-    path = write("raise ValueError", "later.py")
-    folder, wanted = tmp_path / "out", requests_of(str(path))
+    flag = tmp_path / "ready"
+    body = MODEL.format(body="self.linear(x)", extra=f"open({str(flag)!r})")
+    folder, wanted = tmp_path / "out", requests_of(str(write(body, "later.py")))
     assert states(compat.run(wanted, folder)) == ["failed"]
-    path.write_text(MODEL.format(body="self.linear(x)", extra=""))
+    flag.touch()
     assert states(compat.run(wanted, folder)) == ["failed"]
     assert states(compat.run(wanted, folder, retry_failed=True)) == ["scanned"]
+
+
+def test_an_edited_file_is_another_model(sound: str, gap: str, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    compat.run(requests_of(f"{sound}:model", gap), folder)
+    Path(sound).write_text(Path(gap).read_text())
+    seen: list[str] = []
+    found = compat.run(
+        requests_of(f"{sound}:model"), folder, on_row=lambda done, of, row, result: seen.append(row.target)
+    )
+    assert seen == [f"{sound}:model"]
+    assert [row.cells[0].status for row in found.rows] == ["error", "error"]
+
+
+def test_a_longer_list_does_not_scan_twice_into_two_rows(sound: str, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    compat.run(requests_of(sound), folder)
+    both = named([Request(sound, FAST), Request(sound, (*FAST, "--seed", "1"))])
+    assert [len(row.options) for row in compat.run(both, folder).rows] == [len(FAST), len(FAST) + 2]
 
 
 def test_other_options_or_versions_are_another_scan(sound: str, tmp_path: Path) -> None:
