@@ -297,6 +297,12 @@ def test_wrong_calls_of_report(arguments: list[str], tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 2
 
 
+def test_an_old_bokeh_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowprec_check.renderers.html.bokeh.version", lambda name: "3.8.2")
+    with pytest.raises(UsageError, match=r"3\.9 or later"):
+        render(RESULT, "html")
+
+
 def test_html_without_bokeh_names_the_extra(tmp_path: Path) -> None:
     scan = tmp_path / "scan.json"
     RESULT.save(scan)

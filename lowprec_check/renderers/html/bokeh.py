@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 from lowprec_check.errors import UsageError
 
+OLDEST = (3, 9)
 _FILES = ("bokeh.min.js", "bokeh-api.min.js")
 
 
 def folder() -> Path:
-    """Where the files are; raises :class:`UsageError` if Bokeh is not installed."""
+    """Where the files are; raises :class:`UsageError` if Bokeh is not installed, or too old."""
     found = find_spec("bokeh")
-    if found is None or found.origin is None:
-        raise UsageError("An HTML report needs Bokeh, which is not installed.", "pip install 'lowprec-check[report]'")
+    if found is None or found.origin is None or tuple(map(int, version("bokeh").split(".")[:2])) < OLDEST:
+        raise UsageError(
+            "An HTML report needs Bokeh 3.9 or later, which is not installed.", "pip install 'lowprec-check[report]'"
+        )
     return Path(found.origin).parent / "server" / "static" / "js"
 
 
