@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import sys
 import warnings
@@ -46,6 +47,9 @@ def main() -> None:
         if hasattr(error, "show") and hasattr(error, "exit_code"):  # what the parser says of a wrong call
             error.show()
             sys.exit(error.exit_code)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            print(f"error: {error.strerror}.", file=sys.stderr)
+            sys.exit(WRONG_CALL)
         import traceback
 
         traceback.print_exc()
