@@ -24,7 +24,7 @@ def recommend(runs: Sequence[Run], model: ModelInfo) -> Recommendation | None:
     passed = [run for run in runs if run.precision != "fp32" and run.status == "ok"]
     if not passed:
         return None
-    if any(_missing(run) for run in runs if _is_cast(run)):
+    if any(missing(run) for run in runs if _is_cast(run)):
         passed = [run for run in passed if not _is_cast(run)] or passed
     fastest = min(run.latency_ms or float("inf") for run in passed)
     noise = NOISE if fastest >= SHORT_MS else float("inf")
@@ -47,7 +47,7 @@ def _is_cast(run: Run) -> bool:
     return run.precision in ("half", "bfloat16")
 
 
-def _missing(run: Run) -> list[str]:
+def missing(run: Run) -> list[str]:
     """Ops without a kernel, each once."""
     return list(dict.fromkeys(gap.op for gap in run.gaps if gap.kind in _NO_KERNEL))
 
@@ -90,7 +90,7 @@ def _reason(best: Run, runs: Sequence[Run]) -> str:
     parts = [f"passes ({error}), measured here{speed}."]
     if best.keep_fp32:
         parts.append(f"Kept in fp32: {some(best.keep_fp32)}.")
-    held_back = not _is_cast(best) and any(_missing(run) for run in runs if _is_cast(run))
+    held_back = not _is_cast(best) and any(missing(run) for run in runs if _is_cast(run))
     cast = [run for run in runs if _is_cast(run) and run.status == "ok" and held_back]
     faster = [run.precision for run in cast if NOISE * (run.latency_ms or 0.0) < (best.latency_ms or 0.0)]
     why = defaultdict(list)
@@ -114,10 +114,10 @@ def _speed(ratio: float | None) -> str:
 
 def explain_status(run: Run) -> str:
     """Why a run did not pass, in a few words."""
-    missing = _missing(run)
-    if run.status in ("error", "crashed") and missing:
-        names = ", ".join(short_op(op) for op in missing[:4]) + (", …" if len(missing) > 4 else "")
-        return f"{len(missing)} {'op has' if len(missing) == 1 else 'ops have'} no kernel: {names}"
+    ops = missing(run)
+    if run.status in ("error", "crashed") and ops:
+        names = ", ".join(short_op(op) for op in ops[:4]) + (", …" if len(ops) > 4 else "")
+        return f"{len(ops)} {'op has' if len(ops) == 1 else 'ops have'} no kernel: {names}"
     if run.status == "error":
         kinds = list(dict.fromkeys(gap.kind for gap in run.gaps))
         text = shorten(run.exception.message if run.exception else "it raises")

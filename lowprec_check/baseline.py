@@ -10,7 +10,7 @@ import msgspec
 
 from lowprec_check.errors import UsageError
 from lowprec_check.results import Diagnostic, ScanResult
-from lowprec_check.structs import Struct
+from lowprec_check.structs import Struct, decode
 
 SCHEMA = 1
 
@@ -73,8 +73,9 @@ def _without_numbers(message: str) -> str:
     return re.sub(r"(?<![\w.])[-+]?\d[\d.,]*(?:e[-+]?\d+)?", "0", message)
 
 
-def baseline_of(result: ScanResult) -> Baseline:
-    """All findings of ``result``, each fingerprint once, in a stable order."""
+def baseline_of(result: ScanResult, known: Baseline | None = None) -> Baseline:
+    """All findings of ``result``, each fingerprint once, in a stable order; of ``known``, those it did not look for."""
+    kept = [entry for entry in known.findings if not _looked_for(entry, result)] if known else []
     found = {fingerprint(diagnostic): diagnostic for diagnostic in reversed(result.diagnostics)}
     entries = [
         Entry(
@@ -90,9 +91,15 @@ def baseline_of(result: ScanResult) -> Baseline:
         for key, d in found.items()
     ]
     order = sorted(
-        entries, key=lambda e: (e.code, e.precision or "", e.file or "", e.module or "", e.op or "", e.fingerprint)
+        [*entries, *kept],
+        key=lambda e: (e.code, e.precision or "", e.file or "", e.module or "", e.op or "", e.fingerprint),
     )
     return Baseline(findings=order)
+
+
+def _looked_for(entry: Entry, result: ScanResult) -> bool:
+    """Whether the scan ran the precision that the finding is of."""
+    return entry.precision is None or any(run.precision == entry.precision for run in result.runs)
 
 
 def save(baseline: Baseline, path: Path) -> None:
@@ -103,21 +110,13 @@ def save(baseline: Baseline, path: Path) -> None:
 def load(path: Path) -> Baseline:
     """Read it; raises :class:`UsageError` saying what is wrong."""
     try:
-        data = path.read_bytes()
-        schema = msgspec.json.decode(data, type=_Head).schema
-        if schema == SCHEMA:
-            return msgspec.json.decode(data, type=Baseline)
+        return decode(path.read_bytes(), Baseline, SCHEMA)
     except OSError as error:
         raise UsageError(
             f"Cannot read the baseline {path}: {error.strerror}.", "--update-baseline writes it from this scan."
         ) from None
-    except (msgspec.DecodeError, RecursionError) as error:
+    except ValueError as error:
         raise UsageError(f"{path} is not a baseline: {error}.", "Give --baseline a file of its own.") from None
-    raise UsageError(f"{path} has schema {schema}, this version reads {SCHEMA}.", "Write it anew under another name.")
-
-
-class _Head(msgspec.Struct):
-    schema: int
 
 
 def accept(result: ScanResult, baseline: Baseline) -> tuple[ScanResult, list[Entry]]:
@@ -128,5 +127,5 @@ def accept(result: ScanResult, baseline: Baseline) -> tuple[ScanResult, list[Ent
         key = fingerprint(diagnostic)
         seen.add(key)
         marked.append(msgspec.structs.replace(diagnostic, accepted=key in known))
-    stale = [entry for entry in baseline.findings if entry.fingerprint not in seen]
+    stale = [entry for entry in baseline.findings if entry.fingerprint not in seen and _looked_for(entry, result)]
     return msgspec.structs.replace(result, diagnostics=marked), stale

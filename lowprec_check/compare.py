@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from lowprec_check.advice import SHORT_MS, explain_status, label, memory_ratio, time_ratio
 from lowprec_check.baseline import file_of, stable_path
@@ -93,7 +93,7 @@ def compare(
     changes: list[Change] = []
     for before, after in pairs:
         if before is None or after is None:
-            changes += _only_one(before, after)
+            changes += _only_one(before, after, new)
             continue
         changes += _status(before, after)
         changes += _gaps(before, after)
@@ -151,18 +151,22 @@ def _rel_l2(run: Run | None) -> float | None:
 # -- what changed
 
 
-def _only_one(before: Run | None, after: Run | None) -> Iterator[Change]:
-    run = after or before
-    if run is not None:
-        what = "a run that only the new result has" if after else "a run that only the old result has"
-        yield Change(
-            kind="run",
-            direction="other",
-            run=label(run),
-            what=what,
-            old=before.status if before else None,
-            new=after.status if after else None,
-        )
+def _only_one(before: Run | None, after: Run | None, new: ScanResult) -> Iterator[Change]:
+    """A run that is gone is worse where it passed: nobody knows whether it still would."""
+    if after is not None:
+        yield Change(kind="run", direction="other", run=label(after), what="not run before", new=after.status)
+    elif before is not None:
+        planned, asked = before.base is not None, _was_asked(before.precision, new)
+        why = "no plan was made" if planned else "it is missing" if asked else "the new scan was not asked for it"
+        direction: Direction = "worse" if before.status == "ok" and asked and not planned else "other"
+        what = f"not run any more: {why}"
+        yield Change(kind="run", direction=direction, run=label(before), what=what, old=before.status)
+
+
+def _was_asked(precision: str, result: ScanResult) -> bool:
+    """Whether the scan was to run it; of all that passes for yes where an older version did not save it."""
+    names = result.options.get("precisions")
+    return not isinstance(names, list) or precision in names
 
 
 def _status(before: Run, after: Run) -> Iterator[Change]:
@@ -211,17 +215,8 @@ def _error(before: Run, after: Run, factor: float) -> Iterator[Change]:
         return
     ratio = max(is_now, _ERROR_FLOOR) / max(was, _ERROR_FLOOR)
     if not 1 / factor <= ratio <= factor:
-        direction: Direction = "worse" if ratio > 1 else "better"
         what = f"output error {_times(ratio, 'larger', 'smaller')}"
-        yield Change(
-            kind="error",
-            direction=direction,
-            run=label(after),
-            what=what,
-            old=f"{was:.1e}",
-            new=f"{is_now:.1e}",
-            ratio=ratio,
-        )
+        yield _moved("error", after, ratio, what, f"{was:.1e}", f"{is_now:.1e}")
 
 
 def _speed(before: Run, after: Run, old: ScanResult, new: ScanResult, factor: float) -> Iterator[Change]:
@@ -234,7 +229,8 @@ def _speed(before: Run, after: Run, old: ScanResult, new: ScanResult, factor: fl
     absolute = is_now / was
     if after.precision == "fp32":
         if _same_machine(old, new) and not 1 / factor <= absolute <= factor:
-            yield _time_change(after, "other", absolute, f"{was:.1f} ms", f"{is_now:.1f} ms")
+            what = _times(absolute, "slower", "faster")
+            yield _moved("speed", after, absolute, what, f"{was:.1f} ms", f"{is_now:.1f} ms", "other")
         return
     ratios = (time_ratio(before, old.runs), time_ratio(after, new.runs))
     if not ratios[0] or not ratios[1] or not _fp32_is_long(old, new):
@@ -242,13 +238,8 @@ def _speed(before: Run, after: Run, old: ScanResult, new: ScanResult, factor: fl
     relative = ratios[1] / ratios[0]
     seen = [relative, absolute] if _same_machine(old, new) else [relative]
     if all(value > factor for value in seen) or all(value < 1 / factor for value in seen):
-        direction: Direction = "worse" if relative > 1 else "better"
-        yield _time_change(after, direction, relative, f"{ratios[0]:.2f} × fp32", f"{ratios[1]:.2f} × fp32")
-
-
-def _time_change(run: Run, direction: Direction, ratio: float, old: str, new: str) -> Change:
-    what = _times(ratio, "slower", "faster")
-    return Change(kind="speed", direction=direction, run=label(run), what=what, old=old, new=new, ratio=ratio)
+        what = _times(relative, "slower", "faster")
+        yield _moved("speed", after, relative, what, f"{ratios[0]:.2f} × fp32", f"{ratios[1]:.2f} × fp32")
 
 
 def _fp32_is_long(old: ScanResult, new: ScanResult) -> bool:
@@ -266,17 +257,16 @@ def _memory(before: Run, after: Run, old: ScanResult, new: ScanResult) -> Iterat
         return
     ratio = is_now / was
     if not 1 / MEMORY_FACTOR <= ratio <= MEMORY_FACTOR:
-        direction: Direction = "worse" if ratio > 1 else "better"
         what = f"peak memory {_times(ratio, 'larger', 'smaller')}"
-        yield Change(
-            kind="memory",
-            direction=direction,
-            run=label(after),
-            what=what,
-            old=f"{was:.2f} × fp32",
-            new=f"{is_now:.2f} × fp32",
-            ratio=ratio,
-        )
+        yield _moved("memory", after, ratio, what, f"{was:.2f} × fp32", f"{is_now:.2f} × fp32")
+
+
+def _moved(
+    kind: Kind, run: Run, ratio: float, what: str, old: str, new: str, direction: Direction | None = None
+) -> Change:
+    """A figure that grew is worse, unless told otherwise."""
+    direction = direction or ("worse" if ratio > 1 else "better")
+    return Change(kind=kind, direction=direction, run=label(run), what=what, old=old, new=new, ratio=ratio)
 
 
 def _times(ratio: float, more: str, less: str) -> str:
@@ -286,12 +276,13 @@ def _times(ratio: float, more: str, less: str) -> str:
 def _recommendation(old: ScanResult, new: ScanResult) -> Iterator[Change]:
     was, is_now = _way(old), _way(new)
     if was != is_now:
-        direction: Direction = "worse" if is_now is None else "better" if was is None else "other"
+        untried = old.recommendation is not None and not _was_asked(old.recommendation.precision, new)
+        lost: Direction = "other" if untried else "worse"
         yield Change(
             kind="recommendation",
-            direction=direction,
+            direction=lost if is_now is None else "better" if was is None else "other",
             run="",
-            what="what is recommended",
+            what="what is recommended" + (": the new scan was not asked for the old way" if untried else ""),
             old=was or "no way",
             new=is_now or "no way",
         )
@@ -326,8 +317,13 @@ def _warnings(old: ScanResult, new: ScanResult) -> Iterator[str]:
     for name in ("name", "parameters", "inputs", "training"):
         was, is_now = getattr(old.model, name), getattr(new.model, name)
         if was != is_now:
-            yield f"model {name}: {was} → {is_now}"
+            yield f"model {name}: {_shown(was)} → {_shown(is_now)}"
     for title, before, after in (("", old.environment, new.environment), ("option ", old.options, new.options)):
         for key in sorted(before.keys() | after.keys()):
             if before.get(key) != after.get(key):
-                yield f"{title}{key}: {before.get(key)} → {after.get(key)}"
+                yield f"{title}{key}: {_shown(before.get(key))} → {_shown(after.get(key))}"
+
+
+def _shown(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if value not in (None, [], "") else "–"

@@ -1,9 +1,12 @@
-"""Scan many models, each in a process of its own, here or on a cluster; goes on where it was. Never imports torch."""
+"""Scan many models, each in a process of its own; goes on where it was. Never imports torch."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -12,10 +15,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import joblib
-
+from lowprec_check.engines import spread
 from lowprec_check.errors import UsageError
 from lowprec_check.matrix import Matrix, Request, Row, failed_row, load, named, row_of, save
 from lowprec_check.results import ResultError, ScanResult
@@ -45,7 +47,8 @@ def read_list(path: Path) -> list[Request]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"Cannot read {path}: {error}.", "It must be a text file with a target a line.") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"Cannot read {path}: {why}.", "It must be a text file with a target a line.") from None
     requests = []
     for number, line in enumerate(lines, 1):
         try:
@@ -130,7 +133,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 def _reason(stderr: bytes, code: int) -> str:
     """The error line of the scan, or the last that it wrote."""
     lines = [line.strip() for line in stderr.decode("utf-8", "replace").splitlines() if line.strip()]
-    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    said = [line[len("error: ") :] for line in lines if line.lower().startswith("error: ")]
     if code < 0:
         return f"killed by signal {-code}"
     return (said or lines or [f"exit code {code}"])[-1][:500]
@@ -158,12 +161,17 @@ def run(
         UsageError: the engine is unknown, not installed or not reached, or the folder holds something else.
     """
     (folder / "scans").mkdir(parents=True, exist_ok=True)
-    made_with = _versions()
-    rows = {row.key: row for row in load(folder / "matrix.json").rows if _is_done(row, made_with, folder, retry_failed)}
+    versions = _versions()
+    made_with = {request: versions | _file(request.target) for request in requests}
+    rows = {
+        row.key: row
+        for row in load(folder / "matrix.json").rows
+        if row.made_with == made_with.get(row.key, row.made_with | versions) and _is_done(row, folder, retry_failed)
+    }
     missing = [request for request in requests if request not in rows]
     threads = max(1, (os.cpu_count() or 1) // jobs) if jobs > 1 and engine is None else None
     for outcome in _outcomes(missing, Limits(timeout, threads), jobs, engine):
-        row, result = _row(outcome, made_with)
+        row, result = _row(outcome, made_with[outcome.request])
         if result is not None:
             result.save(folder / "scans" / f"{row.slug}.json")
         rows[row.key] = row
@@ -183,10 +191,16 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _is_done(row: Row, made_with: dict[str, str], folder: Path, retry_failed: bool) -> bool:
-    """Whether a saved row can stay: made by these versions, and its scan is there, or at least its page."""
-    if row.made_with != made_with:
-        return False
+def _file(target: str) -> dict[str, str]:
+    """A digest of the target's file, where it is one: edited, it is another model."""
+    path = re.sub(r"(\.py):[^:]*$", r"\1", target)
+    with contextlib.suppress(OSError, ValueError):
+        return {"file": hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]}
+    return {}
+
+
+def _is_done(row: Row, folder: Path, retry_failed: bool) -> bool:
+    """Whether a saved row can stay: its scan is there, or at least its page."""
     if row.state == "failed":
         return not retry_failed
     return any((folder / name).exists() for name in (f"scans/{row.slug}.json", f"models/{row.slug}.md"))
@@ -195,8 +209,9 @@ def _is_done(row: Row, made_with: dict[str, str], folder: Path, retry_failed: bo
 def _ordered(rows: dict[Request, Row], requests: list[Request]) -> Matrix:
     """Those asked for now in their order; then those of earlier calls."""
     first = [rows[request] for request in requests if request in rows]
-    slugs = {request.slug for request in requests}
-    return Matrix(rows=[*first, *(row for row in rows.values() if row.slug not in slugs)])
+    slugs, asked = {request.slug for request in requests}, {request._replace(slug="") for request in requests}
+    others = [row for key, row in rows.items() if row.slug not in slugs and key._replace(slug="") not in asked]
+    return Matrix(rows=[*first, *others])
 
 
 def _row(outcome: Outcome, made_with: dict[str, str]) -> tuple[Row, ScanResult | None]:
@@ -212,84 +227,8 @@ def _row(outcome: Outcome, made_with: dict[str, str]) -> tuple[Row, ScanResult |
 
 def _outcomes(requests: list[Request], limits: Limits, jobs: int, engine: str | None) -> Iterator[Outcome]:
     """As they come. Ending early ends the scans that are still running here."""
-    if not requests:
-        return
-    with _backend(engine, jobs) as n_jobs:
-        try:
-            yield from _as_they_come(requests, limits, n_jobs)
-        finally:
-            for process in list(_running):
-                _kill(process)
-
-
-def _as_they_come(requests: list[Request], limits: Limits, n_jobs: int) -> Iterator[Outcome]:
-    """From the backend chosen; from one that cannot hand out results early (ray), a few at a time."""
-    backend, _ = joblib.parallel.get_active_backend()
-    if getattr(backend, "supports_return_generator", False):
-        work = joblib.Parallel(n_jobs=n_jobs, return_as="generator_unordered", batch_size=1, pre_dispatch="2*n_jobs")
-        yield from work(joblib.delayed(scan_one)(request, limits) for request in requests)
-        return
-    size = backend.effective_n_jobs(n_jobs)
-    for start in range(0, len(requests), size):
-        some = requests[start : start + size]
-        yield from joblib.Parallel(n_jobs=n_jobs, batch_size=1)(joblib.delayed(scan_one)(each, limits) for each in some)
-
-
-# -- engines
-
-
-@contextlib.contextmanager
-def _backend(engine: str | None, jobs: int) -> Iterator[int]:
-    """Choose joblib's backend; the number of jobs to ask it for."""
-    if engine is None:  # a scan is a process already: threads are enough to wait for it
-        with joblib.parallel_config(backend="threading"):
-            yield jobs
-        return
-    kind, _, address = engine.partition("://")
-    opened = {"dask": _dask, "ray": _ray}.get(kind)
-    if opened is None:
-        raise UsageError(
-            f"Unknown engine {engine!r}.", "Give dask://HOST:PORT, dask, ray://HOST:PORT or ray; none for this machine."
-        )
-    with opened(address, jobs), joblib.parallel_config(backend=kind):
-        yield -1
-
-
-@contextlib.contextmanager
-def _dask(address: str, jobs: int) -> Iterator[Any]:
     try:
-        from distributed import Client, LocalCluster
-    except ModuleNotFoundError:
-        raise UsageError("The dask engine needs dask.distributed.", "pip install 'lowprec-check[cluster]'") from None
-    with contextlib.ExitStack() as stack:
-        try:
-            where = (
-                f"tcp://{address}"
-                if address
-                else stack.enter_context(LocalCluster(n_workers=jobs, threads_per_worker=1))
-            )
-            yield stack.enter_context(Client(where, timeout="20s"))
-        except (OSError, TimeoutError, ValueError) as error:
-            raise UsageError(
-                f"No dask scheduler answers at {address}: {error}.", "Start one: dask scheduler; dask worker HOST:PORT"
-            ) from None
-
-
-@contextlib.contextmanager
-def _ray(address: str, jobs: int) -> Iterator[Any]:
-    try:
-        import ray
-        from ray.util.joblib import register_ray
-    except ModuleNotFoundError:
-        raise UsageError("The ray engine needs ray.", "pip install ray") from None
-    try:
-        ray.init(
-            address=f"ray://{address}" if address else None, num_cpus=None if address else jobs, log_to_driver=False
-        )
-    except ConnectionError as error:
-        raise UsageError(f"No ray cluster answers at {address}: {error}.", "Start one: ray start --head") from None
-    register_ray()
-    try:
-        yield None
+        yield from spread(functools.partial(scan_one, limits=limits), requests, jobs, engine)
     finally:
-        ray.shutdown()
+        for process in list(_running):
+            _kill(process)

@@ -8,14 +8,14 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from lowprec_check.advice import label, memory_ratio, time_ratio
+from lowprec_check.advice import label, memory_ratio, missing, time_ratio
 from lowprec_check.errors import UsageError
-from lowprec_check.results import Evidence, Run, ScanResult, Status
-from lowprec_check.structs import Struct
+from lowprec_check.results import Evidence, GapKind, Run, ScanResult, Status
+from lowprec_check.structs import Struct, decode
 
 SCHEMA = 1
 
@@ -67,6 +67,7 @@ class Cell(Struct, frozen=True, kw_only=True):
     gaps: list[str] = []
     """Ops without a kernel, each once."""
     first_gap: str | None = None
+    first_gap_kind: GapKind | None = None
     first_gap_source: str | None = None
 
 
@@ -110,14 +111,11 @@ def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict
     """The row that a scan makes."""
     advice = result.recommendation
     kept = f" + {len(advice.keep_fp32)} in fp32" if advice and advice.keep_fp32 else ""
-    return Row(
-        target=request.target,
-        options=list(request.options),
-        device=request.device,
-        slug=request.slug,
-        made_with=made_with,
+    return _row(
+        request,
+        seconds,
+        made_with,
         state="scanned",
-        seconds=round(seconds, 1),
         model=result.model.name,
         parameters=result.model.parameters,
         inputs=result.model.inputs,
@@ -131,15 +129,18 @@ def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict
 
 def failed_row(request: Request, reason: str, seconds: float, made_with: dict[str, str]) -> Row:
     """The row of a model that could not be scanned."""
+    return _row(request, seconds, made_with, state="failed", reason=reason)
+
+
+def _row(request: Request, seconds: float, made_with: dict[str, str], **found: Any) -> Row:
     return Row(
         target=request.target,
         options=list(request.options),
         device=request.device,
         slug=request.slug,
-        made_with=made_with,
-        state="failed",
-        reason=reason,
         seconds=round(seconds, 1),
+        made_with=made_with,
+        **found,
     )
 
 
@@ -154,8 +155,9 @@ def _cell(run: Run, result: ScanResult) -> Cell:
         rel_l2=_digits(run.output_error.rel_l2 if run.output_error else None),
         time=_digits(time),
         memory=_digits(memory),
-        gaps=list(dict.fromkeys(gap.op for gap in run.gaps)),
+        gaps=missing(run),
         first_gap=first.op if first else None,
+        first_gap_kind=first.kind if first else None,
         first_gap_source=first.source if first else None,
     )
 
@@ -167,18 +169,13 @@ def _digits(value: float | None) -> float | None:
 def load(path: Path) -> Matrix:
     """Read a saved matrix, empty where there is none; raises :class:`UsageError` for a file that is something else."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Matrix)
+        return decode(path.read_bytes(), Matrix, SCHEMA)
     except FileNotFoundError:
         return Matrix()
-    except (OSError, msgspec.DecodeError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise UsageError(
             f"{path} is not a matrix that this version reads: {error}.", "Remove it, or give another -o."
         ) from None
-    if found.schema != SCHEMA:
-        raise UsageError(
-            f"{path} has schema {found.schema}, this version reads {SCHEMA}.", "Remove it, or give another -o."
-        )
-    return found
 
 
 def save(matrix: Matrix, path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from lowprec_check.errors import UsageError
-from lowprec_check.structs import Struct
+from lowprec_check.structs import Struct, decode
 
 SCHEMA = 1
 
@@ -86,16 +86,11 @@ class Plan(Struct, frozen=True, kw_only=True):
     def load(cls, path: str | Path) -> Plan:
         """Read a file that :meth:`save` wrote; raises :class:`UsageError` naming the key that is wrong."""
         try:
-            data = Path(path).read_bytes()
+            return decode(Path(path).read_bytes(), cls, SCHEMA)
         except OSError as error:
             raise UsageError(f"Cannot read {path}: {error.strerror}.") from None
-        try:
-            head = msgspec.json.decode(data, type=_Head)
-            if head.schema == SCHEMA:
-                return msgspec.json.decode(data, type=cls)
-        except msgspec.DecodeError as error:
+        except ValueError as error:
             raise UsageError(f"{path} is not a plan: {error}.", "lowprec-check plan TARGET --save makes one.") from None
-        raise UsageError(f"{path} has schema {head.schema}; this version reads {SCHEMA}.", "Make it anew.")
 
     def check_modules(self, modules: dict[str, str]) -> None:
         """Raise :class:`UsageError` naming the modules in which a model differs from the one planned for."""
@@ -122,10 +117,6 @@ class Plan(Struct, frozen=True, kw_only=True):
                 f"The plan is for another model: {'; '.join(differences[:3])}{more}.",
                 "Search again: lowprec-check plan TARGET --save.",
             )
-
-
-class _Head(msgspec.Struct):
-    schema: int
 
 
 class Attempt(Struct, frozen=True, kw_only=True):

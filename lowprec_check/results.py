@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from lowprec_check.plans import Plan
-from lowprec_check.structs import Struct
+from lowprec_check.structs import Struct, decode
 
 SCHEMA = 1
 
@@ -294,22 +294,14 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     def from_json(cls, data: bytes) -> ScanResult:
         """Decode strictly; raises :class:`ResultError` naming the key that is wrong."""
         try:
-            head = msgspec.json.decode(data, type=_Head)
-            if head.schema != SCHEMA:
-                whose = "a newer version wrote it: upgrade lowprec-check" if head.schema > SCHEMA else "scan again"
-                raise ResultError(f"schema {head.schema} is not {SCHEMA}, the one this version reads ({whose})")
-            return msgspec.json.decode(data, type=cls)
-        except (msgspec.DecodeError, RecursionError) as error:
+            return decode(data, cls, SCHEMA)
+        except ValueError as error:
             raise ResultError(f"not a scan result: {error}") from None
 
     @classmethod
     def load(cls, path: str | Path) -> ScanResult:
         """Read a file that :meth:`save` wrote; raises ``OSError`` or :class:`ResultError`."""
         return cls.from_json(Path(path).read_bytes())
-
-
-class _Head(msgspec.Struct):
-    schema: int
 
 
 class ResultError(ValueError):

@@ -100,7 +100,6 @@ def scan_target(
         fp32 = session.reference()
         runs = [fp32, *(session.run(name) for name in chosen if name != "fp32")]
         planned = plan_for_scan(session, runs, found, spec or target.name, wanted=plan, on_progress=on_progress)
-        budget = session.budget
     runs += [planned[0]] if planned is not None else []
     model = describe_target(target, fp32)
     result = ScanResult(
@@ -108,7 +107,7 @@ def scan_target(
         target=spec or target.name,
         model=model,
         environment=found,
-        options={"isolation": isolation, "budget": budget, **_plain_options(settings)},
+        options={"isolation": isolation, "precisions": chosen, **_plain_options(settings)},
         runs=runs,
         recommendation=recommend(runs, model),
         plan=planned[1] if planned is not None else None,
@@ -137,6 +136,7 @@ def _check_precisions(precisions: Sequence[str] | None) -> list[str]:
 
 def _plain_options(settings: SessionOptions) -> dict[str, Any]:
     return {
+        "budget": settings.budget,
         "errors": settings.errors,
         "reference": settings.reference,
         "tolerance": settings.tolerance,

@@ -1,8 +1,8 @@
-"""Differences and baselines: what counts, what is noise, what survives an edit of the file."""
+"""Differences: what counts, what is noise, how it is said."""
 
 from __future__ import annotations
 
-import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,11 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_result import gap, run, shared_result
 
-from lowprec_check import baseline
 from lowprec_check.compare import Change, Comparison, compare
-from lowprec_check.errors import UsageError
-from lowprec_check.renderers.comparison import DIFF_FORMATS, render
-from lowprec_check.results import Diagnostic, Run, ScanResult
+from lowprec_check.renderers import comparison_screen
+from lowprec_check.renderers.comparison import DIFF_FORMATS, render, verdict
+from lowprec_check.results import Run, ScanResult
 
 RESULT = shared_result()
 
@@ -151,27 +150,48 @@ def test_no_way_any_more_is_a_regression() -> None:
     ]
 
 
-def test_runs_that_only_one_has() -> None:
-    found = compare(result_of(run("half")), result_of(run("bfloat16")))
-    assert [(change.run, change.kind, change.direction) for change in found.changes] == [
-        ("bfloat16", "run", "other"),
-        ("half", "run", "other"),
-    ]
-    assert found.regressions == 0
+@pytest.mark.parametrize(
+    ("status", "precisions", "direction", "why"),
+    [
+        ("ok", None, "worse", "it is missing"),
+        ("ok", ["half", "bfloat16"], "worse", "it is missing"),
+        ("ok", ["bfloat16"], "other", "the new scan was not asked for it"),
+        ("error", None, "other", "it is missing"),
+    ],
+)
+def test_a_run_that_is_gone_is_not_passed_over(
+    status: str, precisions: list[str] | None, direction: str, why: str
+) -> None:
+    options = {"precisions": precisions} if precisions else {}
+    found = compare(result_of(run("half", status)), result_of(run("bfloat16"), options=options))
+    assert {(change.run, change.kind, change.direction, change.what) for change in found.changes} == {
+        ("bfloat16", "run", "other", "not run before"),
+        ("half", "run", direction, f"not run any more: {why}"),
+    }
+    assert found.regressions == (direction == "worse")
+    assert verdict(found).endswith("1 run not run any more")
+
+
+def test_a_plan_or_a_way_that_was_not_asked_for_is_no_regression() -> None:
+    planned = result_of(run("plan", base="half"), recommendation=RESULT.recommendation)
+    assert compare(planned, result_of(recommendation=RESULT.recommendation)).regressions == 0
+    assert compare(planned, result_of()).regressions == 1
+    assert compare(planned, result_of(options={"precisions": ["bfloat16"]})).regressions == 0
 
 
 def test_different_environments_are_warned_of() -> None:
     other = msgspec.structs.replace(
         RESULT,
         environment=RESULT.environment | {"torch": "2.14.0", "device": "xpu"},
-        options={"budget": 5.0, "seed": 0},
+        options={"budget": None, "seed": 0, "precisions": ["half", "bfloat16"]},
         target="other.py",
     )
     assert compare(RESULT, other).warnings == [
         "target: net.py → other.py",
         "device: cpu → xpu",
         "torch: 2.13.0+cpu → 2.14.0",
-        "option budget: 20.0 → 5.0",
+        "option budget: 20.0 → –",
+        "option precisions: – → half, bfloat16",
     ]
 
 
@@ -201,6 +221,34 @@ def test_markdown_of_thousands_of_changes_fits() -> None:
     assert "more changes are left out here" in shown
 
 
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_the_screen_is_as_wide_as_the_terminal(width: int) -> None:
+    found = compare(RESULT, result_of(run("half", "ok", 1e-3), run("bfloat16", "nonfinite"), options={"seed": 1}))
+    lines = comparison_screen.render(found, width=width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert lines[0].startswith(verdict(found)[:30])
+    words = " ".join(" ".join(lines).split())
+    for said in ("worse", "better", "not run any more", "The two were not made alike"):
+        assert said in words
+
+
+def test_a_terminal_gets_the_screen_and_a_pipe_markdown(tmp_path: Path) -> None:
+    pty = pytest.importorskip("pty")
+    path = tmp_path / "scan.json"
+    RESULT.save(path)
+    command = [sys.executable, "-m", "lowprec_check", "diff", str(path), str(path)]
+    ours, theirs = pty.openpty()
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
+    subprocess.run(command, stdout=theirs, check=True, env=environment)
+    os.close(theirs)
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert "No difference beyond noise" in shown
+    assert "|" not in shown
+    assert call("diff", path, path).stdout == render(compare(RESULT, RESULT), "md")
+    assert call("diff", path, path, "-f", "text").stdout == render(compare(RESULT, RESULT), "text")
+
+
 def test_the_page_is_silent_and_accessible(tmp_path: Path) -> None:
     path = tmp_path / "diff.html"
     path.write_text(render(DIFFERENT, "html"), encoding="utf-8")
@@ -208,6 +256,15 @@ def test_the_page_is_silent_and_accessible(tmp_path: Path) -> None:
         assert "2 regressions" in page.inner_text(".verdict")
         axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
         assert [rule["id"] for rule in axe.run(page).response["violations"]] == []
+
+
+def test_a_narrow_page_breaks_no_word(tmp_path: Path) -> None:
+    path = tmp_path / "diff.html"
+    path.write_text(render(DIFFERENT, "html"), encoding="utf-8")
+    with chromium() as browser, opened(browser, path, viewport={"width": 360, "height": 800}) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        heights = page.locator("table tbody th bdi").evaluate_all("all => all.map((one) => one.offsetHeight)")
+        assert max(heights) < 30
 
 
 @settings(deadline=None)
@@ -246,100 +303,3 @@ def test_diff_exits_with_what_it_found(tmp_path: Path) -> None:
     ]
     assert call("diff", good, tmp_path / "nothing.json").returncode == 2
     assert call("diff", good, bad, "-o", tmp_path / "d.sarif").returncode == 2
-
-
-# -- baselines
-
-
-def finding(**more: Any) -> Diagnostic:
-    fields: dict[str, Any] = {
-        "code": "LP101",
-        "name": "missing-kernel",
-        "severity": "error",
-        "precision": "half",
-        "module": "blocks.3.attn",
-        "op": "aten.dot.default",
-        "source": "net.py:41",
-        "message": "\"dot\" not implemented for 'Half'",
-    }
-    return Diagnostic(**fields | more)
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"source": "net.py:99"},
-        {"module": "blocks.11.attn"},
-        {"message": "other words, 17 of them"},
-        {"calls": 7},
-        {"severity": "note"},
-        {"help": "do"},
-    ],
-)
-def test_a_fingerprint_outlives(more: dict[str, Any]) -> None:
-    assert baseline.fingerprint(finding(**more)) == baseline.fingerprint(finding())
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"code": "LP102"},
-        {"precision": "bfloat16"},
-        {"op": "aten.vdot.default"},
-        {"module": "blocks.3.mlp"},
-        {"source": "other.py:41"},
-    ],
-)
-def test_a_fingerprint_tells_apart(more: dict[str, Any]) -> None:
-    assert baseline.fingerprint(finding(**more)) != baseline.fingerprint(finding())
-
-
-def test_without_a_place_the_words_count_and_not_the_numbers() -> None:
-    at = lambda message: baseline.fingerprint(finding(op=None, module=None, source=None, message=message))  # noqa: E731
-    assert at("output error 3.1e-01, tolerance 5e-02") == at("output error 1.2e-05, tolerance 1e-02")
-    assert at("output error 3.1e-01") != at("it differs by 3.1e-01")
-
-
-def test_a_baseline_accepts_what_it_was_made_of(tmp_path: Path) -> None:
-    path = tmp_path / "baseline.json"
-    baseline.save(baseline.baseline_of(RESULT), path)
-    known = baseline.load(path)
-    marked, stale = baseline.accept(RESULT, known)
-    assert all(diagnostic.accepted for diagnostic in marked.diagnostics)
-    assert stale == []
-    text = path.read_text()
-    assert ":23" not in text
-    assert path.read_bytes() == (baseline.save(baseline.baseline_of(RESULT), path), path.read_bytes())[1]
-    fewer = msgspec.structs.replace(RESULT, diagnostics=[*RESULT.diagnostics[1:], finding()])
-    marked, stale = baseline.accept(fewer, known)
-    assert [d.accepted for d in marked.diagnostics].count(False) == 1
-    assert [entry.code for entry in stale] == ["LP101"]
-
-
-@pytest.mark.parametrize(
-    "data", [b"{", b"[]", b'{"schema": 1, "findings": [{"code": 3}]}', b'{"schema": 9}', b'{"x": 1}']
-)
-def test_broken_baselines_are_refused(data: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "baseline.json"
-    path.write_bytes(data)
-    with pytest.raises(UsageError, match="baseline"):
-        baseline.load(path)
-
-
-def test_scan_with_a_baseline(tmp_path: Path) -> None:
-    path, saved, sarif = tmp_path / "baseline.json", tmp_path / "scan.json", tmp_path / "scan.sarif"
-    scan = ["scan", "examples/whitening.py", "-q", "-p", "half", "-p", "autocast-fp16", "--fail-on", "error"]
-    assert call(*scan).returncode == 1
-    assert call(*scan, "--baseline", path).returncode == 2
-    assert call(*scan, "--update-baseline").returncode == 2
-    done = call(*scan, "--baseline", path, "--update-baseline")
-    assert (done.returncode, "findings accepted" in done.stderr) == (0, True)
-    done = call(*scan, "--baseline", path, "--json", saved, "--report", sarif)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "accepted by the baseline" in done.stdout
-    assert all(diagnostic.accepted for diagnostic in ScanResult.load(saved).diagnostics)
-    assert all(entry["suppressions"] for entry in json.loads(sarif.read_text())["runs"][0]["results"])
-    entries = json.loads(path.read_text())
-    entries["findings"] = [entry for entry in entries["findings"] if entry["op"] != "torch.quantile"]
-    path.write_text(json.dumps(entries))
-    assert call(*scan, "--baseline", path).returncode == 1

@@ -15,7 +15,8 @@ import pytest
 from browser import chromium, opened
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared_result import shared_result
+from shared_result import gap as gap_of
+from shared_result import run, shared_result
 
 from lowprec_check import compat, matrix
 from lowprec_check.errors import UsageError
@@ -23,6 +24,7 @@ from lowprec_check.matrix import Matrix, Request, Row, named
 from lowprec_check.renderers import matrix as pages
 from lowprec_check.results import ScanResult
 
+RESULT = shared_result()
 Write = Callable[..., Path]
 
 MODEL = """
@@ -121,12 +123,32 @@ def test_a_report_without_its_scans_can_be_gone_on_with(sound: str, tmp_path: Pa
 
 
 def test_only_what_failed_is_tried_again_and_only_on_request(write: Write, tmp_path: Path) -> None:
-    path = write("raise ValueError", "later.py")
-    folder, wanted = tmp_path / "out", requests_of(str(path))
+    flag = tmp_path / "ready"
+    body = MODEL.format(body="self.linear(x)", extra=f"open({str(flag)!r})")
+    folder, wanted = tmp_path / "out", requests_of(str(write(body, "later.py")))
     assert states(compat.run(wanted, folder)) == ["failed"]
-    path.write_text(MODEL.format(body="self.linear(x)", extra=""))
+    flag.touch()
     assert states(compat.run(wanted, folder)) == ["failed"]
     assert states(compat.run(wanted, folder, retry_failed=True)) == ["scanned"]
+
+
+def test_an_edited_file_is_another_model(sound: str, gap: str, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    compat.run(requests_of(f"{sound}:model", gap), folder)
+    Path(sound).write_text(Path(gap).read_text())
+    seen: list[str] = []
+    found = compat.run(
+        requests_of(f"{sound}:model"), folder, on_row=lambda done, of, row, result: seen.append(row.target)
+    )
+    assert seen == [f"{sound}:model"]
+    assert [row.cells[0].status for row in found.rows] == ["error", "error"]
+
+
+def test_a_longer_list_does_not_scan_twice_into_two_rows(sound: str, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    compat.run(requests_of(sound), folder)
+    both = named([Request(sound, FAST), Request(sound, (*FAST, "--seed", "1"))])
+    assert [len(row.options) for row in compat.run(both, folder).rows] == [len(FAST), len(FAST) + 2]
 
 
 def test_other_options_or_versions_are_another_scan(sound: str, tmp_path: Path) -> None:
@@ -221,8 +243,18 @@ def test_the_index_has_status_error_speed_and_first_gap() -> None:
         msgspec.structs.replace(row, options=["--budget", "4", "--inputs", *own])
         for row, own in zip(found.rows, (["1x3"], ["1x4"]), strict=True)
     ]
-    assert "scanned with --budget 4\n" in pages.markdown(Matrix(rows=rows))
+    mixed = pages.markdown(Matrix(rows=rows))
+    assert "scanned with --budget 4\n" in mixed
+    assert "[net.py --inputs 1x3](models/m0.md)" in mixed
     assert re.search(r"`torch.quantile` +\| half +\| +1 \|", shown)
+
+
+def test_a_constant_that_does_not_fit_is_no_missing_kernel() -> None:
+    overflow = gap_of("aten.masked_fill.Scalar", kind="scalar-overflow")
+    result = msgspec.structs.replace(RESULT, runs=[run("fp32"), run("half", "error", gaps=[overflow])])
+    found = Matrix(rows=[matrix.row_of(result, Request("net.py", slug="n"), 1.0, {})])
+    assert "❌ scalar-overflow: masked\\_fill" in pages.markdown(found)
+    assert "Ops without a kernel" not in pages.markdown(found)
 
 
 @settings(deadline=None)
@@ -242,7 +274,9 @@ def test_no_string_breaks_the_index(nasty: str) -> None:
 def test_the_index_page_sorts_and_filters(tmp_path: Path) -> None:
     path = tmp_path / "index.html"
     path.write_text(pages.page(matrix_of("", "b.py", "a.py")), encoding="utf-8")
-    with chromium() as browser, opened(browser, path) as page:
+    with chromium() as browser, opened(browser, path, viewport={"width": 360, "height": 800}) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        assert page.get_by_text("no such file").is_visible()
         page.get_by_role("button", name="model", exact=True).click()
         names = page.locator("#matrix tbody th").all_inner_texts()
         assert [name.strip() for name in names] == sorted(name.strip() for name in names)
@@ -277,12 +311,14 @@ def test_ended_from_outside_it_ends_its_scans(jobs: str, write: Write, tmp_path:
     pid = tmp_path / "pid"
     hangs = str(write(f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)", "hangs.py"))
     command = [sys.executable, "-m", "lowprec_check", "compat", hangs, "-o", str(tmp_path / "out"), "--jobs", jobs]
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not pid.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     process.terminate()
-    assert process.wait(timeout=60) == 130
+    said = process.communicate(timeout=60)[1].splitlines()
+    assert (process.returncode, said[-1]) == (130, "interrupted")
+    assert "the same command goes on" in said[-2]
     assert not Path(f"/proc/{pid.read_text()}").exists()
 
 

@@ -6,6 +6,8 @@ import base64
 import gzip
 import json
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +62,10 @@ def hover(page: Any, chart: str, x: float, y: float) -> str:
     return str(tip.inner_text())
 
 
+def label_in_chart(page: Any) -> str:
+    return str(page.evaluate("Bokeh.documents[0].get_model_by_name('born-label').text"))
+
+
 def show(page: Any, label: str) -> None:
     page.locator('.run-choice[data-chart="error"]').select_option(label=label)
 
@@ -76,8 +82,12 @@ def test_opens_silently_and_says_where_error_is_born(browser: Any, page_of: Any,
             "Born in aten.gelu.default in head at net.py:26 (call 42): the first Inf (12 values)."
             in page.inner_text("#born")
         )
+        assert label_in_chart(page) == "born here: aten.gelu.default"
         show(page, "bfloat16 (inaccurate)")
         assert "(call 21): error grows from" in page.inner_text("#born")
+        show(page, "half (error)")
+        assert page.inner_text("#born").startswith("Nothing stands out: ")
+        assert label_in_chart(page).startswith("largest step: ")
 
 
 def test_hovering_tells_op_module_and_line(browser: Any, page_of: Any) -> None:
@@ -190,8 +200,19 @@ def test_the_policy_allows_these_scripts_alone() -> None:
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]  # type: ignore[index]
     assert "default-src &#39;none&#39;" in policy
     assert "unsafe-eval" not in policy
-    assert policy.count("sha256-") == 3
-    assert not re.search(r'(?:src|href)="(?!#)', page.replace(re.search(r"(?s)<script>.*?</script>", page)[0], ""))  # type: ignore[index]
+    assert policy.count("sha256-") == 5
+    assert not re.search(r'(?:src|href)="(?!#)', re.sub(r"(?s)<script>.*?</script>", "", page))
+
+
+def test_a_page_is_made_without_importing_bokeh(tmp_path: Path) -> None:
+    RESULT.save(tmp_path / "scan.json")
+    code = (
+        "import sys; from lowprec_check.renderers import render; from lowprec_check.results import ScanResult;"
+        "page = render(ScanResult.load(sys.argv[1]), 'html'); assert 'Bokeh' in page;"
+        "print(sorted({'bokeh', 'numpy', 'torch'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "scan.json")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def unpacked(result: ScanResult) -> dict[str, Any]:
@@ -215,6 +236,14 @@ def test_thinning_keeps_the_worst_and_the_origin() -> None:
     assert len(found["calls"]["index"]) <= payload.MOST_CALLS
     assert 31_007 in found["calls"]["index"]
     assert found["origin"]["call"] == 31_007
+
+
+def test_thousands_of_findings_are_cut_and_counted() -> None:
+    first = RESULT.diagnostics[0]
+    many = [msgspec.structs.replace(first, op=f"aten.op_{i}.default", message="m" * 300) for i in range(20_000)]
+    page = render(msgspec.structs.replace(RESULT, diagnostics=many))
+    assert len(page) <= LARGEST
+    assert "19500 more groups of findings are left out here" in page
 
 
 def test_origin_is_the_first_nonfinite_then_the_jump_over_tolerance_then_the_largest_step() -> None:

@@ -297,6 +297,19 @@ def test_wrong_calls_of_report(arguments: list[str], tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 2
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full")
+def test_a_full_disk_is_not_our_fault(tmp_path: Path) -> None:
+    RESULT.save(tmp_path / "scan.json")
+    done = call("report", str(tmp_path / "scan.json"), "-f", "md", "-o", "/dev/full")
+    assert (done.returncode, done.stderr) == (2, "error: No space left on device.\n")
+
+
+def test_an_old_bokeh_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowprec_check.renderers.html.bokeh.version", lambda name: "3.8.2")
+    with pytest.raises(UsageError, match=r"3\.9 or later"):
+        render(RESULT, "html")
+
+
 def test_html_without_bokeh_names_the_extra(tmp_path: Path) -> None:
     scan = tmp_path / "scan.json"
     RESULT.save(scan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import sys
 import warnings
@@ -19,7 +20,7 @@ from lowprec_check.cli import (  # noqa: F401 - each registers its commands
     report,
     scan,
 )
-from lowprec_check.cli.app import TOOL_FAILED, WRONG_CALL, app
+from lowprec_check.cli.app import INTERRUPTED, TOOL_FAILED, WRONG_CALL, app
 from lowprec_check.errors import UsageError
 
 
@@ -30,7 +31,10 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
-        sys.exit(app(standalone_mode=False) or 0)
+        code = app(standalone_mode=False) or 0
+        if code == INTERRUPTED:  # the parser's own way to pass it on
+            raise KeyboardInterrupt
+        sys.exit(code)
     except UsageError as error:
         print(f"error: {error.message}", file=sys.stderr)
         if error.hint:
@@ -38,11 +42,14 @@ def main() -> None:
         sys.exit(WRONG_CALL)
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except Exception as error:
         if hasattr(error, "show") and hasattr(error, "exit_code"):  # what the parser says of a wrong call
             error.show()
             sys.exit(error.exit_code)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            print(f"error: {error.strerror}.", file=sys.stderr)
+            sys.exit(WRONG_CALL)
         import traceback
 
         traceback.print_exc()

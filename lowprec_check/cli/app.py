@@ -17,7 +17,7 @@ from lowprec_check.errors import UsageError
 if TYPE_CHECKING:
     from lowprec_check.results import ScanResult
 
-FOUND, WRONG_CALL, TOOL_FAILED = 1, 2, 3
+FOUND, WRONG_CALL, TOOL_FAILED, INTERRUPTED = 1, 2, 3, 130
 """Exit codes besides 0."""
 
 ORDER = ("scan", "plan", "compat", "report", "diff", "op", "catalog", "explain", "env")
@@ -86,7 +86,8 @@ def check_writable(path: Path | None, option: str) -> None:
     if path is None or (str(path) == "-" and option == "--json"):
         return
     if str(path) == "-":
-        raise UsageError(f"{option} needs a file.", "--json prints all of it.")
+        hint = "Leave it out to print." if option == "-o" else "--json - prints all of it."
+        raise UsageError(f"{option} needs a file.", hint)
     try:
         existed = path.exists()
         with path.open("ab"):
@@ -112,10 +113,11 @@ def print_json(value: Any) -> None:
     print(msgspec.json.format(msgspec.json.encode(value)).decode())
 
 
-def screen_size() -> dict[str, Any]:
-    """Width and colour of a screen of tables: the terminal's, but at least 100 columns, below which figures would be cut."""
+def screen_size(least: int = 100) -> dict[str, Any]:
+    """Width and colour of a screen: the terminal's, but at least ``least`` columns, below which figures would be cut."""
     terminal = sys.stdout.isatty()
-    return {"width": max(100, shutil.get_terminal_size((100, 40)).columns) if terminal else 100, "color": terminal}
+    columns = shutil.get_terminal_size((100, 40)).columns if terminal else 100
+    return {"width": max(least, columns), "color": terminal}
 
 
 @contextlib.contextmanager

@@ -32,9 +32,7 @@ def known_findings(path: Path | None, update: bool) -> Baseline | None:
         if path is None:
             raise UsageError("--update-baseline needs to know the file.", "Add --baseline FILE.")
         check_writable(path, "--baseline")
-        if path.exists() and path.stat().st_size:
-            load(path)  # what is no baseline is not overwritten
-        return None
+        return load(path) if path.exists() and path.stat().st_size else None  # what is no baseline is not overwritten
     return load(path) if path is not None else None
 
 
@@ -43,7 +41,7 @@ def apply_baseline(result: ScanResult, accepted: Baseline | None, path: Path | N
     from lowprec_check.baseline import accept, baseline_of, save
 
     if update and path is not None:
-        accepted = baseline_of(result)
+        accepted = baseline_of(result, accepted)
         save(accepted, path)
         print(f"{path}: {len(accepted.findings)} findings accepted", file=sys.stderr)
     if accepted is None:

@@ -73,18 +73,18 @@ def compat(
             print(f"[{done}/{of}] {_line(row)}", file=sys.stderr, flush=True)
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ended from outside: end the scans too
-    matrix = work.run(
-        requests,
-        output,
-        jobs=jobs,
-        engine=engine,
-        timeout=timeout,
-        retry_failed=retry_failed,
-        on_row=on_row,
-    )
+    try:
+        matrix = work.run(
+            requests, output, jobs=jobs, engine=engine, timeout=timeout, retry_failed=retry_failed, on_row=on_row
+        )
+    except KeyboardInterrupt:
+        print("What is scanned is saved: the same command goes on from here.", file=sys.stderr)
+        raise
     pages.index(matrix)
     failed = sum(row.state == "failed" for row in matrix.rows)
-    print(f"{len(matrix.rows)} rows, {failed} could not be scanned: {output / 'index.md'}")
+    print(
+        f"{len(matrix.rows)} row{'s' if len(matrix.rows) != 1 else ''}, {failed} could not be scanned: {output / 'index.md'}"
+    )
     raise typer.Exit(FOUND if failed else 0)
 
 

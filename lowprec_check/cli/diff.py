@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
-from lowprec_check.cli.app import FOUND, app, check_writable, load_result
-from lowprec_check.compare import ERROR_FACTOR, TIME_FACTOR, compare
+from lowprec_check.cli.app import FOUND, app, check_writable, load_result, screen_size
+from lowprec_check.compare import ERROR_FACTOR, TIME_FACTOR, Comparison, compare
 from lowprec_check.errors import UsageError
-from lowprec_check.renderers import format_of
+from lowprec_check.renderers import comparison_screen, format_of
 from lowprec_check.renderers.comparison import DIFF_FORMATS, DiffFormat, render
+from lowprec_check.renderers.visible import visible
 
 
 @app.command()
@@ -20,11 +21,12 @@ def diff(
     old: Annotated[Path, typer.Argument(metavar="OLD.json", help="What scan --json saved before.")],
     new: Annotated[Path, typer.Argument(metavar="NEW.json", help="What it saved now.")],
     format: Annotated[
-        DiffFormat | None, typer.Option("--format", "-f", help="By default from the suffix of FILE; md on the screen.")
+        DiffFormat | None,
+        typer.Option("--format", "-f", help="By default from the suffix of FILE; text on a terminal, md in a pipe."),
     ] = None,
     output: Annotated[
         list[Path] | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write there: .md, .html or .json; repeatable."),
+        typer.Option("--output", "-o", metavar="FILE", help="Write there: .md, .html, .txt or .json; repeatable."),
     ] = None,
     error_factor: Annotated[
         float, typer.Option(min=1.0, help="An output error that grows by more than this is a regression.")
@@ -38,17 +40,26 @@ def diff(
     files = output or []
     if format is not None and len(files) > 1:
         raise UsageError("--format is for one file.", "Leave it out: each suffix says its format.")
+    if str(old) == str(new) == "-":
+        raise UsageError("Only one of the two can come from stdin.")
     formats = [format or _format_of(file) for file in files]
     for file in files:
         check_writable(file, "-o")
     found = compare(load_result(old), load_result(new), error_factor=error_factor, time_factor=time_factor)
     if not files:
-        sys.stdout.write(render(found, format or "md"))
+        _print(found, format)
     for file, wanted in zip(files, formats, strict=True):
         file.write_text(render(found, wanted), encoding="utf-8", newline="\n")
-    if found.warnings:
-        print(f"warning: the two were not made alike ({len(found.warnings)} differences)", file=sys.stderr)
+    if files and found.warnings:
+        print(f"warning: the two were not made alike: {'; '.join(map(visible, found.warnings))}", file=sys.stderr)
     raise typer.Exit(FOUND if found.regressions else 0)
+
+
+def _print(found: Comparison, format: DiffFormat | None) -> None:
+    if format == "text" or (format is None and sys.stdout.isatty()):
+        sys.stdout.write(comparison_screen.render(found, **screen_size(least=0)))
+    else:
+        sys.stdout.write(render(found, format or "md"))
 
 
 def _format_of(file: Path) -> DiffFormat:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -21,6 +20,7 @@ from lowprec_check.cli.app import (
     app,
     check_writable,
     progress,
+    screen_size,
 )
 
 
@@ -84,7 +84,5 @@ def plan(
     else:
         from lowprec_check.renderers.plan import render
 
-        terminal = sys.stdout.isatty()
-        width = shutil.get_terminal_size((100, 40)).columns if terminal else 100
-        sys.stdout.write(render(found, width=width, color=terminal))
+        sys.stdout.write(render(found, **screen_size(least=0)))
     raise typer.Exit(0 if found.plan is not None else FOUND)

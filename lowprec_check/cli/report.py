@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowprec_check.cli.app import app, check_writable, load_result
+from lowprec_check.cli.app import app, check_writable, load_result, screen_size
 from lowprec_check.errors import UsageError
 from lowprec_check.renderers import Format, check_available, format_of, render, write
 
@@ -58,8 +57,8 @@ def report(
 def check_reports(files: list[Path], format: Format | None = None, option: str = "--report") -> None:
     """Raise :class:`UsageError` before the work if a report could not be made or written."""
     for file in files:
-        check_available(format or format_of(file))
         check_writable(file, option)
+        check_available(format or format_of(file))
 
 
 def print_report(result: ScanResult, format: Format, findings: int | None = None) -> None:
@@ -69,7 +68,5 @@ def print_report(result: ScanResult, format: Format, findings: int | None = None
         return
     from lowprec_check.renderers import text
 
-    terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size((100, 40)).columns if terminal else 100
     most = text.SHOWN_FINDINGS if findings is None else findings
-    sys.stdout.write(text.render(result, width=width, color=terminal, findings=most))
+    sys.stdout.write(text.render(result, findings=most, **screen_size(least=0)))

@@ -39,7 +39,7 @@ def format_of(path: Path) -> Format:
 def check_available(format: Format) -> None:
     """Raise :class:`UsageError` before the work if what a format needs is not installed."""
     if format == "html":
-        importlib.import_module("lowprec_check.renderers.html.charts")
+        importlib.import_module("lowprec_check.renderers.html.bokeh").folder()
 
 
 def render(result: ScanResult, format: Format) -> str:

@@ -1,4 +1,4 @@
-"""The difference of two results as Markdown, as a page and as JSON. Never imports torch."""
+"""The difference of two results in every format. Never imports torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lowprec_check.renderers.markdown import LONGEST, code, escape, fold, table
 from lowprec_check.renderers.summary import times
 from lowprec_check.renderers.visible import visible
 
-DiffFormat = Literal["md", "html", "json"]
+DiffFormat = Literal["text", "md", "html", "json"]
 DIFF_FORMATS: tuple[DiffFormat, ...] = get_args(DiffFormat)
 
 _SIGN = {"worse": "🔴", "better": "🟢", "other": "⚪"}
@@ -22,16 +22,22 @@ def render(comparison: Comparison, format: DiffFormat) -> str:
     """``comparison`` in ``format``."""
     if format == "json":
         return msgspec.json.format(msgspec.json.encode(comparison), indent=2).decode() + "\n"
+    if format == "text":
+        from lowprec_check.renderers import comparison_screen
+
+        return comparison_screen.render(comparison)
     return _html(comparison) if format == "html" else _markdown(comparison)
 
 
 def verdict(comparison: Comparison) -> str:
-    """How many regressions, how many improvements."""
+    """How many regressions, how many improvements, how much was not compared."""
     worse, better = comparison.regressions, comparison.improvements
+    gone = sum(pair.new_status is None for pair in comparison.runs)
     if not comparison.changes:
         return "No difference beyond noise"
     parts = [f"{worse} regression{'s' if worse != 1 else ''}" if worse else "No regression"]
     parts += [f"{better} improvement{'s' if better != 1 else ''}"] if better else []
+    parts += [f"{gone} run{'s' if gone != 1 else ''} not run any more"] if gone else []
     return ", ".join(parts)
 
 
@@ -51,7 +57,9 @@ def _markdown(comparison: Comparison) -> str:
         parts.append("**The two were not made alike:**\n\n" + "\n".join(shown))
     changes = [_change_row(change) for change in comparison.changes]
     runs = table(
-        [_pair_row(pair) for pair in comparison.runs[:40]], ["run", "status", "error", "time", "memory"], "lllll"
+        [[escape(visible(pair.run)), *pair_cells(pair)] for pair in comparison.runs[:40]],
+        ["run", "status", "error", "time", "memory"],
+        "lllll",
     )
     parts.append(fold("All runs, old → new", runs) if changes else runs)
     room = LONGEST - sum(map(len, parts)) - 400
@@ -77,9 +85,9 @@ def _change_row(change: Change) -> list[str]:
     return [_SIGN[change.direction], run, what, escape(visible(change.old or "")), escape(visible(change.new or ""))]
 
 
-def _pair_row(pair: Pair) -> list[str]:
+def pair_cells(pair: Pair) -> list[str]:
+    """Status, error, time and memory, old → new."""
     return [
-        escape(visible(pair.run)),
         _arrow(pair.old_status or "–", pair.new_status or "–"),
         _arrow(_figure(pair.old_error), _figure(pair.new_error)),
         _arrow(times(pair.old_time), times(pair.new_time)),
@@ -126,9 +134,5 @@ def _html(comparison: Comparison) -> str:
         ],
         warnings=[visible(warning) for warning in comparison.warnings],
         groups=[group for group in groups if group["changes"]],
-        runs=[[visible(pair.run), *_pair_cells(pair)] for pair in comparison.runs],
+        runs=[[visible(pair.run), *pair_cells(pair)] for pair in comparison.runs],
     )
-
-
-def _pair_cells(pair: Pair) -> list[str]:
-    return [cell.replace("\\", "") for cell in _pair_row(pair)[1:]]

@@ -21,7 +21,8 @@ _MOST_OPS = 30
 def markdown(matrix: Matrix, title: str = "Compatibility") -> str:
     """The index page; each model links to ``models/<slug>.md``."""
     columns = precisions(matrix)
-    rows = [_row(row, columns) for row in matrix.rows]
+    common = len(_common_options(matrix))
+    rows = [_row(row, columns, common) for row in matrix.rows]
     parts = [f"# {escape(visible(title))}", *_machines(matrix), _legend(), _totals(matrix, columns)]
     missing = _missing(matrix)
     if missing:
@@ -37,17 +38,18 @@ def page(matrix: Matrix, title: str = "Compatibility") -> str:
     """The index as HTML, sorted and filtered in the browser; each model links to ``models/<slug>.html``."""
     from lowprec_check.renderers.html.page import render_page, static
 
-    columns = precisions(matrix)
+    columns, shared = precisions(matrix), shared_options(matrix)
+    common = len(_common_options(matrix))
     scanned = [row for row in matrix.rows if row.state == "scanned"]
     return render_page(
         "matrix.html.j2",
         [static("theme.js"), static("matrix.js")],
         tool=f"lowprec-check {_first(row.made_with.get('tool') for row in matrix.rows)}",
         title=visible(title),
-        machines=[*map(_machine, _one_of_each(matrix)), f"scanned with {shared_options(matrix) or 'defaults'}"],
+        machines=[*map(_machine, _one_of_each(matrix)), *([f"scanned with {shared}"] if shared else [])],
         columns=columns,
         totals=[_counted(matrix, column) for column in columns],
-        rows=[_html_row(row, columns) for row in matrix.rows],
+        rows=[_html_row(row, columns, common) for row in matrix.rows],
         missing=[[name, precision, number] for name, precision, number in _missing_ops(matrix)],
         scanned=len(scanned),
         failed=len(matrix.rows) - len(scanned),
@@ -73,9 +75,11 @@ def describe(cell: Cell | None) -> str:
     if cell is None:
         return "–"
     sign = _SIGNS.get(cell.status, "❌")
-    if cell.status == "error" and cell.first_gap:
+    if cell.status == "error" and cell.gaps:
         more = f" +{len(cell.gaps) - 1}" if len(cell.gaps) > 1 else ""
-        return visible(f"{sign} no {short_op(cell.first_gap)}{more}")
+        return visible(f"{sign} no {short_op(cell.gaps[0])}{more}")
+    if cell.status == "error" and cell.first_gap:
+        return visible(f"{sign} {cell.first_gap_kind}: {short_op(cell.first_gap)}")
     if cell.status not in ("ok", "inaccurate"):
         return f"{sign} {cell.status}"
     error = f"{cell.rel_l2:.1e}" if cell.rel_l2 is not None else "∞"
@@ -86,8 +90,8 @@ def describe(cell: Cell | None) -> str:
 # -- Markdown
 
 
-def _row(row: Row, columns: list[str]) -> list[str]:
-    name = visible(row.target) + (f" on {visible(row.device)}" if row.device else "")
+def _row(row: Row, columns: list[str], common: int) -> list[str]:
+    name = _name(row, common)
     if row.state == "failed":
         return [code(name), "", *([""] * len(columns)), f"❌ {escape(shorten(visible(row.reason or ''), 160))}"]
     cells = _cells(row)
@@ -96,9 +100,15 @@ def _row(row: Row, columns: list[str]) -> list[str]:
     return [link, count(row.parameters or 0), *shown, escape(visible(row.recommended or "fp32"))]
 
 
+def _name(row: Row, common: int) -> str:
+    """The target, the options that are not those of all rows, the device."""
+    own = f" {shlex.join(row.options[common:])}" if row.options[common:] else ""
+    return visible(f"{row.target}{own}{f' on {row.device}' if row.device else ''}")
+
+
 def _legend() -> str:
     return (
-        "✅ passes · ⚠️ over tolerance · ❌ fails, with its first op without a kernel and how many more there are · "
+        "✅ passes · ⚠️ over tolerance · ❌ fails, with its first op without a kernel and how many more there are, or what else is in the way · "
         "error is rel\\_l2 of the output against fp32 · × is the time over fp32's, measured while other work may have run"
     )
 
@@ -118,12 +128,16 @@ def _one_of_each(matrix: Matrix) -> list[Row]:
 
 def shared_options(matrix: Matrix) -> str:
     """The options of ``scan`` that all rows begin with, as they were given."""
+    return visible(shlex.join(_common_options(matrix)))
+
+
+def _common_options(matrix: Matrix) -> list[str]:
     lists = [row.options for row in matrix.rows]
     common = [words[0] for words in itertools.takewhile(lambda words: len(set(words)) == 1, zip(*lists, strict=False))]
     behind = [words[len(common)] for words in lists if len(words) > len(common)]
     if common and common[-1].startswith("-") and any(not word.startswith("-") for word in behind):
         common.pop()  # an option whose value is not common
-    return visible(shlex.join(common))
+    return common
 
 
 def _device(row: Row) -> str:
@@ -136,7 +150,7 @@ def _machine(row: Row) -> str:
         f"torch {env.get('torch', '?')}",
         *([f"torchvision {env['torchvision']}"] if "torchvision" in env else []),
         f"{_device(row)}: {env.get('device_name', '?')}",
-        f"{env.get('threads', '?')} threads",
+        f"{env.get('threads', '?')} thread{'' if env.get('threads') == '1' else 's'}",
     ]
     return visible(" · ".join(parts))
 
@@ -170,18 +184,19 @@ def _missing(matrix: Matrix) -> list[list[str]]:
 # -- HTML
 
 
-def _html_row(row: Row, columns: list[str]) -> dict[str, Any]:
+def _html_row(row: Row, columns: list[str], common: int) -> dict[str, Any]:
     cells = _cells(row)
     shown = [
         (describe(cells.get(column)), _kind(cells.get(column)), _sort_key(cells.get(column))) for column in columns
     ]
     return {
-        "name": visible(row.target) + (f" on {visible(row.device)}" if row.device else ""),
+        "name": _name(row, common),
+        "reason": visible(row.reason or ""),
         "href": f"models/{row.slug}.html" if row.state == "scanned" else None,
         "parameters": count(row.parameters) if row.parameters else "",
         "parameters_key": row.parameters or 0,
         "cells": shown if row.state == "scanned" else [],
-        "recommended": visible(row.recommended or "fp32") if row.state == "scanned" else visible(row.reason or ""),
+        "recommended": visible(row.recommended or "fp32") if row.state == "scanned" else "",
     }
 
 

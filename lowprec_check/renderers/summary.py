@@ -94,7 +94,7 @@ def times(ratio: float | None) -> str:
     """``1.25 ×``."""
     if ratio is None:
         return "–"
-    return f"{ratio:.2f} ×" if ratio < 10 else f"{ratio:.0f} ×"
+    return f"{ratio:.0f} ×" if ratio >= 10 else f"{ratio:.2f} ×" if ratio >= 0.01 else f"{ratio:.1g} ×"
 
 
 def _why(run: Run, result: ScanResult) -> str:

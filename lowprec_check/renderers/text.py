@@ -74,7 +74,10 @@ def print_group(console: Console, item: Group) -> None:
     where = "  ".join(part for part in places if part)
     if where:
         head.append(f"  {where}")
-    console.print(head)
+    first_line, *others = head.wrap(console, console.width)
+    console.print(first_line)
+    for line in others:
+        console.print(Padding(line, (0, 0, 0, 6)))
     message = shorten(first.message) if first.help is None else f"{shorten(first.message)} → {first.help}"
     console.print(Padding(Text(message, style="dim"), (0, 0, 0, 6)))
 

@@ -8,14 +8,16 @@ from typing import Any
 
 from lowprec_check.advice import memory_ratio, time_ratio
 from lowprec_check.renderers import summary
-from lowprec_check.renderers.html import charts, payload, tree
-from lowprec_check.renderers.html.page import render_page, script_json, static
+from lowprec_check.renderers.html import bokeh, payload, tree
+from lowprec_check.renderers.html.page import render_page, static
 from lowprec_check.renderers.summary import Group, Row
 from lowprec_check.renderers.visible import visible, visible_lines
 from lowprec_check.results import Run, ScanResult
 
 SCALE = ("≤1e-5", "≤1e-4", "≤1e-3", "≤5e-3", "≤2e-2", "≤0.1", ">0.1", "Inf")
 MOST_PLACES = 100
+MOST_GROUPS = 500
+"""Of findings; more would make the file too large to open."""
 
 
 def render(result: ScanResult) -> str:
@@ -23,6 +25,7 @@ def render(result: ScanResult) -> str:
     drawn = [run for run in result.runs if run.precision != "fp32" and len(run.op_calls)]
     advice = result.recommendation
     modules = tree.build(drawn)
+    groups = summary.group(result.diagnostics)
     values: dict[str, Any] = {
         "tool": visible(result.tool),
         "title": summary.title(result),
@@ -42,18 +45,15 @@ def render(result: ScanResult) -> str:
         "nodes": modules.nodes,
         "left_out": modules.left_out,
         "scale": SCALE,
-        "findings": [_finding(item) for item in summary.group(result.diagnostics)],
+        "findings": [_finding(item) for item in groups[:MOST_GROUPS]],
+        "groups_left_out": max(0, len(groups) - MOST_GROUPS),
         "tally": summary.tally(result.diagnostics),
         "environment": list(_environment(result)),
     }
     scripts = [static("theme.js"), static("report.js")]
     if drawn:
-        scripts.insert(0, charts.bokeh_script())
-        values |= {
-            "error_figure": script_json(charts.error_chart()),
-            "range_figure": script_json(charts.range_chart()),
-            "calls": payload.pack(drawn),
-        }
+        scripts = [*bokeh.scripts(), static("theme.js"), static("charts.js"), static("report.js")]
+        values["calls"] = payload.pack(drawn)
     return render_page("report.html.j2", scripts, **values)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
-import json
 from importlib.resources import files
 from typing import Any
 
@@ -29,11 +28,6 @@ def _environment() -> jinja2.Environment:
 def static(name: str) -> str:
     """The text of a file in ``static/``."""
     return (_HERE / "static" / name).read_text(encoding="utf-8")
-
-
-def script_json(value: Any) -> Markup:
-    """JSON for a ``<script>`` element: no ``<`` can end it."""
-    return Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))
 
 
 def render_page(template: str, scripts: list[str], **values: Any) -> str:

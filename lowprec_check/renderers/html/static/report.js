@@ -69,11 +69,11 @@ class Chart {
 class ErrorChart extends Chart {
   colour() {
     super.colour();
-    const far = css("bar-ink"), near = css("local"), bad = css("bad");
+    const far = css("bar-ink"), near = css("local"), bad = css("bad"), mark = this.calm ? css("dim") : bad;
     this.paint({
       "accumulated-line": { line_color: far }, "accumulated-dots": { fill_color: far }, "local-dots": { fill_color: near },
-      "marks-dots": { line_color: bad, fill_color: bad }, tolerance: { line_color: css("warn") }, born: { fill_color: bad, line_color: bad },
-      cursor: { line_color: css("ink") }, "born-label": { text_color: bad }, "tolerance-label": { text_color: css("warn") },
+      "marks-dots": { line_color: bad, fill_color: bad }, tolerance: { line_color: css("warn") }, born: { fill_color: mark, line_color: mark },
+      cursor: { line_color: css("ink") }, "born-label": { text_color: mark }, "tolerance-label": { text_color: css("warn") },
     });
   }
   show(data, run) {
@@ -110,11 +110,12 @@ class ErrorChart extends Chart {
     band.setv({ left: born.call + 1 - wide, right: born.call + 1 + wide });
     const right = born.call > last * 0.6;
     this.get("born-label").setv({ text_align: right ? "right" : "left", x_offset: right ? -8 : 8, y_offset: -16 });
-    this.label("born-label", born.call + 1, top, `born here: ${table.op[row]}`);
+    this.calm = born.kind === "step";
+    this.label("born-label", born.call + 1, top, `${this.calm ? "largest step" : "born here"}: ${table.op[row]}`);
+    this.colour();
     const where = `${table.op[row]} in ${table.module[row]}` + (table.source[row] === "–" ? "" : ` at ${table.source[row]}`);
-    const calm = born.kind === "step";
-    says.classList.toggle("fine", calm);
-    says.textContent = `${calm ? "Nothing stands out. " : "Born in "}${calm ? where + ": " : where + " (call " + (born.call + 1) + "): "}${born.says}.`;
+    says.classList.toggle("fine", this.calm);
+    says.textContent = `${this.calm ? "Nothing stands out: " : "Born in "}${where} (call ${born.call + 1}): ${born.says}.`;
     if (run.total > table.x.length) says.textContent += ` ${table.x.length} of ${run.total} calls are drawn, the worst of each stretch.`;
   }
 }
@@ -218,11 +219,8 @@ function walkAlong(chart, data) {
 async function drawCharts() {
   Bokeh.set_log_level("warn");
   const data = await unpack(byId("calls").textContent.trim());
-  const embed = async (name, kind) => {
-    const views = await Bokeh.embed.embed_item(JSON.parse(byId(`${name}-figure`).textContent), `${name}-chart`);
-    return new kind([...views][0].model.document);
-  };
-  const charts = { error: await embed("error", ErrorChart), range: await embed("range", RangeChart) };
+  const embed = async (kind, plot, place) => new kind((await Bokeh.Plotting.show(plot, byId(place))).model.document);
+  const charts = { error: await embed(ErrorChart, errorFigure(), "error-chart"), range: await embed(RangeChart, rangeFigure(), "range-chart") };
   const walk = walkAlong(charts.error, data);
   const choices = document.querySelectorAll(".run-choice");
   const show = (number) => {

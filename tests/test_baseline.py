@@ -1,0 +1,130 @@
+"""Baselines: which findings are the same, what a file of accepted ones does to a scan."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from conftest import ROOT
+from shared_result import run, shared_result
+
+from lowprec_check import baseline
+from lowprec_check.errors import UsageError
+from lowprec_check.results import Diagnostic, ScanResult
+
+RESULT = shared_result()
+
+
+def finding(**more: Any) -> Diagnostic:
+    fields: dict[str, Any] = {
+        "code": "LP101",
+        "name": "missing-kernel",
+        "severity": "error",
+        "precision": "half",
+        "module": "blocks.3.attn",
+        "op": "aten.dot.default",
+        "source": "net.py:41",
+        "message": "\"dot\" not implemented for 'Half'",
+    }
+    return Diagnostic(**fields | more)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"source": "net.py:99"},
+        {"module": "blocks.11.attn"},
+        {"message": "other words, 17 of them"},
+        {"calls": 7},
+        {"severity": "note"},
+        {"help": "do"},
+    ],
+)
+def test_a_fingerprint_outlives(more: dict[str, Any]) -> None:
+    assert baseline.fingerprint(finding(**more)) == baseline.fingerprint(finding())
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"code": "LP102"},
+        {"precision": "bfloat16"},
+        {"op": "aten.vdot.default"},
+        {"module": "blocks.3.mlp"},
+        {"source": "other.py:41"},
+    ],
+)
+def test_a_fingerprint_tells_apart(more: dict[str, Any]) -> None:
+    assert baseline.fingerprint(finding(**more)) != baseline.fingerprint(finding())
+
+
+def test_without_a_place_the_words_count_and_not_the_numbers() -> None:
+    at = lambda message: baseline.fingerprint(finding(op=None, module=None, source=None, message=message))  # noqa: E731
+    assert at("output error 3.1e-01, tolerance 5e-02") == at("output error 1.2e-05, tolerance 1e-02")
+    assert at("output error 3.1e-01") != at("it differs by 3.1e-01")
+
+
+def test_a_baseline_accepts_what_it_was_made_of(tmp_path: Path) -> None:
+    path = tmp_path / "baseline.json"
+    baseline.save(baseline.baseline_of(RESULT), path)
+    known = baseline.load(path)
+    marked, stale = baseline.accept(RESULT, known)
+    assert all(diagnostic.accepted for diagnostic in marked.diagnostics)
+    assert stale == []
+    text = path.read_text()
+    assert ":23" not in text
+    assert path.read_bytes() == (baseline.save(baseline.baseline_of(RESULT), path), path.read_bytes())[1]
+    fewer = msgspec.structs.replace(RESULT, diagnostics=[*RESULT.diagnostics[1:], finding()])
+    marked, stale = baseline.accept(fewer, known)
+    assert [d.accepted for d in marked.diagnostics].count(False) == 1
+    assert [entry.code for entry in stale] == ["LP101"]
+
+
+def test_what_a_scan_did_not_run_stays_in_the_baseline() -> None:
+    known = baseline.baseline_of(RESULT)
+    half = [d for d in RESULT.diagnostics if d.precision == "half"]
+    only = msgspec.structs.replace(RESULT, runs=[run("half")], diagnostics=half[1:])
+    stale = baseline.accept(only, known)[1]
+    assert [entry.fingerprint for entry in stale] == [baseline.fingerprint(half[0])]
+    updated = baseline.baseline_of(only, known)
+    assert known.fingerprints - updated.fingerprints == {baseline.fingerprint(half[0])}
+    assert baseline.baseline_of(RESULT, updated) == known
+
+
+@pytest.mark.parametrize(
+    "data", [b"{", b"[]", b'{"schema": 1, "findings": [{"code": 3}]}', b'{"schema": 9}', b'{"x": 1}']
+)
+def test_broken_baselines_are_refused(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "baseline.json"
+    path.write_bytes(data)
+    with pytest.raises(UsageError, match="baseline"):
+        baseline.load(path)
+
+
+def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lowprec_check", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+def test_scan_with_a_baseline(tmp_path: Path) -> None:
+    path, saved, sarif = tmp_path / "baseline.json", tmp_path / "scan.json", tmp_path / "scan.sarif"
+    scan = ["scan", "examples/whitening.py", "-q", "-p", "half", "-p", "autocast-fp16", "--fail-on", "error"]
+    assert call(*scan).returncode == 1
+    assert call(*scan, "--baseline", path).returncode == 2
+    assert call(*scan, "--update-baseline").returncode == 2
+    done = call(*scan, "--baseline", path, "--update-baseline")
+    assert (done.returncode, "findings accepted" in done.stderr) == (0, True)
+    done = call(*scan, "--baseline", path, "--json", saved, "--report", sarif)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "accepted by the baseline" in done.stdout
+    assert all(diagnostic.accepted for diagnostic in ScanResult.load(saved).diagnostics)
+    assert all(entry["suppressions"] for entry in json.loads(sarif.read_text())["runs"][0]["results"])
+    entries = json.loads(path.read_text())
+    entries["findings"] = [entry for entry in entries["findings"] if entry["op"] != "torch.quantile"]
+    path.write_text(json.dumps(entries))
+    assert call(*scan, "--baseline", path).returncode == 1
