@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from shared_result import gap, run, shared_result
 
 from lowprec_check.compare import Change, Comparison, compare
-from lowprec_check.renderers import comparison_screen
-from lowprec_check.renderers.comparison import DIFF_FORMATS, render, verdict
+from lowprec_check.renderers import DIFF_FORMATS, comparison_screen
+from lowprec_check.renderers.comparison import render, verdict
 from lowprec_check.results import Run, ScanResult
 
 RESULT = shared_result()

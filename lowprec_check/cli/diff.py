@@ -11,9 +11,7 @@ import typer
 from lowprec_check.cli.app import FOUND, app, check_writable, load_result, screen_size
 from lowprec_check.compare import ERROR_FACTOR, TIME_FACTOR, Comparison, compare
 from lowprec_check.errors import UsageError
-from lowprec_check.renderers import comparison_screen, format_of
-from lowprec_check.renderers.comparison import DIFF_FORMATS, DiffFormat, render
-from lowprec_check.renderers.visible import visible
+from lowprec_check.renderers import DIFF_FORMATS, DiffFormat, format_of
 
 
 @app.command()
@@ -37,6 +35,9 @@ def diff(
     ] = TIME_FACTOR,
 ) -> None:
     """Compare two saved scans: another torch, device or commit. Exits 1 if something got worse."""
+    from lowprec_check.renderers.comparison import render
+    from lowprec_check.renderers.visible import visible
+
     files = output or []
     if format is not None and len(files) > 1:
         raise UsageError("--format is for one file.", "Leave it out: each suffix says its format.")
@@ -56,10 +57,12 @@ def diff(
 
 
 def _print(found: Comparison, format: DiffFormat | None) -> None:
+    from lowprec_check.renderers import comparison, comparison_screen
+
     if format == "text" or (format is None and sys.stdout.isatty()):
         sys.stdout.write(comparison_screen.render(found, **screen_size(least=0)))
     else:
-        sys.stdout.write(render(found, format or "md"))
+        sys.stdout.write(comparison.render(found, format or "md"))
 
 
 def _format_of(file: Path) -> DiffFormat:

@@ -12,6 +12,10 @@ from lowprec_check.results import ScanResult
 Format = Literal["text", "md", "html", "sarif", "junit", "json"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 
+DiffFormat = Literal["text", "md", "html", "json"]
+DIFF_FORMATS: tuple[DiffFormat, ...] = get_args(DiffFormat)
+"""Those that the difference of two results has."""
+
 SUFFIXES: dict[str, Format] = {
     ".txt": "text",
     ".md": "md",

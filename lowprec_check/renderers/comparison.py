@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import msgspec
 
 from lowprec_check.compare import Change, Comparison, Pair
+from lowprec_check.renderers import DiffFormat
 from lowprec_check.renderers.markdown import LONGEST, code, escape, fold, table
 from lowprec_check.renderers.summary import times
 from lowprec_check.renderers.visible import visible
-
-DiffFormat = Literal["text", "md", "html", "json"]
-DIFF_FORMATS: tuple[DiffFormat, ...] = get_args(DiffFormat)
 
 _SIGN = {"worse": "🔴", "better": "🟢", "other": "⚪"}
 _TITLES = {"worse": "Worse", "better": "Better", "other": "Different"}
