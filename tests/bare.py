@@ -66,6 +66,19 @@ def runs(op: Any, sample: Any, dtype: torch.dtype, mode: str) -> bool | None:
     return True if any(t.numel() for t in tensors(out)) else None
 
 
+def messages(name: str, dtype: torch.dtype) -> set[str]:
+    """What the samples raise forward in ``dtype``, the first lines."""
+    op, found = OPERATORS[name], set()
+    torch.manual_seed(0)
+    for sample in op.sample_inputs("cpu", torch.float32, requires_grad=False):
+        args, kwargs = cast(((sample.input, *sample.args), sample.kwargs), dtype)
+        try:
+            op.op(*args, **kwargs)
+        except Exception as error:
+            found.add(str(error).splitlines()[0])
+    return found
+
+
 def truth(name: str, dtype: torch.dtype, mode: str, at_most: int = 256) -> list[bool]:
     """For each sample that is not empty and runs in fp32: whether it runs in ``dtype``."""
     op = OPERATORS[name]

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from lowprec_check.catalog.measured import Sweep, sweep_of
-from lowprec_check.catalog.records import LOW, MODES, Measured
+from lowprec_check.catalog.records import LOW, MODES, Dtype, Failure, Measured, in_samples
 from lowprec_check.errors import UsageError
 from lowprec_check.sweep.build import build
-from lowprec_check.sweep.failures import Raised, condition, kind_of
+from lowprec_check.sweep.failures import Raised, condition, kind_of, merged
 from lowprec_check.sweep.ulp import summary, ulp_errors
 
 # -- the catalog agrees with the truth
@@ -63,6 +63,31 @@ def test_ops_drawn_at_random_run_bare_as_the_catalog_says(data: st.DataObject) -
 )
 def test_known_cases(op: str, dtype: str, mode: str, state: str) -> None:
     assert installed_sweep().state(op, dtype, mode) == state  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize(
+    "op",
+    [
+        "cdist",
+        "cholesky_inverse",
+        "fft.rfft",
+        "linalg.inv",
+        "linalg.pinv",
+        "linalg.svd",
+        "nn.functional.pdist",
+        "quantile",
+        "signal.windows.bartlett",
+        "special.zeta",
+        "linalg.eigvals",
+    ],
+)
+def test_a_message_is_what_torch_says_of_that_dtype(op: str, dtype: Dtype) -> None:
+    failure = installed_sweep().records[op].failure(dtype, "forward")
+    assert failure is not None
+    assert all(cell.startswith(f"{dtype}/") for cell in failure.cells)
+    assert failure.message in bare.messages(op, getattr(torch, dtype))
 
 
 def test_a_fresh_sweep_finds_what_the_catalog_has(tmp_path: Path) -> None:
@@ -175,6 +200,47 @@ def test_a_condition_tells_failing_from_passing_samples(
         bound = int(said.split()[4])
         assert all((sample["largest size"] >= bound) == (sample in failed) for sample in (*passed, *failed))  # type: ignore[operator]
     assert condition(failed, passed) is None or said is None or condition(failed, passed) != said or passed == failed
+
+
+def test_of_properties_that_tell_equally_well_a_flag_is_named() -> None:
+    sizes = {"all sizes powers of two": True, "largest size": 2}
+    failed = [{"lower": 0.0, "training": True} | sizes, {"lower": 0.0, "training": True} | sizes]
+    passed = [{"lower": 0.1, "training": False} | sizes, {"lower": 0.2} | sizes]
+    assert condition(passed, failed) == "fails where training"
+    odd = {"all sizes powers of two": False, "largest size": 2}
+    assert condition([{"k": 1} | sizes], [{"k": 2} | odd]) == "fails from k 2 (runs up to 1)"  # arguments before sizes
+
+
+def test_a_condition_is_shown_as_what_the_samples_measured_tell() -> None:
+    assert in_samples("fails where p=2.0") == "; in the samples measured it fails where p=2.0"
+    assert in_samples(None) == ""
+
+
+def raising(cell: str, message: str) -> Failure:
+    return Failure(cells=[cell], type="RuntimeError", kind="missing-kernel", message=message)
+
+
+def test_failures_are_one_where_they_differ_in_the_name_of_their_dtype_only() -> None:
+    messages = ("\"dot\" not implemented for 'Half'", "\"dot\" not implemented for 'BFloat16'")
+    [dot] = merged([raising("float16/forward", messages[0]), raising("bfloat16/forward", messages[1])])
+    assert dot.of("float16") == raising("float16/forward", messages[0])
+    assert dot.of("bfloat16") == raising("bfloat16/forward", messages[1])
+    assert dot.of("float32") is None
+    cases = ("expected Half but found Float", "expected Float but found BFloat16"), ("only Half", "only Half")
+    for half, bfloat16 in cases:  # not told from each other by the name of the dtype
+        assert len(merged([raising("float16/forward", half), raising("bfloat16/forward", bfloat16)])) == 2
+
+
+words = st.sampled_from(
+    ["Half", "BFloat16", "Float", "c10::", "torch.", "float16", "bfloat16", "float32", "float", " "]
+)
+
+
+@given(templates=st.lists(st.lists(words).map("".join), min_size=2, max_size=2))
+def test_what_is_merged_is_told_apart_again(templates: list[str]) -> None:
+    failures = [raising("float16/forward", templates[0]), raising("bfloat16/forward", templates[1])]
+    found = merged(failures)
+    assert [whole.of(dtype) for whole in found for dtype in LOW if whole.of(dtype)] == failures
 
 
 @given(

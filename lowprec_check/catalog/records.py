@@ -6,6 +6,7 @@ are in a file of their own, so that the main file is the same byte for byte when
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, TypeVar
@@ -23,6 +24,13 @@ DTYPES: tuple[Dtype, ...] = ("float32", "float16", "bfloat16")
 LOW: tuple[Dtype, ...] = ("float16", "bfloat16")
 SHORT: dict[Dtype, str] = {"float32": "float32", "float16": "half", "bfloat16": "bfloat16"}
 """What people call them, and the declarations and known issues too."""
+_IN_MESSAGES: dict[Dtype | None, tuple[str, str]] = {
+    "float32": ("Float", "float32"),
+    "float16": ("Half", "float16"),
+    "bfloat16": ("BFloat16", "bfloat16"),
+    None: ("*", "*"),
+}
+"""What torch calls them in C++ and in Python; ``None`` for whichever it is."""
 Mode = Literal["forward", "backward", "autocast", "autocast-backward"]
 MODES: tuple[Mode, ...] = ("forward", "backward", "autocast", "autocast-backward")
 """How an operator was called; under autocast its floating inputs were low-precision, as they are behind a Linear."""
@@ -69,10 +77,29 @@ class Failure(Struct, frozen=True, kw_only=True, omit_defaults=True):
     type: str
     kind: FailureKind
     message: str
+    """As the dtype of the first cell has it, see :meth:`message_in`."""
     at: str | None = None
     """The aten overload that raised, ``_linalg_svd``; ``None`` where it was raised above dispatch."""
     condition: str | None = None
-    """Which samples fail, where one property of theirs tells."""
+    """Which samples fail, where one property of theirs tells; shown by :func:`in_samples`."""
+
+    def of(self, dtype: Dtype) -> Failure | None:
+        """What it is of one dtype: those cells, and the message that names it; ``None`` where there are none."""
+        cells = [cell for cell in self.cells if cell.startswith(f"{dtype}/")]
+        return msgspec.structs.replace(self, cells=cells, message=self.message_in(dtype)) if cells else None
+
+    def message_in(self, dtype: Dtype | None) -> str:
+        """The message as another dtype of the cells has it; of ``None``, with a star for its name."""
+        message = self.message
+        own = next(dtype for dtype in DTYPES if self.cells[0].startswith(f"{dtype}/"))
+        for name, other in zip(_IN_MESSAGES[own], _IN_MESSAGES[dtype], strict=True):
+            message = re.sub(rf"(?<![A-Za-z]){name}(?![a-z0-9])", other, message)
+        return message
+
+
+def in_samples(condition: str | None) -> str:
+    """A condition as what it is, to follow what failed: it parts the samples measured, and may not hold of others."""
+    return f"; in the samples measured it {condition}" if condition else ""
 
 
 class Ulp(NamedTuple):
@@ -125,9 +152,9 @@ class OpRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return "all" if count[0] == count[1] else "some" if count[0] else "none"
 
     def failure(self, dtype: Dtype, mode: Mode) -> Failure | None:
-        """How it fails, where it does."""
+        """How it fails, where it does: with the cells and in the words of that dtype."""
         cell = f"{dtype}/{mode}"
-        return next((failure for failure in self.failures if cell in failure.cells), None)
+        return next((failure.of(dtype) for failure in self.failures if cell in failure.cells), None)
 
     def error(self, dtype: Dtype, mode: Mode) -> Ulp | None:
         """Error in ULP, forward or backward; not measured under autocast."""

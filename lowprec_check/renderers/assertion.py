@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from lowprec_check.advice import shorten
-from lowprec_check.catalog.records import SHORT
+from lowprec_check.catalog.records import SHORT, in_samples
 from lowprec_check.renderers.screen import screen
 from lowprec_check.renderers.summary import group
 from lowprec_check.renderers.text import print_group, runs_table
@@ -87,8 +87,7 @@ def _print_state(console: Console, state: OpState) -> None:
     parts = [_DECLARED[state.registration]] if state.registration else []
     if state.failure is not None:
         at = f" in {state.failure.at}" if state.failure.at else ""
-        condition = f"; {state.failure.condition}" if state.failure.condition else ""
-        parts.append(f"{state.failure.kind}{at}: {shorten(state.failure.message)}{condition}")
+        parts.append(f"{state.failure.kind}{at}: {shorten(state.failure.message)}{in_samples(state.failure.condition)}")
     if state.state in ("some", "none"):
         parts.append(f"→ {HELP}" + (f"; runs since torch {state.mended}" if state.mended else ""))
     for part in parts:

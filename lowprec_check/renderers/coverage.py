@@ -16,7 +16,7 @@ from tabulate import tabulate
 from lowprec_check.advice import shorten, some
 from lowprec_check.catalog.aten import AtenSupport
 from lowprec_check.catalog.declared import overload_name
-from lowprec_check.catalog.records import SHORT, Dtype, State
+from lowprec_check.catalog.records import SHORT, Dtype, State, in_samples
 from lowprec_check.renderers.screen import screen
 from lowprec_check.structs import Struct
 
@@ -126,8 +126,8 @@ def _why(use: OpUse) -> str:
     support = next((s for s in use.support.values() if s.state in ("none", "some")), None)
     if support is None:
         return ""
-    condition = f"; {support.condition}" if support.condition else ""
-    return f"{support.kind}: {shorten(support.message or '')}{condition}" if support.kind else support.message or ""
+    said = f"{support.kind}: {shorten(support.message or '')}{in_samples(support.condition)}"
+    return said if support.kind else support.message or ""
 
 
 # -- files

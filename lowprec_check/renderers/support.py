@@ -10,7 +10,7 @@ from rich.text import Text
 
 from lowprec_check.catalog.changes import Change, Difference, Gaps, MissingOp
 from lowprec_check.catalog.fares import OnCpu
-from lowprec_check.catalog.records import SHORT, Dtype, Mode, State
+from lowprec_check.catalog.records import SHORT, Dtype, Mode, State, in_samples
 from lowprec_check.catalog.support import Cell, OpAnswer
 from lowprec_check.renderers.screen import screen
 
@@ -99,8 +99,7 @@ def _failures(cells: list[Cell]) -> list[str]:
     for cell in cells:
         if cell.failure is not None:
             raised = f" in {cell.failure.at}" if cell.failure.at else ""
-            condition = f"; {cell.failure.condition}" if cell.failure.condition else ""
-            said = f"{cell.failure.kind}{raised}: {cell.failure.message}{condition}"
+            said = f"{cell.failure.kind}{raised}: {cell.failure.message}{in_samples(cell.failure.condition)}"
             where.setdefault(said, []).append(f"{cell.device} {SHORT[cell.dtype]} {cell.mode}")
     return [
         f"{places[0]}{f' and {len(places) - 1} more' if len(places) > 1 else ''}: {said}"
@@ -173,7 +172,7 @@ def _why(missing: MissingOp) -> str:
     if missing.registration is not None:
         return ("" if itself else f"{missing.at}: ") + _WHY[missing.registration]
     where = f" in {missing.at}" if missing.at else ""
-    return f"{missing.kind}{where}" + (f"; {missing.condition}" if missing.condition else "")
+    return f"{missing.kind}{where}{in_samples(missing.condition)}"
 
 
 _WHY = {

@@ -52,17 +52,13 @@ def kind_of(raised: Raised, at: str | None, *, fails_in_fp32: bool) -> FailureKi
 
 
 def merged(failures: Iterable[Failure]) -> list[Failure]:
-    """Failures that differ only in their cells, as one; dtype names in a message make no difference."""
+    """Failures that differ only in their cells, as one; what each calls its own dtype in the message makes no difference."""
     groups: dict[Any, Failure] = {}
     for failure in failures:
-        key = (failure.type, _without_dtype(failure.message), failure.kind, failure.at, failure.condition)
+        key = (failure.type, failure.message_in(None), failure.kind, failure.at, failure.condition)
         first = groups.get(key)
         groups[key] = failure if first is None else msgspec.structs.replace(first, cells=[*first.cells, *failure.cells])
     return list(groups.values())
-
-
-def _without_dtype(message: str) -> str:
-    return re.sub(r"BFloat16|bfloat16|ComplexHalf|Half|Float|float16|float32|float", "*", message)
 
 
 Features = dict[str, Any]
@@ -75,11 +71,14 @@ SIZES = (POWERS, *COUNTS)
 def condition(passed: Sequence[Features], failed: Sequence[Features]) -> str | None:
     """What every failing sample has and no passing one, or the other way round; ``None`` if no property tells.
 
-    One property is tried before two together, arguments before sizes (the order of the features).
+    One property is tried before two together, flags before other arguments, arguments before sizes (the order of the
+    features): of those that tell equally well, ``training`` chooses a kernel more often than ``lower=0.0``.
     """
     if not passed or not failed:
         return None
-    names = list(dict.fromkeys(name for features in (*failed, *passed) for name in features))
+    every = (*failed, *passed)
+    names = list(dict.fromkeys(name for features in every for name in features))
+    names.sort(key=lambda name: name in SIZES or not _flag([features.get(name) for features in every]))
     for name in names:
         values = {repr(features.get(name)) for features in failed}, {repr(features.get(name)) for features in passed}
         if values[0].isdisjoint(values[1]):
@@ -92,6 +91,11 @@ def condition(passed: Sequence[Features], failed: Sequence[Features]) -> str | N
             if len(others) > 2 and not any(all(f.get(name) == value for name, value in pair) for f in others):
                 return f"{verb} where {' and '.join(_equals(name, repr(value)) for name, value in pair)}"
     return None
+
+
+def _flag(values: list[Any]) -> bool:
+    """Whether it is on, off or not given."""
+    return {type(value) for value in values} <= {bool, type(None)}
 
 
 def _shared(name: str, samples: Sequence[Features]) -> bool:
