@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.declared import Declared, Row
 from lowprec_check.catalog.measured import history
-from lowprec_check.catalog.records import SHORT, Dtype, Mode, OpRecord, State
+from lowprec_check.catalog.records import MODES, SHORT, Dtype, Mode, OpRecord, State
 
 OnCpu = Literal["partly", "wholly"]
 _STATES = ("none", "some", "all")
@@ -36,7 +36,7 @@ def declared_fare(record: OpRecord, release: str, dtype: Dtype, mode: Mode) -> F
     """
     file = declared.load(release)
     names = dispatched(record, mode, file)
-    if not names or record.note is not None:
+    if not names or not record.samples[MODES.index(mode) % 2]:
         return None
     refusing, on_cpu = _refusing(names, file, dtype), _on_cpu(names, file)
     if refusing is None and on_cpu is None:
