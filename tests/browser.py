@@ -47,7 +47,7 @@ def opened(browser: Any, path: Path, **options: Any) -> Iterator[Any]:
     page.on("dialog", lambda dialog: (complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
     page.on("request", lambda request: complaints.append(request.url) if request.url != path.as_uri() else None)
     page.goto(path.as_uri())
-    ready = "html[data-ready=true]" if page.locator("#calls").count() else "html[data-theme]"
+    ready = "html[data-ready=true]" if page.locator("#calls").count() else "html[data-theme], #body tr"
     page.wait_for_selector(ready, state="attached", timeout=30_000)
     try:
         yield page

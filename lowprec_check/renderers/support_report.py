@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tabulate import tabulate
 
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.changes import difference, gaps
-from lowprec_check.catalog.measured import Sweep, history, sweeps
-from lowprec_check.catalog.records import LOW, MODES, SHORT, Dtype
+from lowprec_check.catalog.fares import declared_fare
+from lowprec_check.catalog.measured import Sweep, history, sweep_of, sweeps
+from lowprec_check.catalog.records import LOW, MODES, SHORT, Dtype, Mode, State, in_samples
 
+_StateOf = Callable[[str, Dtype, Mode], State | None]
 SHOWN = 20
 """Rows of the lists of the slowest and the least exact."""
 
@@ -34,7 +36,8 @@ def render_report() -> str:
         parts += _missing(device)
     if declared.releases():
         parts += _missing("xpu")
-    parts += _gained(history("cpu"))
+    parts += _gained("cpu", [sweep.version for sweep in history("cpu")])
+    parts += _gained("xpu", declared.releases())
     for sweep in {sweep.header.device: sweep for sweep in sweeps() if not sweep.header.extension}.values():
         parts += [*_slow(sweep), *_inexact(sweep)]
     return "\n".join(parts).rstrip() + "\n"
@@ -47,21 +50,33 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
 def _counts() -> Iterator[str]:
     yield "## Operators that run, by version"
     yield ""
-    yield "Of those that run in fp32; in brackets those of which some samples do."
+    yield "Of those that run in fp32; in brackets those of which some samples do. On XPU as declared, not measured; those that run "
+    yield "there by being copied to the CPU, wholly or in part, count as running."
     yield ""
     head = ["device", "torch", "capability", "fp32", *(f"{SHORT[dtype]} {mode}" for dtype in LOW for mode in MODES[:3])]
-    yield from _table(head, (_count(sweep) for sweep in sweeps()))
+    measured = (_count(s.header.device, s.label, s.header.capability, s.records, s.state) for s in sweeps())
+    yield from _table(head, [*measured, *map(_declared_count, declared.releases())])
 
 
-def _count(sweep: Sweep) -> list[object]:
-    runnable = [op for op, record in sweep.records.items() if record.state("float32", "forward") in ("all", "some")]
-    row: list[object] = [sweep.header.device, sweep.label, sweep.header.capability, len(runnable)]
+def _count(device: str, label: str, capability: str, ops: Iterable[str], state: _StateOf) -> list[object]:
+    runnable = [op for op in ops if state(op, "float32", "forward") in ("all", "some")]
+    row: list[object] = [device, label, capability, len(runnable)]
     for dtype in LOW:
         for mode in MODES[:3]:
-            states = Counter(sweep.state(op, dtype, mode) for op in runnable)
+            states = Counter(state(op, dtype, mode) for op in runnable)
             known = states["all"] + states["some"] + states["none"]
             row.append(f"{states['all']} of {known} ({states['some']})" if known else "–")
     return row
+
+
+def _declared_count(release: str) -> list[object]:
+    described = sweep_of("cpu").records
+
+    def state(op: str, dtype: Dtype, mode: Mode) -> State | None:
+        fare = None if mode.startswith("autocast") else declared_fare(described[op], release, dtype, mode)
+        return fare and fare.state
+
+    return _count("xpu", release, "declared", described, state)
 
 
 def _missing(device: str) -> Iterator[str]:
@@ -79,7 +94,7 @@ def _missing(device: str) -> Iterator[str]:
             states = [f"{mode}: {state}" for mode, state in missing.states.items() if state in ("some", "none")]
             rows.setdefault(missing.op, {})[dtype] = states
             raised = f"`{missing.message}`" if missing.message else missing.registration or ""
-            why.setdefault(missing.op, raised + (f"; {missing.condition}" if missing.condition else ""))
+            why.setdefault(missing.op, raised + in_samples(missing.condition))
     yield from _table(
         ["operator", *(SHORT[dtype] for dtype in LOW), "why"],
         (
@@ -89,18 +104,23 @@ def _missing(device: str) -> Iterator[str]:
     )
 
 
-def _gained(measured: Sequence[Sweep]) -> Iterator[str]:
-    yield "## What versions gained and lost on CPU"
+def _gained(device: str, versions: Sequence[str]) -> Iterator[str]:
+    yield f"## What versions gained and lost on {device}{', as declared' if device == 'xpu' else ''}"
     yield ""
-    for before, after in itertools.pairwise(measured):
-        found = difference(before.header.torch, after.header.torch)
+    for before, after in itertools.pairwise(versions):
+        found = difference(before, after, device)
         said = []
-        for word, changes in (("gained", found.gained), ("lost", found.lost)):
+        for word, changes in (
+            ("gained", [change for change in found.gained if change.before != change.after]),
+            ("lost", [change for change in found.lost if change.before != change.after]),
+            ("less on the CPU", [change for change in found.gained if change.before == change.after]),
+            ("more on the CPU", [change for change in found.lost if change.before == change.after]),
+        ):
             for dtype in LOW:
                 ops = sorted({change.op for change in changes if change.dtype == dtype})
                 if ops:
                     said.append(f"{word} in {SHORT[dtype]}: {', '.join(ops)}")
-        yield f"- **{after.release}**: {'; '.join(said) or 'nothing'}"
+        yield f"- **{found.after}**: {'; '.join(said) or 'nothing'}"
     yield ""
 
 

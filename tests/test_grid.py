@@ -1,0 +1,166 @@
+"""The reports: op-support.html as a page, what its letters say, and the document beside it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import chromium, opened
+
+from lowprec_check.catalog import declared
+from lowprec_check.catalog.changes import difference, gaps
+from lowprec_check.catalog.measured import history, sweep_of
+from lowprec_check.renderers.grid import CELLS, Line, columns, lines, render_grid, why
+from lowprec_check.renderers.support_report import render_report
+
+
+@pytest.fixture(scope="module")
+def grid() -> dict[str, Line]:
+    return {line.op: line for line in lines(columns())}
+
+
+def letters(line: Line, device: str, cell: tuple[str, str] = ("float16", "forward")) -> dict[str, str]:
+    """The letter of each version."""
+    states = line.states[CELLS.index(cell)]  # type: ignore[arg-type]
+    return {c.label: state for c, state in zip(columns(), states, strict=True) if c.device == device}
+
+
+# -- letters
+
+
+def test_operators_that_only_cuda_runs_are_there(grid: dict[str, Line]) -> None:
+    on_cuda = history("cuda")[-1]
+    assert {op for op, record in on_cuda.records.items() if record.samples[0]} <= grid.keys()
+    for op in ("jiterator_unary", "jiterator_binary"):
+        assert set(letters(grid[op], "cuda").values()) == {"a"}
+        assert set(letters(grid[op], "cpu").values()) == {"o"}
+        assert set(letters(grid[op], "xpu").values()) == {"-"}
+    assert "_flash_attention_forward" in " ".join(grid)
+
+
+def test_no_is_said_only_where_fp32_runs(grid: dict[str, Line]) -> None:
+    modes = {"forward": "forward", "autocast": "forward", "backward": "backward", "autocast-backward": "backward"}
+    for index, column in enumerate(columns()):
+        for op, line in grid.items() if column.sweep else ():
+            for (_, mode), states in zip(CELLS, line.states, strict=True):
+                assert column.sweep
+                runs = column.sweep.state(op, "float32", modes[mode]) in ("all", "some")  # type: ignore[arg-type]
+                assert states[index] != "n" or runs, (op, mode, column.label)
+                assert states[index] != "o" or not runs, (op, mode, column.label)
+
+
+def test_partly_on_the_cpu_is_told_from_wholly(grid: dict[str, Line]) -> None:
+    assert letters(grid["dot"], "xpu")["2.8"] == "f"
+    assert letters(grid["matmul"], "xpu")["2.8"] == "p"
+    assert letters(grid["dot"], "xpu")["2.11"] == letters(grid["matmul"], "xpu")["2.11"] == "a"
+
+
+def test_an_operator_without_gradient_has_none_on_xpu(grid: dict[str, Line]) -> None:
+    assert not sweep_of("cpu").records["argmax"].samples[1]
+    assert set(letters(grid["argmax"], "xpu", ("float16", "backward")).values()) == {"-"}
+    assert letters(grid["argmax"], "xpu")["2.15"] == "a"
+
+
+def test_every_letter_is_in_the_legend(grid: dict[str, Line]) -> None:
+    page = render_grid()
+    used = {letter for line in grid.values() for states in line.states for letter in states}
+    assert used - {"-"} == set(re.findall(r'<b class="(\w)">', page)) == set("asnofp")
+
+
+def test_why_is_said_for_the_dtype_and_each_device() -> None:
+    sweeps = [column.sweep for column in columns() if column.sweep]
+    said = why("cdist", "bfloat16", sweeps)
+    assert [line.partition(" ")[0] for line in said.splitlines()] == ["cpu", "cuda"]
+    assert "'BFloat16'" in said
+    assert "Half" not in said
+    assert "in the samples measured it runs only where" in said
+    assert why("angle", "float16", sweeps) == "cuda 2.11: \"angle_cuda\" not implemented for 'Half'"
+
+
+# -- the document
+
+
+def test_the_document_counts_what_is_declared_for_xpu() -> None:
+    rows = re.findall(r"^\| xpu +\| ([\d.]+) +\| declared +\| (\d+) .*", render_report(), re.M)
+    assert rows == [(release, str(gaps("xpu", "float16", release).runnable)) for release in declared.releases()]
+
+
+def test_the_document_lists_what_xpu_gained() -> None:
+    found = render_report().partition("## What versions gained and lost on xpu")[2].partition("\n## ")[0]
+    lists = dict(re.findall(r"^- \*\*([\d.]+)\*\*: (.*)$", found, re.M))
+    assert list(lists) == list(declared.releases())[1:]
+    gained = difference("2.11", "2.12", "xpu").gained
+    assert gained
+    assert all(change.op in lists["2.12"] for change in gained)
+    assert re.search(r"less on the CPU in half: [^;]*\bdot\b", lists["2.11"])
+
+
+# -- the page
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as found:
+        yield found
+
+
+def widths(page: Any) -> tuple[int, int, int, int]:
+    found = page.evaluate(
+        "[document.documentElement.scrollWidth, innerWidth, at('scroll').scrollWidth, at('scroll').clientWidth]"
+    )
+    return tuple(found)  # type: ignore[return-value]
+
+
+def open_grid(browser: Any, folder: Path, **options: Any) -> Any:
+    path = folder / "grid.html"
+    path.write_text(render_grid(), encoding="utf-8")
+    return opened(browser, path, **options)
+
+
+def test_all_columns_fit_a_desktop(browser: Any, tmp_path: Path) -> None:
+    with open_grid(browser, tmp_path, viewport={"width": 1400, "height": 900}) as page:
+        document, window, table, box = widths(page)
+        assert document <= window
+        assert table <= box
+        assert page.locator("#versions th").count() == len(columns()) + 1
+
+
+def test_on_a_phone_the_table_scrolls_beside_the_names(browser: Any, tmp_path: Path) -> None:
+    with open_grid(browser, tmp_path, viewport={"width": 400, "height": 800}) as page:
+        document, window, table, box = widths(page)
+        assert document <= window
+        assert table > box
+        name = page.locator("#body th").first
+        before = name.bounding_box()
+        page.evaluate("at('scroll').scrollLeft = 300")
+        assert name.bounding_box()["x"] == pytest.approx(before["x"], abs=2)
+        assert before["width"] < 200
+
+
+def test_devices_and_reasons_are_had_from_the_keyboard(browser: Any, tmp_path: Path) -> None:
+    with open_grid(browser, tmp_path) as page:
+        page.focus("#shown input[value=cpu]")
+        page.keyboard.press("Space")
+        assert page.locator("#devices th").all_inner_texts() == ["cuda", "xpu, declared"]
+        page.fill("#name", "angle")
+        page.focus("#body button")
+        page.keyboard.press("Enter")
+        assert "angle_cuda" in page.inner_text("td.why")
+        assert page.get_attribute("#body button", "aria-expanded") == "true"
+        page.keyboard.press("Enter")
+        assert page.locator("td.why").count() == 0
+        page.fill("#name", "_upsample_bilinear2d_aa")  # fails on CPU only, which is not shown
+        assert page.locator("#body tr").count() == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_accessibility_rule_is_broken(browser: Any, tmp_path: Path, scheme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    with open_grid(browser, tmp_path, color_scheme=scheme) as page:
+        page.uncheck("#gaps")
+        page.fill("#name", "_")
+        page.locator("#body button:not([disabled])").first.press("Enter")
+        assert [(rule["id"], rule["nodes"][0]["html"]) for rule in axe.run(page).response["violations"]] == []
