@@ -32,7 +32,7 @@ class Column(NamedTuple):
             return _LETTER[self.sweep.state(record.op, dtype, mode)]
         if mode.startswith("autocast"):
             return _LETTER[None]
-        fare = declared_fare(record, self.label, dtype, mode)
+        fare = declared_fare(record.op, self.label, dtype, mode)
         return "f" if fare and fare.state == "all" and fare.on_cpu else _LETTER[fare and fare.state]
 
 

@@ -78,7 +78,7 @@ def _missing(device: str) -> Iterator[str]:
         for missing in of_dtype.missing:
             states = [f"{mode}: {state}" for mode, state in missing.states.items() if state in ("some", "none")]
             rows.setdefault(missing.op, {})[dtype] = states
-            raised = f"`{missing.message}`" if missing.message else missing.registration or ""
+            raised = f"`{missing.at}`: {missing.message}" if device == "xpu" and missing.at else f"`{missing.message}`"
             why.setdefault(missing.op, raised + (f"; {missing.condition}" if missing.condition else ""))
     yield from _table(
         ["operator", *(SHORT[dtype] for dtype in LOW), "why"],
