@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.declared import Declared, Registration, Row
-from lowprec_check.catalog.measured import Sweep, at_release, history
+from lowprec_check.catalog.measured import at_release, history
 from lowprec_check.catalog.records import MODES, SHORT, Dtype, Failure, FailureKind, Mode, OpRecord, State
 
 OnCpu = Literal["partly", "wholly"]
@@ -57,7 +57,7 @@ def declared_fare(op: str, release: str, dtype: Dtype, mode: Mode) -> Fare | Non
     if op in _COMPLEX_ONLY and dtype == "bfloat16":
         dtype = "float32"
     names, cell = dispatched(record, mode, file), f"{dtype}/{mode}"
-    if _refuses_everywhere(record, sweep, dtype, mode, file):
+    if _refuses_everywhere(record, dtype, mode, file):
         message = "refuses the dtype, as on other devices"
         return Fare("none", failure=Failure(cells=[cell], type="declared", kind="unsupported-dtype", message=message))
     refusing, falling = _refusing(names, file, dtype), [n for n in names if file.ops[n].registration == "fallback"]
@@ -94,24 +94,22 @@ def _refusing(names: Sequence[str], file: Declared, dtype: Dtype) -> str | None:
 
     Where part of it runs on the CPU, only kernels count: what composite ops leave out shows on the CPU as well.
     """
-    rows = {name: file.ops[name] for name in names}
-    missing = [name for name, row in rows.items() if row.registration == "none"]
-    left_out = {
-        kind: [name for name, row in rows.items() if row.registration == kind and takes(row, dtype) is False]
-        for kind in ("native", "composite")
-    }
-    falls = any(row.registration == "fallback" for row in rows.values())
-    return next(iter([*missing, *left_out["native"], *([] if falls else left_out["composite"])]), None)
+    refusing = {file.ops[name].registration: name for name in reversed(names) if takes(file.ops[name], dtype) is False}
+    falls = any(file.ops[name].registration == "fallback" for name in names)
+    return refusing.get("none") or refusing.get("native") or (None if falls else refusing.get("composite"))
 
 
-def _refuses_everywhere(record: OpRecord, sweep: Sweep, dtype: Dtype, mode: Mode, file: Declared) -> bool:
+def _refuses_everywhere(record: OpRecord, dtype: Dtype, mode: Mode, file: Declared) -> bool:
     """Whether it is Python, or a backward formula, that refuses the dtype, on the CPU and wherever else it was measured."""
     if _itself(record.op) in file.ops and not mode.endswith("backward"):
         return False  # a function in C++ may ask which device it is on: torch.fft does
-    measured = [sweep, *history("cuda")[-1:]]
-    found = [each.records[record.op] for each in measured if record.op in each.records]
-    failures = [each.failure(dtype, mode) for each in found if each.state(dtype, mode) == "none"]
-    return len(failures) == len(found) and all(failure is not None and failure.at is None for failure in failures)
+    on_cuda = (each.records[record.op] for each in history("cuda")[-1:] if record.op in each.records)
+    return all(_refuses_itself(each, dtype, mode) for each in (record, *on_cuda))
+
+
+def _refuses_itself(record: OpRecord, dtype: Dtype, mode: Mode) -> bool:
+    failure = record.failure(dtype, mode)
+    return failure is not None and failure.at is None and record.state(dtype, mode) == "none"
 
 
 def takes(row: Row, dtype: Dtype) -> bool | None:
