@@ -16,9 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowprec_check.catalog import changes, declared, measured, support
+from lowprec_check.catalog.fares import declared_fare
 from lowprec_check.catalog.names import bare, dtype_of, find
 from lowprec_check.catalog.records import (
     DTYPES,
+    LOW,
     MODES,
     CatalogError,
     Dtype,
@@ -291,8 +293,8 @@ def test_a_version_with_the_extension_is_one_of_its_own() -> None:
 
 
 def test_dot_on_xpu_went_from_the_cpu_to_a_kernel() -> None:
-    changed = {(change.op, change.dtype): change for change in changes.difference("2.8", "2.15", "xpu").gained}
-    dot = changed["dot", "float16"]
+    gained = changes.difference("2.8", "2.15", "xpu", "float16").gained
+    [dot] = [change for change in gained if change.op == "dot" and "forward" in change.modes]
     assert (dot.before, dot.before_on_cpu, dot.after, dot.after_on_cpu) == ("all", "wholly", "all", None)
     before = changes.gaps("xpu", "float16", "2.8")
     assert "dot" in before.on_cpu
@@ -302,10 +304,44 @@ def test_dot_on_xpu_went_from_the_cpu_to_a_kernel() -> None:
 
 def test_what_refuses_above_dispatch_refuses_on_xpu_too() -> None:
     missing = {missing.op: missing for missing in changes.gaps("xpu", "float16", "2.11").missing}
-    assert (missing["quantile"].at, missing["quantile"].registration) == ("quantile", "composite")
+    assert (missing["quantile"].at, missing["quantile"].message) == ("quantile", "does not take the dtype")
+    assert missing["signal.windows.hann"].at is None  # Python refuses
     assert missing["fft.rfft"].mended == "2.12"
     assert missing["linalg.matrix_norm"].states["forward"] == "some"  # only some norms need singular values
-    assert missing["linalg.svd"].registration == "fallback"
+    assert (missing["linalg.svd"].at, missing["linalg.svd"].message) == ("_linalg_svd", "on the CPU, no kernel there")
+
+
+@pytest.mark.parametrize("release", declared.releases())
+def test_what_is_declared_for_xpu_can_be(release: str) -> None:
+    """Half is never better than fp32, there is a backward only where there is a gradient, a reason wherever it fails."""
+    sweep = measured.at_release("cpu", release)
+    assert sweep is not None
+    for op, found in sweep.records.items():
+        for mode in MODES[:2]:
+            wide = declared_fare(op, release, "float32", mode)
+            for dtype in LOW:
+                fare = declared_fare(op, release, dtype, mode)
+                if fare is not None:
+                    assert wide is None or fare.rank <= wide.rank, (op, dtype, mode)
+                    assert found.samples[MODES.index(mode)]
+                    assert (fare.failure is None) == (fare.state == "all"), (op, dtype, mode)
+                    assert (fare.on_cpu is None) or fare.at
+
+
+def test_xpu_is_judged_by_what_that_release_dispatches() -> None:
+    [answer] = support.lookup("combinations", device="xpu", torch="2.8", dtype="float16")
+    [beside] = [a for a in support.lookup("combinations", torch="2.8", dtype="float16") if a.op == "combinations"]
+    assert answer.cells == [cell for cell in beside.cells if cell.device == "xpu"]
+    assert {cell.state for cell in answer.cells} == {"all"}  # nonzero_static came later
+    assert "cholesky" in changes.difference("2.8", "2.15", "xpu").only_before
+
+
+def test_a_scan_on_xpu_says_since_when() -> None:
+    dot = changes.mending("aten.angle.default", device="xpu", dtype="float16", torch="2.8.0+xpu")
+    assert str(dot) == "runs since torch 2.14"
+    cdist = changes.mending("aten._cdist_forward.default", device="xpu", dtype="float16", torch="2.13.0")
+    assert str(cdist) == f"fails up to torch {declared.releases()[-1]}"
+    assert changes.mending("aten.mm.default", device="xpu", dtype="float16", torch="2.13.0") is None
 
 
 def test_an_issue_of_half_is_not_shown_for_fp32() -> None:

@@ -71,13 +71,12 @@ def test_every_letter_is_in_the_legend(grid: dict[str, Line]) -> None:
 
 
 def test_why_is_said_for_the_dtype_and_each_device() -> None:
-    sweeps = [column.sweep for column in columns() if column.sweep]
-    said = why("cdist", "bfloat16", sweeps)
-    assert [line.partition(" ")[0] for line in said.splitlines()] == ["cpu", "cuda"]
+    said = why("cdist", "bfloat16", columns())
+    assert [line.partition(" ")[0] for line in said.splitlines()] == ["cpu", "cuda", "xpu"]
     assert "'BFloat16'" in said
     assert "Half" not in said
     assert "in the samples measured it runs only where" in said
-    assert why("angle", "float16", sweeps) == "cuda 2.11: \"angle_cuda\" not implemented for 'Half'"
+    assert why("angle", "float16", columns()) == "cuda 2.11: \"angle_cuda\" not implemented for 'Half'"
 
 
 # -- the document

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.declared import overload_name
-from lowprec_check.catalog.measured import history, sweep_of
+from lowprec_check.catalog.fares import WHY, takes
+from lowprec_check.catalog.measured import at_release, sweep_of
 from lowprec_check.catalog.records import MODES, Dtype, Failure, FailureKind, Mode, OpRecord, State
 from lowprec_check.catalog.support import mended_in
 from lowprec_check.structs import Struct
@@ -55,8 +56,7 @@ class AtenCatalog:
             known = declared.releases()
             self.declared = declared.load(release if release in known else known[-1])
         measured_on = "cpu" if device == "xpu" else device
-        same = next((sweep for sweep in history(measured_on) if sweep.release == release), None)
-        self.sweep = same or sweep_of(measured_on)
+        self.sweep = at_release(measured_on, release) or sweep_of(measured_on)
         self._dispatching: dict[str, list[_Seen]] = defaultdict(list)  # by overload, in any mode
         self._failing: dict[str, list[_Seen]] = defaultdict(list)
         for record in self.sweep.records.values():
@@ -120,20 +120,15 @@ class AtenCatalog:
         row = next((row for name in _spellings(op) if (row := file.row(name)) is not None), None)
         if row is None:
             return AtenSupport(state=None)
-        if row.registration == "none":
-            return AtenSupport(state="none", kind="no-backend-kernel", message="not registered for XPU")
         if row.registration == "fallback":
             on_cpu = self._measured_of(op)
             said = "computed on the CPU" + (f": {on_cpu.message}" if on_cpu.message else "")
             return AtenSupport(state=on_cpu.state, kind=on_cpu.kind, message=said, shown_by=on_cpu.shown_by)
-        takes = row.takes("half" if self.dtype == "float16" else "bfloat16")
-        if takes is None:
-            return AtenSupport(state=None)
-        return AtenSupport(
-            state="all" if takes else "none",
-            kind=None if takes else "missing-kernel",
-            message=None if takes else "its XPU kernel does not take this dtype",
-        )
+        taken = takes(row, self.dtype)
+        if taken is not False:
+            return AtenSupport(state="all" if taken else None)
+        kind, message = WHY[row.registration]
+        return AtenSupport(state="none", kind=kind, message=message)
 
 
 def _spellings(op: str) -> Iterator[str]:

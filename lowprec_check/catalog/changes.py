@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.declared import overload_name
-from lowprec_check.catalog.fares import Fare, OnCpu, declared_fare, to_blame
+from lowprec_check.catalog.fares import Fare, OnCpu, Rank, declared_fare, takes
 from lowprec_check.catalog.measured import Sweep, device_of, history, sweep_of
 from lowprec_check.catalog.records import LOW, MODES, Dtype, FailureKind, Mode, OpRecord, State
 from lowprec_check.catalog.support import declared_cells, mended_in
@@ -52,8 +52,6 @@ class MissingOp(Struct, frozen=True, kw_only=True):
     at: str | None = None
     message: str | None = None
     condition: str | None = None
-    registration: declared.Registration | None = None
-    """On XPU: how the aten op ``at`` is registered there."""
     mended: str | None = None
     """The later release from which on it runs in every mode that fails here."""
 
@@ -82,25 +80,25 @@ def difference(before: str, after: str, device: str = "cpu", dtype: Dtype | None
     """
     device = device_of(device)
     (before, olds), (after, news) = _fares(before, device), _fares(after, device)
-    changes: dict[tuple[str, Dtype, Fare, Fare], list[Mode]] = {}
+    changed: dict[tuple[str, Dtype, Rank, Rank], list[tuple[Mode, Fare, Fare]]] = {}
     for (op, low, mode), old in olds.items():
         new = news.get((op, low, mode))
-        if old is not None and new is not None and old != new and low == (dtype or low):
-            changes.setdefault((op, low, old, new), []).append(mode)
+        if old is not None and new is not None and old.rank != new.rank and low == (dtype or low):
+            changed.setdefault((op, low, old.rank, new.rank), []).append((mode, old, new))
     gained: list[Change] = []
     lost: list[Change] = []
-    for (op, low, old, new), modes in sorted(changes.items()):
-        (gained if new.rank > old.rank else lost).append(
-            Change(
-                op=op,
-                dtype=low,
-                modes=modes,
-                before=old.state,
-                after=new.state,
-                before_on_cpu=old.on_cpu,
-                after_on_cpu=new.on_cpu,
-            )
+    for (op, low, was, is_now), cells in sorted(changed.items(), key=lambda item: item[0]):
+        _, old, new = cells[0]
+        change = Change(
+            op=op,
+            dtype=low,
+            modes=[mode for mode, _, _ in cells],
+            before=old.state,
+            after=new.state,
+            before_on_cpu=old.on_cpu,
+            after_on_cpu=new.on_cpu,
         )
+        (gained if is_now > was else lost).append(change)
     ops = {op for op, _, _ in olds}, {op for op, _, _ in news}
     return Difference(
         device=device,
@@ -122,8 +120,8 @@ def _fares(version: str, device: str) -> tuple[str, dict[tuple[str, Dtype, Mode]
         return sweep.version, {cell: Fare(state) if state else None for cell, state in states.items()}
     release = declared.load(version).torch
     return release, {
-        (op, low, mode): declared_fare(record, release, low, mode)
-        for op, record in sweep_of("cpu").records.items()
+        (op, low, mode): declared_fare(op, release, low, mode)
+        for op in sweep_of("cpu", release).records
         for low in LOW
         for mode in MODES[:2]
     }
@@ -171,12 +169,9 @@ def _missing(sweep: Sweep, record: OpRecord, dtype: Dtype) -> MissingOp | None:
 
 def _declared_gaps(dtype: Dtype, torch: str | None) -> Gaps:
     file = declared.load(torch or declared.releases()[-1])
-    runnable = [
-        record
-        for record in sweep_of("cpu").records.values()
-        if (fare := declared_fare(record, file.torch, "float32", "forward")) is not None and fare.state != "none"
-    ]
-    fares = {record.op: [declared_fare(record, file.torch, dtype, mode) for mode in MODES[:2]] for record in runnable}
+    fp32 = {op: declared_fare(op, file.torch, "float32", "forward") for op in sweep_of("cpu", file.torch).records}
+    runnable = [op for op, fare in fp32.items() if fare is not None and fare.state != "none"]
+    fares = {op: [declared_fare(op, file.torch, dtype, mode) for mode in MODES[:2]] for op in runnable}
     failing = {op for op, both in fares.items() if any(fare is not None and fare.state != "all" for fare in both)}
     return Gaps(
         device="xpu",
@@ -184,22 +179,23 @@ def _declared_gaps(dtype: Dtype, torch: str | None) -> Gaps:
         dtype=dtype,
         evidence="declared",
         runnable=len(runnable),
-        missing=[_declared_missing(record, dtype, file) for record in runnable if record.op in failing],
+        missing=[_declared_missing(op, dtype, file.torch) for op in runnable if op in failing],
         on_cpu=sorted(
             op for op, both in fares.items() if op not in failing and any(fare and fare.on_cpu for fare in both)
         ),
     )
 
 
-def _declared_missing(record: OpRecord, dtype: Dtype, file: declared.Declared) -> MissingOp:
-    cells = declared_cells(record, (dtype,), file.torch)
+def _declared_missing(op: str, dtype: Dtype, release: str) -> MissingOp:
+    cells = declared_cells(op, (dtype,), release)
     failing = [cell for cell in cells if cell.state in ("some", "none")]
-    at = to_blame(record, file, dtype, failing[0].mode)
+    failure = failing[0].failure
     return MissingOp(
-        op=record.op,
+        op=op,
         states={cell.mode: cell.state for cell in cells},
-        at=at,
-        registration=file.ops[at].registration if at else None,
+        kind=failure.kind if failure else None,
+        at=failure.at if failure else None,
+        message=failure.message if failure else None,
         mended=_last([cell.mended for cell in failing]),
     )
 
@@ -232,9 +228,11 @@ def mending(
 ) -> Mending | None:
     """When the gap of an op call (``aten.linalg_inv_ex.default``, ``torch.fft.rfft``) is mended.
 
-    Told by the operators that fail in that very aten op in the sweep of the running version. ``None`` where that
-    version was not measured, or nothing failed so.
+    Told by the operators that fail in that very aten op in the sweep of the running version; on XPU by what is declared
+    of it. ``None`` where that version was not measured, or nothing failed so.
     """
+    if device == "xpu":
+        return _declared_mending(op, dtype, declared.release_of(torch))
     try:
         sweep = sweep_of(device, torch)
     except UsageError:
@@ -248,11 +246,25 @@ def mending(
     return None
 
 
+def _declared_mending(op: str, dtype: Dtype, release: str) -> Mending | None:
+    if release not in declared.releases():
+        return None
+    rows = {dated.torch: dated.row for dated in declared.history(op)}
+    runs = {other: row is not None and takes(row, dtype) is not False for other, row in rows.items()}
+    later = [other for other in declared.releases() if version_key(other) >= version_key(release)]
+    if rows[release] is None or runs[release]:
+        return None
+    since = None
+    for other in later:
+        since = (since or other) if runs[other] else None
+    return Mending(since, later[-1], [op])
+
+
 def _fails_so(record: OpRecord, op: str, dtype: Dtype, mode: Mode) -> bool:
     """Whether the record's operator fails in the aten op ``op``, or is the function ``op`` and fails."""
     failure = record.failure(dtype, mode)
     if failure is None:
         return False
-    function = re.sub(r"^torch\.(nn\.functional\.|Tensor\.)?", "", op)
+    function = re.sub(r"^torch\.(nn\.functional\.|functional\.|Tensor\.)?", "", op)
     named = op.startswith("torch.") and record.op.removeprefix("nn.functional.") == function
     return named or failure.at == overload_name(op)

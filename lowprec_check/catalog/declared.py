@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from lowprec_check.catalog.folder import data_folder
+from lowprec_check.catalog.tables import version_key
 from lowprec_check.errors import UsageError
 
 SCHEMA = 1
@@ -109,15 +110,11 @@ def has_extension(version: str) -> bool:
     return version.partition("+")[2].startswith("ipex")
 
 
-def _key(release: str) -> tuple[int, ...]:
-    return tuple(map(int, release.split(".")))
-
-
 @cache
 def releases(device: str = "xpu") -> tuple[str, ...]:
     """The releases that there is a file for, oldest first."""
     names = (re.fullmatch(rf"declared-{device}-(\d+\.\d+)\.json", path.name) for path in data_folder().iterdir())
-    return tuple(sorted((name[1] for name in names if name), key=_key))
+    return tuple(sorted((name[1] for name in names if name), key=version_key))
 
 
 @cache

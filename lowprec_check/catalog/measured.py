@@ -70,6 +70,11 @@ def history(device: str, extension: str | None = None) -> tuple[Sweep, ...]:
     return tuple({sweep.key: sweep for sweep in found}.values())
 
 
+def at_release(device: str, release: str) -> Sweep | None:
+    """The sweep of one release, ``2.13``, if it was measured on the device."""
+    return next((sweep for sweep in history(device) if sweep.release == release), None)
+
+
 def with_extension(device: str) -> tuple[Sweep, ...]:
     """The sweeps of one device that had an extension loaded."""
     return tuple(sweep for sweep in sweeps() if sweep.header.device == device and sweep.header.extension)

@@ -9,7 +9,7 @@ from lowprec_check.catalog import declared, known_issues
 from lowprec_check.catalog.declared import has_extension
 from lowprec_check.catalog.fares import OnCpu, declared_fare, dispatched
 from lowprec_check.catalog.known_issues import KnownIssue
-from lowprec_check.catalog.measured import Sweep, device_of, history, sweep_of, with_extension
+from lowprec_check.catalog.measured import Sweep, at_release, device_of, history, sweep_of, with_extension
 from lowprec_check.catalog.names import find
 from lowprec_check.catalog.records import LOW, MODES, SHORT, Dtype, Failure, Mode, OpRecord, State, Ulp
 from lowprec_check.structs import Struct
@@ -45,6 +45,8 @@ class Cell(Struct, frozen=True, kw_only=True):
     """On XPU: how the worst op that it dispatches is registered there."""
     on_cpu: OnCpu | None = None
     """On XPU, where it runs: whether it is copied to the CPU and back for it."""
+    at: str | None = None
+    """On XPU: the aten op that does not run there, or only on the CPU."""
     links: list[str] = []
 
 
@@ -64,7 +66,7 @@ def lookup(
     """What is known of every operator that ``query`` names; raises :class:`UsageError` where none is or nothing was measured."""
     device = device_of(device) if device else None
     chosen = _chosen(device, torch)
-    described = (chosen or [sweep_of("cpu")])[0].records
+    described = (chosen or [sweep_of("cpu", torch)])[0].records
     return [_answer(record, chosen, dtype, device, torch) for record in find(query, described)]
 
 
@@ -95,7 +97,7 @@ def _answer(
         for mode in MODES
     ]
     if device in (None, "xpu"):
-        cells += declared_cells(record, dtypes, torch)
+        cells += declared_cells(record.op, dtypes, torch)
     issues = {
         issue.id: issue
         for name in _own_names(record)
@@ -173,24 +175,26 @@ def _slower(sweep: Sweep, op: str, dtype: Dtype, mode: Mode) -> float | None:
 # -- declared for XPU
 
 
-def declared_cells(record: OpRecord, dtypes: Iterable[Dtype], torch: str | None) -> list[Cell]:
+def declared_cells(op: str, dtypes: Iterable[Dtype], torch: str | None) -> list[Cell]:
     """What is declared for XPU, forward and backward; nothing for releases without declarations."""
     known = declared.releases()
     release = declared.release_of(torch) if torch else known[-1] if known else None
     if release not in known or (torch and has_extension(torch)):
         return []
-    return [_declared_cell(record, release, dtype, mode) for dtype in dtypes for mode in MODES[:2]]
+    return [_declared_cell(op, release, dtype, mode) for dtype in dtypes for mode in MODES[:2]]
 
 
-def _declared_cell(record: OpRecord, release: str, dtype: Dtype, mode: Mode) -> Cell:
+def _declared_cell(op: str, release: str, dtype: Dtype, mode: Mode) -> Cell:
     releases, file = declared.releases(), declared.load(release)
-    fares = [declared_fare(record, other, dtype, mode) for other in releases]
+    fares = [declared_fare(op, other, dtype, mode) for other in releases]
     states = [fare and fare.state for fare in fares]
     here, mended = releases.index(release), None
-    first = _start_of_run(fares, here)
+    first = _start_of_run([fare and fare.rank for fare in fares], here)
     if states[here] in ("some", "none") and states[-1] == "all":
         mended = releases[_start_of_run(states, len(states) - 1)]
-    fare, names = fares[here], dispatched(record, mode, file)
+    fare, sweep = fares[here], at_release("cpu", release)
+    names = dispatched(sweep.records[op], mode, file) if sweep and op in sweep.records else []
+    telling = [fare.at] if fare and fare.at else names
     return Cell(
         device="xpu",
         torch=release,
@@ -203,7 +207,9 @@ def _declared_cell(record: OpRecord, release: str, dtype: Dtype, mode: Mode) -> 
         mended=mended,
         registration=file.worst(names) if names else None,
         on_cpu=fare.on_cpu if fare else None,
-        links=list(dict.fromkeys(link for name in names for link in file.evidence(file.ops[name])))[:3],
+        at=fare.at if fare else None,
+        failure=fare.failure if fare else None,
+        links=list(dict.fromkeys(link for name in telling for link in file.evidence(file.ops[name])))[:3],
     )
 
 

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 from lowprec_check.catalog import declared
-from lowprec_check.catalog.measured import history, sweep_of
+from lowprec_check.catalog.measured import at_release, history, sweep_of
 from lowprec_check.catalog.names import find
 from lowprec_check.catalog.records import Dtype, Failure, Header, Measured, Mode, OpRecord, State
 from lowprec_check.catalog.support import declared_cells, measured_cell, mended_in
@@ -29,8 +29,6 @@ class OpState(NamedTuple):
     failure: Failure | None = None
     mended: str | None = None
     """The later release of torch from which on it runs."""
-    registration: declared.Registration | None = None
-    """On XPU: how it is registered there."""
 
 
 class Support(NamedTuple):
@@ -103,14 +101,14 @@ def _from_catalog(asked: str, records: list[OpRecord], dtype: Dtype, device: str
     evidence: Evidence
     if device == "xpu":
         evidence, torch = "declared", release if release in declared.releases() else declared.releases()[-1]
-        cells = [(record.op, cell) for record in records for cell in declared_cells(record, (dtype,), torch)]
+        cells = [(record.op, cell) for record in records for cell in declared_cells(record.op, (dtype,), torch)]
     else:
-        sweep = next((s for s in history(device) if s.release == release), None) or sweep_of(device)
+        sweep = at_release(device, release) or sweep_of(device)
         evidence, torch = "measured", sweep.release
         known = [record.op for record in records if record.op in sweep.records]
         cells = [(op, measured_cell(sweep, op, dtype, mode)) for op in known for mode in modes]
     states = [
-        OpState(op, cell.mode, cell.state, cell.passed, cell.samples, cell.failure, cell.mended, cell.registration)
+        OpState(op, cell.mode, cell.state, cell.passed, cell.samples, cell.failure, cell.mended)
         for op, cell in cells
         if cell.mode in modes
     ]

@@ -72,19 +72,11 @@ def no_support_text(found: Support) -> str:
     return printed.text.rstrip("\n")
 
 
-_DECLARED = {
-    "native": "it has an XPU kernel, which does not take this dtype",
-    "composite": "it is made of operators of which one does not take this dtype",
-    "fallback": "it is computed on the CPU, which does not take this dtype either",
-    "none": "it is not registered for XPU, nor on its list of CPU fallbacks",
-}
-
-
 def _print_state(console: Console, state: OpState) -> None:
     samples = f", {state.passed} of {state.samples} samples" if state.samples else ""
     no_backward = state.state is None and state.mode == "backward"
     console.print(f"{state.op}  {state.mode}: {'it has none' if no_backward else _WORDS[state.state]}{samples}")
-    parts = [_DECLARED[state.registration]] if state.registration else []
+    parts = []
     if state.failure is not None:
         at = f" in {state.failure.at}" if state.failure.at else ""
         parts.append(f"{state.failure.kind}{at}: {shorten(state.failure.message)}{in_samples(state.failure.condition)}")

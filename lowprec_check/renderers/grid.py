@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,8 +10,8 @@ import msgspec
 
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.fares import Fare, OnCpu, declared_fare
-from lowprec_check.catalog.measured import Sweep, sweep_of, sweeps
-from lowprec_check.catalog.records import LOW, MODES, Dtype, Mode, OpRecord, State, in_samples
+from lowprec_check.catalog.measured import Sweep, sweeps
+from lowprec_check.catalog.records import LOW, MODES, Dtype, Mode, State, in_samples
 from lowprec_check.renderers.support_report import render_report
 from lowprec_check.structs import Struct
 
@@ -29,26 +28,33 @@ class Column(NamedTuple):
     label: str
     sweep: Sweep | None
 
-    def letter(self, op: str, described: OpRecord | None, dtype: Dtype, mode: Mode) -> str:
-        """How an operator fares there: all, some, none, not in fp32 either, wholly or partly on the CPU, or unknown.
-
-        What is declared is of the operator as it is ``described`` by the newest sweep of the CPU.
-        """
+    def letter(self, op: str, dtype: Dtype, mode: Mode) -> str:
+        """How an operator fares there: all, some, none, not in fp32 either, wholly or partly on the CPU, or unknown."""
         plain = MODES[MODES.index(mode) % 2]
-        fare, fp32 = (self._fare(op, described, d, m) for d, m in ((dtype, mode), ("float32", plain)))
+        fare, fp32 = (self.fare(op, d, m) for d, m in ((dtype, mode), ("float32", plain)))
         if fare is None:
             return _LETTER[None]
         if fare.state == "none" and (fp32 is None or fp32.state == "none"):
             return NOT_IN_FP32
         return _ON_CPU[fare.on_cpu] if fare.state == "all" else _LETTER[fare.state]
 
-    def _fare(self, op: str, described: OpRecord | None, dtype: Dtype, mode: Mode) -> Fare | None:
+    def fare(self, op: str, dtype: Dtype, mode: Mode) -> Fare | None:
+        """How it fares, as measured or as declared."""
         if self.sweep is not None:
             state = self.sweep.state(op, dtype, mode)
             return Fare(state) if state else None
-        if described is None or mode.startswith("autocast"):
-            return None
-        return declared_fare(described, self.label, dtype, mode)
+        return None if mode.startswith("autocast") else declared_fare(op, self.label, dtype, mode)
+
+    def failures(self, op: str, dtype: Dtype) -> list[str]:
+        """How it fails, each way once."""
+        if self.sweep is not None:
+            found = [failure.of(dtype) for failure in self.sweep.records[op].failures]
+            said = [failure.message + in_samples(failure.condition) for failure in found if failure]
+        else:
+            fares = [declared_fare(op, self.label, dtype, mode) for mode in MODES[:2]]
+            refused = [fare.failure for fare in fares if fare and fare.failure]
+            said = [f"{failure.at}: {failure.message}" if failure.at else failure.message for failure in refused]
+        return list(dict.fromkeys(said))
 
 
 class Line(Struct, frozen=True):
@@ -67,28 +73,23 @@ def columns() -> list[Column]:
 
 def lines(shown: list[Column]) -> list[Line]:
     """Every operator of which a sample runs in one of the sweeps, in any dtype."""
-    measured, on_cpu = [column.sweep for column in shown if column.sweep], sweep_of("cpu").records
+    measured = [column.sweep for column in shown if column.sweep]
     ops = {op for sweep in measured for op, record in sweep.records.items() if record.samples[0]}
     return [
         Line(
             op,
-            ["".join(column.letter(op, on_cpu.get(op), dtype, mode) for column in shown) for dtype, mode in CELLS],
-            [why(op, dtype, measured) for dtype in LOW],
+            ["".join(column.letter(op, dtype, mode) for column in shown) for dtype, mode in CELLS],
+            [why(op, dtype, shown) for dtype in LOW],
         )
         for op in sorted(ops)
     ]
 
 
-def why(op: str, dtype: Dtype, measured: Sequence[Sweep]) -> str:
-    """How it fails in the last sweep of each device that has it, extensions apart: a line a device."""
-    last = {sweep.header.device: sweep for sweep in measured if op in sweep.records and not sweep.header.extension}
-    told = []
-    for device, sweep in last.items():
-        failures = [failure for whole in sweep.records[op].failures if (failure := whole.of(dtype))]
-        said = dict.fromkeys(failure.message + in_samples(failure.condition) for failure in failures)
-        if said:
-            told.append(f"{device} {sweep.release}: {' · '.join(said)}")
-    return "\n".join(told)
+def why(op: str, dtype: Dtype, shown: list[Column]) -> str:
+    """How it fails in the last column of each device that has it, extensions apart: a line a device."""
+    last = {c.device: c for c in shown if not c.sweep or (op in c.sweep.records and not c.sweep.header.extension)}
+    told = ((f"{device} {column.label}", " · ".join(column.failures(op, dtype))) for device, column in last.items())
+    return "\n".join(f"{where}: {said}" for where, said in told if said)
 
 
 def render_grid() -> str:

@@ -64,7 +64,7 @@ def _support(cells: list[Cell]) -> Text:
     cell = min(known, key=lambda cell: order.index(cell.state or "all"))
     if cell.state == "all":
         words = f"since {'≤' if cell.since_oldest else ''}{cell.since}"
-        words = _ON_CPU[cell.on_cpu] if cell.on_cpu else words
+        words = "on the CPU" if cell.on_cpu == "wholly" else f"{cell.at} on the CPU" if cell.on_cpu else words
     elif cell.state == "some":
         words = f"{cell.passed} of {cell.samples}" if cell.samples else "in part"
     else:
@@ -90,7 +90,7 @@ def _times(cells: list[Cell]) -> str:
 
 def _evidence(cells: list[Cell]) -> str:
     registration = next((cell.registration for cell in cells if cell.registration), None)
-    return f"declared {registration}" if registration else cells[0].evidence
+    return f"declared {registration}" if registration not in (None, "composite") else cells[0].evidence
 
 
 def _failures(cells: list[Cell]) -> list[str]:
@@ -154,7 +154,9 @@ def render_gaps(found: Gaps, *, width: int = 100, color: bool = False) -> str:
         table = _table("operator", *(group[0] for group in groups), "from", "why")
         for missing in found.missing:
             shown = (_worst([missing.states.get(mode) for mode in group]) for group in groups)
-            table.add_row(missing.op, *shown, missing.mended or "–", _why(missing))
+            table.add_row(
+                missing.op, *shown, missing.mended or "–", _why(missing, declared=found.evidence == "declared")
+            )
         console.print(table)
         if found.on_cpu:
             what = f"{len(found.on_cpu)} more run, but copied to the CPU and back, at least in part"
@@ -167,20 +169,12 @@ def _worst(states: list[State | None]) -> Text:
     return Text(state or "–", style=_STYLE[state])
 
 
-def _why(missing: MissingOp) -> str:
+def _why(missing: MissingOp, *, declared: bool) -> str:
     itself = missing.at and missing.at.strip("_") == missing.op.rpartition("nn.functional.")[2].replace(".", "_")
-    if missing.registration is not None:
-        return ("" if itself else f"{missing.at}: ") + _WHY[missing.registration]
+    if declared:
+        return ("" if itself or missing.at is None else f"{missing.at}: ") + (missing.message or "")
     where = f" in {missing.at}" if missing.at else ""
     return f"{missing.kind}{where}{in_samples(missing.condition)}"
-
-
-_WHY = {
-    "none": "not registered",
-    "fallback": "on the CPU, no kernel there",
-    "native": "kernel without the dtype",
-    "composite": "refuses the dtype",
-}
 
 
 def _table(*columns: str) -> Table:

@@ -70,13 +70,11 @@ def _count(device: str, label: str, capability: str, ops: Iterable[str], state: 
 
 
 def _declared_count(release: str) -> list[object]:
-    described = sweep_of("cpu").records
-
     def state(op: str, dtype: Dtype, mode: Mode) -> State | None:
-        fare = None if mode.startswith("autocast") else declared_fare(described[op], release, dtype, mode)
+        fare = None if mode.startswith("autocast") else declared_fare(op, release, dtype, mode)
         return fare and fare.state
 
-    return _count("xpu", release, "declared", described, state)
+    return _count("xpu", release, "declared", sweep_of("cpu", release).records, state)
 
 
 def _missing(device: str) -> Iterator[str]:
@@ -93,7 +91,7 @@ def _missing(device: str) -> Iterator[str]:
         for missing in of_dtype.missing:
             states = [f"{mode}: {state}" for mode, state in missing.states.items() if state in ("some", "none")]
             rows.setdefault(missing.op, {})[dtype] = states
-            raised = f"`{missing.message}`" if missing.message else missing.registration or ""
+            raised = f"`{missing.at}`: {missing.message}" if device == "xpu" and missing.at else f"`{missing.message}`"
             why.setdefault(missing.op, raised + in_samples(missing.condition))
     yield from _table(
         ["operator", *(SHORT[dtype] for dtype in LOW), "why"],
