@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.known_issues import KnownIssue, known_issues, matching, of_precision
+from lowprec_check.catalog.measured import sweep_of
+from lowprec_check.catalog.names import function_name
+from lowprec_check.catalog.support import lookup
 from lowprec_check.errors import UsageError
+from lowprec_check.renderers.support import render_answers
 from lowprec_check.rules import RULES
 
 # The threads that the catalog must have.
@@ -68,6 +72,7 @@ def test_versions(torch: str, first: str | None) -> None:
     [
         ("ipex-673", {"op": "aten::dot", "model": "Whitening", "message": "\"dot\" not implemented for 'Half'", "device": "xpu:0"}),
         ("torch-xpu-ops-2615", {"op": "aten.fft_rfft.default", "device": "xpu", "code": "LP102", "message": "Unsupported dtype Half"}),
+        ("torch-xpu-ops-2615", {"op": "torch.fft.rfft", "device": "xpu", "code": "LP102", "message": "Unsupported dtype Half"}),
         ("pytorch-70664", {"op": "aten._fft_r2c", "device": "cuda", "dtype": "half"}),
         ("pytorch-48245", {"op": "aten.cholesky", "device": "cpu", "code": "LP101", "message": "\"cholesky_cpu\" not implemented for 'Half'"}),
         ("transformers-5651", {"model": "T5ForConditionalGeneration", "code": "LP201", "dtype": "half"}),
@@ -115,6 +120,44 @@ def test_matches_keep_to_their_bounds(criteria: dict[str, str]) -> None:
         assert issue.in_torch(criteria["torch"]) if "torch" in criteria else True
         if issue.ops and not issue.models and "op" in criteria:
             assert declared.overload_name(criteria["op"]) in issue.ops
+
+
+@pytest.mark.parametrize(
+    ("op", "issue"),
+    [
+        ("fft.rfft", "torch-xpu-ops-2615"),
+        ("fft.rfft", "pytorch-70664"),
+        ("fft.hfft", "pytorch-70664"),
+        ("special.erfcx", "torch-xpu-ops-1338"),
+        ("special.ndtri", "torch-xpu-ops-1338"),
+        ("F.conv2d", "pytorch-146508"),
+        ("matmul", "pytorch-146508"),
+        ("linalg.inv_ex", "torch-xpu-ops-1887"),
+        ("linalg.inv", "torch-xpu-ops-1887"),
+        ("linalg.pinv.hermitian", "torch-xpu-ops-1902"),
+        ("linalg.qr", "pytorch-99710"),
+        ("F.grid_sample", "pytorch-132715"),
+    ],
+)
+def test_an_operator_shows_what_is_reported_of_it(op: str, issue: str) -> None:
+    shown = {issue.id: answer for answer in lookup(op) for issue in answer.issues}
+    assert issue in shown
+    devices = next(known.devices for known in known_issues() if known.id == issue)
+    assert f"reported for {', '.join(devices)}: " in render_answers([shown[issue]])
+
+
+def test_an_operator_shows_nothing_of_its_namesakes() -> None:
+    assert lookup("linalg.polar")[0].issues == []
+    assert lookup("full")[0].issues != []
+    assert lookup("cumsum")[0].issues == []
+
+
+def test_every_issue_of_an_operator_is_shown_by_one() -> None:
+    records = sweep_of("cpu").records
+    described = {function_name(op) for op in records}
+    for issue in known_issues():
+        for op in {function_name(op) for op in issue.ops} & described:
+            assert any(issue in answer.issues for answer in lookup(op)), (issue.id, op)
 
 
 def test_precisions() -> None:

@@ -9,6 +9,7 @@ from lowprec_check.catalog import declared
 from lowprec_check.catalog.declared import overload_name
 from lowprec_check.catalog.fares import Fare, OnCpu, Rank, declared_fare, takes
 from lowprec_check.catalog.measured import Sweep, device_of, history, sweep_of
+from lowprec_check.catalog.names import AnyDevice, AnyDtype, dtype_of, kind_of
 from lowprec_check.catalog.records import LOW, MODES, Dtype, FailureKind, Mode, OpRecord, State
 from lowprec_check.catalog.support import declared_cells, mended_in
 from lowprec_check.catalog.tables import version_key
@@ -73,17 +74,17 @@ class Gaps(Struct, frozen=True, kw_only=True):
 # -- the difference of two versions
 
 
-def difference(before: str, after: str, device: str = "cpu", dtype: Dtype | None = None) -> Difference:
+def difference(before: str, after: str, device: AnyDevice = "cpu", dtype: AnyDtype | None = None) -> Difference:
     """What was gained and lost from one version (``2.13``, ``2.8+ipex``) to another, which may be an older one.
 
     Raises :class:`UsageError` where one was not measured.
     """
-    device = device_of(device)
-    (before, olds), (after, news) = _fares(before, device), _fares(after, device)
+    kind, only = device_of(device), None if dtype is None else _low(dtype)
+    (before, olds), (after, news) = _fares(before, kind), _fares(after, kind)
     changed: dict[tuple[str, Dtype, Rank, Rank], list[tuple[Mode, Fare, Fare]]] = {}
     for (op, low, mode), old in olds.items():
         new = news.get((op, low, mode))
-        if old is not None and new is not None and old.rank != new.rank and low == (dtype or low):
+        if old is not None and new is not None and old.rank != new.rank and low == (only or low):
             changed.setdefault((op, low, old.rank, new.rank), []).append((mode, old, new))
     gained: list[Change] = []
     lost: list[Change] = []
@@ -101,10 +102,10 @@ def difference(before: str, after: str, device: str = "cpu", dtype: Dtype | None
         (gained if is_now > was else lost).append(change)
     ops = {op for op, _, _ in olds}, {op for op, _, _ in news}
     return Difference(
-        device=device,
+        device=kind,
         before=before,
         after=after,
-        evidence="declared" if device == "xpu" else "measured",
+        evidence="declared" if kind == "xpu" else "measured",
         gained=gained,
         lost=lost,
         only_before=sorted(ops[0] - ops[1]),
@@ -130,12 +131,17 @@ def _fares(version: str, device: str) -> tuple[str, dict[tuple[str, Dtype, Mode]
 # -- what is missing
 
 
-def gaps(device: str = "cpu", dtype: Dtype = "float16", torch: str | None = None) -> Gaps:
+def gaps(device: AnyDevice = "cpu", dtype: AnyDtype = "float16", torch: str | None = None) -> Gaps:
     """Operators that run in fp32 on the device and not, or not always, in ``dtype``; newest version without ``torch``."""
-    if dtype == "float32":
-        raise UsageError("Gaps are what fp32 can and a lower precision cannot.", "Give --dtype half or bfloat16.")
-    device = device_of(device)
-    return _declared_gaps(dtype, torch) if device == "xpu" else _measured_gaps(sweep_of(device, torch), dtype)
+    kind, low = device_of(device), _low(dtype)
+    return _declared_gaps(low, torch) if kind == "xpu" else _measured_gaps(sweep_of(kind, torch), low)
+
+
+def _low(dtype: AnyDtype) -> Dtype:
+    low = dtype_of(dtype)
+    if low not in LOW:
+        raise UsageError("What a lower precision can is told beside what fp32 can.", "Give --dtype half or bfloat16.")
+    return low
 
 
 def _measured_gaps(sweep: Sweep, dtype: Dtype) -> Gaps:
@@ -224,25 +230,27 @@ class Mending(NamedTuple):
 
 
 def mending(
-    op: str, *, device: str, dtype: Dtype, torch: str, phase: str = "forward", autocast: bool = False
+    op: str, *, device: AnyDevice, dtype: AnyDtype, torch: str, phase: str = "forward", autocast: bool = False
 ) -> Mending | None:
     """When the gap of an op call (``aten.linalg_inv_ex.default``, ``torch.fft.rfft``) is mended.
 
     Told by the operators that fail in that very aten op in the sweep of the running version; on XPU by what is declared
-    of it. ``None`` where that version was not measured, or nothing failed so.
+    of it. ``None`` where that version was not measured on the device, or nothing failed so.
     """
-    if device == "xpu":
-        return _declared_mending(op, dtype, declared.release_of(torch))
+    kind, low = kind_of(device), dtype_of(dtype)
+    release = declared.release_of(torch)  # raises for what is no version
+    if kind == "xpu":
+        return _declared_mending(op, low, release)
     try:
-        sweep = sweep_of(device, torch)
+        sweep = sweep_of(kind, torch)
     except UsageError:
         return None
     plain: Mode = "backward" if phase == "backward" else "forward"
     under_autocast: Mode = "autocast-backward" if phase == "backward" else "autocast"
     for mode in (under_autocast, plain) if autocast else (plain,):
-        ops = [record.op for record in sweep.records.values() if _fails_so(record, op, dtype, mode)]
+        ops = [record.op for record in sweep.records.values() if _fails_so(record, op, low, mode)]
         if ops:
-            return Mending(mended_in(sweep, ops, dtype, mode), history(device)[-1].release, ops)
+            return Mending(mended_in(sweep, ops, low, mode), history(kind)[-1].release, ops)
     return None
 
 

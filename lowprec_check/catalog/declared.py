@@ -98,8 +98,8 @@ def overload_name(op: str) -> str:
 
 
 def release_of(version: str) -> str:
-    """`2.13.0+cpu` is of release `2.13`."""
-    found = re.match(r"(\d+)\.(\d+)", version)
+    """`2.13.0+cpu` and `v2.13` are of release `2.13`."""
+    found = re.match(r"v?(\d+)\.(\d+)", version)
     if found is None:
         raise UsageError(f"{version!r} is no version of torch.", "Give one like 2.13 or 2.13.0.")
     return f"{found[1]}.{found[2]}"

@@ -14,12 +14,14 @@ from typing import Literal
 
 import msgspec
 
-from lowprec_check.catalog.declared import overload_name
+from lowprec_check.catalog.declared import release_of
 from lowprec_check.catalog.folder import data_folder
+from lowprec_check.catalog.names import AnyDevice, AnyDtype, dtype_of, function_name, kind_of
+from lowprec_check.catalog.records import SHORT
 from lowprec_check.catalog.tables import read_tables, version_key
 from lowprec_check.errors import UsageError
 
-Dtype = Literal["half", "bfloat16"]
+LowDtype = Literal["half", "bfloat16"]
 Device = Literal["cpu", "xpu", "cuda", "mps"]
 Way = Literal["cast", "autocast"]
 
@@ -37,7 +39,7 @@ class KnownIssue(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Base names of aten ops, without a namespace: `dot`."""
     models: list[str] = []
     devices: list[Device] = []
-    dtypes: list[Dtype] = []
+    dtypes: list[LowDtype] = []
     ways: list[Way] = []
     """How the model came to low precision: a blanket cast, or autocast."""
     codes: list[str] = []
@@ -100,8 +102,8 @@ def matching(
     *,
     op: str | None = None,
     model: str | None = None,
-    device: str | None = None,
-    dtype: str | None = None,
+    device: AnyDevice | None = None,
+    dtype: AnyDtype | None = None,
     way: Way | None = None,
     torch: str | None = None,
     code: str | None = None,
@@ -109,22 +111,27 @@ def matching(
 ) -> list[KnownIssue]:
     """The issues that nothing given contradicts, those that most of it speaks for first.
 
-    `op` may be written as `aten.dot.default`, `aten::dot` or `dot` (variants count as their op: `dot.out`, `add_`);
+    `op` may be written as `aten.dot.default`, `aten::dot`, `dot` or `torch.fft.rfft` (variants count as their op: `dot.out`, `add_`);
     `model` is a class's name; `torch` a version, `2.13.0+cpu`; `code` a diagnostic code. A criterion that is left out is not
-    looked at. With none of `op`, `model`, `code` and `message`, an issue need not name any of them.
+    looked at. With none of `op`, `model`, `code` and `message`, an issue need not name any of them. Raises :class:`UsageError`
+    for a device, dtype or version that there is not.
     """
+    function = None if op is None else function_name(op)
+    kind = None if device is None else kind_of(device)
+    low = None if dtype is None else SHORT[dtype_of(dtype)]
+    release = None if torch is None else release_of(torch)
     found = []
     for issue in known_issues():
-        named = _is(_base(op), [_base(name) for name in issue.ops]), _begins(model, issue.models)
+        named = _is(function, [function_name(name) for name in issue.ops]), _begins(model, issue.models)
         said = None if message is None or issue.message is None else bool(re.search(issue.message, message))
         coded = _is(code, issue.codes)
         told = [
             said,
             coded,
-            _is(device and device.partition(":")[0], issue.devices),
-            _is(dtype, issue.dtypes),
+            _is(kind, issue.devices),
+            _is(low, issue.dtypes),
             _is(way, issue.ways),
-            None if torch is None else issue.in_torch(torch),
+            None if release is None else issue.in_torch(release),
         ]
         asked = any(criterion is not None for criterion in (op, model, code, message))
         if False not in told and (not asked or _speaks_of(named, said, coded, bool(issue.ops or issue.models))):
@@ -141,18 +148,11 @@ def _speaks_of(named: tuple[bool | None, bool | None], said: bool | None, coded:
     return bool(said or coded)
 
 
-def of_precision(precision: str) -> tuple[Dtype | None, Way | None]:
+def of_precision(precision: str) -> tuple[LowDtype | None, Way | None]:
     """The dtype and the way of a run's precision: `autocast-bf16` is (`bfloat16`, `autocast`)."""
-    names: dict[str, Dtype] = {"half": "half", "fp16": "half", "bfloat16": "bfloat16", "bf16": "bfloat16"}
+    names: dict[str, LowDtype] = {"half": "half", "fp16": "half", "bfloat16": "bfloat16", "bf16": "bfloat16"}
     dtype = names.get(precision.removeprefix("autocast-"))
     return dtype, (("autocast" if precision.startswith("autocast-") else "cast") if dtype else None)
-
-
-def _base(op: str | None) -> str | None:
-    if op is None:
-        return None
-    name = overload_name(op).partition(".")[0]
-    return name if name.endswith("__") else name.removesuffix("_")
 
 
 def _is(value: str | None, names: Sequence[str | None]) -> bool | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lowprec_check.catalog.declared import has_extension, release_of
 from lowprec_check.catalog.folder import data_folder
+from lowprec_check.catalog.names import AnyDevice
 from lowprec_check.catalog.records import Dtype, Lines, Mode, OpTimes, State, read_records, read_times
 from lowprec_check.catalog.tables import version_key
 from lowprec_check.errors import UsageError
@@ -80,15 +81,16 @@ def with_extension(device: str) -> tuple[Sweep, ...]:
     return tuple(sweep for sweep in sweeps() if sweep.header.device == device and sweep.header.extension)
 
 
-def device_of(name: str) -> str:
+def device_of(device: AnyDevice) -> str:
     """``cuda:0`` is ``cuda``; raises :class:`UsageError` for a device that nothing is known of."""
-    device = name.strip().lower().partition(":")[0]
+    name = str(device).strip()
+    kind = name.lower().partition(":")[0]
     measured = sorted({sweep.header.device for sweep in sweeps()})
-    if device not in (*measured, "xpu"):
+    if kind not in (*measured, "xpu"):
         raise UsageError(
             f"Nothing is known of the device {name!r}.", f"Measured: {', '.join(measured) or 'none'}; declared: xpu."
         )
-    return device
+    return kind
 
 
 def sweep_of(device: str, version: str | None = None) -> Sweep:

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from lowprec_check.catalog.aliases import ALIASES, functions_of, why_unmeasured
 from lowprec_check.catalog.records import Dtype, OpRecord
 from lowprec_check.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+AnyDtype: TypeAlias = "str | torch.dtype"
+AnyDevice: TypeAlias = "str | torch.device"
 
 _DTYPES: dict[str, Dtype] = {
     "half": "float16",
@@ -19,17 +27,27 @@ _DTYPES: dict[str, Dtype] = {
     "float": "float32",
     "float32": "float32",
 }
+_KINDS = ("cpu", "cuda", "xpu", "mps")
+_SPACES = {"linalg", "fft", "special", "masked", "sparse", "signal", "windows", "nn", "ops"}
 _PREFIX = re.compile(
     r"^(torch\.ops\.)?aten(::|\.)|^(torch\.)?(nn\.functional|nn\.init|nn|Tensor)\.|^(F|torch)\.(?!ops\.)", re.IGNORECASE
 )
 
 
-def dtype_of(name: str) -> Dtype:
+def dtype_of(dtype: AnyDtype) -> Dtype:
     """``half``, ``fp16``, ``torch.float16`` are ``float16``; raises :class:`UsageError` for others."""
-    found = _DTYPES.get(name.removeprefix("torch.").lower())
+    found = _DTYPES.get(str(dtype).strip().lower().removeprefix("torch."))
     if found is None:
-        raise UsageError(f"{name!r} is no dtype of the catalog.", "There are half, bfloat16 and fp32.")
+        raise UsageError(f"{str(dtype)!r} is no dtype of the catalog.", "There are half, bfloat16 and fp32.")
     return found
+
+
+def kind_of(device: AnyDevice) -> str:
+    """``cuda:0`` is ``cuda``; raises :class:`UsageError` for what is no device."""
+    kind = str(device).strip().lower().partition(":")[0]
+    if kind not in _KINDS:
+        raise UsageError(f"{str(device)!r} is no device of the catalog.", f"There are {', '.join(_KINDS)}.")
+    return kind
 
 
 def bare(name: str) -> str:
@@ -38,48 +56,96 @@ def bare(name: str) -> str:
     return _PREFIX.sub("", name)
 
 
-def find(query: str, records: Mapping[str, OpRecord]) -> list[OpRecord]:
-    """The operators that ``query`` names, the best match first.
+def function_name(op: str) -> str:
+    """The function of an operator, as aten calls it: ``fft_rfft`` for ``torch.fft.rfft``, ``std`` for ``std.unbiased``, ``add`` for ``add_.Tensor``."""
+    parts = bare(op).split(".")
+    spaces = 2 if parts[:2] == ["signal", "windows"] else int(parts[0] in _SPACES)
+    return _functional("_".join(parts[: spaces + 1]))
 
-    An exact name (``linalg.svd``); else every operator whose last part it is, variants included (``svd``: ``svd``, ``linalg.svd``),
-    or else every one that dispatches an aten op of that name (``_linalg_svd``), or that a module is called after
-    (``LayerNorm``, ``BatchNorm2d``). Raises :class:`UsageError` with the nearest names where there is none.
+
+class Found(NamedTuple):
+    """The operators that a name stands for."""
+
+    records: list[OpRecord]
+    """The best match first."""
+    dispatching: str | None = None
+    """The aten op of that name, where it is no operator itself, and these dispatch it."""
+
+
+def find(query: str, records: Mapping[str, OpRecord]) -> list[OpRecord]:
+    """The operators that ``query`` names, as :func:`search` finds them."""
+    return search(query, records).records
+
+
+def search(query: str, records: Mapping[str, OpRecord]) -> Found:
+    """The operators that ``query`` names.
+
+    An exact name (``linalg.svd``); else every operator that the module calls (``LayerNorm``), or whose last part it is, variants
+    included (``svd``: ``svd``, ``linalg.svd``), if need be without overload and the mark of what works in place
+    (``aten::add_.Tensor``), or by its other name (``clip``); or else every one that dispatches an aten op of that name, in training too
+    (``_linalg_svd``, ``gelu_backward``). Raises :class:`UsageError` with the nearest names where there is none.
     """
-    asked = query.strip().removeprefix("torch.").removesuffix("()")
-    wanted = bare(query).lower()
+    asked = re.sub(r"^F\.", "nn.functional.", query.strip().removeprefix("torch.").removesuffix("()"))
     if asked in records and "." in asked:
-        return [records[asked]]
-    found = (
-        [op for op in records if wanted in _last_parts(op)]
-        or [op for op, record in records.items() if wanted in _aten_names(record)]
-        or _functions_of(wanted, records)
-    )
-    if not found:
-        raise UsageError(f"The catalog knows no operator {query!r}.", _suggestion(wanted, list(records)))
-    return [records[op] for op in sorted(found, key=lambda op: (op != asked, len(op)))]
+        return Found([records[asked]])
+    name = bare(query)
+    is_module = name[:1].isupper() and not name.isupper()
+    searches = (functions_of, _named) if is_module else (_named, functions_of)
+    found = next(filter(None, (named(name, records) for named in searches)), [])
+    dispatching = [] if found else _dispatching(name, records)
+    if not found and not dispatching:
+        raise _unknown(query, name, records)
+    ordered = sorted(found or dispatching, key=lambda op: (op != asked, len(op)))
+    return Found([records[op] for op in ordered], None if found else _without_overload(name))
+
+
+def _named(name: str, records: Mapping[str, OpRecord]) -> list[str]:
+    parts = {op: _last_parts(op) for op in records}
+    tried = ([op for op in parts if spelling in parts[op]] for spelling in _spellings(name))
+    return next(filter(None, tried), [])
+
+
+def _dispatching(name: str, records: Mapping[str, OpRecord]) -> list[str]:
+    ops = {op: {*record.aten, *record.backward_aten} for op, record in records.items()}
+    aten = {
+        op: {form.lower() for name in names for form in (name, name.partition(".")[0])} for op, names in ops.items()
+    }
+    tried = ([op for op in aten if spelling in aten[op]] for spelling in _spellings(name))
+    return next(filter(None, tried), [])
+
+
+def _spellings(name: str) -> Iterator[str]:
+    """The name, then without overload, then without the mark of what works in place, then what is another name for it."""
+    name = name.lower()
+    yield name
+    yield (base := _without_overload(name))
+    yield (functional := _functional(base))
+    yield ALIASES.get(functional, functional)
+    own = re.sub(r"^special[._]", "", functional)
+    yield ALIASES.get(own, own)
+
+
+def _without_overload(name: str) -> str:
+    head, dot, _ = name.partition(".")
+    return name if not dot or head in _SPACES else head
+
+
+def _functional(name: str) -> str:
+    return name if name.endswith("__") else name.removesuffix("_")
 
 
 def _last_parts(op: str) -> set[str]:
-    """What an operator may be called by: ``nn.functional.conv2d`` is ``conv2d``, ``std.unbiased`` is ``std``, ``std.unbiased``."""
+    """What an operator may be called by: ``nn.functional.conv2d`` is ``conv2d``, ``std.unbiased`` is ``std``, ``fft.rfft`` is ``fft_rfft``."""
     short = bare(op).lower()
     head, _, tail = short.rpartition(".")
-    return {op.lower(), short, tail, *([head] if head and "." not in head and head not in _SPACES else [])}
+    base = {head} if head and head.rpartition(".")[2] not in _SPACES else set()
+    return {op.lower(), short, tail, short.replace(".", "_"), *base}
 
 
-_SPACES = {"linalg", "fft", "special", "masked", "sparse", "signal", "nn", "ops"}
-
-
-def _aten_names(record: OpRecord) -> set[str]:
-    return {form for name in record.aten for form in (name.lower(), name.partition(".")[0].lower())}
-
-
-def _functions_of(module: str, ops: Iterable[str]) -> list[str]:
-    """The functional forms of a module of ``torch.nn``, ``nn.functional.batch_norm`` for ``batchnorm2d``."""
-    functions = {
-        op: op.removeprefix("nn.functional.").replace("_", "") for op in ops if op.startswith("nn.functional.")
-    }
-    exact = [op for op, function in functions.items() if function == module]
-    return exact or [op for op, function in functions.items() if function == re.sub(r"\dd$", "", module)]
+def _unknown(query: str, name: str, records: Mapping[str, OpRecord]) -> UsageError:
+    if why := why_unmeasured(name):
+        return UsageError(f"{query} {why[0]}", why[1])
+    return UsageError(f"The catalog knows no operator {query!r}.", _suggestion(name.lower(), list(records)))
 
 
 def _suggestion(wanted: str, ops: list[str]) -> str:

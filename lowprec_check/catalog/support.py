@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from lowprec_check.catalog import declared, known_issues
+from lowprec_check.catalog.aliases import ALIASES
 from lowprec_check.catalog.declared import has_extension
 from lowprec_check.catalog.fares import OnCpu, declared_fare, dispatched
 from lowprec_check.catalog.known_issues import KnownIssue
 from lowprec_check.catalog.measured import Sweep, at_release, device_of, history, sweep_of, with_extension
-from lowprec_check.catalog.names import find
-from lowprec_check.catalog.records import LOW, MODES, SHORT, Dtype, Failure, Mode, OpRecord, State, Ulp
+from lowprec_check.catalog.names import AnyDevice, AnyDtype, dtype_of, function_name, search
+from lowprec_check.catalog.records import LOW, MODES, Dtype, Failure, Mode, OpRecord, State, Ulp
 from lowprec_check.structs import Struct
 
 Evidence = Literal["measured", "declared"]
@@ -58,16 +60,22 @@ class OpAnswer(Struct, frozen=True, kw_only=True):
     note: str | None = None
     cells: list[Cell]
     issues: list[KnownIssue]
+    dispatching: str | None = None
+    """The aten op that was asked for, where it is no operator of its own and this one dispatches it."""
+    elsewhere: dict[str, list[str]] = {}
+    """Devices that the version asked for is not known on, with the versions that are."""
 
 
 def lookup(
-    query: str, *, device: str | None = None, dtype: Dtype | None = None, torch: str | None = None
+    query: str, *, device: AnyDevice | None = None, dtype: AnyDtype | None = None, torch: str | None = None
 ) -> list[OpAnswer]:
     """What is known of every operator that ``query`` names; raises :class:`UsageError` where none is or nothing was measured."""
-    device = device_of(device) if device else None
-    chosen = _chosen(device, torch)
-    described = (chosen or [sweep_of("cpu", torch)])[0].records
-    return [_answer(record, chosen, dtype, device, torch) for record in find(query, described)]
+    kind = None if device is None else device_of(device)
+    low = None if dtype is None else dtype_of(dtype)
+    chosen = _chosen(kind, torch)
+    found = search(query, (chosen or [sweep_of("cpu", torch)])[0].records)
+    elsewhere = _elsewhere(chosen, torch) if torch and kind is None else {}
+    return [_answer(record, chosen, low, kind, torch, found.dispatching, elsewhere) for record in found.records]
 
 
 def _chosen(device: str | None, torch: str | None) -> list[Sweep]:
@@ -85,8 +93,23 @@ def _chosen(device: str | None, torch: str | None) -> list[Sweep]:
     return found
 
 
+def _elsewhere(chosen: Sequence[Sweep], torch: str) -> dict[str, list[str]]:
+    """The devices that a version is not known on, with the versions that are."""
+    there = {sweep.header.device for sweep in chosen}
+    known = {name: [sweep.version for sweep in history(name)] for name in ("cpu", "cuda")}
+    if has_extension(torch) or declared.release_of(torch) not in declared.releases():
+        known["xpu"] = list(declared.releases())
+    return {name: versions for name, versions in known.items() if versions and name not in there}
+
+
 def _answer(
-    record: OpRecord, chosen: Sequence[Sweep], dtype: Dtype | None, device: str | None, torch: str | None
+    record: OpRecord,
+    chosen: Sequence[Sweep],
+    dtype: Dtype | None,
+    device: str | None,
+    torch: str | None,
+    dispatching: str | None,
+    elsewhere: dict[str, list[str]],
 ) -> OpAnswer:
     dtypes = (dtype,) if dtype else LOW
     cells = [
@@ -101,18 +124,30 @@ def _answer(
     issues = {
         issue.id: issue
         for name in _own_names(record)
-        for issue in known_issues.matching(op=name, device=device, dtype=dtype and SHORT[dtype], torch=torch)
+        for issue in known_issues.matching(op=name, device=device, dtype=dtype, torch=torch)
     }
-    return OpAnswer(op=record.op, aten=record.aten, note=record.note, cells=cells, issues=list(issues.values()))
+    return OpAnswer(
+        op=record.op,
+        aten=record.aten,
+        note=record.note,
+        cells=cells,
+        issues=list(issues.values()),
+        dispatching=dispatching,
+        elsewhere=elsewhere,
+    )
 
 
 def _own_names(record: OpRecord) -> list[str]:
     """What an operator is called, and those of its aten ops that are itself: not the `full` that half of them dispatch."""
-    parts = record.op.removeprefix("nn.functional.").split(".")
-    own = parts[0] if record.op.startswith("nn.functional.") else parts[-1]
-    bare = {name.partition(".")[0] for name in record.aten} | {record.op.replace(".", "_")}
-    itself = (name for name in bare if name.strip("_").removeprefix("linalg_").removesuffix("_ex") == own)
-    return list(dict.fromkeys([own, *sorted(itself)]))
+    own = function_name(record.op)
+    aliases = {alias for alias, name in ALIASES.items() if function_name(name) == own}
+    itself = {name for name in map(function_name, record.aten) if _core(name) == _core(own)}
+    return [own, *sorted((aliases | itself) - {own})]
+
+
+def _core(name: str) -> str:
+    """``svd`` of ``_linalg_svd``, ``inv`` of ``linalg_inv_ex``."""
+    return re.sub(r"^_*((linalg|fft|special)_)?|(_ex)?_*$", "", name)
 
 
 # -- measured

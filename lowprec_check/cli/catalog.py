@@ -41,16 +41,15 @@ def build(
 @catalog.command()
 def diff(
     before: Annotated[str, typer.Argument(metavar="BEFORE", help="A release of torch, 2.8.")],
-    after: Annotated[str, typer.Argument(metavar="AFTER", help="A later one, 2.13.")],
+    after: Annotated[str, typer.Argument(metavar="AFTER", help="Another, 2.13; it may be an older one.")],
     device: OneDevice = "cpu",
     dtype: Annotated[str | None, typer.Option(help="half or bfloat16; both by default.")] = None,
     json: Json = False,
 ) -> None:
     """Say what operators gained and lost from one torch to another."""
     from lowprec_check.catalog.changes import difference
-    from lowprec_check.catalog.names import dtype_of
 
-    found = difference(before, after, device, dtype_of(dtype) if dtype else None)
+    found = difference(before, after, device, dtype)
     if json:
         print_json(found)
         return
@@ -68,9 +67,8 @@ def gaps(
 ) -> None:
     """List the operators that run in fp32 and not, or not always, in a lower precision."""
     from lowprec_check.catalog.changes import gaps as find_gaps
-    from lowprec_check.catalog.names import dtype_of
 
-    found = find_gaps(device, dtype_of(dtype), torch)
+    found = find_gaps(device, dtype, torch)
     if json:
         print_json(found)
         return

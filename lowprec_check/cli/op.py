@@ -23,10 +23,9 @@ def op(
     json: Json = False,
 ) -> None:
     """Say whether an operator runs in a dtype on a device, since which torch, how exactly and how fast."""
-    from lowprec_check.catalog.names import dtype_of
     from lowprec_check.catalog.support import lookup
 
-    answers = lookup(name, device=device, dtype=dtype_of(dtype) if dtype else None, torch=torch)
+    answers = lookup(name, device=device, dtype=dtype, torch=torch)
     if json:
         print_json(answers)
         return

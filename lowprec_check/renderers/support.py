@@ -26,10 +26,15 @@ _GROUPS: tuple[tuple[Mode, ...], ...] = (("forward",), ("backward",), ("autocast
 def render_answers(answers: Sequence[OpAnswer], *, width: int = 100, color: bool = False) -> str:
     """A table an operator: devices × dtypes × modes, then how it fails and what is known."""
     with screen(width, color) as (console, printed):
+        if dispatching := answers[0].dispatching:
+            console.print(Text(f"{dispatching} is no operator of its own here; these dispatch it:\n", style="yellow"))
         for answer in answers[:SHOWN_OPS]:
             _print_answer(console, answer)
         if len(answers) > SHOWN_OPS:
             console.print(f"Also: {', '.join(answer.op for answer in answers[SHOWN_OPS:])}")
+        for device, versions in answers[0].elsewhere.items():
+            how = "declared" if device == "xpu" else "measured"
+            console.print(Text(f"{device}: {how} only for torch {_span(versions)}", style="dim"))
     return printed.text
 
 
@@ -50,7 +55,8 @@ def _print_answer(console: Console, answer: OpAnswer) -> None:
         console.print(Text(line, style="dim"))
     for issue in answer.issues:
         mended = f" (fixed in {issue.fixed})" if issue.fixed else ""
-        console.print(Text(f"reported: {issue.title}{mended}"))
+        where = f" for {', '.join(issue.devices)}" if issue.devices else ""
+        console.print(Text(f"reported{where}: {issue.title}{mended}"))
         console.print(Text(f"  {issue.link}", style="dim"), soft_wrap=True)
     console.print()
 
@@ -182,6 +188,10 @@ def _table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column, overflow="fold", no_wrap=column in _NARROW)
     return table
+
+
+def _span(versions: Sequence[str]) -> str:
+    return versions[0] if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
 
 
 def _few(names: Sequence[str], shown: int = 4) -> str:
