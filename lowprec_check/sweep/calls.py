@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from lowprec_check.tree import leaves
 
 SEED = 0
 """Of every call: an operator that draws random numbers draws the same ones."""
+OTHER_SEEDS = range(1, 9)
+"""Among so many at least one gives another result where random numbers are drawn."""
 
 REPEATS = 3
 ENOUGH_SECONDS = 0.02
@@ -53,9 +56,9 @@ class Caller:
     def __init__(self, name: str, operator: Any, setting: Setting) -> None:
         self.name, self.operator, self.setting = name, operator, setting
 
-    def attempt(self, sample: Sample, dtype: torch.dtype, mode: Mode) -> Trial:
+    def attempt(self, sample: Sample, dtype: torch.dtype, mode: Mode, seed: int = SEED) -> Trial:
         """Call a copy of ``sample`` in ``dtype``."""
-        self._seed()
+        self._seed(seed)
         try:
             result = self.run(sample.cast(dtype, grad=mode.endswith("backward")), dtype, mode)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # the kernel ran; the rounded values were singular
@@ -91,6 +94,16 @@ class Caller:
         """Elements that come out in fp32; ``None`` where the operator refuses."""
         out = self.attempt(sample, torch.float32, "forward")
         return sum(tensor.numel() for _, tensor in leaves(out.result)) if out.outcome is True else None
+
+    def depends_on_seed(self, sample: Sample) -> bool:
+        """Whether the result in fp32 is another with another seed: dropout with p=0 draws nothing."""
+        first = self._seeded(sample, SEED)
+        others = (self._seeded(sample, seed) for seed in OTHER_SEEDS)
+        return any(len(other) != len(first) or not all(map(torch.equal, first, other)) for other in others)
+
+    def _seeded(self, sample: Sample, seed: int) -> list[Tensor]:
+        with mock.patch.object(torch, "manual_seed", side_effect=lambda _: self._seed(seed)):  # OpInfo seeds by itself
+            return [tensor for _, tensor in leaves(self.attempt(sample, torch.float32, "forward", seed).result)]
 
     def distances(self, sample: Sample, dtype: torch.dtype, mode: Mode, result: Any) -> list[Tensor]:
         """Errors of ``result`` against the reference on the same inputs, in ULP; empty where there is no reference."""
@@ -154,10 +167,10 @@ class Caller:
             return torch.autocast(self.setting.device, dtype=dtype)
         return contextlib.nullcontext()
 
-    def _seed(self) -> None:
-        torch.default_generator.manual_seed(SEED)
+    def _seed(self, seed: int = SEED) -> None:
+        torch.default_generator.manual_seed(seed)
         if self.setting.device != "cpu":
-            getattr(torch, self.setting.device).manual_seed(SEED)
+            getattr(torch, self.setting.device).manual_seed(seed)
 
     def _synchronize(self) -> None:
         if self.setting.device != "cpu":

@@ -15,8 +15,8 @@ from lowprec_check.sweep.samples import Sample, argument_names, features, larger
 from lowprec_check.sweep.ulp import summary
 
 _UNINITIALISED = ("empty", "new_empty", "resize_")
-_UNREPEATABLE = ("linalg.lstsq",)
-"""Pivots are chosen among columns of one norm: rounding that differs from run to run decides, and the error with it."""
+_UNREPEATABLE = ("linalg.lstsq", "nn.functional.fractional_max_pool")
+"""Pivots are chosen among columns of one norm, windows are drawn anew in each dtype: the error is of the choice."""
 
 
 class Results(NamedTuple):
@@ -40,7 +40,7 @@ class Subject:
         self.samples: list[Sample] = []
         self.outcomes: dict[tuple[Dtype, Mode], list[Raised | bool]] = {}
         self.ulp: dict[Dtype, list[Ulp | None]] = {}
-        self.random = name.startswith(_UNINITIALISED)
+        self.random: set[int] = set()
         self.aten: list[dict[str, None]] = [{}, {}]
         self.views: dict[str, None] = {}
 
@@ -77,14 +77,15 @@ class Subject:
         return None
 
     def _record_aten(self) -> None:
-        """Note the aten ops of fp32, and whether one draws random numbers."""
+        """Note the aten ops of fp32, and which samples draw random numbers."""
         for index, mode in enumerate(MODES[:2]):
             self.enter(f"aten/{mode}", "")
-            for sample in () if f"aten/{mode}" in self.lost else self.samples:
+            for number, sample in enumerate(() if f"aten/{mode}" in self.lost else self.samples):
                 recording = self.caller.record(sample, torch.float32, mode)
                 self.aten[index] |= recording.names
                 self.views |= recording.views
-                self.random |= recording.random
+                if self.name.startswith(_UNINITIALISED) or (recording.random and self.caller.depends_on_seed(sample)):
+                    self.random.add(number)
 
     def _cell(self, dtype: Dtype, mode: Mode) -> list[Raised | bool]:
         """How each sample ends; notes their errors too, but for autocast."""
@@ -97,14 +98,14 @@ class Subject:
             self.enter(cell, str(index))
             trial = self.caller.attempt(sample, low, mode)
             found.append(trial.outcome)
-            if trial.result is not None and mode in MODES[:2] and self._comparable():
+            if trial.result is not None and mode in MODES[:2] and self._comparable(index):
                 distances += self.caller.distances(sample, low, mode, trial.result)
         self.ulp[dtype].append(summary(distances))
         return found
 
-    def _comparable(self) -> bool:
-        """Whether an error says something about the kernel."""
-        return not self.random and not self.name.startswith(_UNREPEATABLE)
+    def _comparable(self, index: int) -> bool:
+        """Whether the error of a sample says something about the kernel."""
+        return index not in self.random and not self.name.startswith(_UNREPEATABLE)
 
     # -- what it comes to
 
@@ -117,7 +118,7 @@ class Subject:
             ulp={dtype: self.ulp[dtype][:2] for dtype in DTYPES if any(self.ulp[dtype])},
             aten=sorted(self.aten[0] or self.views),
             backward_aten=sorted(self.aten[1].keys() - self.aten[0].keys()) if valid[1] else [],
-            random=self.random,
+            random=bool(self.random),
             note=None if valid[0] else self._why_not(),
             failures=merged(filter(None, (self._failure(dtype, mode, valid) for dtype, mode in self.outcomes))),
         )
