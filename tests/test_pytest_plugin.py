@@ -176,9 +176,8 @@ def test_supported_is_tried_here(project: pytest.Pytester) -> None:
     assert "aten::cdist is not supported in half on cpu (run here, torch" in said
     assert re.search(r"cdist  forward: in part, \d+ of \d+ samples", said)
     assert re.search(r"cdist  backward: in part, \d+ of \d+ samples", said)
-    assert "missing-kernel in _cdist_forward: \"cdist\" not implemented for 'Half'; runs only where p=2.0" in " ".join(
-        said.split()
-    )
+    words = " ".join(word for word in said.split() if word != "E")
+    assert "missing-kernel in _cdist_forward: \"cdist\" not implemented for 'Half'; in the samples measured it" in words
     one(
         project,
         'found = lowprec.assert_supported("aten::dot", dtype=torch.half, device="cpu", backward=True); '
@@ -264,8 +263,8 @@ def test_all_operators_of_a_name_are_tried_in_one_process(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys.modules[_Sweep.__module__], "build", build)
     support._tried.cache_clear()
     for backward in (False, True):
-        found = support.support_of("linalg_inv_ex", "float16", "cpu", backward=backward)
-        assert {state.op for state in found.states} == set(tried[0]) > {"linalg.inv", "linalg.tensorinv"}
+        found = support.support_of("_linalg_svd", "float16", "cpu", backward=backward)
+        assert {state.op for state in found.states} == set(tried[0]) > {"linalg.svd", "linalg.cond"}
         assert found.evidence == "measured here"
     support._tried.cache_clear()
     assert len(tried) == 1
