@@ -57,10 +57,10 @@ def declared_fare(op: str, release: str, dtype: Dtype, mode: Mode) -> Fare | Non
     if op in _COMPLEX_ONLY and dtype == "bfloat16":
         dtype = "float32"
     names, cell = dispatched(record, mode, file), f"{dtype}/{mode}"
-    if _refuses_everywhere(record, dtype, mode, file):
+    refusing, falling = _refusing(names, file, dtype), [n for n in names if file.ops[n].registration == "fallback"]
+    if not refusing and _refuses_everywhere(record, dtype, mode, file):
         message = "refuses the dtype, as on other devices"
         return Fare("none", failure=Failure(cells=[cell], type="declared", kind="unsupported-dtype", message=message))
-    refusing, falling = _refusing(names, file, dtype), [n for n in names if file.ops[n].registration == "fallback"]
     at = refusing or next(iter(falling), None)
     if at is None:
         return Fare("all") if any(takes(file.ops[name], dtype) for name in names) else None
