@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowprec_check.catalog import changes, declared, measured, support
-from lowprec_check.catalog.fares import declared_fare
+from lowprec_check.catalog.fares import Fare, declared_fare
 from lowprec_check.catalog.names import bare, dtype_of, find
 from lowprec_check.catalog.records import (
     DTYPES,
@@ -326,6 +326,19 @@ def test_what_is_declared_for_xpu_can_be(release: str) -> None:
                     assert found.samples[MODES.index(mode)]
                     assert (fare.failure is None) == (fare.state == "all"), (op, dtype, mode)
                     assert (fare.on_cpu is None) or fare.at
+
+
+def test_xpu_is_declared_to_run_what_runs_on_cuda() -> None:
+    """Most claims for XPU are CUDA's: where they part from what CUDA was measured to do, someone has looked."""
+    cuda, better, worse = measured.sweep_of("cuda", "2.11"), set(), set()
+    for op in cuda.records:
+        for dtype in LOW:
+            for mode in MODES[:2]:
+                fare, state = declared_fare(op, "2.11", dtype, mode), cuda.state(op, dtype, mode)
+                if fare is not None and state is not None and fare.state != state:
+                    (better if Fare(state).rank < fare.rank else worse).add(op)
+    assert better == {"histc", "istft", "stft", "nn.functional.embedding_bag"}
+    assert {op.partition(".")[0] for op in worse} == {"fft"}  # refused above dispatch until 2.12
 
 
 def test_xpu_is_judged_by_what_that_release_dispatches() -> None:
