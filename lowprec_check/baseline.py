@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from lowprec_check.errors import UsageError
-from lowprec_check.results import Diagnostic, ScanResult
+from lowprec_check.results import Diagnostic, ScanResult, is_selected
 from lowprec_check.structs import Struct, decode
 
 SCHEMA = 1
@@ -98,8 +98,9 @@ def baseline_of(result: ScanResult, known: Baseline | None = None) -> Baseline:
 
 
 def _looked_for(entry: Entry, result: ScanResult) -> bool:
-    """Whether the scan ran the precision that the finding is of."""
-    return entry.precision is None or any(run.precision == entry.precision for run in result.runs)
+    """Whether the scan ran the precision that the finding is of, and was to report its code."""
+    ran = entry.precision is None or any(run.precision == entry.precision for run in result.runs)
+    return ran and is_selected(entry.code, result.options.get("select", ()), result.options.get("ignore", ()))
 
 
 def save(baseline: Baseline, path: Path) -> None:

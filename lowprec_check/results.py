@@ -6,7 +6,7 @@ in the file and ``None`` in memory, and a result equals itself after a round tri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -222,6 +222,12 @@ class Diagnostic(Struct, frozen=True, kw_only=True):
     calls: int = 1
     accepted: bool = False
     """Whether the baseline of the scan knows it."""
+
+
+def is_selected(code: str, select: Iterable[str], ignore: Iterable[str]) -> bool:
+    """Whether a diagnostic's code begins as one of ``select`` does (if there is any), and not as one of ``ignore``."""
+    chosen, left_out = tuple(select), tuple(ignore)
+    return (not chosen or code.startswith(chosen)) and not code.startswith(left_out)
 
 
 class Recommendation(Struct, frozen=True, kw_only=True):

@@ -96,6 +96,15 @@ def test_what_a_scan_did_not_run_stays_in_the_baseline() -> None:
     assert baseline.baseline_of(RESULT, updated) == known
 
 
+def test_codes_that_a_scan_left_out_stay_in_the_baseline() -> None:
+    known = baseline.baseline_of(RESULT)
+    for options in ({"select": ["LP1"]}, {"ignore": ["LP2", "LP3", "LP4", "LP9"]}):
+        found = [d for d in RESULT.diagnostics if d.code.startswith("LP1")]
+        only = msgspec.structs.replace(RESULT, options=options, diagnostics=found)
+        assert baseline.accept(only, known)[1] == []
+        assert baseline.baseline_of(only, known) == known
+
+
 @pytest.mark.parametrize(
     "data", [b"{", b"[]", b'{"schema": 1, "findings": [{"code": 3}]}', b'{"schema": 9}', b'{"x": 1}']
 )

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from lowprec_check.results import Diagnostic, GapKind, Run, ScanResult, Severity
+from lowprec_check.results import Diagnostic, GapKind, Run, ScanResult, Severity, is_selected
 from lowprec_check.rules.catalogued import known_issue, since_when
 
 SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
@@ -107,13 +107,9 @@ def from_gaps(result: ScanResult, kind: GapKind, help: str) -> Iterator[Finding]
 
 def diagnose(result: ScanResult, select: Iterable[str] = (), ignore: Iterable[str] = ()) -> list[Diagnostic]:
     """All diagnostics of ``result`` by code prefix: those selected (all, if none are), less those ignored."""
-    chosen, left_out = tuple(select) or ("LP",), tuple(ignore)
-    return [
-        diagnostic
-        for code in sorted(RULES)
-        if code.startswith(chosen) and not (left_out and code.startswith(left_out))
-        for diagnostic in RULES[code].diagnose(result)
-    ]
+    chosen, left_out = tuple(select), tuple(ignore)
+    codes = [code for code in sorted(RULES) if is_selected(code, chosen, left_out)]
+    return [diagnostic for code in codes for diagnostic in RULES[code].diagnose(result)]
 
 
 from lowprec_check.rules import coverage, kernels, numerics  # noqa: E402, F401  (they register themselves)
