@@ -14,7 +14,7 @@ from lowprec_check.keep import shared_weights
 from lowprec_check.plans import Attempt
 from lowprec_check.precision import PRECISIONS
 from lowprec_check.results import Place, Run
-from lowprec_check.search import Found, Keep, ModuleTree, Trials, Verdict, is_inside, search
+from lowprec_check.search import Found, Keep, ModuleTree, Trials, Verdict, is_kept, search
 from lowprec_check.session import Session
 from lowprec_check.suspects import Suspects, at_fault, constants, suspects
 
@@ -186,10 +186,10 @@ class _Search:
     def _leaves_low(self, keep: Keep, runs: Sequence[Run]) -> bool:
         """Whether anything is computed in 16 bits with ``keep`` in fp32; where that is in doubt, a run is explained."""
         computing = {row.module for row in self.failing.op_calls.rows() if _is_low(row)}
-        if not all(map(_equals_fp32, runs)) and not all(is_inside(module, keep) for module in computing):
+        if not all(map(_equals_fp32, runs)) and not all(is_kept(module, keep) for module in computing):
             return True
         explained = self.order[0].run(self.base, keep_fp32=keep, measured=False)
-        return any(_is_low(row) and not is_inside(row.module, keep) for row in explained.op_calls.rows())
+        return any(_is_low(row) and not is_kept(row.module, keep) for row in explained.op_calls.rows())
 
     def _explain(self, keep: Keep) -> Suspects:
         self._tell(f"trial {self.trials.count}: looking behind {len(keep)} modules in fp32")

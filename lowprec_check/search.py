@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from lowprec_check.suspects import Suspects
+from lowprec_check.suspects import Suspects, is_inside
 
 ROUNDS = 12
 """Runs that are explained op by op to find the next culprit behind the last."""
@@ -71,9 +71,9 @@ class ModuleTree:
         return ".".join("*" if part.isdigit() else part for part in path.split(".")), self.kinds[path]
 
 
-def is_inside(path: str, keep: Keep) -> bool:
+def is_kept(path: str, keep: Keep) -> bool:
     """Whether a module is one of ``keep`` or below one."""
-    return path in keep or any(above in keep for above in _above(path))
+    return any(is_inside(path, module) for module in keep)
 
 
 def _above(path: str) -> Iterator[str]:
@@ -242,7 +242,7 @@ class _Search:
 
     def _suspicion(self, path: str) -> int:
         """Rank of the most suspect module at or below ``path``; 0 is the worst."""
-        inside = (rank for name, rank in self.rank.items() if name == path or name.startswith(f"{path}."))
+        inside = (rank for name, rank in self.rank.items() if is_inside(name, path))
         return min(inside, default=len(self.rank))
 
     def _refine(self, keep: Sequence[str]) -> list[str]:

@@ -57,20 +57,21 @@ def _blame(runs: Sequence[Run], module: str) -> Blame:
 def at_fault(run: Run, module: str) -> Blame | None:
     """The op that fails, or first makes NaN or Inf, inside ``module``; for ``""`` in the model's own forward."""
     for gap in run.gaps:
-        if _inside(gap.module, module):
+        if is_inside(gap.module, module):
             return Blame(module=module, why=_why_gap(gap), op=gap.op, source=gap.source)
     for row in run.op_calls.rows():
-        if _inside(row.module, module) and _makes_nonfinite(row):
+        if is_inside(row.module, module) and _makes_nonfinite(row):
             what = "overflows to Inf" if row.introduced_inf else "makes NaN"
             return Blame(module=module, why=what, op=row.op, source=row.source)
     return None
 
 
 def _rows_inside(runs: Sequence[Run], module: str) -> Iterator[Place]:
-    return (row for run in runs for row in run.op_calls.rows() if _inside(row.module, module))
+    return (row for run in runs for row in run.op_calls.rows() if is_inside(row.module, module))
 
 
-def _inside(path: str, module: str) -> bool:
+def is_inside(path: str, module: str) -> bool:
+    """Whether a module is ``module`` or below it; only the model itself is inside ``""``."""
     return path == module or bool(module and path.startswith(f"{module}."))
 
 
