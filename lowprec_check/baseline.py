@@ -10,7 +10,7 @@ import msgspec
 
 from lowprec_check.errors import UsageError
 from lowprec_check.results import Diagnostic, ScanResult, is_selected
-from lowprec_check.structs import Struct, decode
+from lowprec_check.structs import Struct, decode, encode
 
 SCHEMA = 1
 
@@ -105,7 +105,7 @@ def _looked_for(entry: Entry, result: ScanResult) -> bool:
 
 def save(baseline: Baseline, path: Path) -> None:
     """Write it, one key a line, so that a change reads well in a review."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(baseline), indent=2) + b"\n")
+    path.write_bytes(encode(baseline))
 
 
 def load(path: Path) -> Baseline:

@@ -10,12 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import msgspec
-
 from lowprec_check.advice import label, memory_ratio, missing, time_ratio
 from lowprec_check.errors import UsageError
 from lowprec_check.results import Evidence, GapKind, Run, ScanResult, Status
-from lowprec_check.structs import Struct, decode
+from lowprec_check.structs import Struct, decode, encode
 
 SCHEMA = 1
 
@@ -181,5 +179,5 @@ def load(path: Path) -> Matrix:
 def save(matrix: Matrix, path: Path) -> None:
     """Write it in one step: an interruption leaves the old one or the new one."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_bytes(msgspec.json.format(msgspec.json.encode(matrix), indent=1) + b"\n")
+    beside.write_bytes(encode(matrix, indent=1))
     beside.replace(path)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
 from lowprec_check.errors import UsageError
-from lowprec_check.structs import Struct, decode
+from lowprec_check.structs import Struct, decode, encode
 
 SCHEMA = 1
 
@@ -80,7 +78,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     def save(self, path: str | Path) -> None:
         """Write as indented JSON."""
-        Path(path).write_bytes(_indented(self))
+        Path(path).write_bytes(encode(self, indent=1))
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -149,8 +147,4 @@ class Planning(Struct, frozen=True, kw_only=True):
 
     def to_json(self) -> bytes:
         """Encode as indented JSON."""
-        return _indented(self)
-
-
-def _indented(content: Struct) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
+        return encode(self, indent=1)

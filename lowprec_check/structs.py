@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
 
 class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of everything saved: immutable, and strict about keys when read back."""
+
+
+def encode(value: Struct | Sequence[Struct] | dict[str, Any], indent: int = 2) -> bytes:
+    """As indented JSON, a line at the end."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=indent) + b"\n"
 
 
 class _Head(msgspec.Struct):

@@ -107,10 +107,10 @@ def check_folder(path: Path, option: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print a struct, or a list of them, indented."""
-    import msgspec
+    """Print a struct, a list of them or a dictionary, indented."""
+    from lowprec_check.structs import encode
 
-    print(msgspec.json.format(msgspec.json.encode(value)).decode())
+    print(encode(value).decode(), end="")
 
 
 def screen_size(least: int = 100) -> dict[str, Any]:

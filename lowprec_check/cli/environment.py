@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lowprec_check.cli.app import app
+from lowprec_check.cli.app import app, print_json
 
 
 @app.command()
@@ -19,9 +19,7 @@ def env(
 
     found = environment(device)
     if json:
-        import msgspec
-
-        print(msgspec.json.format(msgspec.json.encode(found)).decode())
+        print_json(found)
         return
     from lowprec_check.renderers.environment import render
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from lowprec_check.compare import Change, Comparison, Pair
 from lowprec_check.renderers import DiffFormat
 from lowprec_check.renderers.markdown import LONGEST, code, escape, fold, table
 from lowprec_check.renderers.summary import times
 from lowprec_check.renderers.visible import visible
+from lowprec_check.structs import encode
 
 _SIGN = {"worse": "🔴", "better": "🟢", "other": "⚪"}
 _TITLES = {"worse": "Worse", "better": "Better", "other": "Different"}
@@ -17,7 +16,7 @@ _TITLES = {"worse": "Worse", "better": "Better", "other": "Different"}
 def render(comparison: Comparison, format: DiffFormat) -> str:
     """``comparison`` in ``format``."""
     if format == "json":
-        return msgspec.json.format(msgspec.json.encode(comparison), indent=2).decode() + "\n"
+        return encode(comparison).decode()
     if format == "text":
         from lowprec_check.renderers import comparison_screen
 

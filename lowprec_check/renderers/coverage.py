@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-import jinja2
-import msgspec
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -18,7 +15,8 @@ from lowprec_check.catalog.aten import AtenSupport
 from lowprec_check.catalog.declared import overload_name
 from lowprec_check.catalog.records import SHORT, Dtype, State, in_samples
 from lowprec_check.renderers.screen import screen
-from lowprec_check.structs import Struct
+from lowprec_check.renderers.template import fill
+from lowprec_check.structs import Struct, encode
 
 WIDTH = 110
 SHOWN_TESTS = 3
@@ -135,7 +133,7 @@ def _why(use: OpUse) -> str:
 
 def coverage_json(found: Coverage) -> str:
     """All of it."""
-    return msgspec.json.format(msgspec.json.encode(found)).decode() + "\n"
+    return encode(found).decode()
 
 
 def coverage_markdown(found: Coverage) -> str:
@@ -149,13 +147,8 @@ def coverage_markdown(found: Coverage) -> str:
 
 def coverage_html(found: Coverage) -> str:
     """The same as a page that needs nothing else."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
-    )
     gaps = [(overload_name(use.op), _why(use), use.tests) for use in found.gaps]
-    return environment.get_template("coverage.html.jinja").render(
-        head=_head(found), columns=_columns(found), rows=_rows(found), gaps=gaps
-    )
+    return fill("coverage.html.jinja", head=_head(found), columns=_columns(found), rows=_rows(found), gaps=gaps)
 
 
 def _columns(found: Coverage) -> list[str]:

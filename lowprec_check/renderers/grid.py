@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-import jinja2
 import msgspec
 
 from lowprec_check.catalog import declared
@@ -13,6 +12,7 @@ from lowprec_check.catalog.fares import Fare, OnCpu, declared_fare
 from lowprec_check.catalog.measured import Sweep, sweeps
 from lowprec_check.catalog.records import LOW, MODES, Dtype, Mode, State, in_samples
 from lowprec_check.renderers.support_report import render_report
+from lowprec_check.renderers.template import fill
 from lowprec_check.structs import Struct
 
 CELLS: list[tuple[Dtype, Mode]] = [(dtype, mode) for dtype in LOW for mode in MODES]
@@ -95,13 +95,10 @@ def why(op: str, dtype: Dtype, shown: list[Column]) -> str:
 def render_grid() -> str:
     """The page, with style, script and data inside."""
     shown = columns()
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
-    )
     heads = [{"device": c.device, "label": c.label, "evidence": "measured" if c.sweep else "declared"} for c in shown]
     cells = [f"{dtype}/{mode}" for dtype, mode in CELLS]
     data = msgspec.json.encode({"columns": heads, "dtypes": LOW, "cells": cells, "lines": lines(shown)}).decode()
-    return environment.get_template("grid.html.jinja").render(data=data.replace("<", "\\u003c"))
+    return fill("grid.html.jinja", data=data.replace("<", "\\u003c"))
 
 
 def write_reports(folder: Path) -> list[Path]:
