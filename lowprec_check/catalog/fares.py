@@ -8,11 +8,10 @@ from typing import Literal, NamedTuple
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.declared import Declared, Registration, Row
 from lowprec_check.catalog.measured import at_release, history
-from lowprec_check.catalog.records import MODES, SHORT, Dtype, Failure, FailureKind, Mode, OpRecord, State
+from lowprec_check.catalog.records import MODES, SHORT, STATES, Dtype, Failure, FailureKind, Mode, OpRecord, State
 
 OnCpu = Literal["partly", "wholly"]
 Rank = tuple[int, int]
-_STATES = ("none", "some", "all")
 _ON_CPU = ("wholly", "partly", None)
 
 WHY: dict[Registration, tuple[FailureKind, str]] = {
@@ -41,7 +40,7 @@ class Fare(NamedTuple):
     @property
     def rank(self) -> Rank:
         """The better, the higher."""
-        return _STATES.index(self.state), _ON_CPU.index(self.on_cpu)
+        return STATES.index(self.state), _ON_CPU.index(self.on_cpu)
 
 
 def declared_fare(op: str, release: str, dtype: Dtype, mode: Mode) -> Fare | None:

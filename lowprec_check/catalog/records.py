@@ -38,6 +38,8 @@ MODES: tuple[Mode, ...] = ("forward", "backward", "autocast", "autocast-backward
 CellName = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(DTYPES)})/({'|'.join(MODES)})$")]
 Version = Annotated[str, msgspec.Meta(pattern=r"^\d+\.\d+(\.\d+)?$")]
 State = Literal["all", "some", "none"]
+STATES: tuple[State, ...] = ("none", "some", "all")
+"""From worst to best."""
 FailureKind = GapKind | Literal["timeout", "other"]
 
 

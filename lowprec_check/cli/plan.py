@@ -75,9 +75,9 @@ def plan(
             without_kernel=tuple(without_kernel or ()),
             on_progress=on_progress,
         )
-    if save is not None and found.plan is not None:
-        found.plan.save(save)
     if save is not None:
+        if found.plan is not None:
+            found.plan.save(save)
         print(f"saved to {save}" if found.plan is not None else "no plan was found: nothing saved", file=sys.stderr)
     if json:
         sys.stdout.write(found.to_json().decode())

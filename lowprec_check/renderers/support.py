@@ -10,7 +10,7 @@ from rich.text import Text
 
 from lowprec_check.catalog.changes import Change, Difference, Gaps, MissingOp
 from lowprec_check.catalog.fares import OnCpu
-from lowprec_check.catalog.records import SHORT, Dtype, Mode, State, in_samples
+from lowprec_check.catalog.records import SHORT, STATES, Dtype, Mode, State, in_samples
 from lowprec_check.catalog.support import Cell, OpAnswer
 from lowprec_check.renderers.screen import screen
 
@@ -66,8 +66,7 @@ def _support(cells: list[Cell]) -> Text:
     known = [cell for cell in cells if cell.state is not None]
     if not known:
         return Text("–", style="dim")
-    order = ("none", "some", "all")
-    cell = min(known, key=lambda cell: order.index(cell.state or "all"))
+    cell = min(known, key=lambda cell: STATES.index(cell.state or "all"))
     if cell.state == "all":
         words = f"since {'≤' if cell.since_oldest else ''}{cell.since}"
         words = "on the CPU" if cell.on_cpu == "wholly" else f"{cell.at} on the CPU" if cell.on_cpu else words
@@ -171,7 +170,7 @@ def render_gaps(found: Gaps, *, width: int = 100, color: bool = False) -> str:
 
 
 def _worst(states: list[State | None]) -> Text:
-    state = next((state for state in ("none", "some", "all") if state in states), None)
+    state = next((state for state in STATES if state in states), None)
     return Text(state or "–", style=_STYLE[state])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lowprec_check.catalog.changes import mending
 from lowprec_check.catalog.known_issues import KnownIssue, known_issues, matching, of_precision
-from lowprec_check.catalog.names import dtype_of
 from lowprec_check.errors import UsageError
 from lowprec_check.results import Gap, Run, ScanResult
 
@@ -14,10 +13,10 @@ def since_when(gap: Gap, run: Run, result: ScanResult) -> str | None:
     dtype, way = of_precision(run.precision)
     if dtype is None or gap.phase == "optimizer":
         return None
-    device, torch = run.device.partition(":")[0], str(result.environment.get("torch", ""))
+    torch = str(result.environment.get("torch", ""))
     try:
         found = mending(
-            gap.op, device=device, dtype=dtype_of(dtype), torch=torch, phase=gap.phase, autocast=way == "autocast"
+            gap.op, device=run.device, dtype=dtype, torch=torch, phase=gap.phase, autocast=way == "autocast"
         )
     except UsageError:  # files that cannot be read cost this remark, not the scan
         return None
