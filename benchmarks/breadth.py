@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 
-from lowprec_check.environment import environment
+from lowprec_check.engine.core.pytree import leaves, map_tensors
+from lowprec_check.engine.load import load_and_scan
+from lowprec_check.engine.machine import environment
+from lowprec_check.engine.model.precision import PRECISIONS
+from lowprec_check.engine.model.target import Target, load_target
+from lowprec_check.engine.model.torchvision_zoo import import_torchvision
+from lowprec_check.engine.run.supervisor import isolated
+from lowprec_check.engine.run.target_runs import TOLERANCE
 from lowprec_check.errors import UsageError
-from lowprec_check.load import load_and_scan
-from lowprec_check.precision import PRECISIONS
-from lowprec_check.results import Run, ScanResult
-from lowprec_check.session import TOLERANCE
-from lowprec_check.target import Target, load_target
-from lowprec_check.tree import leaves, map_tensors
-from lowprec_check.worker import isolated
-from lowprec_check.zoo import import_torchvision
+from lowprec_check.schema.scan_result import Run, ScanResult
 
 EXAMPLES = sorted(Path(__file__).parent.parent.joinpath("examples").glob("*.py"))
 SIZES = {"inception_v3": 96, "vit_h_14": 224, "swin": 64, "maxvit_t": 224, "alexnet": 64}

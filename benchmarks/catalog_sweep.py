@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from lowprec_check.sweep.build import SAMPLES, build
-from lowprec_check.sweep.calls import Caller, Setting
-from lowprec_check.sweep.samples import load_operators, samples_of, seed_all
+from lowprec_check.engine.sweep.build import SAMPLES, build
+from lowprec_check.engine.sweep.calls import Caller, Setting
+from lowprec_check.engine.sweep.samples import load_operators, samples_of, seed_all
 
 BOUND = 60.0
 

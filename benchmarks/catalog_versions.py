@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lowprec_check.sweep.build import build  # noqa: E402
+from lowprec_check.engine.sweep.build import build  # noqa: E402
 
 IPEX = "+ipex"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lowprec_check.load import load_and_scan
-from lowprec_check.renderers.text import render
+from lowprec_check.engine.load import load_and_scan
+from lowprec_check.report.text import render
 
 ROOT = Path(__file__).parent.parent
 WITHHELD = ("aten.dot:half",)

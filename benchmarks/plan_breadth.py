@@ -20,10 +20,10 @@ from breadth import shape_for
 from tabulate import tabulate
 
 from lowprec_check import UsageError, apply
-from lowprec_check.environment import environment
-from lowprec_check.load import load_seeded
-from lowprec_check.planner import plan_target
-from lowprec_check.plans import Plan
+from lowprec_check.engine.load import load_seeded
+from lowprec_check.engine.machine import environment
+from lowprec_check.engine.plan.planner import plan_target
+from lowprec_check.schema.plan import Plan
 
 KINDS = {
     "half": ("fp16", "cast"),

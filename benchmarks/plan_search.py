@@ -21,13 +21,13 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from lowprec_check.load import load_seeded
-from lowprec_check.planner import plan_target
-from lowprec_check.proposals import called_modules
-from lowprec_check.search import ModuleTree
-from lowprec_check.session import Session, SessionOptions, open_session
-from lowprec_check.target import Target, make_target
-from lowprec_check.zoo import import_torchvision
+from lowprec_check.analysis.minimize import ModuleTree
+from lowprec_check.engine.load import load_seeded
+from lowprec_check.engine.model.target import Target, make_target
+from lowprec_check.engine.model.torchvision_zoo import import_torchvision
+from lowprec_check.engine.plan.planner import plan_target
+from lowprec_check.engine.plan.trials import called_modules
+from lowprec_check.engine.run.target_runs import Session, SessionOptions, open_session
 
 PRECISION = {("bf16", "cast"): "bfloat16", ("bf16", "autocast"): "autocast-bf16", ("fp16", "autocast"): "autocast-fp16"}
 

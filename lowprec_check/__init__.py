@@ -11,22 +11,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lowprec_check.applied import apply
+    from lowprec_check.engine.plan.apply import apply
+    from lowprec_check.engine.plan.planner import find_plan
+    from lowprec_check.engine.scan import scan
     from lowprec_check.errors import UsageError
-    from lowprec_check.planner import find_plan
-    from lowprec_check.plans import Plan
-    from lowprec_check.results import ScanResult
-    from lowprec_check.scanner import scan
+    from lowprec_check.schema.plan import Plan
+    from lowprec_check.schema.scan_result import ScanResult
 
 __all__ = ["Plan", "ScanResult", "UsageError", "apply", "find_plan", "scan"]
 
 _HOMES = {
-    "Plan": "plans",
-    "ScanResult": "results",
+    "Plan": "schema.plan",
+    "ScanResult": "schema.scan_result",
     "UsageError": "errors",
-    "apply": "applied",
-    "find_plan": "planner",
-    "scan": "scanner",
+    "apply": "engine.plan.apply",
+    "find_plan": "engine.plan.planner",
+    "scan": "engine.scan",
 }
 
 

@@ -1,5 +1,5 @@
 """``python -m lowprec_check``."""
 
-from lowprec_check.cli import main
+from lowprec_check.cli.main import main
 
 main()

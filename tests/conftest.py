@@ -53,7 +53,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
 
 INSTALLED = bool(importlib.metadata.entry_points(group="pytest11", name="lowprec"))
-PLUGIN = "lowprec" if INSTALLED else "lowprec_check.pytest_plugin"
+PLUGIN = "lowprec" if INSTALLED else "lowprec_check.pytest_plugin.hooks"
 
 
 @pytest.fixture

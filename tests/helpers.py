@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowprec_check.instrument import Instrumented, Options, fp32_state, run_instrumented
-from lowprec_check.plain import Plain, run_plain
-from lowprec_check.precision import PRECISIONS, Snapshot, prepared
-from lowprec_check.session import TOLERANCE
-from lowprec_check.withhold import withholding
+from lowprec_check.engine.model.plain_run import Plain, run_plain
+from lowprec_check.engine.model.precision import PRECISIONS, Snapshot, prepared
+from lowprec_check.engine.run.target_runs import TOLERANCE
+from lowprec_check.engine.trace.instrument import Instrumented, Options, fp32_state, run_instrumented
+from lowprec_check.engine.trace.withheld_kernels import withholding
 
 CPU = torch.device("cpu")
 DEFAULT = Options()

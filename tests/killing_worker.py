@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lowprec_check.sweep import worker
+from lowprec_check.engine.sweep import worker
 
 
 def dies(x: torch.Tensor) -> torch.Tensor:

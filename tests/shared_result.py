@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
-from lowprec_check.plans import Blame, Plan
-from lowprec_check.results import (
+from lowprec_check.analysis.rules.registry import diagnose
+from lowprec_check.schema.plan import Blame, Plan
+from lowprec_check.schema.scan_result import (
     ErrorStats,
     ExceptionInfo,
     Gap,
@@ -21,7 +22,6 @@ from lowprec_check.results import (
     Run,
     ScanResult,
 )
-from lowprec_check.rules import diagnose
 
 ENVIRONMENT: dict[str, Any] = {
     "torch": "2.13.0+cpu",

@@ -13,9 +13,9 @@ import pytest
 from conftest import ROOT
 from shared_result import run, shared_result
 
-from lowprec_check import baseline
+from lowprec_check.analysis import baseline
 from lowprec_check.errors import UsageError
-from lowprec_check.results import Diagnostic, ScanResult
+from lowprec_check.schema.scan_result import Diagnostic, ScanResult
 
 RESULT = shared_result()
 

@@ -11,8 +11,8 @@ import pytest
 from conftest import run_bare
 from helpers import run
 
-from lowprec_check.target import load_target
-from lowprec_check.zoo import import_torchvision
+from lowprec_check.engine.model.target import load_target
+from lowprec_check.engine.model.torchvision_zoo import import_torchvision
 
 BIG = (
     "vit_h_14",

@@ -15,8 +15,10 @@ from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowprec_check.catalog import changes, declared, measured, support
-from lowprec_check.catalog.fares import Fare, declared_fare
+from lowprec_check.analysis.rules.registry import diagnose
+from lowprec_check.catalog import declared, measured
+from lowprec_check.catalog import difference as changes
+from lowprec_check.catalog import lookup as support
 from lowprec_check.catalog.names import bare, dtype_of, find
 from lowprec_check.catalog.records import (
     DTYPES,
@@ -31,11 +33,11 @@ from lowprec_check.catalog.records import (
     OpTimes,
     State,
 )
+from lowprec_check.catalog.xpu_support import Fare, declared_fare
 from lowprec_check.errors import UsageError
-from lowprec_check.renderers.grid import CELLS, columns, render_grid
-from lowprec_check.renderers.support_report import render_report
-from lowprec_check.results import Gap, GapKind, ModelInfo, Run, ScanResult
-from lowprec_check.rules import diagnose
+from lowprec_check.report.op.document import render_report
+from lowprec_check.report.op.grid import CELLS, columns, render_grid
+from lowprec_check.schema.scan_result import Gap, GapKind, ModelInfo, Run, ScanResult
 
 SHIPPED = sorted((ROOT / "catalog").glob("measured-*.jsonl"))
 VERSIONS = [f"2.{minor}" for minor in range(1, 16)]

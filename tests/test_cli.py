@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from conftest import EXAMPLES, ROOT
 
-from lowprec_check.plans import Plan
-from lowprec_check.results import ScanResult
-from lowprec_check.rules import RULES
+from lowprec_check.analysis.rules.registry import rules
+from lowprec_check.schema.plan import Plan
+from lowprec_check.schema.scan_result import ScanResult
 
 Write = Callable[..., Path]
 
@@ -116,13 +116,13 @@ def test_examples_are_scanned_as_the_readme_shows(example: Path) -> None:
 
 
 def test_explain_knows_every_code() -> None:
-    for code in RULES:
+    for code in rules():
         done = call("explain", code.lower()) if code == "LP101" else None
         assert done is None or "cast back" in done.stdout
-        assert len(RULES[code].manual) > 80
-        assert RULES[code].summary.endswith(".")
+        assert len(rules()[code].manual) > 80
+        assert rules()[code].summary.endswith(".")
     listed = call("explain").stdout
-    assert all(code in listed for code in RULES)
+    assert all(code in listed for code in rules())
 
 
 def test_env_answers() -> None:
@@ -133,36 +133,36 @@ def test_env_answers() -> None:
 NO_TORCH = [
     "lowprec_check",
     "lowprec_check.cli",
-    "lowprec_check.results",
-    "lowprec_check.rules",
-    "lowprec_check.advice",
-    "lowprec_check.paste",
+    "lowprec_check.schema.scan_result",
+    "lowprec_check.analysis.rules.registry",
+    "lowprec_check.analysis.recommend",
+    "lowprec_check.analysis.snippet",
     "lowprec_check.errors",
-    "lowprec_check.baseline",
-    "lowprec_check.compare",
-    "lowprec_check.compat",
-    "lowprec_check.matrix",
-    "lowprec_check.origin",
-    "lowprec_check.pages",
-    "lowprec_check.renderers",
-    "lowprec_check.renderers.comparison",
-    "lowprec_check.renderers.html",
-    "lowprec_check.renderers.junit",
-    "lowprec_check.renderers.markdown",
-    "lowprec_check.renderers.matrix",
-    "lowprec_check.renderers.sarif",
-    "lowprec_check.renderers.text",
-    "lowprec_check.renderers.environment",
+    "lowprec_check.analysis.baseline",
+    "lowprec_check.analysis.diff",
+    "lowprec_check.compat.runner",
+    "lowprec_check.schema.matrix",
+    "lowprec_check.analysis.error_origin",
+    "lowprec_check.compat.report_folder",
+    "lowprec_check.report.registry",
+    "lowprec_check.report.diff.documents",
+    "lowprec_check.report.html.scan_page",
+    "lowprec_check.report.junit",
+    "lowprec_check.report.markdown",
+    "lowprec_check.report.matrix",
+    "lowprec_check.report.sarif",
+    "lowprec_check.report.text",
+    "lowprec_check.report.environment",
     "lowprec_check.catalog.declared",
     "lowprec_check.catalog.known_issues",
     "lowprec_check.catalog.aten",
-    "lowprec_check.pytest_plugin",
-    "lowprec_check.plugin.coverage",
-    "lowprec_check.plugin.known",
-    "lowprec_check.plugin.marker",
-    "lowprec_check.plugin.support",
-    "lowprec_check.renderers.assertion",
-    "lowprec_check.renderers.coverage",
+    "lowprec_check.pytest_plugin.hooks",
+    "lowprec_check.pytest_plugin.coverage",
+    "lowprec_check.pytest_plugin.known_failures",
+    "lowprec_check.pytest_plugin.marker",
+    "lowprec_check.pytest_plugin.op_support",
+    "lowprec_check.pytest_plugin.messages",
+    "lowprec_check.report.coverage",
 ]
 
 

@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_result import gap, run, shared_result
 
-from lowprec_check.compare import Change, Comparison, compare
-from lowprec_check.renderers import DIFF_FORMATS, comparison_screen
-from lowprec_check.renderers.comparison import render, verdict
-from lowprec_check.results import Run, ScanResult
+from lowprec_check.analysis.diff import Change, Comparison, compare
+from lowprec_check.report.diff import text as comparison_screen
+from lowprec_check.report.diff.documents import render, verdict
+from lowprec_check.report.registry import DIFF_FORMATS
+from lowprec_check.schema.scan_result import Run, ScanResult
 
 RESULT = shared_result()
 

@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from shared_result import gap as gap_of
 from shared_result import run, shared_result
 
-from lowprec_check import compat, matrix
+from lowprec_check.compat.runner import runner as compat
 from lowprec_check.errors import UsageError
-from lowprec_check.matrix import Matrix, Request, Row, named
-from lowprec_check.renderers import matrix as pages
-from lowprec_check.results import ScanResult
+from lowprec_check.report import matrix as pages
+from lowprec_check.schema import matrix
+from lowprec_check.schema.matrix import Matrix, Request, Row, named
+from lowprec_check.schema.scan_result import ScanResult
 
 RESULT = shared_result()
 Write = Callable[..., Path]

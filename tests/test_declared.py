@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.declared import Row
-from lowprec_check.catalog.tables import read_tables
-from lowprec_check.catalog.xpu import claims, dtypes, kernels, registrations
-from lowprec_check.catalog.xpu.__main__ import render, rows
-from lowprec_check.catalog.xpu.corrections import Correction, Corrections
-from lowprec_check.catalog.xpu.dtypes import Answer, Claim, Evidence
-from lowprec_check.catalog.xpu.registrations import Declarations, Found, Native
+from lowprec_check.catalog.toml_tables import read_tables
 from lowprec_check.errors import UsageError
+from tools.xpu_declarations import claims, dtypes, kernels, registrations
+from tools.xpu_declarations.__main__ import render, rows
+from tools.xpu_declarations.corrections import Correction, Corrections
+from tools.xpu_declarations.dtypes import Answer, Claim, Evidence
+from tools.xpu_declarations.registrations import Declarations, Found, Native
 
 YAML = """
 - func: add.Tensor(Tensor self, Tensor other) -> Tensor

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from lowprec_check import device as devices
+from lowprec_check.engine.model import device as devices
 from lowprec_check.errors import UsageError
 
 ROOMS = ("device.py", "environment.py")

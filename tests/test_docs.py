@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from conftest import ROOT
 
-from lowprec_check.results import ScanResult
+from lowprec_check.schema.scan_result import ScanResult
 
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
 

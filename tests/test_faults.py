@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import spectral_norm
 
-from lowprec_check.results import Diagnostic, ModelInfo, Run, ScanResult
-from lowprec_check.rules import diagnose
+from lowprec_check.analysis.rules.registry import diagnose
+from lowprec_check.schema.scan_result import Diagnostic, ModelInfo, Run, ScanResult
 
 SAFE = [kind for kind in STEPS if kind.__name__ in ("Project", "Norm", "Residual", "SplitCat", "InPlace")]
 

@@ -11,10 +11,10 @@ import pytest
 from browser import chromium, opened
 
 from lowprec_check.catalog import declared
-from lowprec_check.catalog.changes import difference, gaps
+from lowprec_check.catalog.difference import difference, gaps
 from lowprec_check.catalog.measured import history, sweep_of
-from lowprec_check.renderers.grid import CELLS, Line, columns, lines, render_grid, why
-from lowprec_check.renderers.support_report import render_report
+from lowprec_check.report.op.document import render_report
+from lowprec_check.report.op.grid import CELLS, Line, columns, lines, render_grid, why
 
 
 @pytest.fixture(scope="module")

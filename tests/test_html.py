@@ -18,10 +18,12 @@ import pytest
 from browser import chromium, opened
 from shared_result import op_calls, run, shared_result
 
-from lowprec_check.origin import origin
-from lowprec_check.renderers.html import payload, render, tree
-from lowprec_check.renderers.html.tree import Node
-from lowprec_check.results import ScanResult
+from lowprec_check.analysis.error_origin import origin
+from lowprec_check.report.html import charts as payload
+from lowprec_check.report.html import module_tree as tree
+from lowprec_check.report.html.module_tree import Node
+from lowprec_check.report.html.scan_page import render
+from lowprec_check.schema.scan_result import ScanResult
 
 RESULT = shared_result()
 LARGEST = 5 * 2**20
@@ -207,7 +209,7 @@ def test_the_policy_allows_these_scripts_alone() -> None:
 def test_a_page_is_made_without_importing_bokeh(tmp_path: Path) -> None:
     RESULT.save(tmp_path / "scan.json")
     code = (
-        "import sys; from lowprec_check.renderers import render; from lowprec_check.results import ScanResult;"
+        "import sys; from lowprec_check.report.registry import render; from lowprec_check.schema.scan_result import ScanResult;"
         "page = render(ScanResult.load(sys.argv[1]), 'html'); assert 'Bokeh' in page;"
         "print(sorted({'bokeh', 'numpy', 'torch'} & set(sys.modules)))"
     )

@@ -10,14 +10,14 @@ from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lowprec_check.analysis.rules.registry import rules
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.known_issues import KnownIssue, known_issues, matching, of_precision
+from lowprec_check.catalog.lookup import lookup
 from lowprec_check.catalog.measured import sweep_of
 from lowprec_check.catalog.names import function_name
-from lowprec_check.catalog.support import lookup
 from lowprec_check.errors import UsageError
-from lowprec_check.renderers.support import render_answers
-from lowprec_check.rules import RULES
+from lowprec_check.report.op.text import render_answers
 
 # The threads that the catalog must have.
 THREADS = {
@@ -53,7 +53,7 @@ def test_every_case_is_there(repository: str, number: int) -> None:
 def test_what_an_entry_names_exists() -> None:
     names = {op.partition(".")[0] for release in declared.releases() for op in declared.load(release).ops}
     for issue in known_issues():
-        assert set(issue.codes) <= RULES.keys(), issue.id
+        assert set(issue.codes) <= rules().keys(), issue.id
         assert set(issue.ops) <= names, issue.id
         assert issue.checked or "Not found" in issue.thread
 
@@ -107,7 +107,7 @@ def test_what_is_contradicted_is_not_found() -> None:
             "dtype": st.sampled_from(["half", "bfloat16"]),
             "way": st.sampled_from(["cast", "autocast"]),
             "torch": st.sampled_from(["2.3.1", "2.10", "2.15.0+cu132"]),
-            "code": st.sampled_from(sorted(RULES)),
+            "code": st.sampled_from(sorted(rules())),
         },
     )
 )

@@ -17,7 +17,7 @@ from lowprec_check.catalog import measured
 from lowprec_check.catalog.aliases import why_unmeasured
 from lowprec_check.catalog.names import find, function_name
 from lowprec_check.errors import UsageError
-from lowprec_check.renderers.support import render_answers
+from lowprec_check.report.op.text import render_answers
 
 RECORDS = measured.sweep_of("cpu").records
 HALF = ["half", "fp16", "float16", "torch.float16", "HALF", torch.float16, torch.half]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowprec_check.numerics import CHUNK, compare, compare_outputs, unit_roundoff, widen
+from lowprec_check.engine.core.compare import CHUNK, compare, compare_outputs, unit_roundoff, widen
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

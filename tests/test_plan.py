@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lowprec_check import Plan, UsageError, apply, find_plan
-from lowprec_check.applied import describe_modules
-from lowprec_check.load import load_and_plan, load_seeded
-from lowprec_check.paste import paste
-from lowprec_check.plans import Planning
-from lowprec_check.results import ModelInfo
-from lowprec_check.session import TOLERANCE
-from lowprec_check.zoo import import_torchvision
+from lowprec_check.analysis.snippet import paste
+from lowprec_check.engine.load import load_and_plan, load_seeded
+from lowprec_check.engine.model.torchvision_zoo import import_torchvision
+from lowprec_check.engine.plan.apply import describe_modules
+from lowprec_check.engine.run.target_runs import TOLERANCE
+from lowprec_check.schema.plan import Planning
+from lowprec_check.schema.scan_result import ModelInfo
 
 Write = Callable[..., Path]
 BASES = {

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from lowprec_check.pytest_plugin.hooks.fixture import watch  # noqa: F401 - loaded once, not anew in every project
 from torch import nn
 
 from lowprec_check.catalog.aten import AtenCatalog
-from lowprec_check.plugin import coverage, watch  # noqa: F401 - loaded once, not anew in every project
-from lowprec_check.plugin.watch import Watch
-from lowprec_check.renderers.coverage import RENDERERS
+from lowprec_check.pytest_plugin.fixture.watch import Watch
+from lowprec_check.pytest_plugin.hooks import coverage  # noqa: F401 - loaded once, not anew in every project
+from lowprec_check.report.coverage import RENDERERS
 
 SUITE = """
 import unittest, warnings

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from oracle import mend_and_rerun
 from torch import Tensor, nn
 
-from lowprec_check.instrument import Options
-from lowprec_check.tree import leaves
+from lowprec_check.engine.core.pytree import leaves
+from lowprec_check.engine.trace.instrument import Options
 
 many = settings(max_examples=40, deadline=None)
 
@@ -254,7 +254,7 @@ def test_uncalled_modules_are_named_by_their_root() -> None:
 
 
 def test_memory_of_twins_is_released() -> None:
-    from lowprec_check.lockstep import Lockstep
+    from lowprec_check.engine.trace.lockstep import Lockstep
 
     lockstep = Lockstep()
     low = torch.randn(4).half()

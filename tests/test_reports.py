@@ -20,9 +20,10 @@ from markdown_it import MarkdownIt
 from shared_result import op_calls, run, shared_result
 
 from lowprec_check.errors import UsageError
-from lowprec_check.renderers import FORMATS, Format, format_of, markdown, render, text
-from lowprec_check.renderers.visible import visible
-from lowprec_check.results import ScanResult
+from lowprec_check.report import markdown, text
+from lowprec_check.report.escape import visible
+from lowprec_check.report.registry import FORMATS, Format, format_of, render
+from lowprec_check.schema.scan_result import ScanResult
 
 RESULT = shared_result()
 
@@ -305,7 +306,7 @@ def test_a_full_disk_is_not_our_fault(tmp_path: Path) -> None:
 
 
 def test_an_old_bokeh_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowprec_check.renderers.html.bokeh.version", lambda name: "3.8.2")
+    monkeypatch.setattr("lowprec_check.report.html.bokeh_files.version", lambda name: "3.8.2")
     with pytest.raises(UsageError, match=r"3\.9 or later"):
         render(RESULT, "html")
 
@@ -315,7 +316,7 @@ def test_html_without_bokeh_names_the_extra(tmp_path: Path) -> None:
     RESULT.save(scan)
     code = (
         "import sys; sys.modules['bokeh'] = None; sys.argv = ['lowprec-check', 'report', sys.argv[1], '-f', 'html'];"
-        "from lowprec_check.cli import main; main()"
+        "from lowprec_check.cli.main import main; main()"
     )
     done = subprocess.run([sys.executable, "-c", code, str(scan)], capture_output=True, text=True, check=False)
     assert done.returncode == 2

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import lowprec_check
 from lowprec_check import UsageError, scan
-from lowprec_check.results import ScanResult
+from lowprec_check.schema.scan_result import ScanResult
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -298,8 +298,8 @@ def test_spawned_workers_load_the_target_again(tmp_path: Path) -> None:
     """Where a process cannot fork: as on Windows, or with an accelerator in use."""
     import functools
 
-    from lowprec_check.load import load_seeded
-    from lowprec_check.scanner import scan_target
+    from lowprec_check.engine.load import load_seeded
+    from lowprec_check.engine.scan import scan_target
 
     path = tmp_path / "spawned.py"
     path.write_text("import torch\nmodel = torch.nn.Linear(8, 8).eval()\ninputs = torch.ones(2, 8)\n")

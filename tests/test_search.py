@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowprec_check.search import Found, Keep, ModuleTree, Trials, Verdict, search
-from lowprec_check.suspects import Suspects
+from lowprec_check.analysis.blame import Suspects
+from lowprec_check.analysis.minimize import Found, Keep, ModuleTree, Trials, Verdict, search
 
 NOTHING = Suspects([], [], False)
 

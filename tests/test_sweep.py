@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from lowprec_check.catalog.measured import Sweep, sweep_of
 from lowprec_check.catalog.records import LOW, MODES, Dtype, Failure, Measured, in_samples
+from lowprec_check.engine.sweep.build import build
+from lowprec_check.engine.sweep.failures import Raised, condition, kind_of, merged
+from lowprec_check.engine.sweep.ulp import summary, ulp_errors
 from lowprec_check.errors import UsageError
-from lowprec_check.sweep.build import build
-from lowprec_check.sweep.failures import Raised, condition, kind_of, merged
-from lowprec_check.sweep.ulp import summary, ulp_errors
 
 # -- the catalog agrees with the truth
 

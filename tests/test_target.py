@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from lowprec_check.engine.model.inputs import parse_inputs
+from lowprec_check.engine.model.target import load_target
 from lowprec_check.errors import UsageError
-from lowprec_check.inputs import parse_inputs
-from lowprec_check.target import load_target
 
 NET = """
 import torch

@@ -13,20 +13,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lowprec_check.catalog.changes import difference, gaps, mending
+    from lowprec_check.catalog.difference import difference, gaps, mending
     from lowprec_check.catalog.known_issues import matching
+    from lowprec_check.catalog.lookup import lookup
     from lowprec_check.catalog.measured import history, sweep_of
-    from lowprec_check.catalog.support import lookup
 
 __all__ = ["difference", "gaps", "history", "lookup", "matching", "mending", "sweep_of"]
 
 _HOMES = {
-    "difference": "changes",
-    "gaps": "changes",
+    "difference": "difference",
+    "gaps": "difference",
     "history": "measured",
-    "lookup": "support",
+    "lookup": "lookup",
     "matching": "known_issues",
-    "mending": "changes",
+    "mending": "difference",
     "sweep_of": "measured",
 }
 

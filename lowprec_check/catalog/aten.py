@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.declared import overload_name
-from lowprec_check.catalog.fares import WHY, takes
+from lowprec_check.catalog.lookup import mended_in
 from lowprec_check.catalog.measured import at_release, sweep_of
 from lowprec_check.catalog.records import MODES, Dtype, Failure, FailureKind, Mode, OpRecord, State
-from lowprec_check.catalog.support import mended_in
-from lowprec_check.structs import Struct
+from lowprec_check.catalog.xpu_support import WHY, takes
+from lowprec_check.schema.base import Struct
 
 _NO_KERNEL = ("missing-kernel", "no-backend-kernel", "crash")
 """Failures that are the op's own; others are of what a sample gave it."""

@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from lowprec_check.catalog.folder import data_folder
-from lowprec_check.catalog.tables import version_key
+from lowprec_check.catalog.data_files import data_folder
+from lowprec_check.catalog.toml_tables import version_key
 from lowprec_check.errors import UsageError
 
 SCHEMA = 1

@@ -14,11 +14,11 @@ from typing import Literal
 
 import msgspec
 
+from lowprec_check.catalog.data_files import data_folder
 from lowprec_check.catalog.declared import release_of
-from lowprec_check.catalog.folder import data_folder
 from lowprec_check.catalog.names import AnyDevice, AnyDtype, dtype_of, function_name, kind_of
 from lowprec_check.catalog.records import SHORT
-from lowprec_check.catalog.tables import read_tables, version_key
+from lowprec_check.catalog.toml_tables import read_tables, version_key
 from lowprec_check.errors import UsageError
 
 LowDtype = Literal["half", "bfloat16"]

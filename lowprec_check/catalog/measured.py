@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import cache, cached_property
 from pathlib import Path
 
+from lowprec_check.catalog.data_files import data_folder
 from lowprec_check.catalog.declared import has_extension, release_of
-from lowprec_check.catalog.folder import data_folder
 from lowprec_check.catalog.names import AnyDevice
 from lowprec_check.catalog.records import Dtype, Lines, Mode, OpTimes, State, read_records, read_times
-from lowprec_check.catalog.tables import version_key
+from lowprec_check.catalog.toml_tables import version_key
 from lowprec_check.errors import UsageError
 
 TIMES = ".times.jsonl"

@@ -14,8 +14,8 @@ from typing import Annotated, Literal, NamedTuple, TypeVar
 import msgspec
 
 from lowprec_check.errors import UsageError
-from lowprec_check.results import GapKind
-from lowprec_check.structs import Struct
+from lowprec_check.schema.base import Struct
+from lowprec_check.schema.scan_result import GapKind
 
 SCHEMA = 1
 

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from lowprec_check.errors import UsageError
 
 if TYPE_CHECKING:
-    from lowprec_check.results import ScanResult
+    from lowprec_check.schema.scan_result import ScanResult
 
 FOUND, WRONG_CALL, TOOL_FAILED, INTERRUPTED = 1, 2, 3, 130
 """Exit codes besides 0."""
@@ -108,7 +108,7 @@ def check_folder(path: Path, option: str) -> None:
 
 def print_json(value: Any) -> None:
     """Print a struct, a list of them or a dictionary, indented."""
-    from lowprec_check.structs import encode
+    from lowprec_check.schema.base import encode
 
     print(encode(value).decode(), end="")
 
@@ -141,7 +141,7 @@ def step_progress(what: str, quiet: bool) -> Iterator[Any]:
 
 def load_result(path: Path) -> ScanResult:
     """The saved scan at ``path`` (``-``: stdin); raises :class:`UsageError` that says what is wrong with it."""
-    from lowprec_check.results import ResultError, ScanResult
+    from lowprec_check.schema.scan_result import ResultError, ScanResult
 
     try:
         data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()

@@ -12,8 +12,8 @@ from lowprec_check.cli.app import check_writable
 from lowprec_check.errors import UsageError
 
 if TYPE_CHECKING:
-    from lowprec_check.baseline import Baseline
-    from lowprec_check.results import ScanResult
+    from lowprec_check.analysis.baseline import Baseline
+    from lowprec_check.schema.scan_result import ScanResult
 
 
 BaselineFile = Annotated[
@@ -26,7 +26,7 @@ UpdateBaseline = Annotated[
 
 def known_findings(path: Path | None, update: bool) -> Baseline | None:
     """The baseline to hold the scan to; raises :class:`UsageError` before the work."""
-    from lowprec_check.baseline import load
+    from lowprec_check.analysis.baseline import load
 
     if update:
         if path is None:
@@ -38,7 +38,7 @@ def known_findings(path: Path | None, update: bool) -> Baseline | None:
 
 def apply_baseline(result: ScanResult, accepted: Baseline | None, path: Path | None, update: bool) -> ScanResult:
     """``result`` with known findings marked; says on stderr what was written, or what no longer occurs."""
-    from lowprec_check.baseline import accept, baseline_of, save
+    from lowprec_check.analysis.baseline import accept, baseline_of, save
 
     if update and path is not None:
         accepted = baseline_of(result, accepted)

@@ -27,7 +27,7 @@ def build(
     quiet: Quiet = False,
 ) -> None:
     """Run every operator that torch describes in fp32, half and bfloat16; write what was found, sorted."""
-    from lowprec_check.sweep.build import build as sweep
+    from lowprec_check.engine.sweep.build import build as sweep
 
     check_folder(out, "--out")
     with step_progress("operators", quiet) as on_progress:
@@ -47,13 +47,13 @@ def diff(
     json: Json = False,
 ) -> None:
     """Say what operators gained and lost from one torch to another."""
-    from lowprec_check.catalog.changes import difference
+    from lowprec_check.catalog.difference import difference
 
     found = difference(before, after, device, dtype)
     if json:
         print_json(found)
         return
-    from lowprec_check.renderers.support import render_difference
+    from lowprec_check.report.op.text import render_difference
 
     print(render_difference(found, **screen_size()), end="")
 
@@ -66,13 +66,13 @@ def gaps(
     json: Json = False,
 ) -> None:
     """List the operators that run in fp32 and not, or not always, in a lower precision."""
-    from lowprec_check.catalog.changes import gaps as find_gaps
+    from lowprec_check.catalog.difference import gaps as find_gaps
 
     found = find_gaps(device, dtype, torch)
     if json:
         print_json(found)
         return
-    from lowprec_check.renderers.support import render_gaps
+    from lowprec_check.report.op.text import render_gaps
 
     print(render_gaps(found, **screen_size()), end="")
 
@@ -82,7 +82,7 @@ def report(
     out: Annotated[Path, typer.Option(help="Folder for op-support.md and op-support.html.")] = Path("reports"),
 ) -> None:
     """Write what is known as a document and as a coloured grid: operators × versions."""
-    from lowprec_check.renderers.grid import write_reports
+    from lowprec_check.report.op.grid import write_reports
 
     check_folder(out, "--out")
     for path in write_reports(out):

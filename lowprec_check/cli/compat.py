@@ -14,8 +14,8 @@ from lowprec_check.cli.app import FOUND, Quiet, app
 from lowprec_check.errors import UsageError
 
 if TYPE_CHECKING:
-    from lowprec_check.matrix import Row
-    from lowprec_check.results import ScanResult
+    from lowprec_check.schema.matrix import Row
+    from lowprec_check.schema.scan_result import ScanResult
 
 
 FromFile = Annotated[
@@ -55,9 +55,9 @@ def compat(
     quiet: Quiet = False,
 ) -> None:
     """Scan many models into a matrix of model, precision and device. Goes on where it was interrupted."""
-    from lowprec_check import compat as work
-    from lowprec_check.matrix import Request
-    from lowprec_check.pages import Pages
+    from lowprec_check.compat import runner as work
+    from lowprec_check.compat.report_folder import Pages
+    from lowprec_check.schema.matrix import Request
 
     listed = work.read_list(from_file) if from_file else []
     requests = work.asked_for(
@@ -98,7 +98,7 @@ def _options(precision: list[str] | None, budget: float | None, further: str) ->
 
 
 def _line(row: Row) -> str:
-    from lowprec_check.renderers.visible import visible
+    from lowprec_check.report.escape import visible
 
     name = row.target + (f" on {row.device}" if row.device else "")
     if row.state == "failed":

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
+from lowprec_check.analysis.diff import ERROR_FACTOR, TIME_FACTOR, Comparison, compare
 from lowprec_check.cli.app import FOUND, app, check_writable, load_result, screen_size
-from lowprec_check.compare import ERROR_FACTOR, TIME_FACTOR, Comparison, compare
 from lowprec_check.errors import UsageError
-from lowprec_check.renderers import DIFF_FORMATS, DiffFormat, format_of
+from lowprec_check.report.registry import DIFF_FORMATS, DiffFormat, format_of
 
 
 @app.command()
@@ -35,8 +35,8 @@ def diff(
     ] = TIME_FACTOR,
 ) -> None:
     """Compare two saved scans: another torch, device or commit. Exits 1 if something got worse."""
-    from lowprec_check.renderers.comparison import render
-    from lowprec_check.renderers.visible import visible
+    from lowprec_check.report.diff.documents import render
+    from lowprec_check.report.escape import visible
 
     files = output or []
     if format is not None and len(files) > 1:
@@ -57,7 +57,8 @@ def diff(
 
 
 def _print(found: Comparison, format: DiffFormat | None) -> None:
-    from lowprec_check.renderers import comparison, comparison_screen
+    from lowprec_check.report.diff import documents as comparison
+    from lowprec_check.report.diff import text as comparison_screen
 
     if format == "text" or (format is None and sys.stdout.isatty()):
         sys.stdout.write(comparison_screen.render(found, **screen_size(least=0)))

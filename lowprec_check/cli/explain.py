@@ -15,13 +15,13 @@ def explain(
     code: Annotated[str | None, typer.Argument(metavar="[CODE]", help="LP101, or its name; all without it.")] = None,
 ) -> None:
     """Print the manual page of a diagnostic code."""
-    from lowprec_check.rules import RULES
+    from lowprec_check.analysis.rules.registry import rules
 
     if code is None:
-        for _, rule in sorted(RULES.items()):
+        for _, rule in sorted(rules().items()):
             print(f"{rule.code}  {rule.name:<28}{rule.severity:<9}{rule.summary}")
         return
-    found = RULES.get(code.upper()) or next((rule for rule in RULES.values() if rule.name == code.lower()), None)
+    found = rules().get(code.upper()) or next((rule for rule in rules().values() if rule.name == code.lower()), None)
     if found is None:
-        raise UsageError(f"There is no diagnostic {code!r}.", f"There are: {', '.join(sorted(RULES))}.")
+        raise UsageError(f"There is no diagnostic {code!r}.", f"There are: {', '.join(sorted(rules()))}.")
     print(f"{found.code} {found.name} ({found.severity})\n\n{found.manual}")

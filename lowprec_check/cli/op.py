@@ -23,12 +23,12 @@ def op(
     json: Json = False,
 ) -> None:
     """Say whether an operator runs in a dtype on a device, since which torch, how exactly and how fast."""
-    from lowprec_check.catalog.support import lookup
+    from lowprec_check.catalog.lookup import lookup
 
     answers = lookup(name, device=device, dtype=dtype, torch=torch)
     if json:
         print_json(answers)
         return
-    from lowprec_check.renderers.support import render_answers
+    from lowprec_check.report.op.text import render_answers
 
     print(render_answers(answers, **screen_size()), end="")

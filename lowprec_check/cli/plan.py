@@ -57,7 +57,7 @@ def plan(
     """Find the fewest modules that must stay in fp32 for the rest to run in 16 bits, and prove it."""
     check_writable(save, "--save")
     with progress(target, quiet) as on_progress:
-        from lowprec_check.load import load_and_plan
+        from lowprec_check.engine.load import load_and_plan
 
         found = load_and_plan(
             target,
@@ -82,7 +82,7 @@ def plan(
     if json:
         sys.stdout.write(found.to_json().decode())
     else:
-        from lowprec_check.renderers.plan import render
+        from lowprec_check.report.plan import render
 
         sys.stdout.write(render(found, **screen_size(least=0)))
     raise typer.Exit(0 if found.plan is not None else FOUND)

@@ -10,10 +10,10 @@ import typer
 
 from lowprec_check.cli.app import app, check_writable, load_result, screen_size
 from lowprec_check.errors import UsageError
-from lowprec_check.renderers import Format, check_available, format_of, render, write
+from lowprec_check.report.registry import Format, check_available, format_of, render, write
 
 if TYPE_CHECKING:
-    from lowprec_check.results import ScanResult
+    from lowprec_check.schema.scan_result import ScanResult
 
 
 Reports = Annotated[
@@ -66,7 +66,7 @@ def print_report(result: ScanResult, format: Format, findings: int | None = None
     if format != "text":
         sys.stdout.write(render(result, format))
         return
-    from lowprec_check.renderers import text
+    from lowprec_check.report import text
 
     most = text.SHOWN_FINDINGS if findings is None else findings
     sys.stdout.write(text.render(result, findings=most, **screen_size(least=0)))

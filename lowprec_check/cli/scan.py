@@ -24,10 +24,10 @@ from lowprec_check.cli.app import (
 from lowprec_check.cli.baseline import BaselineFile, UpdateBaseline, apply_baseline, known_findings
 from lowprec_check.cli.report import Reports, check_reports, print_report
 from lowprec_check.errors import UsageError
-from lowprec_check.renderers import write
+from lowprec_check.report.registry import write
 
 if TYPE_CHECKING:
-    from lowprec_check.results import ScanResult
+    from lowprec_check.schema.scan_result import ScanResult
 
 FailOn = Literal["no-way", "error", "warning", "note", "never"]
 
@@ -86,7 +86,7 @@ def scan(
     check_writable(save_plan, "--save-plan")
     _check_codes([*(select or []), *(ignore or [])])
     with progress(target, quiet) as on_progress:
-        from lowprec_check.load import load_and_scan
+        from lowprec_check.engine.load import load_and_scan
 
         result = load_and_scan(
             target,
@@ -117,10 +117,10 @@ def scan(
 
 
 def _check_codes(prefixes: list[str]) -> None:
-    from lowprec_check.rules import RULES
+    from lowprec_check.analysis.rules.registry import rules
 
     for prefix in prefixes:
-        if not any(code.startswith(prefix) for code in RULES):
+        if not any(code.startswith(prefix) for code in rules()):
             raise UsageError(f"No diagnostic code begins with {prefix!r}.", "lowprec-check explain lists them.")
 
 
@@ -134,7 +134,7 @@ def _report(result: ScanResult, json: Path | None, findings: int) -> None:
 
 
 def _fails(result: ScanResult, fail_on: FailOn) -> bool:
-    from lowprec_check.rules import SEVERITIES
+    from lowprec_check.analysis.rules.registry import SEVERITIES
 
     if fail_on == "never":
         return False

@@ -1,0 +1,132 @@
+"""Accepted findings: told by a fingerprint that outlives edits of the file and other figures. Never imports torch."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+import msgspec
+
+from lowprec_check.errors import UsageError
+from lowprec_check.schema.base import Struct, decode, encode
+from lowprec_check.schema.scan_result import Diagnostic, ScanResult, is_selected
+
+SCHEMA = 1
+
+
+class Entry(Struct, frozen=True, kw_only=True):
+    """One accepted finding; all but the fingerprint is for people to read."""
+
+    fingerprint: str
+    code: str
+    name: str
+    precision: str | None = None
+    module: str | None = None
+    op: str | None = None
+    file: str | None = None
+    message: str = ""
+
+
+class Baseline(Struct, frozen=True, kw_only=True):
+    """What a baseline file holds."""
+
+    schema: int = SCHEMA
+    findings: list[Entry] = []
+
+    @property
+    def fingerprints(self) -> set[str]:
+        """Of all entries."""
+        return {entry.fingerprint for entry in self.findings}
+
+
+def fingerprint(diagnostic: Diagnostic) -> str:
+    """16 hex digits from code, precision, op, file and module: no line, no index, no figure.
+
+    ``blocks.3.attn`` and ``blocks.4.attn`` are alike: what one layer of a stack is accepted for, its siblings
+    are too. The message counts, without its numbers, only where neither op nor module says what is meant.
+    """
+    message = "" if diagnostic.op or diagnostic.module else _without_numbers(diagnostic.message)
+    parts = (
+        diagnostic.code,
+        diagnostic.precision,
+        diagnostic.op,
+        stable_path(diagnostic.module),
+        file_of(diagnostic.source),
+        message,
+    )
+    text = "\x1f".join(part or "" for part in parts)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def stable_path(module: str | None) -> str:
+    """``blocks.*.attn`` of ``blocks.3.attn``."""
+    return ".".join("*" if part.isdigit() else part for part in (module or "").split("."))
+
+
+def file_of(source: str | None) -> str:
+    r"""``net/blocks.py`` of ``net\blocks.py:41``."""
+    return re.sub(r":\d+$", "", source or "").replace("\\", "/")
+
+
+def _without_numbers(message: str) -> str:
+    return re.sub(r"(?<![\w.])[-+]?\d[\d.,]*(?:e[-+]?\d+)?", "0", message)
+
+
+def baseline_of(result: ScanResult, known: Baseline | None = None) -> Baseline:
+    """All findings of ``result``, each fingerprint once, in a stable order; of ``known``, those it did not look for."""
+    kept = [entry for entry in known.findings if not _looked_for(entry, result)] if known else []
+    found = {fingerprint(diagnostic): diagnostic for diagnostic in reversed(result.diagnostics)}
+    entries = [
+        Entry(
+            fingerprint=key,
+            code=d.code,
+            name=d.name,
+            precision=d.precision,
+            module=stable_path(d.module),
+            op=d.op,
+            file=file_of(d.source),
+            message=_without_numbers(d.message)[:200],
+        )
+        for key, d in found.items()
+    ]
+    order = sorted(
+        [*entries, *kept],
+        key=lambda e: (e.code, e.precision or "", e.file or "", e.module or "", e.op or "", e.fingerprint),
+    )
+    return Baseline(findings=order)
+
+
+def _looked_for(entry: Entry, result: ScanResult) -> bool:
+    """Whether the scan ran the precision that the finding is of, and was to report its code."""
+    ran = entry.precision is None or any(run.precision == entry.precision for run in result.runs)
+    return ran and is_selected(entry.code, result.options.get("select", ()), result.options.get("ignore", ()))
+
+
+def save(baseline: Baseline, path: Path) -> None:
+    """Write it, one key a line, so that a change reads well in a review."""
+    path.write_bytes(encode(baseline))
+
+
+def load(path: Path) -> Baseline:
+    """Read it; raises :class:`UsageError` saying what is wrong."""
+    try:
+        return decode(path.read_bytes(), Baseline, SCHEMA)
+    except OSError as error:
+        raise UsageError(
+            f"Cannot read the baseline {path}: {error.strerror}.", "--update-baseline writes it from this scan."
+        ) from None
+    except ValueError as error:
+        raise UsageError(f"{path} is not a baseline: {error}.", "Give --baseline a file of its own.") from None
+
+
+def accept(result: ScanResult, baseline: Baseline) -> tuple[ScanResult, list[Entry]]:
+    """``result`` with its known findings marked as accepted, and the entries that no longer occur."""
+    known, seen = baseline.fingerprints, set()
+    marked = []
+    for diagnostic in result.diagnostics:
+        key = fingerprint(diagnostic)
+        seen.add(key)
+        marked.append(msgspec.structs.replace(diagnostic, accepted=key in known))
+    stale = [entry for entry in baseline.findings if entry.fingerprint not in seen and _looked_for(entry, result)]
+    return msgspec.structs.replace(result, diagnostics=marked), stale

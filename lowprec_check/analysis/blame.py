@@ -1,0 +1,112 @@
+"""What a run tells of which modules should stay in fp32, and why. Never imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from lowprec_check.schema.plan import Blame, Constant
+from lowprec_check.schema.scan_result import Gap, Place, Run
+
+_DTYPES = {"half": "float16", "autocast-fp16": "float16", "bfloat16": "bfloat16", "autocast-bf16": "bfloat16"}
+
+
+class Suspects(NamedTuple):
+    """Paths of modules; ``root`` says whether the model's own forward is itself among the certain ones."""
+
+    certain: list[str]
+    """Hold an op that has no kernel, raises, or makes NaN or Inf out of finite values."""
+    likely: list[str]
+    """All with ops of their own, those that add the most error first."""
+    root: bool
+
+
+def suspects(run: Run) -> Suspects:
+    """The modules that ``run`` puts under suspicion."""
+    guilty = [gap.module for gap in run.gaps]
+    guilty += [row.module for row in run.op_calls.rows() if _makes_nonfinite(row)]
+    if run.exception is not None and run.exception.module is not None:
+        guilty.append(run.exception.module)
+    added: dict[str, float] = {}
+    for row in run.op_calls.rows():
+        added[row.module] = max(added.get(row.module, 0.0), _added_error(row))
+    certain = list(dict.fromkeys(guilty))
+    likely = sorted((path for path in added if path), key=lambda path: -added[path])
+    return Suspects([path for path in certain if path], likely, "" in certain)
+
+
+def blame(runs: Sequence[Run], keep: Sequence[str]) -> list[Blame]:
+    """For each kept module the op at fault: the first run of ``runs`` that shows one speaks."""
+    return [_blame(runs, module) for module in keep]
+
+
+def _blame(runs: Sequence[Run], module: str) -> Blame:
+    for run in runs:
+        found = at_fault(run, module)
+        if found is not None:
+            return found
+    worst = max(_rows_inside(runs, module), key=_added_error, default=None)
+    if worst is None or _added_error(worst) == 0.0:
+        return Blame(module=module, why="found by trial")
+    why = f"adds the most error ({_added_error(worst):.1e})"
+    if worst.flushed:
+        why = f"flushes {worst.flushed:.0%} of the non-zeros to zero"
+    return Blame(module=module, why=why, op=worst.op, source=worst.source)
+
+
+def at_fault(run: Run, module: str) -> Blame | None:
+    """The op that fails, or first makes NaN or Inf, inside ``module``; for ``""`` in the model's own forward."""
+    for gap in run.gaps:
+        if is_inside(gap.module, module):
+            return Blame(module=module, why=_why_gap(gap), op=gap.op, source=gap.source)
+    for row in run.op_calls.rows():
+        if is_inside(row.module, module) and _makes_nonfinite(row):
+            what = "overflows to Inf" if row.introduced_inf else "makes NaN"
+            return Blame(module=module, why=what, op=row.op, source=row.source)
+    return None
+
+
+def _rows_inside(runs: Sequence[Run], module: str) -> Iterator[Place]:
+    return (row for run in runs for row in run.op_calls.rows() if is_inside(row.module, module))
+
+
+def is_inside(path: str, module: str) -> bool:
+    """Whether a module is ``module`` or below it; only the model itself is inside ``""``."""
+    return path == module or bool(module and path.startswith(f"{module}."))
+
+
+def _makes_nonfinite(row: Place) -> bool:
+    return bool(row.introduced_inf or row.introduced_nan)
+
+
+def _added_error(row: Place) -> float:
+    """rel_l2 that the op itself adds, or by which it makes what comes in grow."""
+    return max(row.local_error or 0.0, (row.accumulated_error or 0.0) - (row.input_error or 0.0))
+
+
+def _why_gap(gap: Gap) -> str:
+    return {
+        "missing-kernel": "has no kernel",
+        "unsupported-dtype": "refuses the dtype",
+        "no-backend-kernel": "has no kernel on this device",
+        "dtype-mismatch": "meets mixed dtypes",
+        "scalar-overflow": "has a constant that does not fit",
+        "numeric-failure": "fails on the rounded values",
+        "crash": "kills the process",
+    }[gap.kind]
+
+
+def constants(run: Run) -> list[Constant]:
+    """Constants in the code that do not fit the dtype of ``run``, each with the one to write instead."""
+    dtype = _DTYPES[run.base or run.precision]
+    return [
+        Constant(
+            module=gap.module,
+            op=gap.op,
+            source=gap.source,
+            value=gap.constant,
+            use=f"torch.finfo(torch.{dtype}).{'max' if gap.constant and gap.constant > 0 else 'min'}",
+        )
+        for gap in run.gaps
+        if gap.kind == "scalar-overflow"
+    ]

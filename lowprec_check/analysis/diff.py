@@ -1,0 +1,329 @@
+"""The difference of two results: what got worse, what got better, what is just another. Never imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from lowprec_check.analysis.baseline import file_of, stable_path
+from lowprec_check.analysis.recommend import SHORT_MS, explain_status, label, memory_ratio, time_ratio
+from lowprec_check.schema.base import Struct
+from lowprec_check.schema.scan_result import Gap, Run, ScanResult
+
+Kind = Literal["status", "gap", "error", "speed", "memory", "run", "recommendation"]
+Direction = Literal["worse", "better", "other"]
+
+ERROR_FACTOR = 2.0
+"""One bit. The same kernels give the same error to the last digit; others (another blocking, another thread count) sum
+in another order, which moves rel_l2 by tens of per cent and never by a bit."""
+
+TIME_FACTOR = 1.5
+"""Medians of latencies stray by about 10 per cent between processes on a shared machine. A ratio of two ratios holds
+four of them: 20 per cent is its standard deviation, 50 per cent two and a half of those. On a machine that other work
+keeps busy no factor helps: infinity leaves time out."""
+
+MEMORY_FACTOR = 1.05
+"""Peak memory is counted, not sampled; allocators differ by a few per cent."""
+
+_ERROR_FLOOR = 1e-7
+"""Below fp32's own rounding an error says nothing."""
+
+_RANK = {"ok": 0, "inaccurate": 1, "nonfinite": 2, "error": 3, "timeout": 4, "crashed": 4, "skipped": 5}
+
+_MACHINE = ("device", "device_name", "cpu_capability", "threads", "platform")
+
+
+class Change(Struct, frozen=True, kw_only=True):
+    """One thing that is not as it was."""
+
+    kind: Kind
+    direction: Direction
+    run: str
+    """Precision and backend, as reports name it; empty for the whole."""
+    what: str
+    old: str | None = None
+    new: str | None = None
+    ratio: float | None = None
+    """New over old, for figures."""
+
+
+class Pair(Struct, frozen=True, kw_only=True):
+    """One run in both results; ``None`` where a result lacks it."""
+
+    run: str
+    old_status: str | None = None
+    new_status: str | None = None
+    old_error: float | None = None
+    new_error: float | None = None
+    old_time: float | None = None
+    """Times fp32's latency, in the same result."""
+    new_time: float | None = None
+    old_memory: float | None = None
+    new_memory: float | None = None
+
+
+class Side(Struct, frozen=True, kw_only=True):
+    """Where one of the two comes from."""
+
+    target: str
+    model: str
+    tool: str
+    torch: str
+    device: str
+
+
+class Comparison(Struct, frozen=True, kw_only=True):
+    """Everything that differs; ``warnings`` say what makes the two hard to compare."""
+
+    schema: int = 1
+    old: Side
+    new: Side
+    warnings: list[str] = []
+    runs: list[Pair] = []
+    changes: list[Change] = []
+    regressions: int = 0
+    improvements: int = 0
+
+
+def compare(
+    old: ScanResult, new: ScanResult, *, error_factor: float = ERROR_FACTOR, time_factor: float = TIME_FACTOR
+) -> Comparison:
+    """Compare run by run, matched by precision and backend; figures count where they move by more than their factor."""
+    pairs = _matched(old, new)
+    changes: list[Change] = []
+    for before, after in pairs:
+        if before is None or after is None:
+            changes += _only_one(before, after, new)
+            continue
+        changes += _status(before, after)
+        changes += _gaps(before, after)
+        changes += _error(before, after, error_factor)
+        changes += _speed(before, after, old, new, time_factor)
+        changes += _memory(before, after, old, new)
+    changes += _recommendation(old, new)
+    order = {"worse": 0, "better": 1, "other": 2}
+    changes.sort(key=lambda change: order[change.direction])
+    return Comparison(
+        old=_side(old),
+        new=_side(new),
+        warnings=list(_warnings(old, new)),
+        runs=[_pair(before, after, old, new) for before, after in pairs],
+        changes=changes,
+        regressions=sum(change.direction == "worse" for change in changes),
+        improvements=sum(change.direction == "better" for change in changes),
+    )
+
+
+def _matched(old: ScanResult, new: ScanResult) -> list[tuple[Run | None, Run | None]]:
+    """By precision and backend, in the order of the new result; the device may be another."""
+    before, after = _by_name(old), _by_name(new)
+    names = list(dict.fromkeys([*after, *before]))
+    return [(before.get(name), after.get(name)) for name in names]
+
+
+def _by_name(result: ScanResult) -> dict[tuple[str, str, int], Run]:
+    found: dict[tuple[str, str, int], Run] = {}
+    for run in result.runs:
+        number = sum(key[:2] == (run.precision, run.backend) for key in found)
+        found[(run.precision, run.backend, number)] = run
+    return found
+
+
+def _pair(before: Run | None, after: Run | None, old: ScanResult, new: ScanResult) -> Pair:
+    known = after or before
+    return Pair(
+        run=label(known) if known else "",
+        old_status=before.status if before else None,
+        new_status=after.status if after else None,
+        old_error=_rel_l2(before),
+        new_error=_rel_l2(after),
+        old_time=time_ratio(before, old.runs) if before else None,
+        new_time=time_ratio(after, new.runs) if after else None,
+        old_memory=memory_ratio(before, old.runs) if before else None,
+        new_memory=memory_ratio(after, new.runs) if after else None,
+    )
+
+
+def _rel_l2(run: Run | None) -> float | None:
+    return run.output_error.rel_l2 if run is not None and run.output_error is not None else None
+
+
+# -- what changed
+
+
+def _only_one(before: Run | None, after: Run | None, new: ScanResult) -> Iterator[Change]:
+    """A run that is gone is worse where it passed: nobody knows whether it still would."""
+    if after is not None:
+        yield Change(kind="run", direction="other", run=label(after), what="not run before", new=after.status)
+    elif before is not None:
+        planned, asked = before.base is not None, _was_asked(before.precision, new)
+        why = "no plan was made" if planned else "it is missing" if asked else "the new scan was not asked for it"
+        direction: Direction = "worse" if before.status == "ok" and asked and not planned else "other"
+        what = f"not run any more: {why}"
+        yield Change(kind="run", direction=direction, run=label(before), what=what, old=before.status)
+
+
+def _was_asked(precision: str, result: ScanResult) -> bool:
+    """Whether the scan was to run it; of all that passes for yes where an older version did not save it."""
+    names = result.options.get("precisions")
+    return not isinstance(names, list) or precision in names
+
+
+def _status(before: Run, after: Run) -> Iterator[Change]:
+    if before.status != after.status:
+        was, is_now = _RANK[before.status], _RANK[after.status]
+        direction: Direction = "worse" if is_now > was else "better" if is_now < was else "other"
+        what = explain_status(after) if after.status != "ok" else "it passes now"
+        yield Change(
+            kind="status", direction=direction, run=label(after), what=what, old=before.status, new=after.status
+        )
+
+
+def _gaps(before: Run, after: Run) -> Iterator[Change]:
+    """Gained and mended, a change for each op; told apart by file and module without its indices: lines may move."""
+    was, is_now = _gaps_by_place(before), _gaps_by_place(after)
+    gained = [gap for place, gap in is_now.items() if place not in was]
+    direction: Direction = "worse" if _was_seen(before) else "other"
+    yield from _gap_changes(after, gained, direction, "gained" if _was_seen(before) else "not looked at before")
+    if _was_seen(after):
+        yield from _gap_changes(before, [gap for place, gap in was.items() if place not in is_now], "better", "mended")
+
+
+def _gaps_by_place(run: Run) -> dict[tuple[str, ...], Gap]:
+    return {(gap.op, gap.kind, gap.phase, stable_path(gap.module), file_of(gap.source)): gap for gap in run.gaps}
+
+
+def _was_seen(run: Run) -> bool:
+    """Whether the instrumented part looked at all of the model, so that a gap it lacks is not there."""
+    return run.complete and run.status not in ("skipped", "timeout", "crashed")
+
+
+def _gap_changes(run: Run, gaps: list[Gap], direction: Direction, verb: str) -> Iterator[Change]:
+    by_op: dict[tuple[str, str], list[Gap]] = {}
+    for gap in gaps:
+        by_op.setdefault((gap.op, gap.kind), []).append(gap)
+    for (op, kind), places in by_op.items():
+        first = places[0]
+        where = f" in {first.module or 'the model'}" + (f" at {first.source}" if first.source else "")
+        more = f" and {len(places) - 1} more places" if len(places) > 1 else ""
+        yield Change(kind="gap", direction=direction, run=label(run), what=f"{kind} {verb}: {op}{where}{more}")
+
+
+def _error(before: Run, after: Run, factor: float) -> Iterator[Change]:
+    was, is_now = _rel_l2(before), _rel_l2(after)
+    if was is None or is_now is None or after.precision == "fp32":
+        return
+    ratio = max(is_now, _ERROR_FLOOR) / max(was, _ERROR_FLOOR)
+    if not 1 / factor <= ratio <= factor:
+        what = f"output error {_times(ratio, 'larger', 'smaller')}"
+        yield _moved("error", after, ratio, what, f"{was:.1e}", f"{is_now:.1e}")
+
+
+def _speed(before: Run, after: Run, old: ScanResult, new: ScanResult, factor: float) -> Iterator[Change]:
+    """Slower only where the time against fp32 says so and, on one machine, the clock too: a busy machine moves
+    the one, a faster fp32 the other.
+    """
+    was, is_now = before.latency_ms, after.latency_ms
+    if was is None or is_now is None or min(was, is_now) < SHORT_MS:
+        return
+    absolute = is_now / was
+    if after.precision == "fp32":
+        if _same_machine(old, new) and not 1 / factor <= absolute <= factor:
+            what = _times(absolute, "slower", "faster")
+            yield _moved("speed", after, absolute, what, f"{was:.1f} ms", f"{is_now:.1f} ms", "other")
+        return
+    ratios = (time_ratio(before, old.runs), time_ratio(after, new.runs))
+    if not ratios[0] or not ratios[1] or not _fp32_is_long(old, new):
+        return
+    relative = ratios[1] / ratios[0]
+    seen = [relative, absolute] if _same_machine(old, new) else [relative]
+    if all(value > factor for value in seen) or all(value < 1 / factor for value in seen):
+        what = _times(relative, "slower", "faster")
+        yield _moved("speed", after, relative, what, f"{ratios[0]:.2f} × fp32", f"{ratios[1]:.2f} × fp32")
+
+
+def _fp32_is_long(old: ScanResult, new: ScanResult) -> bool:
+    latencies = [run.latency_ms or 0.0 for result in (old, new) for run in result.runs if run.precision == "fp32"]
+    return bool(latencies) and min(latencies) >= SHORT_MS
+
+
+def _same_machine(old: ScanResult, new: ScanResult) -> bool:
+    return all(old.environment.get(key) == new.environment.get(key) for key in _MACHINE)
+
+
+def _memory(before: Run, after: Run, old: ScanResult, new: ScanResult) -> Iterator[Change]:
+    was, is_now = memory_ratio(before, old.runs), memory_ratio(after, new.runs)
+    if not was or not is_now or after.precision == "fp32":
+        return
+    ratio = is_now / was
+    if not 1 / MEMORY_FACTOR <= ratio <= MEMORY_FACTOR:
+        what = f"peak memory {_times(ratio, 'larger', 'smaller')}"
+        yield _moved("memory", after, ratio, what, f"{was:.2f} × fp32", f"{is_now:.2f} × fp32")
+
+
+def _moved(
+    kind: Kind, run: Run, ratio: float, what: str, old: str, new: str, direction: Direction | None = None
+) -> Change:
+    """A figure that grew is worse, unless told otherwise."""
+    direction = direction or ("worse" if ratio > 1 else "better")
+    return Change(kind=kind, direction=direction, run=label(run), what=what, old=old, new=new, ratio=ratio)
+
+
+def _times(ratio: float, more: str, less: str) -> str:
+    return f"{ratio:.2f} times {more}" if ratio > 1 else f"{1 / ratio:.2f} times {less}"
+
+
+def _recommendation(old: ScanResult, new: ScanResult) -> Iterator[Change]:
+    was, is_now = _way(old), _way(new)
+    if was != is_now:
+        untried = old.recommendation is not None and not _was_asked(old.recommendation.precision, new)
+        lost: Direction = "other" if untried else "worse"
+        yield Change(
+            kind="recommendation",
+            direction=lost if is_now is None else "better" if was is None else "other",
+            run="",
+            what="what is recommended" + (": the new scan was not asked for the old way" if untried else ""),
+            old=was or "no way",
+            new=is_now or "no way",
+        )
+
+
+def _way(result: ScanResult) -> str | None:
+    advice = result.recommendation
+    if advice is None:
+        return None
+    kept = f" with {len(advice.keep_fp32)} modules in fp32" if advice.keep_fp32 else ""
+    return f"{advice.precision}{'' if advice.backend == 'eager' else ' · ' + advice.backend}{kept}"
+
+
+# -- what makes them hard to compare
+
+
+def _side(result: ScanResult) -> Side:
+    env = result.environment
+    return Side(
+        target=result.target,
+        model=result.model.name,
+        tool=result.tool,
+        torch=str(env.get("torch")),
+        device=f"{env.get('device')} ({env.get('device_name')})",
+    )
+
+
+def _warnings(old: ScanResult, new: ScanResult) -> Iterator[str]:
+    for name in ("target", "tool"):
+        if getattr(old, name) != getattr(new, name):
+            yield f"{name}: {getattr(old, name)} → {getattr(new, name)}"
+    for name in ("name", "parameters", "inputs", "training"):
+        was, is_now = getattr(old.model, name), getattr(new.model, name)
+        if was != is_now:
+            yield f"model {name}: {_shown(was)} → {_shown(is_now)}"
+    for title, before, after in (("", old.environment, new.environment), ("option ", old.options, new.options)):
+        for key in sorted(before.keys() | after.keys()):
+            if before.get(key) != after.get(key):
+                yield f"{title}{key}: {_shown(before.get(key))} → {_shown(after.get(key))}"
+
+
+def _shown(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if value not in (None, [], "") else "–"

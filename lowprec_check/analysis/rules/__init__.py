@@ -1,0 +1,1 @@
+"""The diagnostics: one function per code, registered by decorator."""

@@ -1,0 +1,49 @@
+"""What the catalog adds to a finding: since which torch a gap is mended, and the issue in which others met it."""
+
+from __future__ import annotations
+
+from lowprec_check.catalog.difference import mending
+from lowprec_check.catalog.known_issues import KnownIssue, known_issues, matching, of_precision
+from lowprec_check.errors import UsageError
+from lowprec_check.schema.scan_result import Gap, Run, ScanResult
+
+
+def since_when(gap: Gap, run: Run, result: ScanResult) -> str | None:
+    """``runs since torch 2.14`` or ``fails up to torch 2.15``; ``None`` where the catalog has not measured it."""
+    dtype, way = of_precision(run.precision)
+    if dtype is None or gap.phase == "optimizer":
+        return None
+    torch = str(result.environment.get("torch", ""))
+    try:
+        found = mending(
+            gap.op, device=run.device, dtype=dtype, torch=torch, phase=gap.phase, autocast=way == "autocast"
+        )
+    except UsageError:  # files that cannot be read cost this remark, not the scan
+        return None
+    return str(found) if found else None
+
+
+def known_issue(
+    result: ScanResult, code: str, op: str | None, precision: str | None, message: str
+) -> KnownIssue | None:
+    """The reported issue that fits a finding best: of its code, about its op or model, not yet mended in the running torch."""
+    run = next((run for run in result.runs if run.precision == precision), None)
+    dtype, way = of_precision((run.base if run else None) or precision or "fp32")
+    device = run.device if run else str(result.environment.get("device", ""))
+    torch = str(result.environment.get("torch", "")) or None
+    try:
+        if not any(code in issue.codes for issue in known_issues()):
+            return None
+        found = matching(
+            code=code,
+            op=op,
+            model=result.model.name,
+            device=device or None,
+            dtype=dtype,
+            way=way,
+            torch=torch,
+            message=message,
+        )
+    except UsageError:
+        return None
+    return next((issue for issue in found if issue.ops or issue.models), None)

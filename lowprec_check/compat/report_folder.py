@@ -1,0 +1,49 @@
+"""The folder that ``compat`` writes: an index and a page per model, in Markdown and, if wanted, in HTML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lowprec_check.errors import UsageError
+from lowprec_check.report import matrix
+from lowprec_check.report.registry import check_available, write
+from lowprec_check.schema.matrix import Matrix, Row
+from lowprec_check.schema.scan_result import ResultError, ScanResult
+
+
+class Pages:
+    """Writes below ``folder``; raises :class:`UsageError` at once where that cannot be."""
+
+    def __init__(self, folder: Path, title: str, *, html: bool) -> None:
+        self.folder, self.title = folder, title
+        self.suffixes = [".md", *([".html"] if html else [])]
+        if html:
+            check_available("html")
+        try:
+            (folder / "models").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"Cannot write below {folder}: {error.strerror}.", "Give -o another folder.") from None
+
+    def model(self, row: Row, result: ScanResult | None) -> None:
+        """The pages of one model; none for one that failed."""
+        if result is not None:
+            for suffix in self.suffixes:
+                write(result, self.folder / "models" / f"{row.slug}{suffix}")
+
+    def index(self, found: Matrix) -> None:
+        """The index, and the pages that an earlier, interrupted call left out."""
+        for row in found.rows:
+            missing = [s for s in self.suffixes if not (self.folder / "models" / f"{row.slug}{s}").exists()]
+            if row.state == "scanned" and missing:
+                self._from_saved(row)
+        for suffix in self.suffixes:
+            text = matrix.markdown(found, self.title) if suffix == ".md" else matrix.page(found, self.title)
+            (self.folder / f"index{suffix}").write_text(text, encoding="utf-8", newline="\n")
+
+    def _from_saved(self, row: Row) -> None:
+        try:
+            self.model(row, ScanResult.load(self.folder / "scans" / f"{row.slug}.json"))
+        except (OSError, ResultError) as error:
+            raise UsageError(
+                f"The saved scan of {row.target} cannot be read: {error}.", "Scan into a new folder."
+            ) from None

@@ -1,0 +1,98 @@
+"""What this machine has and accelerates. Runs in a process of its own where it may wake a device."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+from typing import Any
+
+import torch
+
+from lowprec_check.engine.model import device as devices
+
+CPU_FEATURES = ("avx2", "avx512", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_fp16")
+
+
+def environment(device: str | None = None) -> dict[str, Any]:
+    """Versions, CPU features, what oneDNN accelerates, accelerators, IPEX. Raises ``UsageError`` for a bad device."""
+    chosen = devices.resolve(device)
+    return {
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "device": str(chosen),
+        "device_name": devices.name_of(chosen) if chosen.type != "cpu" else _cpu_name(),
+        "default_autocast": str(devices.default_autocast_dtype(chosen))[6:],
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cpu_features": [feature for feature in CPU_FEATURES if _has(feature)],
+        "bf16_accelerated": _accelerates(chosen, "bf16"),
+        "fp16_accelerated": _accelerates(chosen, "fp16"),
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "accelerators": [_describe(kind) for kind in devices.KINDS[1:] if devices.is_available(kind)],
+        "torchvision": _version("torchvision"),
+        "ipex": _version("intel-extension-for-pytorch"),
+        "ipex_fits": ipex_fits(),
+    }
+
+
+def _has(feature: str) -> bool | None:
+    test = getattr(torch.cpu, f"_is_{feature}_supported", None)
+    if test is None:
+        return None
+    return bool(test())
+
+
+def _accelerates(device: torch.device, kind: str) -> bool | None:
+    """Whether matrix products run in this dtype in hardware; ``None`` where this torch cannot tell."""
+    if device.type != "cpu":
+        module = devices.module_of(device)
+        test = getattr(module, "is_bf16_supported", None)
+        return bool(test()) if kind == "bf16" and test is not None else True
+    test = getattr(torch.ops.mkldnn, f"_is_mkldnn_{kind}_supported", None)
+    return bool(test()) if test is not None else None
+
+
+def _describe(kind: str) -> str:
+    module = devices.module_of(torch.device(kind))
+    count = module.device_count() if hasattr(module, "device_count") else 1
+    return f"{kind} ×{count}: {devices.name_of(torch.device(kind))}"
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def ipex_fits() -> bool | None:
+    """Whether the installed Intel extension is for this torch; ``None`` without it.
+
+    With another torch it ends the process at import, so it is never imported to find out.
+    """
+    version = _version("intel-extension-for-pytorch")
+    if version is None:
+        return None
+    return version.split(".")[:2] == torch.__version__.split(".")[:2] and sys.platform.startswith("linux")
+
+
+def version() -> str:
+    """The installed version of this package."""
+    try:
+        return importlib.metadata.version("lowprec-check")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+unknown"

@@ -1,0 +1,82 @@
+"""Inputs given on the command line or in a file, as what a call takes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowprec_check.engine.core.pytree import leaves
+from lowprec_check.errors import UsageError
+
+PASTE_INPUTS = """Add to the file (a tensor, a tuple, a dict of keyword arguments, or a function that makes one):
+
+    import torch
+    torch.manual_seed(0)
+    inputs = torch.randn(1, 3, 224, 224)
+
+or give shapes: --inputs 1x3x224x224, or --inputs input_ids=1x128:int64"""
+
+_SPEC = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>scalar|\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
+
+
+def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``(args, kwargs)`` for a tensor, a tuple or list of arguments, or a mapping of keyword arguments."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, (tuple, list)):
+        return tuple(inputs), {}
+    return (inputs,), {}
+
+
+def call_form(inputs: Any) -> str:
+    """The call that :func:`as_call` stands for, as code."""
+    if isinstance(inputs, Mapping):
+        return "model(**inputs)"
+    return "model(*inputs)" if isinstance(inputs, (tuple, list)) else "model(inputs)"
+
+
+def parse_inputs(specs: tuple[str, ...], *, seed: int = 0) -> Any:
+    """Random inputs for specs like ``1x3x224x224``, ``1x128:int64``, ``mask=1x128:bool``; seeded.
+
+    Integers are drawn from 0 to 9. Raises :class:`UsageError` on a spec that does not parse.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    args: list[Tensor] = []
+    kwargs: dict[str, Tensor] = {}
+    for spec in (part for text in specs for part in text.split(",")):
+        match = _SPEC.fullmatch(spec.strip())
+        dtype = getattr(torch, match["dtype"] or "float32", None) if match else None
+        if match is None or not isinstance(dtype, torch.dtype):
+            raise UsageError(f"--inputs {spec!r} does not parse.", "Write 1x3x224x224, 1x128:int64 or mask=1x128:bool.")
+        shape = [] if match["shape"] == "scalar" else [int(size) for size in match["shape"].split("x")]
+        tensor = _random(shape, dtype, generator)
+        if match["name"]:
+            kwargs[match["name"]] = tensor
+        else:
+            args.append(tensor)
+    if args and kwargs:
+        raise UsageError("--inputs mixes named and unnamed tensors.", "Name all of them, or none.")
+    return kwargs or tuple(args)
+
+
+def _random(shape: list[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    if dtype == torch.bool:
+        return torch.ones(shape, dtype=dtype)
+    if dtype.is_floating_point or dtype.is_complex:
+        wide = torch.complex64 if dtype.is_complex else torch.float32
+        return torch.randn(shape, generator=generator, dtype=wide).to(dtype)
+    return torch.randint(0, 10, shape, generator=generator).to(dtype)
+
+
+def describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """``(1, 3, 224, 224)`` for each tensor, with its dtype where that is not fp32."""
+    described = []
+    for path, tensor in (*leaves(args), *leaves(kwargs)):
+        dtype = "" if tensor.dtype == torch.float32 else f" {str(tensor.dtype)[6:]}"
+        name = "" if path.isdigit() else f"{path}="
+        described.append(f"{name}{tuple(tensor.shape)}{dtype}")
+    return described

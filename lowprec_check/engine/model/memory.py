@@ -1,0 +1,78 @@
+"""Peak memory of a call: the allocator's own account on an accelerator, live tensor storages on a CPU."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowprec_check.engine.core.dispatch_mode import DispatchMode
+from lowprec_check.engine.core.pytree import leaves
+from lowprec_check.engine.model import device as devices
+from lowprec_check.engine.model.plain_run import call_model
+from lowprec_check.engine.model.precision import Prepared, seed_everything
+
+
+def measure_memory(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], *, seed: int) -> int:
+    """Peak bytes of one call: weights, buffers, inputs, and what the call holds at its peak.
+
+    On a CPU, a kernel's own scratch is not among them.
+    """
+    inputs, named = ready.inputs(args, kwargs)
+    counter = StorageCounter(ready, inputs, named)
+
+    def work() -> None:
+        with ready.context():
+            call_model(ready.call, inputs, named)
+
+    seed_everything(seed)
+    peak = devices.peak_memory(ready.device, work) if ready.device.type != "cpu" else None
+    if peak is not None:
+        return counter.resident + peak
+    with _Counting(counter):
+        work()
+    return counter.peak
+
+
+class StorageCounter:
+    """Counts the bytes of live storages, those of the model and its inputs from the start."""
+
+    def __init__(self, ready: Prepared, inputs: Any, named: Any) -> None:
+        inside = [tensor for _, tensor in (*leaves(inputs), *leaves(named))]
+        tensors = [*ready.model.parameters(), *ready.model.buffers(), *inside]
+        storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        self._known = set(sizes)
+        self._live: dict[int, weakref.ref[Any]] = {}
+        self._now = self.resident = self.peak = sum(sizes.values())
+
+    def count(self, tensor: Tensor) -> None:
+        """An op returned ``tensor``; its storage counts until it dies."""
+        if tensor.layout != torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live or storage.data_ptr() in self._known:
+            return
+        size = storage.nbytes()
+        self._live[key] = weakref.ref(storage, lambda _: self._drop(key, size))
+        self._now += size
+        self.peak = max(self.peak, self._now)
+
+    def _drop(self, key: int, size: int) -> None:
+        del self._live[key]
+        self._now -= size
+
+
+class _Counting(DispatchMode):
+    def __init__(self, counter: StorageCounter) -> None:
+        super().__init__()
+        self._counter = counter
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for _, tensor in leaves(out):
+            self._counter.count(tensor)
+        return out

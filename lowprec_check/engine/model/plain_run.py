@@ -1,0 +1,164 @@
+"""The plain part of a run: the model as its user would run it, nothing attached. The truth about status, time, memory."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowprec_check.engine.core.compare import compare_outputs, is_float
+from lowprec_check.engine.core.pytree import leaves
+from lowprec_check.engine.core.source_location import traceback_line
+from lowprec_check.engine.model import device as devices
+from lowprec_check.engine.model.precision import Prepared, seed_everything
+from lowprec_check.engine.model.target import WithLoss
+from lowprec_check.engine.trace.journal import first_line
+from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo, Status
+
+SAMPLES = 7
+MANY_SAMPLES, MANY_SECONDS = 50, 0.3
+"""More for short calls, whose times scatter more."""
+_FALLBACK = re.compile(r"fall(ing|s)?[ -]?back.*cpu|fallback from \w+ to cpu", re.IGNORECASE)
+
+
+class Plain(NamedTuple):
+    """What the plain part found; ``outputs`` are the leaves of the first call, ``None`` if it raised."""
+
+    status: Status
+    outputs: list[Tensor] | None = None
+    exception: ExceptionInfo | None = None
+    output_error: ErrorStats | None = None
+    latency_ms: float | None = None
+    peak_memory_bytes: int | None = None
+    seconds: float = 0.0
+    random: bool = False
+    notes: tuple[str, ...] = ()
+    fallbacks: tuple[str, ...] = ()
+    loss: float | None = None
+    output_is_zero: bool = False
+
+
+def call_model(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the model. The frame in which the search for the user's line ends."""
+    return call(*args, **kwargs)
+
+
+def output_tensors(output: Any) -> list[Tensor]:
+    """The tensors of an output, detached, as plain tensors; numbers count as tensors of one."""
+    return [tensor.detach().as_subclass(Tensor) for _, tensor in leaves(output, numbers=True)]
+
+
+def reraise_interrupt(error: BaseException) -> None:
+    """Let Ctrl-C through; a worker's thread never gets one, so there it is the model's own."""
+    if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+        raise error
+
+
+def run_once(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> tuple[Any, float]:
+    """One seeded call on fresh inputs: the output and its seconds."""
+    seed_everything(seed)
+    inputs, named = ready.inputs(args, kwargs)
+    with ready.context():
+        return devices.timed(ready.device, lambda: call_model(ready.call, inputs, named))
+
+
+def run_plain(
+    ready: Prepared,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    seed: int,
+    tolerance: float | None = None,
+    reference: list[Tensor] | None = None,
+) -> Plain:
+    """First call: status and output. An exception is a result, not an end."""
+    seed_everything(seed)
+    state_before = torch.get_rng_state()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        try:
+            output, seconds = run_once(ready, args, kwargs, seed)
+        except BaseException as error:
+            reraise_interrupt(error)
+            return Plain("error", exception=describe_error(error, ready.model))
+    drew = not torch.equal(state_before, torch.get_rng_state())
+    outputs = output_tensors(output)
+    fallbacks = tuple(dict.fromkeys(first_line(str(w.message)) for w in caught if _FALLBACK.search(str(w.message))))
+    floating = [tensor for tensor in outputs if is_float(tensor)]
+    found = Plain(
+        "ok",
+        outputs,
+        seconds=seconds,
+        random=drew,
+        fallbacks=fallbacks,
+        loss=_loss(output),
+        output_is_zero=bool(floating) and not any(bool(tensor.any()) for tensor in floating),
+    )
+    if reference is None or drew:
+        return found
+    return judge(found, reference, tolerance)
+
+
+def judge(plain: Plain, reference: list[Tensor], tolerance: float | None) -> Plain:
+    """``plain`` with the status and error that its outputs have against ``reference``."""
+    compared = compare_outputs([tensor.cpu() for tensor in plain.outputs or []], reference)
+    status: Status = "ok"
+    if compared.nonfinite:
+        status = "nonfinite"
+    elif tolerance is not None and not compared.rel_l2 <= tolerance:
+        status = "inaccurate"
+    notes = (*plain.notes, compared.note) if compared.note else plain.notes
+    return plain._replace(status=status, output_error=compared.error, notes=notes)
+
+
+def _loss(output: Any) -> float | None:
+    if isinstance(output, WithLoss):
+        value = float(output.loss)
+        return value if math.isfinite(value) else None
+    return None
+
+
+def describe_error(error: BaseException, model: torch.nn.Module) -> ExceptionInfo:
+    """The exception in words, with the module and the user's line it came from."""
+    return ExceptionInfo(
+        type=type(error).__name__,
+        message=first_line(str(error)),
+        module=_module_of_traceback(error, model),
+        source=traceback_line(error.__traceback__),
+    )
+
+
+def _module_of_traceback(error: BaseException, model: torch.nn.Module) -> str | None:
+    names = {id(module): name for name, module in model.named_modules()}
+    found, traceback = None, error.__traceback__
+    while traceback is not None:
+        owner = traceback.tb_frame.f_locals.get("self")
+        found = names.get(id(owner), found) if owner is not None else found
+        traceback = traceback.tb_next
+    return found
+
+
+def measure_latency(
+    ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], *, seed: int, first: float, seconds: float
+) -> float:
+    """Median milliseconds of ``SAMPLES`` or more further calls within ``seconds``; the first call if none fits."""
+    samples: list[float] = []
+    started = time.monotonic()
+
+    def goes_on() -> bool:
+        elapsed = time.monotonic() - started
+        if elapsed + (samples[-1] if samples else first) > seconds:
+            return False
+        return len(samples) < SAMPLES or (elapsed < MANY_SECONDS and len(samples) < MANY_SAMPLES)
+
+    while goes_on():
+        samples.append(run_once(ready, args, kwargs, seed)[1])
+    return statistics.median(samples or [first]) * 1e3

@@ -1,0 +1,1 @@
+"""The search for a mixed-precision plan, and applying one."""

@@ -1,0 +1,83 @@
+"""``apply(model, plan)``: a model that runs as planned, with no context of the caller's around it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from lowprec_check.engine.model.keep_fp32 import (
+    cast_except,
+    cast_inputs,
+    is_planned,
+    keep_out_of_autocast,
+    put_under_autocast,
+)
+from lowprec_check.engine.model.precision import PRECISIONS
+from lowprec_check.errors import UsageError
+from lowprec_check.schema.plan import Plan
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def apply(model: Model, plan: Plan | str | Path) -> Model:
+    """Make ``model`` run as ``plan`` says, in place, and return it; call it as before, with fp32 inputs.
+
+    Modules are kept by hooks and wrapped ``forward`` methods, so the model can be deep-copied, compiled and wrapped afterwards, and its
+    ``state_dict`` has the keys that it had. Under a cast the output is in the low dtype, as that of ``model.half()``.
+
+    Args:
+        model: in fp32, on the device where it is to run, not yet compiled or wrapped.
+        plan: a plan, or the path of a saved one.
+
+    Raises:
+        UsageError: the file is no plan, the model is not the one planned for (the message names the module), is compiled or
+            wrapped, or has a plan already.
+    """
+    if not isinstance(plan, Plan):
+        plan = Plan.load(plan)
+    _check_unwrapped(model)
+    plan.check_modules(describe_modules(model))
+    _check_device(model, plan.device)
+    precision, device_type = PRECISIONS[plan.base], plan.device.partition(":")[0]
+    if precision.cast is not None:
+        cast_except(model, precision.cast, plan.keep_fp32)
+        cast_inputs(model, precision.cast)
+    elif precision.autocast is not None:
+        keep_out_of_autocast(model, precision.autocast, plan.keep_fp32, device_type)
+        put_under_autocast(model, precision.autocast, device_type)
+    return model
+
+
+def describe_modules(model: nn.Module) -> dict[str, str]:
+    """Every module by its path: its type and the shapes of its own parameters, ``Linear(4x8, 4)``."""
+    return {name: _describe(module) for name, module in model.named_modules()}
+
+
+def _describe(module: nn.Module) -> str:
+    shapes = ("x".join(map(str, p.shape)) or "scalar" for p in module.parameters(recurse=False))
+    return f"{type(module).__name__}({', '.join(shapes)})"
+
+
+def _check_device(model: nn.Module, planned: str) -> None:
+    found = {parameter.device.type for parameter in model.parameters()}
+    if found != {planned.partition(":")[0]}:
+        where = " and ".join(sorted(found))
+        raise UsageError(
+            f"The plan is for {planned!r}, the model is on {where}.", "Move the model, or plan on its device."
+        )
+
+
+def _check_unwrapped(model: nn.Module) -> None:
+    if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        raise UsageError("The model is compiled: hooks added now would not be seen.", "Apply the plan, then compile.")
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise UsageError(f"The model is wrapped in {type(model).__name__}.", "Apply the plan, then wrap.")
+    if is_planned(model):
+        raise UsageError("The model has a plan already.", "Apply a plan to a model as it is made.")
+    low = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}
+    if low:
+        names = ", ".join(sorted(str(dtype)[6:] for dtype in low))
+        raise UsageError(f"The model has {names} parameters; a plan starts from fp32.", "Call model.float() first.")

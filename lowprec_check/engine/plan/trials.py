@@ -1,0 +1,276 @@
+"""Which modules to keep in fp32 from each base: the search with plain runs of the model as its verdicts."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import msgspec
+from torch import nn
+
+from lowprec_check.analysis.blame import Suspects, at_fault, constants, suspects
+from lowprec_check.analysis.minimize import Found, Keep, ModuleTree, Trials, Verdict, is_kept, search
+from lowprec_check.analysis.recommend import NOISE, SHORT_MS, error_of, explain_status, short_op, some, speedup
+from lowprec_check.engine.model.keep_fp32 import shared_weights
+from lowprec_check.engine.model.precision import PRECISIONS
+from lowprec_check.engine.run.target_runs import Session
+from lowprec_check.schema.plan import Attempt
+from lowprec_check.schema.scan_result import Place, Run
+
+BASES = ("autocast-bf16", "bfloat16", "autocast-fp16", "half")
+"""In the order in which they are searched: the range of bf16 forgives more."""
+
+SLOWER = 1.5
+"""A base that is so many times as slow as a plan found already is not searched."""
+
+OnTrial = Callable[[str, str], None]
+"""Takes the base and how its search stands."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How long a search may take: ``max_trials`` runs for each base, ``seconds`` for all of them."""
+
+    max_trials: int = 200
+    seconds: float = 600.0
+
+
+class Objective:
+    """What a run must reach: the tolerance on the output, or a metric no worse than fp32's by ``max_drop``."""
+
+    def __init__(self, fp32: Run, *, metric: bool = False, max_drop: float | None = None) -> None:
+        """``max_drop`` is in units of the metric, by default a hundredth of fp32's."""
+        self.fp32_metric = fp32.metric if metric else None
+        self.max_drop = None
+        if self.fp32_metric is not None:
+            self.max_drop = abs(self.fp32_metric) / 100 if max_drop is None else max_drop
+
+    def reached(self, run: Run) -> bool:
+        """Whether ``run`` is good enough."""
+        if self.fp32_metric is None or self.max_drop is None:
+            return run.status == "ok"
+        drop = self.fp32_metric - run.metric if run.metric is not None else None
+        return run.status in ("ok", "inaccurate") and drop is not None and drop <= self.max_drop
+
+
+def _equals_fp32(run: Run) -> bool:
+    """Whether the output is fp32's bit for bit: perhaps because nothing was computed in low precision."""
+    return not run.output_is_zero and run.output_error is not None and run.output_error.rel_l2 == 0.0
+
+
+def _is_low(row: Place) -> bool:
+    """Whether an op computes on 16-bit values; a cast does not."""
+    return "16" in row.dtypes and row.op != "aten._to_copy.default"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """The best that the search found from one base."""
+
+    attempt: Attempt
+    run: Run | None = None
+    """The base with modules kept, measured and explained, as a ``plan`` run; the worst error of all batches."""
+    minimal: bool = False
+    stopped: str | None = None
+    evidence: tuple[Run, ...] = ()
+    """The explained runs on the way, the base as it is first."""
+
+
+class Proposer:
+    """Searches the bases of one target, whose batches are a session each."""
+
+    def __init__(
+        self, sessions: Sequence[Session], objective: Objective, limits: Limits, on_trial: OnTrial | None = None
+    ) -> None:
+        """The sessions have their fp32 reference already."""
+        self.sessions, self.objective = list(sessions), objective
+        self.limits, self.on_trial = limits, on_trial
+        self.started = time.monotonic()
+
+    def passes_as_it_is(self, runs: Sequence[Run]) -> bool:
+        """Whether a base needs no module in fp32; ``runs`` are one for each batch."""
+        return all(self.objective.reached(run) for run in runs)
+
+    def judge(self, runs: Sequence[Run]) -> Proposal:
+        """A base as it is, without a search."""
+        worst = max(runs, key=error_of)
+        if not self.passes_as_it_is(runs):
+            return Proposal(attempt=_attempt(worst, outcome="not searched: another passes as it is"))
+        run = msgspec.structs.replace(runs[0], precision="plan", base=worst.precision, output_error=worst.output_error)
+        known = {"kept": 0, "speedup": _speedup(run, self.fp32), "outcome": "passes as it is"}
+        return Proposal(attempt=_attempt(worst, **known), run=run, minimal=True, evidence=tuple(runs))
+
+    def propose(self, runs: Sequence[Run], *, rival: Proposal | None = None) -> Proposal:
+        """Search from the base that ``runs`` are of, unless that cannot beat ``rival``."""
+        base = runs[0]
+        if base.status in ("timeout", "skipped"):
+            return Proposal(attempt=_attempt(base, outcome=f"not searched: {base.reason or base.status} as it is"))
+        known = rival.run.latency_ms if rival is not None and rival.run is not None else None
+        if known is not None and base.latency_ms is not None and base.latency_ms > SLOWER * known:
+            outcome = f"not searched: {base.latency_ms / known:.1f} times as slow as the plan found"
+            return Proposal(attempt=_attempt(base, outcome=outcome))
+        return _Search(self, runs).propose()
+
+    def propose_each(self, bases: Iterable[Sequence[Run]]) -> Iterator[Proposal]:
+        """Search one base after another, with the best so far as the rival."""
+        found: list[Proposal] = []
+        for runs in bases:
+            found.append(self.propose(runs, rival=best(found)))
+            yield found[-1]
+
+    @property
+    def fp32(self) -> Run:
+        """The reference of the first batch."""
+        fp32 = self.sessions[0].fp32
+        assert fp32 is not None
+        return fp32
+
+    def may_go_on(self, trials: int) -> str | None:
+        """Why not to start another run, or ``None``."""
+        if trials >= self.limits.max_trials:
+            return f"after {trials} trials (--max-trials)"
+        if time.monotonic() - self.started > self.limits.seconds:
+            return f"after {self.limits.seconds:g} s (--budget)"
+        return None
+
+
+class _Search:
+    """The search from one base."""
+
+    def __init__(self, proposer: Proposer, runs: Sequence[Run]) -> None:
+        self.proposer, self.base = proposer, runs[0].precision
+        self.failing = next(run for run in runs if not proposer.objective.reached(run))
+        self.evidence, self.failed = [self.failing], dict[Keep, Run]()
+        self.order = list(proposer.sessions)
+        model = proposer.sessions[0].target.model
+        self.tree = ModuleTree(called_modules(model, [self.proposer.fp32, *runs]))
+        self.trials = Trials(self.tree, self._try, proposer.may_go_on)
+
+    def propose(self) -> Proposal:
+        started = time.monotonic()
+        found = search(self.tree, suspects(self.failing), self.trials, self._explain)
+        run = self._measure(found.keep) if found.keep is not None else None
+        fp32 = self.proposer.sessions[0].run("fp32", instrumented=False) if run is not None else None
+        attempt = _attempt(
+            self.failing,
+            kept=len(found.keep) if found.keep is not None else None,
+            speedup=_speedup(run, fp32) if run and fp32 else None,
+            trials=self.trials.count,
+            seconds=round(time.monotonic() - started, 2),
+            outcome=self._outcome(found),
+            constants=constants(self.failing),
+        )
+        return Proposal(
+            attempt=attempt,
+            run=run,
+            minimal=found.minimal,
+            stopped=self.trials.stopped,
+            evidence=tuple(self.evidence),
+        )
+
+    def _try(self, keep: Keep) -> Verdict:
+        """On every batch; the one that failed last goes first."""
+        self._tell(f"trial {self.trials.count}: {len(keep)} modules in fp32")
+        runs = []
+        for session in list(self.order):
+            run = session.run(self.base, keep_fp32=keep, measured=False, instrumented=session.random)
+            if not self.proposer.objective.reached(run):
+                self.order.remove(session)
+                self.order.insert(0, session)
+                self.failed[keep] = run
+                return Verdict(False, own_fault=run.exception is None or not run.exception.module)
+            runs.append(run)
+        return Verdict(True, low=self._leaves_low(keep, runs))
+
+    def _leaves_low(self, keep: Keep, runs: Sequence[Run]) -> bool:
+        """Whether anything is computed in 16 bits with ``keep`` in fp32; where that is in doubt, a run is explained."""
+        computing = {row.module for row in self.failing.op_calls.rows() if _is_low(row)}
+        if not all(map(_equals_fp32, runs)) and not all(is_kept(module, keep) for module in computing):
+            return True
+        explained = self.order[0].run(self.base, keep_fp32=keep, measured=False)
+        return any(_is_low(row) and not is_kept(row.module, keep) for row in explained.op_calls.rows())
+
+    def _explain(self, keep: Keep) -> Suspects:
+        self._tell(f"trial {self.trials.count}: looking behind {len(keep)} modules in fp32")
+        run = self.order[0].run(self.base, keep_fp32=keep, measured=False)
+        self.evidence.append(run)
+        return suspects(run)
+
+    def _tell(self, doing: str) -> None:
+        if self.proposer.on_trial is not None:
+            best = self.trials.best
+            proven = f", {len(best)} proven" if best is not None else ""
+            self.proposer.on_trial(f"plan from {self.base}", doing + proven)
+
+    def _measure(self, keep: Keep) -> Run:
+        self._tell(f"measuring {len(keep)} modules in fp32")
+        runs = [
+            session.run(self.base, keep_fp32=keep, measured=index == 0, instrumented=index == 0 or session.random)
+            for index, session in enumerate(self.proposer.sessions)
+        ]
+        worst = max(runs, key=error_of)
+        untied = shared_weights(self.proposer.sessions[0].target.model, keep) if PRECISIONS[self.base].cast else []
+        return msgspec.structs.replace(
+            runs[0], precision="plan", base=self.base, untied=untied, output_error=worst.output_error
+        )
+
+    def _outcome(self, found: Found) -> str:
+        if found.keep is not None:
+            return f"passes with {some(found.keep)} in fp32" + ("" if found.minimal else ", stopped early")
+        if self.trials.stopped is not None:
+            return f"nothing passed before the search stopped {self.trials.stopped}"
+        failed = self.failed.get(self.tree.normal(self.tree.children("")))
+        if failed is None:
+            return "no plan: passes only with all of it in fp32"
+        raised_inside = failed.exception is not None and failed.exception.module
+        why = explain_status(failed) if raised_inside else self._own_fault() or explain_status(failed)
+        return f"no plan: fails even with every submodule in fp32 ({why})"
+
+    def _own_fault(self) -> str | None:
+        """What the model's own forward, which no module hook reaches, does wrong."""
+        for run in reversed(self.evidence):
+            own = at_fault(run, "")
+            if own is not None:
+                place = f", {own.source}" if own.source else ""
+                return f"in the model's own forward {short_op(own.op or '')} {own.why}{place}"
+        return None
+
+
+def _attempt(run: Run, **known: object) -> Attempt:
+    error = run.output_error.rel_l2 if run.output_error else None
+    why = "" if run.status == "ok" else explain_status(run)
+    return msgspec.convert({"base": run.precision, "status": run.status, "why": why, "rel_l2": error, **known}, Attempt)
+
+
+def _speedup(run: Run, fp32: Run) -> float | None:
+    """fp32's latency over that of ``run``; ``None`` where both are too short to compare."""
+    return speedup(run, [fp32]) if (run.latency_ms or 0.0) >= SHORT_MS else None
+
+
+def called_modules(model: nn.Module, runs: Sequence[Run]) -> dict[str, str]:
+    """Path to type of every submodule that runs, parents before children: where a hook has an effect.
+
+    ``TransformerEncoderLayer`` calls its children only off its fused path, where the first hook takes it.
+    """
+    called = {name for run in runs for name in run.called_modules}
+    fused = [name for name, module in model.named_modules() if isinstance(module, nn.TransformerEncoderLayer)]
+    called |= {f"{layer}.{name}".lstrip(".") for layer in fused for name in _FUSED_CHILDREN}
+    return {name: type(module).__name__ for name, module in model.named_modules() if name and name in called}
+
+
+_FUSED_CHILDREN = ("self_attn", "linear1", "linear2", "norm1", "norm2")
+
+
+def best(proposals: Sequence[Proposal]) -> Proposal | None:
+    """The fastest; among equally fast ones the one that keeps the fewest modules, then the most exact."""
+    passed = [proposal for proposal in proposals if proposal.run is not None]
+    if not passed:
+        return None
+
+    def latency(proposal: Proposal) -> float:
+        return (proposal.run and proposal.run.latency_ms) or float("inf")
+
+    fastest = min(map(latency, passed))
+    equals = [proposal for proposal in passed if latency(proposal) <= NOISE * fastest]
+    return min(equals, key=lambda p: (len(p.run.keep_fp32), error_of(p.run)) if p.run else (0, 0.0))

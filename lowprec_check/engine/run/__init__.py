@@ -1,0 +1,1 @@
+"""Runs of a model in worker processes: jobs, messages, supervision."""

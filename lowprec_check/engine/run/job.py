@@ -1,0 +1,231 @@
+"""One run, from the inside: what a worker does with a model. Knows nothing of processes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowprec_check.engine.core.breadcrumb import Crumb
+from lowprec_check.engine.core.compare import NARROW, compare_outputs
+from lowprec_check.engine.core.pytree import map_tensors
+from lowprec_check.engine.model.keep_fp32 import cast_inputs, put_under_autocast
+from lowprec_check.engine.model.memory import measure_memory
+from lowprec_check.engine.model.plain_run import Plain, measure_latency, output_tensors, run_once, run_plain
+from lowprec_check.engine.model.precision import PRECISIONS, Prepared, prepared
+from lowprec_check.engine.model.snapshot import Snapshot
+from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.trace.emulation import Emulation
+from lowprec_check.engine.trace.first_nonfinite import first_nonfinite
+from lowprec_check.engine.trace.instrument import Instrumented, Options, fp32_state, run_instrumented
+from lowprec_check.engine.trace.journal import first_line
+from lowprec_check.engine.trace.recorder import Errors
+from lowprec_check.engine.trace.withheld_kernels import withholding
+from lowprec_check.schema.scan_result import ErrorStats
+
+NOT_FP32 = NARROW | {torch.float64}
+"""Dtypes of parameters that make a model be scanned as fp32, with a note."""
+
+Send = Callable[[str, Any], None]
+"""Takes a kind of message (``plain``, ``measured``, ``gap``, ``instrumented``, ``fault``) and its content."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a worker is to do; picklable."""
+
+    precision: str
+    device: str
+    workdir: str
+    plain: bool = True
+    measured: bool = True
+    """Whether time and memory are; a metric always is."""
+    instrumented: bool = True
+    keep_fp32: tuple[str, ...] = ()
+    errors: Errors = "both"
+    reference: str = "fp32"
+    tolerance: float | None = None
+    seed: int = 0
+    budget: float = 20.0
+    fp32_ms: float | None = None
+    without_kernel: tuple[str, ...] = ()
+    slow: tuple[tuple[str, str], ...] = ()
+    crashed: tuple[tuple[str, str], ...] = ()
+    measure_once: bool = False
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether this is the fp32 run, whose output is the reference of all others."""
+        return self.precision == "fp32"
+
+    @property
+    def crumb_path(self) -> Path:
+        """The file in which the worker says where it is."""
+        return Path(self.workdir) / "crumb"
+
+    @property
+    def reference_path(self) -> Path:
+        """The file with the reference's output leaves."""
+        return Path(self.workdir) / "reference.pt"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measures:
+    """Time and memory of the plain run, and for the reference whether it agrees with itself."""
+
+    latency_ms: float | None = None
+    peak_memory_bytes: int | None = None
+    self_error: ErrorStats | None = None
+    nonfinite_at: tuple[str, str, str | None] | None = None
+    metric: float | None = None
+
+
+def run_job(job: Job, target: Target, send: Send) -> None:
+    """Do ``job``, sending what is found as it is found; the model is put back as it was."""
+    device = torch.device(job.device)
+    model = target.model
+    inputs = _wide_inputs(target)
+    outer = Snapshot(model)
+    try:
+        if device.type != "cpu":
+            model.to(device)
+        if any(parameter.dtype in NOT_FP32 for parameter in model.parameters()):
+            model.float()
+        fp32 = fp32_state(model)
+        precision = PRECISIONS[job.precision]
+        with (
+            prepared(model, precision, device, keep_fp32=job.keep_fp32, call=target.call()) as ready,
+            withholding(job.without_kernel),
+        ):
+            _run_parts(job, target, ready, inputs, fp32, send)
+    finally:
+        if device.type != "cpu":
+            model.to("cpu")
+        outer.restore()
+
+
+def _run_parts(
+    job: Job, target: Target, ready: Prepared, inputs: tuple[Any, Any], fp32: dict[str, Tensor], send: Send
+) -> None:
+    args, kwargs = inputs
+    snapshot = Snapshot(ready.model)
+    outputs, too_slow = None, job.measure_once
+    try:
+        if job.plain:
+            plain = _plain(job, ready, args, kwargs)
+            outputs, too_slow = plain.outputs, plain.status == "error" or _is_hopeless(job, plain.seconds)
+            send("plain", plain._replace(outputs=None))
+            if outputs is not None and (job.measured or target.metric is not None):
+                snapshot.rewind()
+                with _faults_noted("measuring", send):
+                    send("measured", _measure(job, target, ready, args, kwargs, plain, snapshot))
+        if job.instrumented:
+            snapshot.rewind()
+            with _faults_noted("instrumenting", send):
+                send("instrumented", _instrument(job, ready, args, kwargs, fp32, outputs, send, too_slow))
+    finally:
+        snapshot.restore()
+
+
+@contextlib.contextmanager
+def _faults_noted(what: str, send: Send) -> Iterator[None]:
+    """The plain run is known by now: a failure of ours costs its explanation, not the row."""
+    try:
+        yield
+    except Exception as error:
+        send("fault", f"{what} failed: {type(error).__name__}: {first_line(str(error))}")
+
+
+def _wide_inputs(target: Target) -> tuple[Any, Any]:
+    """The inputs in fp32 where the model's own dtypes are widened or narrowed to it."""
+    given = {parameter.dtype for parameter in target.model.parameters()} & NOT_FP32
+
+    def wide(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype in given else tensor
+
+    return map_tensors(target.args, wide), map_tensors(target.kwargs, wide)
+
+
+def _plain(job: Job, ready: Prepared, args: Any, kwargs: Any) -> Plain:
+    if not job.is_reference:
+        reference = torch.load(job.reference_path, weights_only=True)
+        return run_plain(ready, args, kwargs, seed=job.seed, tolerance=job.tolerance, reference=reference)
+    plain = run_plain(ready, args, kwargs, seed=job.seed)
+    if plain.outputs is not None:
+        torch.save([tensor.cpu().clone() for tensor in plain.outputs], job.reference_path)
+        if any(tensor.is_floating_point() and not bool(tensor.isfinite().all()) for tensor in plain.outputs):
+            plain = plain._replace(status="nonfinite")
+    return plain
+
+
+def _measure(
+    job: Job, target: Target, ready: Prepared, args: Any, kwargs: Any, plain: Plain, snapshot: Snapshot
+) -> Measures:
+    self_error = where = None
+    if job.is_reference:
+        again, _ = run_once(ready, args, kwargs, job.seed)
+        compared = compare_outputs(output_tensors(again), plain.outputs or [])
+        self_error = compared.error if compared.rel_l2 else None
+        if plain.status == "nonfinite":
+            snapshot.rewind()
+            where = first_nonfinite(ready, args, kwargs, job.seed)
+    first = plain.seconds
+    hopeless = _is_hopeless(job, first)
+    latency = memory = None
+    if job.measured:
+        seconds = 0.0 if hopeless else min(2.0, job.budget / 5)
+        latency = measure_latency(ready, args, kwargs, seed=job.seed, first=first, seconds=seconds)
+        memory = measure_memory(ready, args, kwargs, seed=job.seed) if not hopeless else None
+    metric = float(target.metric(_as_users_call_it(ready))) if target.metric is not None and not hopeless else None
+    return Measures(
+        latency_ms=latency, peak_memory_bytes=memory, self_error=self_error, nonfinite_at=where, metric=metric
+    )
+
+
+def _is_hopeless(job: Job, seconds: float) -> bool:
+    """Whether one call takes so long, for its own sake and beside fp32, that it is not to be repeated."""
+    return job.fp32_ms is not None and seconds > max(job.budget / 8, 10 * job.fp32_ms / 1e3)
+
+
+def _as_users_call_it(ready: Prepared) -> torch.nn.Module:
+    """The model itself, which from now on takes fp32 inputs from the CPU, in whatever precision is being tried."""
+    model, precision, device = ready.model, ready.precision, ready.device
+    if precision.cast is not None:
+        cast_inputs(model, precision.cast)
+    elif precision.autocast is not None:
+        put_under_autocast(model, precision.autocast, device.type)
+    if device.type != "cpu":
+
+        def move(_module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+            return map_tensors(args, lambda t: t.to(device)), map_tensors(kwargs, lambda t: t.to(device))
+
+        model.register_forward_pre_hook(move, with_kwargs=True, prepend=True)
+    return model
+
+
+def _instrument(
+    job: Job,
+    ready: Prepared,
+    args: Any,
+    kwargs: Any,
+    fp32: dict[str, Tensor],
+    outputs: list[Tensor] | None,
+    send: Send,
+    too_slow: bool,
+) -> Instrumented:
+    emulation = Emulation(dict(job.slow), dict(job.crashed), measure_once=too_slow)
+    options = Options(
+        errors="none" if job.is_reference else job.errors,
+        wide=torch.float64 if job.reference == "fp64" else torch.float32,
+        emulation=emulation,
+        crumb=Crumb(job.crumb_path),
+        on_gap=lambda gap: send("gap", gap),
+        seed=job.seed,
+        count_memory=too_slow,
+    )
+    return run_instrumented(ready, args, kwargs, fp32, options, outputs)

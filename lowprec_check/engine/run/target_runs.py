@@ -1,0 +1,357 @@
+"""Runs of one target: each in its worker, made into a :class:`Run`. What a scan and a planner share."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from lowprec_check.engine.core.breadcrumb import Position
+from lowprec_check.engine.core.pytree import leaves
+from lowprec_check.engine.model.inputs import describe_inputs
+from lowprec_check.engine.model.plain_run import Plain
+from lowprec_check.engine.model.precision import PRECISIONS
+from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.run.job import NOT_FP32, Job, Measures
+from lowprec_check.engine.run.supervisor import Isolation, Load, Outcome, execute
+from lowprec_check.engine.trace.instrument import Instrumented
+from lowprec_check.engine.trace.recorder import Errors
+from lowprec_check.errors import UsageError
+from lowprec_check.schema.scan_result import ModelInfo, OpCalls, Run, Status
+
+TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Default tolerance on rel_l2 of the output, by dtype."""
+
+REFERENCE_BUDGET = 600.0
+"""Seconds for fp32, whose time is not known yet."""
+
+HOPELESS_SELF_ERROR = 0.1
+"""Above this rel_l2 between two fp32 runs, there is no reference."""
+
+RELAUNCHES = 12
+"""How many ops may be set aside (crashed, or too slow) before a run is given up."""
+
+OnProgress = Callable[[str, str], None]
+"""Takes the name of the run and what it is doing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SessionOptions:
+    """How to run; ``budget`` in seconds, by default 20 or ten fp32 forwards, whichever is more."""
+
+    device: str = "cpu"
+    budget: float | None = None
+    errors: Errors = "both"
+    reference: str = "fp32"
+    tolerance: float | None = None
+    seed: int = 0
+    without_kernel: tuple[str, ...] = ()
+
+
+class Session:
+    """A target, its fp32 reference (made first, by :meth:`reference`), and runs against it."""
+
+    def __init__(
+        self,
+        target: Target,
+        load: Load,
+        options: SessionOptions,
+        isolation: Isolation,
+        workdir: str,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        self.target, self.load, self.options, self.isolation = target, load, options, isolation
+        self.workdir = workdir
+        self._on_progress = on_progress
+        self.fp32: Run | None = None
+        self._self_error = 0.0
+        self.random = False
+
+    # -- the reference
+
+    def reference(self) -> Run:
+        """Run fp32; raises :class:`UsageError` if the model fails, hangs or is non-finite there."""
+        budget = self.options.budget or REFERENCE_BUDGET
+        outcome = self._execute(self._job("fp32", budget=budget))
+        plain: Plain | None = outcome.messages.get("plain")
+        if plain is None:
+            raise UsageError(*_no_reference(outcome, budget))
+        if plain.exception is not None:
+            raise UsageError(*_failed_reference(plain, self.target, self.options.device))
+        measures: Measures | None = outcome.messages.get("measured")
+        if plain.status == "nonfinite":
+            raise UsageError(*_nonfinite_reference(measures))
+        self._self_error = _self_error(measures)
+        if self._self_error > HOPELESS_SELF_ERROR:
+            raise UsageError(*_erratic_reference(self._self_error))
+        self.random = plain.random
+        run = self._assemble("fp32", None, outcome, plain)
+        self.fp32 = msgspec.structs.replace(run, nondeterministic=self._self_error > 0)
+        return self.fp32
+
+    @property
+    def budget(self) -> float:
+        """Seconds for each part of a run."""
+        fp32_ms = self.fp32.latency_ms if self.fp32 else None
+        return self.options.budget or max(20.0, 10 * (fp32_ms or 0.0) / 1e3)
+
+    def tolerance(self, precision: str) -> float:
+        """On rel_l2 of the output; wider where fp32 does not agree with itself."""
+        low = PRECISIONS[precision].low
+        chosen = (
+            self.options.tolerance if self.options.tolerance is not None else TOLERANCE.get(low or torch.float32, 0.0)
+        )
+        return max(chosen, 3 * self._self_error)
+
+    # -- other runs
+
+    def run(
+        self, precision: str, *, keep_fp32: tuple[str, ...] = (), measured: bool = True, instrumented: bool = True
+    ) -> Run:
+        """Run ``precision``, with time and memory ``measured``, with every op explained (``instrumented``), or without.
+
+        A crash, a hang or an exception is a status.
+        """
+        job = self._job(precision, keep_fp32=keep_fp32, measured=measured, instrumented=instrumented)
+        outcome = self._execute(job)
+        plain: Plain | None = outcome.messages.get("plain")
+        if instrumented and "instrumented" not in outcome.messages and not outcome.faults:
+            explained = self._explain(
+                dataclasses.replace(job, plain=False, measure_once=plain is None or plain.status == "error"), outcome
+            )
+            outcome.messages["instrumented"] = explained.messages.get("instrumented")
+            outcome.gaps = explained.gaps or outcome.gaps
+            outcome.position = outcome.position or explained.position
+        return self._assemble(precision, job, outcome, plain)
+
+    def _explain(self, job: Job, outcome: Outcome) -> Outcome:
+        """The instrumented part alone, again and again without the op in which it died, until it gets through."""
+        position = outcome.position if "plain" in outcome.messages else None
+        ended, reason = outcome.ended, outcome.reason
+        for _ in range(RELAUNCHES):
+            if position is not None and position.in_op:
+                job = _set_aside(job, position.op, ended, reason, self._op_limit())
+            elif position is not None:
+                break
+            outcome = self._execute(job)
+            if outcome.ended == "done":
+                break
+            position, ended, reason = outcome.position, outcome.ended, outcome.reason
+            if position is None:
+                break
+            job = dataclasses.replace(job, measure_once=True)
+        return outcome
+
+    def _op_limit(self) -> float:
+        fp32_ms = (self.fp32.latency_ms if self.fp32 else None) or 0.0
+        return min(max(1.0, 2 * fp32_ms / 1e3), self.budget / 2)
+
+    def _job(self, precision: str, **changes: Any) -> Job:
+        options = self.options
+        settings: dict[str, Any] = {
+            "precision": precision,
+            "device": options.device,
+            "workdir": self.workdir,
+            "errors": options.errors,
+            "reference": options.reference,
+            "tolerance": self.tolerance(precision),
+            "seed": options.seed,
+            "budget": self.budget,
+            "fp32_ms": self.fp32.latency_ms if self.fp32 else None,
+            "without_kernel": options.without_kernel,
+        }
+        return Job(**settings | changes)
+
+    def _execute(self, job: Job) -> Outcome:
+        def on_progress(position: Position | None) -> None:
+            if self._on_progress is not None:
+                self._on_progress(job.precision, _describe(position) if position else "plain run")
+
+        return execute(job, self.load, self.isolation, on_progress=on_progress, op_limit=self._op_limit())
+
+    # -- putting a run together
+
+    def _assemble(self, precision: str, job: Job | None, outcome: Outcome, plain: Plain | None) -> Run:
+        measures: Measures | None = outcome.messages.get("measured")
+        explained: Instrumented | None = outcome.messages.get("instrumented")
+        status, reason = self._status(outcome, plain, explained, precision)
+        error = plain.output_error if plain else None
+        if plain and plain.random and explained:
+            error = explained.lockstep_error
+        return Run(
+            precision=precision,
+            device=self.options.device,
+            status=status,
+            reason=reason,
+            exception=plain.exception if plain else None,
+            output_error=error if precision != "fp32" else None,
+            latency_ms=measures.latency_ms if measures else None,
+            peak_memory_bytes=_peak_memory(measures, explained) if status != "error" else None,
+            gaps=explained.gaps if explained else outcome.gaps,
+            op_calls=explained.op_calls if explained else OpCalls(),
+            uncalled_modules=explained.uncalled_modules if explained else [],
+            called_modules=explained.called_modules if explained else [],
+            keep_fp32=list(job.keep_fp32) if job else [],
+            tolerance=self.tolerance(precision) if precision != "fp32" else None,
+            loss=plain.loss if plain else None,
+            metric=_finite(measures.metric) if measures else None,
+            perturbed=explained.perturbed if explained else None,
+            function_mode=explained.function_mode if explained else False,
+            complete=explained.complete if explained else bool(job and not job.instrumented),
+            stopped_by=explained.exception if explained else None,
+            emulated=explained.emulated if explained else {},
+            notes=[*(plain.notes if plain else ()), *(explained.faults if explained else ()), *outcome.faults],
+            fallbacks=list(plain.fallbacks) if plain else [],
+            random=bool(plain and plain.random),
+            output_is_zero=bool(plain and plain.output_is_zero),
+        )
+
+    def _status(
+        self, outcome: Outcome, plain: Plain | None, explained: Instrumented | None, precision: str
+    ) -> tuple[Status, str | None]:
+        if plain is not None:
+            if plain.status == "ok" and plain.random and explained and precision != "fp32":
+                return _status_in_lockstep(explained, self.tolerance(precision)), None
+            return plain.status, None
+        if outcome.ended == "crashed":
+            return "crashed", f"{outcome.reason or 'the process died'}{_in_which_op(outcome, explained)}"
+        return "timeout", f"over the budget of {self.budget:.0f} s"
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _status_in_lockstep(explained: Instrumented, tolerance: float) -> Status:
+    if explained.lockstep_nonfinite:
+        return "nonfinite"
+    rel_l2 = explained.lockstep_error.rel_l2 if explained.lockstep_error else None
+    return "ok" if rel_l2 is not None and rel_l2 <= tolerance else "inaccurate"
+
+
+def _peak_memory(measures: Measures | None, explained: Instrumented | None) -> int | None:
+    """The plain run's; of a run too slow to be repeated, that of its own tensors while it was explained."""
+    if measures is not None and measures.peak_memory_bytes is not None:
+        return measures.peak_memory_bytes
+    return explained.peak_memory_bytes if explained is not None else None
+
+
+def _self_error(measures: Measures | None) -> float:
+    if measures is None or measures.self_error is None:
+        return 0.0
+    return measures.self_error.rel_l2 if measures.self_error.rel_l2 is not None else math.inf
+
+
+def _erratic_reference(error: float) -> tuple[str, str]:
+    return (
+        f"Two fp32 runs from one seed and one state differ by {error:.1e}: nothing can be judged against that.",
+        "Take clocks, unseeded generators and state outside the model's own attributes out of the forward.",
+    )
+
+
+def _in_which_op(outcome: Outcome, explained: Instrumented | None) -> str:
+    """The op that killed the process: the one set aside for it, or the last one seen."""
+    for gap in explained.gaps if explained else ():
+        if gap.kind == "crash":
+            return f", in {gap.op}{f' of {gap.module}' if gap.module else ''}"
+    if outcome.position is None:
+        return ""
+    return f", {'in' if outcome.position.in_op else 'after'} {_describe(outcome.position)}"
+
+
+def _set_aside(job: Job, op: str, ended: str, reason: str | None, limit: float) -> Job:
+    if ended == "crashed":
+        return dataclasses.replace(job, crashed=(*job.crashed, (op, reason or "the process died")))
+    why = (
+        f"one call took over {limit:.0f} s" if ended == "stuck" else "one call was still running when the budget ended"
+    )
+    return dataclasses.replace(job, slow=(*job.slow, (op, why)))
+
+
+def _describe(position: Position) -> str:
+    module = f" in {position.module}" if position.module else ""
+    source = f" ({position.source})" if position.source else ""
+    return f"op {position.ops}: {position.op}{module}{source}"
+
+
+def _no_reference(outcome: Outcome, budget: float) -> tuple[str, str]:
+    if outcome.ended == "timeout":
+        return f"The model did not finish in fp32 within {budget:.0f} s.", "Raise --budget, or give smaller inputs."
+    return (
+        f"The model crashed in fp32: {outcome.reason}.",
+        "Run it by itself first; a scan needs an fp32 run that works.",
+    )
+
+
+def _failed_reference(plain: Plain, target: Target, device: str) -> tuple[str, str]:
+    error = plain.exception
+    assert error is not None
+    place = f" in {error.module}" if error.module else ""
+    source = f" at {error.source}" if error.source else ""
+    shapes = ", ".join(describe_inputs(target.args, target.kwargs)) or "none"
+    message = f"The model fails in fp32 on {device}{place}{source}: {error.type}: {error.message}"
+    if device != "cpu" and error.type == "NotImplementedError":
+        kind = device.partition(":")[0].upper()
+        return message, f"This op has no kernel there: try PYTORCH_ENABLE_{kind}_FALLBACK=1, or scan with --device cpu."
+    return message, f"Do the inputs fit the model? They are: {shapes}."
+
+
+def _nonfinite_reference(measures: Measures | None) -> tuple[str, str]:
+    where = measures.nonfinite_at if measures else None
+    if where is None:
+        return "The model's fp32 output has NaN or Inf.", "A weight or an input already holds it: mend that first."
+    op, module, source = where
+    place = f" in {module}" if module else ""
+    line = f" at {source}" if source else ""
+    return f"The model's fp32 output has NaN or Inf, first made by {op}{place}{line}.", "Mend that first."
+
+
+def describe_target(target: Target, fp32: Run) -> ModelInfo:
+    """What was run, for the head of a report and the code to paste."""
+    model = target.model
+    notes = list(target.notes)
+    if fp32.output_is_zero:
+        notes.append("the fp32 output is all zeros (a zero-initialised head?): the output error says nothing here")
+    return ModelInfo(
+        name=type(model).__name__,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        inputs=describe_inputs(target.args, target.kwargs),
+        modules=sum(1 for _ in model.modules()),
+        training=model.training,
+        call=target.form,
+        setup=[*target.setup, *_widening(target)],
+        castable=_is_castable(target),
+        source=target.source,
+        notes=notes,
+    )
+
+
+def _widening(target: Target) -> list[str]:
+    """Code that makes fp32 of a model in other dtypes, as the runs do."""
+    if not any(parameter.dtype in NOT_FP32 for parameter in target.model.parameters()):
+        return []
+    widen = "lambda t: t.float() if t.is_floating_point() else t"
+    return ["model = model.float()", f"inputs = tree_map_only(torch.Tensor, {widen}, inputs)"]
+
+
+def _is_castable(target: Target) -> bool:
+    """Whether torch's own pytree reaches every tensor of the inputs, so that pasted code can cast them."""
+    reached = tree_flatten((target.args, target.kwargs))[0]
+    return sum(isinstance(leaf, Tensor) for leaf in reached) == sum(1 for _ in leaves((target.args, target.kwargs)))
+
+
+@contextlib.contextmanager
+def open_session(
+    target: Target, load: Load, options: SessionOptions, isolation: Isolation, on_progress: OnProgress | None = None
+) -> Iterator[Session]:
+    """A session with a working folder of its own, removed afterwards."""
+    with tempfile.TemporaryDirectory(prefix="lowprec-check-") as workdir:
+        yield Session(target, load, options, isolation, workdir, on_progress)

@@ -1,0 +1,272 @@
+"""The operators that torch describes and calls of them: OpInfo's samples, and larger ones made from those.
+
+OpInfo is private to torch and drifts between versions: everything that touches it is here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import math
+import random
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowprec_check.engine.sweep.failures import COUNTS, POWERS, Features
+from lowprec_check.errors import UsageError
+
+GENERATED = 256
+"""Samples that are drawn from OpInfo; some operators have thousands."""
+LARGEST = 1 << 15
+"""Elements at most in all tensors of a sample that is made larger: what a half kernel without hardware can do in time."""
+TRIED, GROWN = 12, 8
+"""Samples that are tried to be made larger, and larger ones that are kept."""
+
+Sizes = Callable[[int, int], int]
+"""Size and factor to a larger size."""
+
+_WANTED = (torch.float32, torch.complex64, torch.float16, torch.bfloat16)
+
+
+def load_operators() -> dict[str, Any]:
+    """OpInfo's operators by name and variant, in its order; raises :class:`UsageError` where they cannot be had."""
+    try:
+        from torch.testing._internal.common_methods_invocations import op_db
+    except ImportError as error:
+        raise UsageError(
+            f"torch {torch.__version__} cannot describe its operators: {error}",
+            f"pip install {error.name or 'expecttest numpy'}",
+        ) from None
+    operators: dict[str, Any] = {}
+    for operator in op_db:
+        name = full_name(operator)
+        operators.setdefault(name, operator)
+    return operators
+
+
+def full_name(operator: Any) -> str:
+    """Name and variant: ``std.unbiased``."""
+    variant = operator.variant_test_name
+    return f"{operator.name}.{variant}" if variant else str(operator.name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One call: positional and named arguments in the dtype they were generated in."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    comparable: Callable[[Any], Any]
+    """Makes of an output what is unique in it: singular vectors have no sign."""
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors among the arguments."""
+        return list(_tensors((self.args, self.kwargs)))
+
+    def floating(self) -> bool:
+        """Whether a precision can be chosen: a floating tensor or dtype goes in."""
+        return any(t.is_floating_point() or t.is_complex() for t in self.tensors()) or _asks_float(self.kwargs)
+
+    def empty(self) -> bool:
+        """Whether a tensor has no elements: then every kernel "works"."""
+        return any(tensor.numel() == 0 for tensor in self.tensors())
+
+    def cast(self, low: torch.dtype, *, wide: torch.dtype | None = None, grad: bool = False) -> Sample:
+        """A copy in the dtype ``low``; with ``wide`` the values of that dtype in a wider one; with ``grad`` leaves of what has a gradient."""
+
+        def change(value: Any) -> Any:
+            if isinstance(value, torch.dtype):
+                return _target(value, wide or low)
+            tensor = value.detach().to(_target(value.dtype, low)).clone()
+            if wide is not None:
+                tensor = tensor.to(_target(tensor.dtype, wide))
+            return tensor.requires_grad_(grad and value.requires_grad)
+
+        return dataclasses.replace(self, args=_map(self.args, change), kwargs=_map(self.kwargs, change))
+
+
+_COMPLEX = {torch.float16: torch.complex32, torch.float32: torch.complex64, torch.float64: torch.complex128}
+_FLOATING = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _target(dtype: torch.dtype, wanted: torch.dtype) -> torch.dtype:
+    """What stands for ``dtype`` where floating values are ``wanted``; there is no complex dtype of bf16 parts."""
+    if dtype in _FLOATING or (wanted == torch.float64 and dtype.is_floating_point):
+        return wanted
+    if dtype in (torch.complex64, torch.complex32):
+        return _COMPLEX.get(wanted, dtype)
+    return dtype
+
+
+def _asks_float(kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(value, torch.dtype) and value in _FLOATING for value in kwargs.values())
+
+
+def _map(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, (Tensor, torch.dtype)):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        mapped = [_map(item, change) for item in value]
+        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
+    if isinstance(value, dict):
+        return {key: _map(item, change) for key, item in value.items()}
+    return value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+
+
+def seed_all(name: str) -> None:
+    """Seed every generator that samples draw from, by the operator's name."""
+    number = zlib.crc32(name.encode())
+    torch.manual_seed(number)
+    random.seed(number)
+    try:
+        import numpy
+    except ImportError:
+        return
+    numpy.random.seed(number)
+
+
+def samples_of(operator: Any, device: str, bound: int) -> list[Sample]:
+    """At most ``bound`` samples, evenly chosen, generated in fp32 where OpInfo can.
+
+    None is sparse, empty or so large that a half kernel without hardware takes seconds, unless all are.
+
+    Raises what OpInfo raises.
+    """
+    generated = [_sample(found) for found in itertools.islice(_generate(operator, device), GENERATED)]
+    dense = [sample for sample in generated if all(t.layout == torch.strided for t in sample.tensors())] or generated
+    full = [sample for sample in dense if not sample.empty()] or dense
+    full = [sample for sample in full if _elements(sample) <= 4 * LARGEST] or full
+    chosen = full if len(full) <= bound else [full[index * len(full) // bound] for index in range(bound)]
+    return chosen
+
+
+def _generate(operator: Any, device: str) -> Iterator[Any]:
+    claimed = operator.supported_dtypes(device)
+    dtype = next((dtype for dtype in _WANTED if dtype in claimed), torch.float32)
+    yield from operator.sample_inputs(device, dtype, requires_grad=operator.supports_autograd)
+
+
+def _sample(found: Any) -> Sample:
+    return Sample((found.input, *found.args), dict(found.kwargs), found.output_process_fn_grad)
+
+
+def larger(samples: list[Sample], run: Callable[[Sample], int | None]) -> list[Sample]:
+    """Larger ones of the samples that can grow: sizes multiplied, and sizes that are powers of two.
+
+    One sample of each choice of arguments, the largest first. ``run`` gives the number of elements that come out, ``None``
+    where the operator refuses; a factor is doubled as long as it accepts and what goes in and comes out stays
+    below :data:`LARGEST`.
+    """
+    distinct: dict[str, Sample] = {}
+    for sample in sorted(samples, key=_elements, reverse=True):
+        distinct.setdefault(repr(features(sample, [], sizes=False)), sample)
+    found: list[Sample] = []
+    for sample in list(distinct.values())[:TRIED]:
+        for sizes in (_multiplied, _power_of_two):
+            grown = _largest(sample, sizes, run)
+            if grown is not None and len(found) < GROWN:
+                found.append(grown)
+    return sorted(found, key=_elements)
+
+
+def _largest(sample: Sample, sizes: Sizes, run: Callable[[Sample], int | None]) -> Sample | None:
+    best = None
+    for factor in (2, 4, 8, 16, 32):
+        shapes = [_larger_shape(tensor, sizes, factor) for tensor in sample.tensors()]
+        if not _elements(sample) < sum(math.prod(shape) for shape in shapes) <= LARGEST:
+            break
+        grown = _grow(sample, sizes, factor)
+        out = run(grown)
+        if out is not None:
+            best = grown
+        if out is not None and out > LARGEST:
+            break
+    return best
+
+
+def _elements(sample: Sample) -> int:
+    return sum(tensor.numel() for tensor in sample.tensors())
+
+
+def _multiplied(size: int, factor: int) -> int:
+    return size * factor
+
+
+def _power_of_two(size: int, factor: int) -> int:
+    return int(2 ** math.ceil(math.log2(size))) * factor
+
+
+def _larger_shape(tensor: Tensor, sizes: Sizes, factor: int) -> list[int]:
+    """Every size over 1 made larger; sparse tensors stay as they are."""
+    if tensor.layout != torch.strided:
+        return list(tensor.shape)
+    return [sizes(size, factor) if size > 1 else size for size in tensor.shape]
+
+
+def _grow(sample: Sample, sizes: Sizes, factor: int) -> Sample:
+    """``sample`` with every size over 1 made larger by the same rule."""
+
+    def change(value: Any) -> Any:
+        if not isinstance(value, Tensor) or (shape := _larger_shape(value, sizes, factor)) == list(value.shape):
+            return value
+        return _tile(value.detach(), shape).requires_grad_(value.requires_grad)
+
+    return dataclasses.replace(sample, args=_map(sample.args, change), kwargs=_map(sample.kwargs, change))
+
+
+def _tile(tensor: Tensor, shape: list[int]) -> Tensor:
+    """``tensor`` repeated to ``shape``; square matrices along their diagonal, so that they stay invertible."""
+    repeats = [-(-size // n) for size, n in zip(shape, tensor.shape, strict=True)]
+    tiled = tensor.repeat(repeats)[tuple(slice(size) for size in shape)]
+    if tensor.dtype not in _WANTED:
+        return tiled
+    if tensor.ndim >= 2 and tensor.shape[-1] == tensor.shape[-2]:
+        blocks = torch.arange(shape[-1], device=tensor.device) // tensor.shape[-1]
+        return tiled * (blocks[:, None] == blocks[None, :])
+    return tiled * torch.linspace(0.75, 1.0, shape[-1], device=tensor.device, dtype=tiled.real.dtype)
+
+
+def features(sample: Sample, names: list[str], *, sizes: bool = True) -> Features:
+    """What can be said of a sample in words, the most telling first: arguments (``names`` of the positional ones), sizes."""
+    found = {name: _describe(value) for name, value in sample.kwargs.items()}
+    for index, value in enumerate(sample.args[1:], 1):
+        if not isinstance(value, (Tensor, list)):
+            found[names[index] if index < len(names) else f"argument {index + 1}"] = _describe(value)
+    if not sizes:
+        return found
+    tensors = sample.tensors() or [torch.empty(0)]
+    every = [size for tensor in tensors for size in tensor.shape]
+    found[POWERS] = all(size & (size - 1) == 0 for size in every)
+    counts = (len(tensors), tensors[0].ndim, max(every, default=0), _elements(sample))
+    return found | dict(zip(COUNTS, counts, strict=True))
+
+
+def _describe(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return "a tensor"
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+
+
+def argument_names(operator: Any) -> list[str]:
+    """Names of an operator's positional arguments, as far as Python's signature or aten's schema tell."""
+    try:
+        return list(inspect.signature(operator.op).parameters)
+    except (TypeError, ValueError):
+        packet = getattr(torch.ops.aten, operator.name.replace(".", "_"), None)
+    schemas = [getattr(packet, name)._schema for name in packet.overloads()] if packet is not None else []
+    return max(([argument.name for argument in schema.arguments] for schema in schemas), key=len, default=[])

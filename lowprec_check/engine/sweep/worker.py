@@ -1,0 +1,156 @@
+"""The worker process of a sweep: takes names of operators from stdin, writes what it measured to stdout, a line each.
+
+What an operator prints goes to stderr. Before every call a breadcrumb says which, for the case that the process dies in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+import warnings
+from typing import Any, BinaryIO
+
+import msgspec
+import torch
+
+from lowprec_check.catalog.records import LOW, Dtype, Header
+from lowprec_check.engine.core.breadcrumb import Crumb
+from lowprec_check.engine.sweep.calls import Setting
+from lowprec_check.engine.sweep.measure import Subject
+from lowprec_check.engine.sweep.messages import Answer, Fault, Hello, Refusal, Task
+from lowprec_check.engine.sweep.samples import load_operators
+from lowprec_check.errors import UsageError
+from lowprec_check.schema.base import Struct
+
+FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "avx_ne_convert")
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--samples", type=int, required=True)
+    parser.add_argument("--extension")
+    parser.add_argument("--crumb", required=True)
+    options = parser.parse_args()
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    warnings.simplefilter("ignore")
+    try:
+        operators, header, setting = _prepare(options)
+    except UsageError as error:
+        _send(answers, Refusal(error.message, error.hint))
+        return
+    _send(answers, Hello(header, list(operators)))
+    crumb = Crumb(options.crumb)
+    for line in sys.stdin.buffer:
+        task = msgspec.json.decode(line, type=Task)
+
+        def enter(cell: str, detail: str, name: str = task.op) -> None:
+            crumb.enter(name, cell, detail)
+
+        try:
+            found = Subject(task.op, operators[task.op], setting, task.lost, enter).measure()
+            _send(answers, Answer(found.record, found.times))
+        except Exception:
+            _send(answers, Fault(task.op, traceback.format_exc()))
+
+
+def _send(stream: BinaryIO | Any, message: Struct) -> None:
+    stream.write(msgspec.json.encode(message) + b"\n")
+
+
+def _prepare(options: argparse.Namespace) -> tuple[dict[str, Any], Header, Setting]:
+    torch.set_num_threads(1)
+    extension = _load_extension(options.extension)
+    device = options.device
+    if device != "cpu" and not getattr(torch, device).is_available():
+        raise UsageError(f"Device {device!r} is not there.", "Give --device cpu.")
+    operators = load_operators()
+    setting = Setting(device, options.samples, _autocast_dtypes(device), _widest(device))
+    header = Header(
+        device=device,
+        torch=torch.__version__.partition("+")[0],
+        capability=_capability(device),
+        hardware=_hardware(device),
+        features=_cpu_features() if device == "cpu" else [],
+        extension=extension,
+        autocast=list(setting.autocast),
+        samples=options.samples,
+        ops=len(operators),
+    )
+    return operators, header, setting
+
+
+def _load_extension(name: str | None) -> str | None:
+    """Import Intel's extension where it fits this torch; with another it would end the process."""
+    if name is None:
+        return None
+    import importlib.metadata
+
+    try:
+        version = importlib.metadata.version("intel-extension-for-pytorch")
+    except importlib.metadata.PackageNotFoundError:
+        raise UsageError("Intel's extension is not installed.", "pip install lowprec-check[ipex]") from None
+    if version.split(".")[:2] != torch.__version__.split(".")[:2]:
+        raise UsageError(f"Intel's extension {version} does not fit torch {torch.__version__}.", "lowprec-check env")
+    import intel_extension_for_pytorch  # type: ignore[import-not-found]  # noqa: F401
+
+    return f"ipex {version.partition('+')[0]}"
+
+
+def _autocast_dtypes(device: str) -> tuple[Dtype, ...]:
+    """Those for which autocast does not disable itself (or refuse)."""
+    taken: list[Dtype] = []
+    for dtype in LOW:
+        low = getattr(torch, dtype)
+        try:
+            with torch.autocast(device, dtype=low):
+                product = torch.ones(2, 2, device=device) @ torch.ones(2, 2, device=device)
+        except Exception:
+            continue
+        if product.dtype == low:
+            taken.append(dtype)
+    return tuple(taken)
+
+
+def _widest(device: str) -> torch.dtype:
+    try:
+        torch.ones(2, dtype=torch.float64, device=device).add(1).cpu()
+    except Exception:
+        return torch.float32
+    return torch.float64
+
+
+def _capability(device: str) -> str:
+    if device == "cpu":
+        return torch.backends.cpu.get_cpu_capability().lower()
+    if device == "cuda":
+        return "sm_{}{}".format(*torch.cuda.get_device_capability())
+    properties = getattr(torch, device).get_device_properties(0)
+    return str(getattr(properties, "architecture", device))
+
+
+def _hardware(device: str) -> str:
+    if device != "cpu":
+        return str(getattr(torch, device).get_device_name(0))
+    return next((line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")), "unknown")
+
+
+def _cpu_features() -> list[str]:
+    flags = next((set(line.split()) for line in _cpuinfo() if line.startswith("flags")), set[str]())
+    return [feature for feature in FEATURES if feature in flags]
+
+
+def _cpuinfo() -> list[str]:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return file.read().splitlines()
+    except OSError:
+        return []
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The instrumented part of a run: every op call, recorded and compared."""

@@ -1,0 +1,49 @@
+"""Where a NaN or Inf is born in a plain fp32 run: the first op with finite inputs and a non-finite output."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor
+from torch._ops import OpOverload
+
+from lowprec_check.engine.core.dispatch_mode import DispatchMode
+from lowprec_check.engine.core.pytree import leaves
+from lowprec_check.engine.core.source_location import ModuleStack, source_line
+from lowprec_check.engine.model.plain_run import call_model
+from lowprec_check.engine.model.precision import Prepared, seed_everything
+from lowprec_check.engine.trace.op_traits import traits
+from lowprec_check.engine.trace.rescue import tensors_in
+
+
+class _FirstNonfinite(DispatchMode):
+    def __init__(self, stack: ModuleStack) -> None:
+        super().__init__()
+        self.stack = stack
+        self.found: tuple[str, str, str | None] | None = None
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        what = traits(func)
+        clean = self.found is None and not what.skipped and all(map(_finite, tensors_in(args, kwargs)))
+        out = func(*args, **kwargs)
+        if clean and not all(_finite(tensor) for _, tensor in leaves(out)):
+            self.found = (what.name, self.stack.current, source_line(sys._getframe(1)))
+        return out
+
+
+def _finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
+
+
+def first_nonfinite(
+    ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int
+) -> tuple[str, str, str | None] | None:
+    """``(op, module, source)``; ``None`` if no op did it (a weight or an input holds it)."""
+    seed_everything(seed)
+    inputs, named = ready.inputs(args, kwargs)
+    with ModuleStack(ready.model) as stack, _FirstNonfinite(stack) as mode, ready.context():
+        call_model(ready.call, inputs, named)
+    found: tuple[str, str, str | None] | None = mode.found
+    return found

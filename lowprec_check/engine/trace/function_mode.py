@@ -1,0 +1,82 @@
+"""The second pass: a function mode for checks that fire above dispatch, where a dispatch mode is never called.
+
+It joins only after such a failure, since it takes some modules off their fast paths.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from lowprec_check.engine.core.compare import is_float
+from lowprec_check.engine.core.source_location import source_line
+from lowprec_check.engine.trace.journal import first_line
+from lowprec_check.engine.trace.recorder import Recorder
+from lowprec_check.engine.trace.rescue import Attempt, rescue
+
+
+class FunctionRescue(TorchFunctionMode):
+    """Rescues calls of torch functions that refuse a dtype; goes with a :class:`Recorder` below it."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            if error is self.recorder.raised:
+                raise
+            return self._rescue(func, args, kwargs, error)
+
+    def _rescue(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
+        recorder = self.recorder
+        name = function_name(func)
+        attempt = Attempt(func, args, kwargs, recorder.low, _written(name, args, kwargs))
+        gaps_before = len(recorder.journal.gaps)
+        found = rescue(attempt, error, "function")
+        if found is None:
+            recorder.raised = error
+            raise error
+        if len(recorder.journal.gaps) == gaps_before or found.kind == "dtype-mismatch":
+            recorder.journal.gap_at(
+                name,
+                recorder.stack.current,
+                source_line(sys._getframe(2)),
+                kind=found.kind,
+                layer="function",
+                message=first_line(str(error)),
+                dtypes=sorted({str(t.dtype).removeprefix("torch.") for t in attempt.floating if is_float(t)}),
+            )
+        recorder.owe(found.result)
+        return found.result
+
+
+def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    written = [kwargs["out"]] if isinstance(kwargs.get("out"), Tensor) else []
+    if name.endswith("_") and not name.endswith("__") and args and isinstance(args[0], Tensor):
+        written.append(args[0])
+    return written
+
+
+def function_name(func: Callable[..., Any]) -> str:
+    """``torch.fft.rfft``, ``torch.Tensor.numpy``; the bare name where torch knows no better."""
+    name = resolve_name(func) or getattr(func, "__qualname__", None) or repr(func)
+    if name.startswith("torch."):
+        return (
+            str(name).replace("torch._C._fft.fft_", "torch.fft.").replace("torch._C._linalg.linalg_", "torch.linalg.")
+        )
+    module = getattr(func, "__module__", None) or ""
+    bare = getattr(func, "__name__", name)
+    for prefix, namespace in (("fft_", "torch.fft."), ("linalg_", "torch.linalg."), ("special_", "torch.special.")):
+        if bare.startswith(prefix):
+            return namespace + bare[len(prefix) :]
+    return f"{module}.{bare}" if module.startswith("torch") else f"torch.{bare}"

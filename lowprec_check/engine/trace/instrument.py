@@ -1,0 +1,235 @@
+"""The instrumented part of a run: the explanation, op by op."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lowprec_check.engine.core.breadcrumb import Crumb
+from lowprec_check.engine.core.compare import compare, compare_outputs, is_float
+from lowprec_check.engine.core.pytree import leaves
+from lowprec_check.engine.core.source_location import ModuleStack
+from lowprec_check.engine.model.memory import StorageCounter
+from lowprec_check.engine.model.plain_run import call_model, describe_error, output_tensors, reraise_interrupt
+from lowprec_check.engine.model.precision import Prepared, seed_everything
+from lowprec_check.engine.model.snapshot import Snapshot
+from lowprec_check.engine.trace.emulation import Emulation
+from lowprec_check.engine.trace.function_mode import FunctionRescue
+from lowprec_check.engine.trace.journal import Journal, Measured
+from lowprec_check.engine.trace.lockstep import Lockstep, storage_key
+from lowprec_check.engine.trace.recorder import Errors, Recorder
+from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo, Gap, OpCalls
+
+
+class Instrumented(NamedTuple):
+    """What the instrumented part found."""
+
+    gaps: list[Gap]
+    op_calls: OpCalls
+    uncalled_modules: list[str]
+    called_modules: list[str]
+    function_mode: bool = False
+    complete: bool = True
+    exception: ExceptionInfo | None = None
+    perturbed: bool | None = None
+    lockstep_error: ErrorStats | None = None
+    """The output against the lockstep reference, which took the same random draws."""
+    lockstep_nonfinite: bool = False
+    emulated: dict[str, str] = {}
+    peak_memory_bytes: int | None = None
+    """Of the run's own tensors, if asked for."""
+    faults: tuple[str, ...] = ()
+    """Where the instruments themselves failed."""
+
+
+class Options(NamedTuple):
+    """How to instrument."""
+
+    errors: Errors = "both"
+    wide: torch.dtype = torch.float32
+    emulation: Emulation = Emulation()
+    crumb: Crumb | None = None
+    on_gap: Callable[[Gap], None] | None = None
+    seed: int = 0
+    count_memory: bool = False
+
+
+def fp32_state(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers by name, before a cast; no copies."""
+    state = {name: parameter.data for name, parameter in model.named_parameters(remove_duplicate=False)}
+    return state | dict(model.named_buffers(remove_duplicate=False))
+
+
+def run_instrumented(
+    ready: Prepared,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    fp32: dict[str, Tensor],
+    options: Options,
+    plain_outputs: list[Tensor] | None = None,
+) -> Instrumented:
+    """Run op by op: with a dispatch mode alone, and once more with a function mode if something failed above it."""
+    subject = _Subject(ready, args, kwargs, fp32)
+    snapshot = Snapshot(ready.model)
+    try:
+        found, failed_above = _pass(subject, options, plain_outputs, function_mode=False)
+        if failed_above:
+            snapshot.rewind()
+            found, _ = _pass(subject, options, None, function_mode=True)
+        return found
+    finally:
+        snapshot.restore()
+
+
+class _Subject(NamedTuple):
+    """What is run: the prepared model, its inputs and its state in fp32."""
+
+    ready: Prepared
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    fp32: dict[str, Tensor]
+
+
+def _pass(
+    subject: _Subject, options: Options, plain_outputs: list[Tensor] | None, *, function_mode: bool
+) -> tuple[Instrumented, bool]:
+    """One pass; the second value says that an exception came from above dispatch."""
+    ready = subject.ready
+    lockstep, journal = Lockstep(options.wide), Journal(options.on_gap)
+    inputs, named = ready.inputs(subject.args, subject.kwargs)
+    _seed_state(lockstep, journal, ready.model, subject.fp32)
+    _seed_inputs(lockstep, ready, (inputs, named), (subject.args, subject.kwargs))
+    counter = StorageCounter(ready, inputs, named) if options.count_memory else None
+    with ModuleStack(ready.model, ready.device.type) as stack:
+        recorder = Recorder(
+            ready.precision.low or torch.float32,
+            lockstep,
+            stack,
+            journal,
+            errors=options.errors,
+            emulation=options.emulation,
+            crumb=options.crumb,
+            counter=counter,
+            timed=ready.device.type == "cpu",
+        )
+        output, error = _call(ready, inputs, named, recorder, options.seed, function_mode)
+    found = Instrumented(
+        gaps=journal.gaps,
+        op_calls=journal.op_calls(),
+        uncalled_modules=_uncalled(ready.model, stack, recorder.touched),
+        called_modules=[name for name, _ in ready.model.named_modules() if name and stack.calls[name]],
+        function_mode=function_mode,
+        complete=error is None,
+        emulated=options.emulation.reasons(),
+        faults=tuple(journal.faults),
+    )
+    if error is not None:
+        above = error is not recorder.raised and isinstance(error, Exception)
+        return found._replace(exception=describe_error(error, ready.model)), above
+    as_given = plain_outputs if not (found.gaps or found.emulated or function_mode) else None
+    found = _with_output(found, output_tensors(output), as_given, lockstep)
+    return found._replace(peak_memory_bytes=counter.peak if counter is not None else None), False
+
+
+def _with_output(
+    found: Instrumented, tensors: list[Tensor], plain_outputs: list[Tensor] | None, lockstep: Lockstep
+) -> Instrumented:
+    """``found`` with what the output says: against the lockstep reference, and against the plain run's bits."""
+    compared = compare_outputs(tensors, [lockstep.get(tensor) for tensor in tensors])
+    return found._replace(
+        perturbed=None if plain_outputs is None else not _same_bits(tensors, plain_outputs),
+        lockstep_error=compared.error,
+        lockstep_nonfinite=compared.nonfinite,
+    )
+
+
+def _call(
+    ready: Prepared, inputs: Any, named: Any, recorder: Recorder, seed: int, function_mode: bool
+) -> tuple[Any, BaseException | None]:
+    seed_everything(seed)
+    try:
+        with ready.context(), compiled_code_in_eager(), recorder:
+            if not function_mode:
+                return call_model(ready.call, inputs, named), None
+            with FunctionRescue(recorder):
+                return call_model(ready.call, inputs, named), None
+    except BaseException as error:
+        reraise_interrupt(error)
+        return None, error
+
+
+def compiled_code_in_eager() -> contextlib.AbstractContextManager[Any]:
+    """Compiled parts of a model run in eager mode: Dynamo would trace our modes. If none ran so far, Dynamo is not loaded."""
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def _seed_state(lockstep: Lockstep, journal: Journal, model: nn.Module, fp32: dict[str, Tensor]) -> None:
+    """Enter the model's parameters and buffers; what their cast to fp16 did to them becomes a row of its own."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout != torch.strided:
+            continue
+        journal.parameters.add(storage_key(tensor))
+        if name not in fp32 or not is_float(tensor):
+            continue
+        low, wide = tensor.detach(), fp32[name]
+        lockstep.seed(low, wide)
+        if low.dtype == torch.float16 and wide.dtype != low.dtype and low.layout == torch.strided:
+            compared = compare(low, [wide], count_flushed=True)
+            lost = bool(compared.introduced_inf or compared.introduced_nan)
+            if lost or (compared.flushed or 0.0) > 0.01:
+                measured = Measured(
+                    accumulated_error=compared.errors[0],
+                    absmax=compared.absmax,
+                    introduced_inf=compared.introduced_inf,
+                    introduced_nan=compared.introduced_nan,
+                    flushed=compared.flushed,
+                )
+                journal.weight(name, wide, low, measured)
+                lockstep.note(low).nonfinite = lost
+
+
+def _seed_inputs(lockstep: Lockstep, ready: Prepared, cast: Any, original: Any) -> None:
+    for (_, low), (_, wide) in zip(leaves(cast), leaves(original), strict=True):
+        if is_float(low) and low.dtype != wide.dtype:
+            lockstep.seed(low, wide.detach().to(ready.device))
+
+
+def _same_bits(tensors: list[Tensor], others: list[Tensor]) -> bool:
+    return len(tensors) == len(others) and all(
+        a.dtype == b.dtype and a.shape == b.shape and _equal(a, b) for a, b in zip(tensors, others, strict=True)
+    )
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) or (is_float(a) and torch.equal(a.nan_to_num(), b.nan_to_num()) and _nans(a, b))
+
+
+def _nans(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.isnan(), b.isnan())
+
+
+def _uncalled(model: nn.Module, stack: ModuleStack, touched: Iterable[int]) -> list[str]:
+    """Modules with parameters that never ran and whose parameters no op read; a subtree by its root."""
+    seen = set(touched)
+    called = {name for name, count in stack.calls.items() if count}
+
+    def used(name: str, module: nn.Module) -> bool:
+        prefix = f"{name}." if name else ""
+        return any(f"{prefix}{child}".rstrip(".") in called for child, _ in module.named_modules()) or any(
+            parameter.layout != torch.strided or storage_key(parameter) in seen for parameter in module.parameters()
+        )
+
+    found: list[str] = []
+    for name, module in model.named_modules():
+        covered = any(name == root or name.startswith(f"{root}.") for root in found)
+        if name and not covered and next(module.parameters(), None) is not None and not used(name, module):
+            found.append(name)
+    return found

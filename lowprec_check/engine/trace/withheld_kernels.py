@@ -1,0 +1,81 @@
+"""Withhold a kernel: make an op fail for a dtype as if this build of torch had none, in every run alike."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch._ops import OpOverload
+
+from lowprec_check.engine.core.dispatch_mode import DispatchMode
+from lowprec_check.engine.trace.rescue import tensors_in
+from lowprec_check.errors import UsageError
+
+_DTYPES = {
+    "half": torch.float16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float": torch.float32,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+}
+_SCALAR_NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float"}
+_SPEC = re.compile(r"(?:aten(?:\.|::))?(?P<op>\w+)(?:\.(?P<overload>\w+))?:(?P<dtype>\w+)")
+
+
+class Withheld(NamedTuple):
+    """One ``op[.overload]:dtype``."""
+
+    op: str
+    overload: str | None
+    dtype: torch.dtype
+
+    def matches(self, func: OpOverload) -> bool:
+        """Whether ``func`` is the op withheld."""
+        namespace, name = func._schema.name.split("::")
+        return namespace == "aten" and name == self.op and self.overload in (None, func._overloadname)
+
+
+def parse_withheld(specs: Iterable[str]) -> list[Withheld]:
+    """Parse ``aten.dot:half``; raises :class:`UsageError` for an op or dtype that does not exist."""
+    return [_parse(spec) for spec in specs]
+
+
+def _parse(spec: str) -> Withheld:
+    match = _SPEC.fullmatch(spec)
+    dtype = _DTYPES.get(match["dtype"]) if match else None
+    if match is None or dtype is None:
+        raise UsageError(
+            f"--without-kernel {spec!r} does not parse.", f"Write aten.dot:half; dtypes: {', '.join(_DTYPES)}."
+        )
+    if not hasattr(torch.ops.aten, match["op"]):
+        raise UsageError(
+            f"This torch has no op aten.{match['op']}.", "Findings of a scan name the op as it is to be written."
+        )
+    return Withheld(match["op"], match["overload"], dtype)
+
+
+class Withhold(DispatchMode):
+    """Raises what torch raises where a kernel is missing."""
+
+    def __init__(self, withheld: list[Withheld]) -> None:
+        super().__init__()
+        self.withheld = withheld
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for item in self.withheld:
+            if item.matches(func) and any(tensor.dtype == item.dtype for tensor in tensors_in(args, kwargs)):
+                raise NotImplementedError(f"\"{item.op}\" not implemented for '{_SCALAR_NAMES[item.dtype]}' (withheld)")
+        return func(*args, **kwargs)
+
+
+def withholding(specs: Iterable[str]) -> contextlib.AbstractContextManager[Any]:
+    """A context in which the kernels of ``specs`` are missing; does nothing for none."""
+    withheld = parse_withheld(specs)
+    return Withhold(withheld) if withheld else contextlib.nullcontext()

@@ -1,0 +1,146 @@
+"""``--lowprec-coverage``: the operators that a project's own tests use, and which of them lack a low precision.
+
+Tests run as they are. The process that runs one attaches the operators to its reports, which pytest-xdist brings to one
+process, where they are looked up in the catalog. Imports torch where tests run, nowhere else.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections import defaultdict
+from collections.abc import Generator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from lowprec_check.catalog.aten import AtenCatalog
+from lowprec_check.catalog.names import dtype_of
+from lowprec_check.catalog.records import LOW, Dtype
+from lowprec_check.errors import UsageError
+from lowprec_check.pytest_plugin import options
+from lowprec_check.report.coverage import RENDERERS, Coverage, OpUse, coverage_text
+
+if TYPE_CHECKING:
+    from lowprec_check.pytest_plugin.fixture.watch import Watch
+
+
+def register(config: pytest.Config) -> None:
+    """Check the options and take part in the session; raises :class:`pytest.UsageError` where one is wrong."""
+    names, device = options.value(config, "coverage"), options.value(config, "device") or "cpu"
+    report = options.path(config, "report")
+    if not names:
+        if config.option.lowprec_device or config.option.lowprec_report:
+            raise pytest.UsageError("--lowprec-device and --lowprec-report go with --lowprec-coverage half.")
+        return
+    if report is not None and report.suffix not in RENDERERS:
+        where = options.where(config, "report")
+        raise pytest.UsageError(f"{where}: {report.name} ends with none of {', '.join(RENDERERS)}.")
+    if report is not None and not report.parent.is_dir():
+        raise pytest.UsageError(f"{options.where(config, 'report')}: there is no folder {report.parent}.")
+    here = importlib.metadata.version("torch")
+    try:
+        catalogs = [AtenCatalog(device, dtype, here) for dtype in dict.fromkeys(map(_low, names))]
+    except UsageError as error:
+        wrong = "device" if "was measured on" in error.message else "coverage"
+        raise pytest.UsageError(f"{options.where(config, wrong)}: {error}") from None
+    config.pluginmanager.register(Recorded(config, catalogs, report), "lowprec-coverage")
+
+
+def _low(name: str) -> Dtype:
+    dtype = dtype_of(name)
+    if dtype not in LOW:
+        raise UsageError(f"{name!r} is no low precision.", "Choose half or bfloat16.")
+    return dtype
+
+
+class Recorded:
+    """Watches tests, and sums up what they used."""
+
+    def __init__(self, config: pytest.Config, catalogs: list[AtenCatalog], report: Path | None) -> None:
+        self.config, self.catalogs, self.report = config, catalogs, report
+        self.tests: set[str] = set()
+        self.uses: dict[str, set[str]] = defaultdict(set)
+        self.found: Coverage | None = None
+        self.failed_to_write: str | None = None
+        self._watch: Watch | None = None
+
+    # -- where tests run
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self) -> Generator[None, object, object]:
+        """Watch what fixtures do."""
+        return (yield from self._watched())
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self) -> Generator[None, object, object]:
+        """Watch the test."""
+        return (yield from self._watched())
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self) -> Generator[None, object, object]:
+        """Watch what fixtures do afterwards."""
+        return (yield from self._watched())
+
+    def _watched(self) -> Generator[None, object, object]:
+        if self._watch is None:
+            from lowprec_check.pytest_plugin.fixture.watch import Watch
+
+            self._watch = Watch()
+        self._watch.start()
+        try:
+            return (yield)
+        finally:
+            self._watch.stop()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Attach the operators to the report."""
+        report = yield
+        report.lowprec_ops = self._watch.take() if self._watch else []  # type: ignore[attr-defined]
+        return report
+
+    # -- where results come together
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Collect what each test used."""
+        self.tests.add(report.nodeid)
+        for op in getattr(report, "lowprec_ops", ()):
+            self.uses[op].add(report.nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        """Look the operators up, and write the report."""
+        if options.is_worker(self.config):
+            return
+        self.found = self._coverage()
+        if self.report is not None:
+            try:
+                self.report.write_text(RENDERERS[self.report.suffix](self.found), encoding="utf-8")
+            except OSError as error:
+                self.failed_to_write = f"Cannot write {self.report}: {error.strerror}."
+
+    def _coverage(self) -> Coverage:
+        first = self.catalogs[0]
+        return Coverage(
+            device=first.device,
+            torch=first.torch,
+            evidence=first.evidence,
+            recorded_torch=importlib.metadata.version("torch"),
+            dtypes=[catalog.dtype for catalog in self.catalogs],
+            tests=len(self.tests),
+            ops=[
+                OpUse(op=op, tests=sorted(tests), support={c.dtype: c.of(op) for c in self.catalogs})
+                for op, tests in sorted(self.uses.items())
+            ],
+        )
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Print the table; with ``-v`` all operators, else those that do not simply run."""
+        if self.found is None:
+            return
+        terminalreporter.section("lowprec coverage")
+        every = self.config.get_verbosity() > 0
+        for line in coverage_text(self.found, every=every).splitlines():
+            terminalreporter.write_line(line)
+        if self.report is not None:
+            terminalreporter.write_line(self.failed_to_write or f"All of it: {self.report}")

@@ -1,0 +1,86 @@
+"""What a failed assertion says: every finding at once, as a scan shows it. Never imports torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from lowprec_check.analysis.recommend import shorten
+from lowprec_check.catalog.records import SHORT, in_samples
+from lowprec_check.report.console import screen
+from lowprec_check.report.summary import group
+from lowprec_check.report.text import print_group, runs_table
+from lowprec_check.schema.scan_result import ExceptionInfo, ScanResult
+
+if TYPE_CHECKING:
+    from lowprec_check.pytest_plugin.op_support import OpState, Support
+
+WIDTH = 110
+HELP = "compute it in fp32 and cast back, or use autocast"
+
+
+def scan_text(result: ScanResult, exception: ExceptionInfo | None = None, *, in_fp32: bool = False) -> str:
+    """A line of summary, the verdicts, and all findings; ``exception`` is what stopped the call, ``in_fp32`` too."""
+    low = [run for run in result.runs if run.precision != "fp32"]
+    failed = [run.precision for run in low if run.status != "ok"] or [run.precision for run in low]
+    torch, device = str(result.environment.get("torch", "")).partition("+")[0], result.environment.get("device")
+    with screen(WIDTH, color=False) as (console, printed):
+        gaps = sum(len(run.gaps) for run in low)
+        counted = f": {gaps} {'gap' if gaps == 1 else 'gaps'}" if gaps else ""
+        what = "does not pass" if len(low) < len(result.runs) else "does not run"
+        console.print(f"{result.model.name} {what} in {', '.join(failed)} on {device}, torch {torch}{counted}")
+        console.print()
+        if len(low) < len(result.runs):
+            console.print(runs_table(result))
+            console.print()
+        for item in group(result.diagnostics):
+            print_group(console, item)
+        if exception is not None:
+            _print_error(console, exception, "fp32 has too" if in_fp32 else "is not there in fp32")
+        if result.diagnostics:
+            console.print(f"More: lowprec-check explain {group(result.diagnostics)[0].first.code}")
+    return printed.text.rstrip("\n")
+
+
+def _print_error(console: Console, exception: ExceptionInfo, which: str) -> None:
+    where = f" at {exception.source}" if exception.source else ""
+    console.print(f"Stopped{where} by an error that {which}:")
+    console.print(Padding(Text(f"{exception.type}: {exception.message}"), (0, 0, 0, 6)))
+
+
+_WORDS = {"all": "runs", "some": "in part", "none": "no", None: "not known"}
+_EVIDENCE = {
+    "measured here": "run here",
+    "measured": "not run here: from the catalog, measured",
+    "declared": "not run here: from the catalog, declared",
+}
+
+
+def no_support_text(found: Support) -> str:
+    """Which operators do not run in the dtype, in which mode, why, and by what evidence."""
+    evidence = f"{_EVIDENCE[found.evidence]}, torch {found.torch}"
+    with screen(WIDTH, color=False) as (console, printed):
+        console.print(f"{found.asked} is not supported in {SHORT[found.dtype]} on {found.device} ({evidence})")
+        console.print()
+        if not found.states:
+            console.print("Nothing is known of it there. `lowprec-check catalog build` measures it on the device.")
+        for state in found.failing:
+            _print_state(console, state)
+    return printed.text.rstrip("\n")
+
+
+def _print_state(console: Console, state: OpState) -> None:
+    samples = f", {state.passed} of {state.samples} samples" if state.samples else ""
+    no_backward = state.state is None and state.mode == "backward"
+    console.print(f"{state.op}  {state.mode}: {'it has none' if no_backward else _WORDS[state.state]}{samples}")
+    parts = []
+    if state.failure is not None:
+        at = f" in {state.failure.at}" if state.failure.at else ""
+        parts.append(f"{state.failure.kind}{at}: {shorten(state.failure.message)}{in_samples(state.failure.condition)}")
+    if state.state in ("some", "none"):
+        parts.append(f"→ {HELP}" + (f"; runs since torch {state.mended}" if state.mended else ""))
+    for part in parts:
+        console.print(Padding(Text(part), (0, 0, 0, 6)))

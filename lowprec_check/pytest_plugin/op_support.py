@@ -1,0 +1,121 @@
+"""Whether an operator runs in a dtype: tried here where the device is there, else as the catalog says. Never imports torch."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Literal, NamedTuple
+
+from lowprec_check.catalog import declared
+from lowprec_check.catalog.lookup import declared_cells, measured_cell, mended_in
+from lowprec_check.catalog.measured import at_release, history, sweep_of
+from lowprec_check.catalog.names import find
+from lowprec_check.catalog.records import Dtype, Failure, Header, Measured, Mode, OpRecord, State
+from lowprec_check.errors import UsageError
+from lowprec_check.pytest_plugin.marker import is_there
+
+Evidence = Literal["measured here", "measured", "declared"]
+DEVICES = ("cpu", "cuda", "xpu")
+
+
+class OpState(NamedTuple):
+    """One operator in one mode."""
+
+    op: str
+    mode: Mode
+    state: State | None
+    """``None``: not known, or it has no backward."""
+    passed: int | None = None
+    samples: int | None = None
+    failure: Failure | None = None
+    mended: str | None = None
+    """The later release of torch from which on it runs."""
+
+
+class Support(NamedTuple):
+    """What is known of all operators that a name stands for."""
+
+    asked: str
+    dtype: Dtype
+    device: str
+    torch: str
+    evidence: Evidence
+    states: list[OpState]
+
+    @property
+    def supported(self) -> bool:
+        """Whether all run in all of their samples."""
+        return bool(self.states) and all(state.state == "all" for state in self.states)
+
+    @property
+    def failing(self) -> list[OpState]:
+        """Those that do not."""
+        return [state for state in self.states if state.state != "all"]
+
+
+def support_of(asked: str, dtype: Dtype, device: str, *, backward: bool = False) -> Support:
+    """What is known of ``asked``; raises :class:`UsageError` for a name or device that there is not."""
+    if device not in DEVICES:
+        raise UsageError(f"Unknown device {device!r}.", f"Choose one of {', '.join(DEVICES)}.")
+    modes: tuple[Mode, ...] = ("forward", "backward") if backward else ("forward",)
+    records = _named(asked, device)
+    tried = _tried(device, tuple(record.op for record in records))
+    if tried is not None:
+        found = {record.op: record for record in tried.records}
+        states = [_state(found[record.op], dtype, mode, device, tried.header) for record in records for mode in modes]
+        return Support(asked, dtype, device, tried.header.torch, "measured here", states)
+    return _from_catalog(asked, records, dtype, device, modes)
+
+
+def _named(asked: str, device: str) -> list[OpRecord]:
+    """The operators of that very name; all that it may stand for, where none has just that name."""
+    sweep = sweep_of(device) if history(device) else sweep_of("cpu")
+    found = find(asked, sweep.records)
+    exact = [record for record in found if record.op == asked.rpartition("::")[2].removeprefix("torch.")]
+    return exact or found
+
+
+@cache
+def _tried(device: str, ops: tuple[str, ...]) -> Measured | None:
+    """The operators' samples run here, in a process of their own; ``None`` where that is not possible."""
+    from lowprec_check.engine.sweep.build import build
+
+    if not is_there(device):
+        return None
+    try:
+        return build(device, jobs=1, only=list(ops))
+    except (UsageError, RuntimeError, OSError):  # this torch cannot describe its operators, or not these
+        return None
+
+
+def _state(record: OpRecord, dtype: Dtype, mode: Mode, device: str, header: Header) -> OpState:
+    state = record.state(dtype, mode)
+    passed, samples = record.count(dtype, mode) or (None, None)
+    failure = record.failure(dtype, mode) if state in ("some", "none") else None
+    sweep = next((s for s in history(device) if s.header.torch == header.torch), None)
+    mended = mended_in(sweep, [record.op], dtype, mode) if sweep and failure else None
+    return OpState(record.op, mode, state, passed, samples, failure, mended)
+
+
+def _from_catalog(asked: str, records: list[OpRecord], dtype: Dtype, device: str, modes: tuple[Mode, ...]) -> Support:
+    release = declared.release_of(_installed_torch())
+    evidence: Evidence
+    if device == "xpu":
+        evidence, torch = "declared", release if release in declared.releases() else declared.releases()[-1]
+        cells = [(record.op, cell) for record in records for cell in declared_cells(record.op, (dtype,), torch)]
+    else:
+        sweep = at_release(device, release) or sweep_of(device)
+        evidence, torch = "measured", sweep.release
+        known = [record.op for record in records if record.op in sweep.records]
+        cells = [(op, measured_cell(sweep, op, dtype, mode)) for op in known for mode in modes]
+    states = [
+        OpState(op, cell.mode, cell.state, cell.passed, cell.samples, cell.failure, cell.mended)
+        for op, cell in cells
+        if cell.mode in modes
+    ]
+    return Support(asked, dtype, device, torch, evidence, states)
+
+
+def _installed_torch() -> str:
+    import importlib.metadata
+
+    return importlib.metadata.version("torch")

@@ -1,0 +1,1 @@
+"""Reports: every format made from a saved result. Never imports torch."""

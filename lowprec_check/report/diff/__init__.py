@@ -1,0 +1,1 @@
+"""The difference of two scans, as documents and on the terminal."""

@@ -1,0 +1,109 @@
+"""What the charts draw, packed: columns with their strings numbered, compressed."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from lowprec_check.analysis.error_origin import origin
+from lowprec_check.analysis.rules.numerics import UNIT_ROUNDOFF
+from lowprec_check.report.escape import visible
+from lowprec_check.report.summary import label
+from lowprec_check.schema.scan_result import Place, Run
+
+MOST_CALLS = 20_000
+"""Of one run that are drawn; of more, the worst of each stretch."""
+
+MOST_CALLS_IN_ALL = 160_000
+
+_TEXTS = ("op", "module", "source", "dtypes", "shape")
+
+LIMITS = {
+    "fp16": {"subnormal": 2.0**-24, "normal": 2.0**-14, "max": 65504.0},
+    "bf16": {"subnormal": 2.0**-133, "normal": 2.0**-126, "max": (2.0 - 2.0**-7) * 2.0**127},
+}
+"""Smallest subnormal, smallest normal and largest number of each dtype (IEEE 754 binary16; bfloat16)."""
+
+
+def low_dtype(run: Run) -> str:
+    """``fp16`` or ``bf16``."""
+    return "bf16" if "bf" in (run.base or run.precision) else "fp16"
+
+
+def pack(runs: Sequence[Run]) -> str:
+    """Op calls and ranges of ``runs`` as base64 of gzipped JSON."""
+    most = min(MOST_CALLS, MOST_CALLS_IN_ALL // max(1, len(runs)))
+    numbers: dict[str, dict[str, int]] = {name: {} for name in _TEXTS}
+    packed = [_run(run, most, numbers) for run in runs]
+    strings = {name: list(known) for name, known in numbers.items()}
+    data = msgspec.json.encode({"strings": strings, "runs": packed, "limits": LIMITS})
+    return base64.b64encode(gzip.compress(data, 6, mtime=0)).decode()
+
+
+def _run(run: Run, most: int, numbers: dict[str, dict[str, int]]) -> dict[str, Any]:
+    rows = list(run.op_calls.rows())
+    born = origin(run)
+    kept = _thin(rows, most, born.call if born else -1)
+    columns: dict[str, Any] = {"index": kept}
+    for name in _TEXTS:
+        column, known = getattr(run.op_calls, name), numbers[name]
+        columns[name] = [known.setdefault(visible(column[index] or ""), len(known)) for index in kept]
+    for name in ("local_error", "accumulated_error", "absmax"):
+        column = getattr(run.op_calls, name)
+        columns[name] = [_short(column[index]) for index in kept]
+    columns["nonfinite"] = [rows[index].introduced_inf + rows[index].introduced_nan for index in kept]
+    columns["rescued"] = [int(rows[index].outcome == "rescued") for index in kept]
+    return {
+        "label": label(run),
+        "dtype": low_dtype(run),
+        "tolerance": run.tolerance,
+        "roundoff": UNIT_ROUNDOFF.get(run.base or run.precision),
+        "total": len(rows),
+        "origin": {"call": born.call, "says": born.sentence(), "kind": born.kind} if born else None,
+        "calls": columns,
+        "ranges": _ranges(rows),
+    }
+
+
+def _thin(rows: list[Place], most: int, born: int) -> list[int]:
+    """Indices to draw: all, or of each stretch the worst, and where the error is born."""
+    if len(rows) <= most:
+        return list(range(len(rows)))
+    size = -(-len(rows) // (most - 1))
+    kept = {
+        max(range(start, min(start + size, len(rows))), key=lambda i: _weight(rows[i]))
+        for start in range(0, len(rows), size)
+    }
+    return sorted(kept | ({born} if born >= 0 else set()))
+
+
+def _weight(place: Place) -> tuple[int, float]:
+    return place.introduced_inf + place.introduced_nan, place.accumulated_error or 0.0
+
+
+def _ranges(rows: list[Place]) -> dict[str, list[Any]]:
+    """By module, in the order in which they ran: typical and largest magnitude of its outputs, what was flushed."""
+    found: dict[str, dict[str, Any]] = {}
+    for place in rows:
+        if not place.absmax and not place.rms:
+            continue
+        known = found.setdefault(place.module, {"low": None, "high": 0.0, "flushed": 0.0, "calls": 0, "overflow": 0})
+        known["high"] = max(known["high"], place.absmax or 0.0)
+        typical = place.rms or place.absmax
+        known["low"] = typical if known["low"] is None else min(known["low"], typical)
+        known["flushed"] = max(known["flushed"], place.flushed or 0.0)
+        known["overflow"] += place.introduced_inf
+        known["calls"] += 1
+    columns: dict[str, list[Any]] = {"module": [visible(module) or "(model)" for module in found]}
+    for name in ("low", "high", "flushed", "calls", "overflow"):
+        columns[name] = [_short(known[name]) for known in found.values()]
+    return columns
+
+
+def _short(value: float | None) -> float | None:
+    """Three digits: a chart shows no more, and a file of 20,000 calls stays small."""
+    return None if value is None else float(f"{value:.3g}")

@@ -1,0 +1,194 @@
+"""The module tree × precision heat map: for each module the worst of all op calls below it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from lowprec_check.report.escape import visible
+from lowprec_check.schema.scan_result import Place, Run
+
+MOST_ROWS = 1200
+"""Deepest modules beyond this many are left out: the page must open quickly."""
+
+OPEN_ROWS = 36
+"""As many levels are open at first as show about this many rows."""
+
+NONFINITE = 8
+"""The hottest level."""
+
+
+class Shade(NamedTuple):
+    """A figure and how hot it is: 0 (nothing to see) to 8."""
+
+    text: str
+    level: int
+
+
+class Cell(NamedTuple):
+    """One module in one run."""
+
+    accumulated: Shade
+    local: Shade
+    time: Shade
+    gaps: int
+
+
+class Node(NamedTuple):
+    """One row of the tree."""
+
+    path: str
+    name: str
+    depth: int
+    parent: int
+    """Row of the parent; -1 for the model."""
+    has_children: bool
+    open: bool
+    hidden: bool
+    """Whether an ancestor is closed at first."""
+    cells: list[Cell]
+
+
+class Tree(NamedTuple):
+    """Rows in the order in which the modules first ran, and how many were left out."""
+
+    nodes: list[Node]
+    left_out: int
+
+
+class _Worst:
+    __slots__ = ("accumulated", "calls", "gaps", "local", "nonfinite", "reference_ms", "time_ms")
+
+    def __init__(self) -> None:
+        self.accumulated: float | None = None
+        self.local: float | None = None
+        self.time_ms = self.reference_ms = 0.0
+        self.nonfinite = False
+        self.gaps = self.calls = 0
+
+    def add(self, place: Place) -> None:
+        self.calls += 1
+        self.accumulated = _larger(self.accumulated, place.accumulated_error)
+        self.local = _larger(self.local, place.local_error)
+        self.nonfinite = self.nonfinite or bool(place.introduced_inf or place.introduced_nan)
+        if place.time_ms is not None and place.reference_ms is not None:
+            self.time_ms += place.time_ms
+            self.reference_ms += place.reference_ms
+
+    def cell(self) -> Cell:
+        accumulated = Shade("Inf/NaN", NONFINITE) if self.nonfinite else error_shade(self.accumulated)
+        return Cell(accumulated, error_shade(self.local), _time_shade(self.time_ms, self.reference_ms), self.gaps)
+
+
+def _larger(known: float | None, value: float | None) -> float | None:
+    return value if known is None else known if value is None else max(known, value)
+
+
+_LIMITS = (1e-5, 1e-4, 1e-3, 5e-3, 2e-2, 1e-1)
+"""Between the levels 1 to 7: fine where 16 bits make the difference."""
+
+
+def error_shade(error: float | None) -> Shade:
+    """A rel_l2 by :data:`_LIMITS`."""
+    if error is None:
+        return Shade("–", 0)
+    if error == 0:
+        return Shade("0", 0)
+    return Shade(f"{error:.1e}", 1 + sum(error > limit for limit in _LIMITS))
+
+
+_SLOWER = (0.5, 0.8, 1.25, 2.0, 5.0, 10.0, 50.0)
+
+
+def _time_shade(here: float, reference: float) -> Shade:
+    if here <= 0 or reference <= 0:
+        return Shade("–", 0)
+    ratio = here / reference
+    text = f"{ratio:.2f} ×" if ratio < 10 else f"{ratio:.0f} ×"
+    return Shade(text, 1 + sum(ratio > limit for limit in _SLOWER))
+
+
+def build(runs: Sequence[Run]) -> Tree:
+    """The tree of all modules in which an op of any of ``runs`` ran or a gap was found."""
+    worst = [_worst_by_path(run) for run in runs]
+    paths = _in_order(path for found in worst for path in found)
+    kept, left_out = _shallowest(paths)
+    children = {parent_of(path) for path in kept if path}
+    depth_open = _depth_to_open(kept)
+    rows = {path: index for index, path in enumerate(kept)}
+    nodes = []
+    for path in kept:
+        depth = path.count(".") + 1 if path else 0
+        nodes.append(
+            Node(
+                path=visible(path) or "(model)",
+                name=visible(path.rpartition(".")[2]) or "(model)",
+                depth=depth,
+                parent=rows[parent_of(path)] if path else -1,
+                has_children=path in children,
+                open=depth < depth_open,
+                hidden=depth > depth_open,
+                cells=[found[path].cell() if path in found else _Worst().cell() for found in worst],
+            )
+        )
+    return Tree(nodes, left_out)
+
+
+def parent_of(path: str) -> str:
+    """The path of the module that holds ``path``."""
+    return path.rpartition(".")[0]
+
+
+def _worst_by_path(run: Run) -> dict[str, _Worst]:
+    """By path, what is below it included."""
+    found: dict[str, _Worst] = {}
+    for place in run.op_calls.rows():
+        for path in lineage(place.module):
+            found.setdefault(path, _Worst()).add(place)
+    for gap in run.gaps:
+        for path in lineage(gap.module):
+            found.setdefault(path, _Worst()).gaps += gap.calls
+    return found
+
+
+def lineage(path: str) -> list[str]:
+    """``["", "a", "a.b"]`` of ``a.b``."""
+    parts = path.split(".") if path else []
+    return ["", *(".".join(parts[: index + 1]) for index in range(len(parts)))]
+
+
+def _in_order(paths: Iterable[str]) -> list[str]:
+    """Each path once, children right below their parent, siblings as they first ran."""
+    below: dict[str, list[str]] = {}
+    seen = {""}
+    for path in paths:
+        if path not in seen:
+            seen.add(path)
+            below.setdefault(parent_of(path), []).append(path)
+    ordered, stack = [], [""]
+    while stack:
+        path = stack.pop()
+        ordered.append(path)
+        stack.extend(reversed(below.get(path, [])))
+    return ordered
+
+
+def _shallowest(paths: list[str]) -> tuple[list[str], int]:
+    if len(paths) <= MOST_ROWS:
+        return paths, 0
+    depths = sorted(path.count(".") for path in paths)
+    limit = depths[MOST_ROWS - 1]
+    kept = [path for path in paths if path.count(".") <= limit][:MOST_ROWS]
+    whole = set(kept)
+    kept = [path for path in kept if not path or parent_of(path) in whole]
+    return kept, len(paths) - len(kept)
+
+
+def _depth_to_open(paths: list[str]) -> int:
+    """How many levels to open so that about ``OPEN_ROWS`` rows show."""
+    depths = [path.count(".") + 1 if path else 0 for path in paths]
+    best = 1
+    for depth in range(1, max(depths, default=0) + 1):
+        if sum(d <= depth for d in depths) <= OPEN_ROWS:
+            best = depth
+    return best

@@ -1,0 +1,44 @@
+"""A page in one file: templates with autoescape, styles and scripts inlined, a policy that allows nothing else."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+from importlib.resources import files
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+_HERE = files("lowprec_check.report.html")
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("lowprec_check.report.html", "templates"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+
+
+def static(name: str) -> str:
+    """The text of a file in ``static/``."""
+    return (_HERE / "static" / name).read_text(encoding="utf-8")
+
+
+def render_page(template: str, scripts: list[str], **values: Any) -> str:
+    """The page; of scripts, only those given may run, and nothing may be loaded from anywhere."""
+    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
+    policy = (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    return (
+        _environment()
+        .get_template(template)
+        .render(policy=policy, style=Markup(static("style.css")), scripts=[Markup(s) for s in scripts], **values)
+    )

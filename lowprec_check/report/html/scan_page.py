@@ -1,0 +1,156 @@
+"""One self-contained HTML file: opens offline, light and dark, for mouse, keyboard, screen reader and printer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from lowprec_check.analysis.recommend import memory_ratio, time_ratio
+from lowprec_check.report import summary
+from lowprec_check.report.escape import visible, visible_lines
+from lowprec_check.report.html import bokeh_files as bokeh
+from lowprec_check.report.html import charts as payload
+from lowprec_check.report.html import module_tree as tree
+from lowprec_check.report.html.page import render_page, static
+from lowprec_check.report.summary import Group, Row
+from lowprec_check.schema.scan_result import Run, ScanResult
+
+SCALE = ("≤1e-5", "≤1e-4", "≤1e-3", "≤5e-3", "≤2e-2", "≤0.1", ">0.1", "Inf")
+MOST_PLACES = 100
+MOST_GROUPS = 500
+"""Of findings; more would make the file too large to open."""
+
+
+def render(result: ScanResult) -> str:
+    """The page for ``result``. Raises :class:`UsageError` if Bokeh is not installed."""
+    drawn = [run for run in result.runs if run.precision != "fp32" and len(run.op_calls)]
+    advice = result.recommendation
+    modules = tree.build(drawn)
+    groups = summary.group(result.diagnostics)
+    values: dict[str, Any] = {
+        "tool": visible(result.tool),
+        "title": summary.title(result),
+        "model_name": visible(result.model.name),
+        "machine": summary.machine(result),
+        "notes": [visible(note) for note in result.model.notes],
+        "verdict": summary.verdict(result),
+        "advice": advice is not None,
+        "reason": visible(advice.reason, 2000) if advice else "",
+        "code": "\n".join(visible_lines(advice.code, 2000)) if advice else "",
+        "kept": summary.kept(result),
+        "failures": summary.failures(result),
+        "runs": list(_runs(result)),
+        "ratio_tick": 100 / _widest(result),
+        "charts": [{"label": summary.label(run), "status": run.status} for run in drawn],
+        "first": _most_telling(drawn),
+        "nodes": modules.nodes,
+        "left_out": modules.left_out,
+        "scale": SCALE,
+        "findings": [_finding(item) for item in groups[:MOST_GROUPS]],
+        "groups_left_out": max(0, len(groups) - MOST_GROUPS),
+        "tally": summary.tally(result.diagnostics),
+        "environment": list(_environment(result)),
+    }
+    scripts = [static("theme.js"), static("report.js")]
+    if drawn:
+        scripts = [*bokeh.scripts(), static("theme.js"), static("charts.js"), static("report.js")]
+        values["calls"] = payload.pack(drawn)
+    return render_page("report.html.j2", scripts, **values)
+
+
+def _most_telling(runs: list[Run]) -> int:
+    """The run to show first: one whose numbers are wrong, else one that fails, else the first."""
+    wrong = ("nonfinite", "inaccurate", "error", "crashed", "timeout")
+    order = {status: index for index, status in enumerate(wrong)}
+    return min(range(len(runs)), key=lambda i: (order.get(runs[i].status, len(order)), i), default=0)
+
+
+# -- the table of runs
+
+_KIND = {"ok": "ok", "reference": "none", "skipped": "none", "inaccurate": "warn"}
+
+
+def _widest(result: ScanResult) -> float:
+    """The ratio that fills a bar: a little over the largest, at most 3."""
+    ratios = [ratio(run, result.runs) for run in result.runs for ratio in (time_ratio, memory_ratio)]
+    return min(3.0, max([1.25, *(1.1 * ratio for ratio in ratios if ratio)]))
+
+
+def _runs(result: ScanResult) -> Iterator[dict[str, Any]]:
+    widest = _widest(result)
+    for row in summary.rows(result):
+        time, memory = time_ratio(row.run, result.runs), memory_ratio(row.run, result.runs)
+        yield {
+            **row._asdict(),
+            **_error_bar(row),
+            "kind": _KIND.get(row.status, "bad"),
+            "recommended": _is_recommended(row.run, result),
+            "time_width": min(100.0, 100 * (time or 0) / widest),
+            "time_kind": _ratio_kind(time, worse=1.05, better=0.95),
+            "memory_width": min(100.0, 100 * (memory or 0) / widest),
+            "memory_kind": _ratio_kind(memory, worse=1.05, better=0.95),
+        }
+
+
+def _is_recommended(run: Run, result: ScanResult) -> bool:
+    advice = result.recommendation
+    if advice is None or (run.backend, run.keep_fp32) != (advice.backend, advice.keep_fp32):
+        return False
+    return (run.base or run.precision) == advice.precision and run.status == "ok"
+
+
+def _error_bar(row: Row) -> dict[str, Any]:
+    rel_l2 = row.run.output_error.rel_l2 if row.run.output_error else None
+    if rel_l2 is None:
+        infinite = row.run.status == "nonfinite" or row.error == "∞"
+        return {
+            "error_width": 100.0 if infinite else 0.0,
+            "error_kind": "bad" if infinite else "none",
+            "tolerance_tick": None,
+        }
+    tolerance = row.run.tolerance
+    over = tolerance is not None and rel_l2 > tolerance
+    return {
+        "error_width": _decades(rel_l2),
+        "error_kind": "bad" if over else "good",
+        "tolerance_tick": _decades(tolerance) if tolerance else None,
+    }
+
+
+def _decades(value: float) -> float:
+    """Per cent of the way from 1e-6 to 1, by powers of ten."""
+    return 100 * min(1.0, max(0.0, (math.log10(value) + 6) / 6)) if value > 0 else 0.0
+
+
+def _ratio_kind(ratio: float | None, *, worse: float, better: float) -> str:
+    if ratio is None:
+        return "none"
+    return "warn" if ratio > worse else "good" if ratio < better else ""
+
+
+# -- findings and environment
+
+
+def _finding(item: Group) -> dict[str, Any]:
+    first = item.first
+    places = [(module or "the model", source) for module, source in item.places]
+    return {
+        "severity": first.severity,
+        "code": first.code,
+        "name": first.name,
+        "op": first.op,
+        "precisions": ", ".join(item.precisions),
+        "message": first.message,
+        "help": first.help,
+        "url": first.url if first.url and first.url.startswith("https://") else None,
+        "places": places[:MOST_PLACES],
+        "more": max(0, len(places) - MOST_PLACES),
+    }
+
+
+def _environment(result: ScanResult) -> Iterator[tuple[str, str]]:
+    yield "target", visible(result.target)
+    for name, value in (*result.environment.items(), *result.options.items()):
+        shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        yield visible(name.replace("_", " ")), visible(shown if value not in (None, [], "") else "–")

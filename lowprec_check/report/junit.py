@@ -1,0 +1,69 @@
+"""JUnit XML: one case per run, for CI systems that draw test results."""
+
+from __future__ import annotations
+
+from typing import Any
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element, SubElement
+
+from lowprec_check.analysis.recommend import explain_status
+from lowprec_check.report import summary
+from lowprec_check.report.escape import visible
+from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
+
+_FAILURE = ("inaccurate", "nonfinite", "error")
+_ERROR = ("crashed", "timeout")
+MOST_LINES = 200
+
+
+def render(result: ScanResult) -> str:
+    """A document with one suite: the target. A run that is not ``ok`` is a failure; that died or hung, an error."""
+    root = Element("testsuites", name="lowprec-check")
+    suite = SubElement(root, "testsuite", name=visible(result.target), **_counts(result))
+    properties = SubElement(suite, "properties")
+    for name, value in (
+        ("verdict", summary.verdict(result)),
+        ("model", summary.title(result)),
+        ("machine", summary.machine(result)),
+        ("tool", visible(result.tool)),
+    ):
+        SubElement(properties, "property", name=name, value=value)
+    for row in summary.rows(result):
+        seconds = (row.run.latency_ms or 0.0) / 1000
+        name = f"{row.label} on {visible(row.run.device)}"
+        case = SubElement(suite, "testcase", classname=visible(result.model.name), name=name, time=f"{seconds:.6f}")
+        _outcome(case, row.run, result)
+    ElementTree.indent(root)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
+
+
+def _counts(result: ScanResult) -> dict[str, Any]:
+    statuses = [run.status for run in result.runs]
+    seconds = sum(run.latency_ms or 0.0 for run in result.runs) / 1000
+    return {
+        "tests": str(len(statuses)),
+        "failures": str(sum(status in _FAILURE for status in statuses)),
+        "errors": str(sum(status in _ERROR for status in statuses)),
+        "skipped": str(statuses.count("skipped")),
+        "time": f"{seconds:.6f}",
+    }
+
+
+def _outcome(case: Element, run: Run, result: ScanResult) -> None:
+    why = visible(explain_status(run)) if run.status != "ok" else ""
+    found = [d for d in result.diagnostics if d.precision == run.precision and not d.accepted]
+    lines = [_line(diagnostic) for diagnostic in found[:MOST_LINES]]
+    lines += [f"and {len(found) - MOST_LINES} more"] if len(found) > MOST_LINES else []
+    if run.status == "skipped":
+        SubElement(case, "skipped", message=why)
+    elif run.status in (*_FAILURE, *_ERROR):
+        kind = "failure" if run.status in _FAILURE else "error"
+        SubElement(case, kind, message=why, type=run.status).text = "\n".join(lines) or why
+    elif lines:
+        SubElement(case, "system-out").text = "\n".join(lines)
+
+
+def _line(diagnostic: Diagnostic) -> str:
+    parts = (diagnostic.severity, diagnostic.code, diagnostic.name, diagnostic.source, diagnostic.module, diagnostic.op)
+    where = " ".join(part for part in parts if part)
+    return visible(f"{where}: {diagnostic.message}", 600)

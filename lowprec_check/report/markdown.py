@@ -1,0 +1,165 @@
+"""Markdown for a pull request comment: the verdict and the runs in sight, the rest folded, never too long."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from tabulate import tabulate
+
+from lowprec_check.analysis.error_origin import origin
+from lowprec_check.analysis.recommend import shorten
+from lowprec_check.report import summary
+from lowprec_check.report.escape import LONGEST as LONGEST_NAME
+from lowprec_check.report.escape import visible, visible_lines
+from lowprec_check.report.summary import Group, and_more
+from lowprec_check.schema.scan_result import ScanResult
+
+LONGEST = 60_000
+"""Characters; GitHub refuses comments of more than 65,536."""
+
+_LONGEST_CODE = 12_000
+_SIGNS = {"ok": "✅", "reference": "", "inaccurate": "⚠️", "skipped": "⏭️"}
+_SEVERITY = {"error": "🔴", "warning": "🟡", "note": "🔵"}
+
+
+def render(result: ScanResult, longest: int = LONGEST) -> str:
+    """The report, of at most ``longest`` characters; what did not fit is counted at its end."""
+    head = "\n\n".join(_head(result))
+    tail = _environment(result)
+    findings = _findings(result, longest - len(head) - len(tail) - 200)
+    parts = [head, findings, tail]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _head(result: ScanResult) -> Iterator[str]:
+    sign = "✅" if result.recommendation else "❌"
+    yield f"### {sign} {escape(summary.verdict(result))} · {code(result.model.name)}"
+    yield f"{escape(summary.title(result))}  \n{escape(summary.machine(result))}"
+    for note in result.model.notes[:20]:
+        yield f"> {escape(visible(note))}"
+    if result.recommendation is not None:
+        yield escape(visible(result.recommendation.reason, 1500))
+        yield fold("The code to paste", fence(result.recommendation.code))
+    why = summary.kept(result)
+    if why:
+        more = [f"- and {len(why) - 40} more"] if len(why) > 40 else []
+        yield fold("Why these modules stay in fp32", "\n".join([*(f"- {escape(line)}" for line in why[:40]), *more]))
+    yield _runs(result)
+    born = list(_origins(result))
+    if born:
+        yield fold("Where error is born", "\n".join(born))
+
+
+def _runs(result: ScanResult) -> str:
+    rows = [
+        [
+            escape(row.label),
+            f"{_SIGNS.get(row.status, '❌')} {escape(row.status)}".strip(),
+            row.error,
+            row.time,
+            row.memory,
+            escape(shorten(row.why, 200)),
+        ]
+        for row in summary.rows(result)[:40]
+    ]
+    return table(rows, ["precision", "status", "error", "time", "memory", "why"], "llrrrl")
+
+
+def _origins(result: ScanResult) -> Iterator[str]:
+    for run in result.runs[:40]:
+        born = origin(run) if run.precision != "fp32" else None
+        if born is not None:
+            source = f" at {code(born.place.source)}" if born.place.source else ""
+            where = f"{code(born.place.op)} in {code(born.place.module or 'the model')}{source}"
+            yield f"- {escape(summary.label(run))}: {where}, {born.sentence()}"
+
+
+def _findings(result: ScanResult, room: int) -> str:
+    groups = summary.group(result.diagnostics)
+    tally = summary.tally(result.diagnostics)
+    if not groups:
+        return tally[:1].upper() + tally[1:] + "." if result.diagnostics else "No findings."
+    rows = [_row(item) for item in groups]
+    kept = len(rows)
+    text = _folded(tally, rows, 0)
+    while len(text) > room and kept:
+        kept = min(kept - 1, int(kept * room / len(text)))
+        text = _folded(tally, rows[:kept], len(rows) - kept)
+    return text
+
+
+def _folded(tally: str, rows: Sequence[list[str]], left_out: int) -> str:
+    parts = [table(rows, ["", "finding", "precision", "op", "where", "what"], "llllll")] if rows else []
+    if left_out:
+        parts.append(
+            f"*{left_out} more groups of findings are left out here, the gravest are above; the JSON has all.*"
+        )
+    return fold(tally, "\n\n".join(parts))
+
+
+def _row(item: Group) -> list[str]:
+    first = item.first
+    places = " and ".join(code(name) for name in (item.modules[:1] or [""]) if name) or "the model"
+    more = f" +{len(item.places) - 1}" if len(item.places) > 1 else ""
+    lines = f" {code(and_more(item.sources))}" if item.sources else ""
+    message = escape(shorten(first.message, 160))
+    return [
+        _SEVERITY[first.severity],
+        f"{escape(first.code)} {escape(first.name)}",
+        escape(", ".join(item.precisions)),
+        code(first.op) if first.op else "",
+        f"{places}{lines}{more}",
+        f"{message} → {escape(first.help)}" if first.help else message,
+    ]
+
+
+def _environment(result: ScanResult) -> str:
+    pairs = [
+        (escape(visible(name, 80)), code(shorten(visible(str(value)), 200)))
+        for name, value in (("target", result.target), *result.environment.items(), *result.options.items())
+        if value not in (None, [], "")
+    ]
+    return fold("Environment", table([list(pair) for pair in pairs[:60]], ["", ""], "ll"))
+
+
+# -- Markdown itself
+
+
+def escape(text: str) -> str:
+    """Text that Markdown takes literally; as code where GitHub would make a mention or a reference of it."""
+    if re.search(r"@\w|#\d|https?:", text):
+        return code(text, len(text))
+    return re.sub(r"([\\`*_\[\]<>#~&$])", r"\\\1", text)
+
+
+def code(text: str, most: int = LONGEST_NAME) -> str:
+    """A code span."""
+    shown = visible(text, most)
+    ticks = "`" * (max((len(run) for run in re.findall("`+", shown)), default=0) + 1)
+    space = " " if shown.startswith("`") or shown.endswith("`") or not shown.strip() else ""
+    return f"{ticks}{space}{shown or ' '}{space}{ticks}"
+
+
+def fence(text: str) -> str:
+    """A block of Python, cut where it is very long."""
+    shown = "\n".join(visible_lines(text, 2000))
+    if len(shown) > _LONGEST_CODE:
+        shown = shown[:_LONGEST_CODE].rpartition("\n")[0] + "\n# … cut here: the whole code is in the JSON"
+    ticks = "`" * max(3, max((len(run) for run in re.findall("`+", shown)), default=0) + 1)
+    return f"{ticks}python\n{shown}\n{ticks}"
+
+
+def fold(title: str, body: str) -> str:
+    """Details that open on a click."""
+    shown = title.replace("&", "&amp;").replace("<", "&lt;")
+    return f"<details><summary>{shown}</summary>\n\n{body}\n\n</details>"
+
+
+def table(rows: Sequence[Sequence[str]], headers: Sequence[str], align: str) -> str:
+    """A pipe table; ``align`` has an ``l`` or ``r`` for each column."""
+    names = {"l": "left", "r": "right"}
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    return tabulate(
+        cells, headers, tablefmt="pipe", colalign=[names[a] for a in align] if rows else None, disable_numparse=True
+    )

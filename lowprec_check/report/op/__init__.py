@@ -1,0 +1,1 @@
+"""What the catalog knows, as text, document and grid."""

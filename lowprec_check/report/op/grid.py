@@ -1,0 +1,109 @@
+"""The catalog as a page that needs nothing else: operators × versions, coloured. And where both reports are written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from lowprec_check.catalog import declared
+from lowprec_check.catalog.measured import Sweep, sweeps
+from lowprec_check.catalog.records import LOW, MODES, Dtype, Mode, State, in_samples
+from lowprec_check.catalog.xpu_support import Fare, OnCpu, declared_fare
+from lowprec_check.report.op.document import render_report
+from lowprec_check.report.template import fill
+from lowprec_check.schema.base import Struct
+
+CELLS: list[tuple[Dtype, Mode]] = [(dtype, mode) for dtype in LOW for mode in MODES]
+_LETTER: dict[State | None, str] = {"all": "a", "some": "s", "none": "n", None: "-"}
+_ON_CPU: dict[OnCpu | None, str] = {"wholly": "f", "partly": "p", None: "a"}
+NOT_IN_FP32 = "o"
+
+
+class Column(NamedTuple):
+    """One build of torch on one device; ``sweep`` where it was measured, else it is declared."""
+
+    device: str
+    label: str
+    sweep: Sweep | None
+
+    def letter(self, op: str, dtype: Dtype, mode: Mode) -> str:
+        """How an operator fares there: all, some, none, not in fp32 either, wholly or partly on the CPU, or unknown."""
+        plain = MODES[MODES.index(mode) % 2]
+        fare, fp32 = (self.fare(op, d, m) for d, m in ((dtype, mode), ("float32", plain)))
+        if fare is None:
+            return _LETTER[None]
+        if fare.state == "none" and (fp32 is None or fp32.state == "none"):
+            return NOT_IN_FP32
+        return _ON_CPU[fare.on_cpu] if fare.state == "all" else _LETTER[fare.state]
+
+    def fare(self, op: str, dtype: Dtype, mode: Mode) -> Fare | None:
+        """How it fares, as measured or as declared."""
+        if self.sweep is not None:
+            state = self.sweep.state(op, dtype, mode)
+            return Fare(state) if state else None
+        return None if mode.startswith("autocast") else declared_fare(op, self.label, dtype, mode)
+
+    def failures(self, op: str, dtype: Dtype) -> list[str]:
+        """How it fails, each way once."""
+        if self.sweep is not None:
+            found = [failure.of(dtype) for failure in self.sweep.records[op].failures]
+            said = [failure.message + in_samples(failure.condition) for failure in found if failure]
+        else:
+            fares = [declared_fare(op, self.label, dtype, mode) for mode in MODES[:2]]
+            refused = [fare.failure for fare in fares if fare and fare.failure]
+            said = [f"{failure.at}: {failure.message}" if failure.at else failure.message for failure in refused]
+        return list(dict.fromkeys(said))
+
+
+class Line(Struct, frozen=True):
+    """One operator: for each of :data:`CELLS` a letter a column; for each low dtype :func:`why` it fails."""
+
+    op: str
+    states: list[str]
+    why: list[str]
+
+
+def columns() -> list[Column]:
+    """Every sweep, then every release declared for XPU."""
+    measured = [Column(sweep.header.device, sweep.label, sweep) for sweep in sweeps()]
+    return measured + [Column("xpu", release, None) for release in declared.releases()]
+
+
+def lines(shown: list[Column]) -> list[Line]:
+    """Every operator of which a sample runs in one of the sweeps, in any dtype."""
+    measured = [column.sweep for column in shown if column.sweep]
+    ops = {op for sweep in measured for op, record in sweep.records.items() if record.samples[0]}
+    return [
+        Line(
+            op,
+            ["".join(column.letter(op, dtype, mode) for column in shown) for dtype, mode in CELLS],
+            [why(op, dtype, shown) for dtype in LOW],
+        )
+        for op in sorted(ops)
+    ]
+
+
+def why(op: str, dtype: Dtype, shown: list[Column]) -> str:
+    """How it fails in the last column of each device that has it, extensions apart: a line a device."""
+    last = {c.device: c for c in shown if not c.sweep or (op in c.sweep.records and not c.sweep.header.extension)}
+    told = ((f"{device} {column.label}", " · ".join(column.failures(op, dtype))) for device, column in last.items())
+    return "\n".join(f"{where}: {said}" for where, said in told if said)
+
+
+def render_grid() -> str:
+    """The page, with style, script and data inside."""
+    shown = columns()
+    heads = [{"device": c.device, "label": c.label, "evidence": "measured" if c.sweep else "declared"} for c in shown]
+    cells = [f"{dtype}/{mode}" for dtype, mode in CELLS]
+    data = msgspec.json.encode({"columns": heads, "dtypes": LOW, "cells": cells, "lines": lines(shown)}).decode()
+    return fill("grid.html.jinja", data=data.replace("<", "\\u003c"))
+
+
+def write_reports(folder: Path) -> list[Path]:
+    """Write ``op-support.md`` and ``op-support.html``; return their paths."""
+    document, page = folder / "op-support.md", folder / "op-support.html"
+    document.write_text(render_report(), encoding="utf-8")
+    page.write_text(render_grid(), encoding="utf-8")
+    return [document, page]

@@ -1,0 +1,198 @@
+"""What the catalog answers, on the screen: one operator, the difference of two versions, what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lowprec_check.catalog.difference import Change, Difference, Gaps, MissingOp
+from lowprec_check.catalog.lookup import Cell, OpAnswer
+from lowprec_check.catalog.records import SHORT, STATES, Dtype, Mode, State, in_samples
+from lowprec_check.catalog.xpu_support import OnCpu
+from lowprec_check.report.console import screen
+
+_NARROW = ("device", "torch", "dtype", "forward", "backward", "autocast", "ulp", "time", "evidence")
+SHOWN_OPS = 4
+"""Operators shown in full where a name has many."""
+
+_STYLE = {"all": "green", "some": "yellow", "none": "red", None: "dim"}
+_ON_CPU: dict[OnCpu, str] = {"wholly": "on the CPU", "partly": "partly on the CPU"}
+_GROUPS: tuple[tuple[Mode, ...], ...] = (("forward",), ("backward",), ("autocast", "autocast-backward"))
+
+
+def render_answers(answers: Sequence[OpAnswer], *, width: int = 100, color: bool = False) -> str:
+    """A table an operator: devices × dtypes × modes, then how it fails and what is known."""
+    with screen(width, color) as (console, printed):
+        if dispatching := answers[0].dispatching:
+            console.print(Text(f"{dispatching} is no operator of its own here; these dispatch it:\n", style="yellow"))
+        for answer in answers[:SHOWN_OPS]:
+            _print_answer(console, answer)
+        if len(answers) > SHOWN_OPS:
+            console.print(f"Also: {', '.join(answer.op for answer in answers[SHOWN_OPS:])}")
+        for device, versions in answers[0].elsewhere.items():
+            how = "declared" if device == "xpu" else "measured"
+            console.print(Text(f"{device}: {how} only for torch {_span(versions)}", style="dim"))
+    return printed.text
+
+
+def _print_answer(console: Console, answer: OpAnswer) -> None:
+    console.print(Text(answer.op, style="bold"), Text(f"dispatches {_few(answer.aten)}", style="dim"))
+    if answer.note:
+        console.print(Text(answer.note, style="yellow"))
+    table = _table("device", "torch", "dtype", "forward", "backward", "autocast", "ulp", "time", "evidence")
+    rows: dict[tuple[str, str, Dtype], list[Cell]] = {}
+    for cell in answer.cells:
+        version = f"{cell.torch} ipex" if cell.extension else cell.torch
+        rows.setdefault((cell.device, version, cell.dtype), []).append(cell)
+    for (device, torch, dtype), cells in rows.items():
+        modes = [[cell for cell in cells if cell.mode in group] for group in _GROUPS]
+        table.add_row(device, torch, SHORT[dtype], *map(_support, modes), _ulp(cells), _times(cells), _evidence(cells))
+    console.print(table)
+    for line in _failures(answer.cells):
+        console.print(Text(line, style="dim"))
+    for issue in answer.issues:
+        mended = f" (fixed in {issue.fixed})" if issue.fixed else ""
+        where = f" for {', '.join(issue.devices)}" if issue.devices else ""
+        console.print(Text(f"reported{where}: {issue.title}{mended}"))
+        console.print(Text(f"  {issue.link}", style="dim"), soft_wrap=True)
+    console.print()
+
+
+def _support(cells: list[Cell]) -> Text:
+    """The worst of the cells: under autocast forward and backward share a column."""
+    known = [cell for cell in cells if cell.state is not None]
+    if not known:
+        return Text("–", style="dim")
+    cell = min(known, key=lambda cell: STATES.index(cell.state or "all"))
+    if cell.state == "all":
+        words = f"since {'≤' if cell.since_oldest else ''}{cell.since}"
+        words = "on the CPU" if cell.on_cpu == "wholly" else f"{cell.at} on the CPU" if cell.on_cpu else words
+    elif cell.state == "some":
+        words = f"{cell.passed} of {cell.samples}" if cell.samples else "in part"
+    else:
+        words = "no"
+    return Text(words + (f", from {cell.mended}" if cell.mended else ""), style=_STYLE[cell.state])
+
+
+def _ulp(cells: list[Cell]) -> str:
+    error = next((cell.error for cell in cells if cell.error is not None and cell.mode == "forward"), None)
+    if error is None:
+        return "–"
+    return "…".join("inf" if value is None else _short(value) for value in (error.median, error.max))
+
+
+def _short(value: float) -> str:
+    return f"{value:.2g}" if value < 100 or value >= 1e4 else f"{value:.0f}"
+
+
+def _times(cells: list[Cell]) -> str:
+    slower = next((cell.slower for cell in cells if cell.slower is not None), None)
+    return "–" if slower is None else f"{slower:.2g} ×"
+
+
+def _evidence(cells: list[Cell]) -> str:
+    registration = next((cell.registration for cell in cells if cell.registration), None)
+    return f"declared {registration}" if registration not in (None, "composite") else cells[0].evidence
+
+
+def _failures(cells: list[Cell]) -> list[str]:
+    """One line for each way to fail, and where."""
+    where: dict[str, list[str]] = {}
+    for cell in cells:
+        if cell.failure is not None:
+            raised = f" in {cell.failure.at}" if cell.failure.at else ""
+            said = f"{cell.failure.kind}{raised}: {cell.failure.message}{in_samples(cell.failure.condition)}"
+            where.setdefault(said, []).append(f"{cell.device} {SHORT[cell.dtype]} {cell.mode}")
+    return [
+        f"{places[0]}{f' and {len(places) - 1} more' if len(places) > 1 else ''}: {said}"
+        for said, places in where.items()
+    ]
+
+
+# -- the difference of two versions
+
+
+def render_difference(found: Difference, *, width: int = 100, color: bool = False) -> str:
+    """What was gained, then what was lost."""
+    with screen(width, color) as (console, printed):
+        head = f"{found.device} · torch {found.before} to {found.after} · {found.evidence}"
+        console.print(Text(head, style="bold"))
+        for title, changes, style in (("gained", found.gained, "green"), ("lost", found.lost, "red")):
+            ops = len({change.op for change in changes})
+            console.print(Text(f"{title}: {len(changes)} in {ops} operators", style=style))
+            if changes:
+                console.print(_changes(changes))
+        for title, names in (
+            (f"only in {found.before}", found.only_before),
+            (f"new in {found.after}", found.only_after),
+        ):
+            if names:
+                console.print(Text(f"{title}: {', '.join(names)}", style="dim"))
+    return printed.text
+
+
+def _changes(changes: list[Change]) -> Table:
+    table = _table("operator", "dtype", "modes", "before", "after")
+    for change in changes:
+        before, after = _fares(change.before, change.before_on_cpu), _fares(change.after, change.after_on_cpu)
+        table.add_row(change.op, SHORT[change.dtype], ", ".join(change.modes), before, after)
+    return table
+
+
+def _fares(state: State, on_cpu: OnCpu | None) -> Text:
+    return Text(f"{state}, {_ON_CPU[on_cpu]}" if on_cpu else state, style=_STYLE[state])
+
+
+# -- what is missing
+
+
+def render_gaps(found: Gaps, *, width: int = 100, color: bool = False) -> str:
+    """A line an operator, with the reason and the release that mends it."""
+    with screen(width, color) as (console, printed):
+        head = f"{found.device} · torch {found.torch} · {SHORT[found.dtype]} · {found.evidence}"
+        console.print(Text(head, style="bold"))
+        console.print(f"{len(found.missing)} of {found.runnable} operators that run in fp32 do not, or not always")
+        groups = _GROUPS if found.evidence == "measured" else _GROUPS[:2]
+        table = _table("operator", *(group[0] for group in groups), "from", "why")
+        for missing in found.missing:
+            shown = (_worst([missing.states.get(mode) for mode in group]) for group in groups)
+            table.add_row(
+                missing.op, *shown, missing.mended or "–", _why(missing, declared=found.evidence == "declared")
+            )
+        console.print(table)
+        if found.on_cpu:
+            what = f"{len(found.on_cpu)} more run, but copied to the CPU and back, at least in part"
+            console.print(f"\n{what}: {', '.join(found.on_cpu)}")
+    return printed.text
+
+
+def _worst(states: list[State | None]) -> Text:
+    state = next((state for state in STATES if state in states), None)
+    return Text(state or "–", style=_STYLE[state])
+
+
+def _why(missing: MissingOp, *, declared: bool) -> str:
+    itself = missing.at and missing.at.strip("_") == missing.op.rpartition("nn.functional.")[2].replace(".", "_")
+    if declared:
+        return ("" if itself or missing.at is None else f"{missing.at}: ") + (missing.message or "")
+    where = f" in {missing.at}" if missing.at else ""
+    return f"{missing.kind}{where}{in_samples(missing.condition)}"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 1 if "evidence" in columns else 2, 0, 0), header_style="dim")
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=column in _NARROW)
+    return table
+
+
+def _span(versions: Sequence[str]) -> str:
+    return versions[0] if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
+
+
+def _few(names: Sequence[str], shown: int = 4) -> str:
+    more = f", … ({len(names)})" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more

@@ -1,0 +1,111 @@
+"""A plan on the screen: what was tried from each base, what is kept in fp32 and why, the code to paste."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lowprec_check.analysis.recommend import NOISE, short_op
+from lowprec_check.report.console import screen
+from lowprec_check.report.escape import visible
+from lowprec_check.schema.plan import Attempt, Plan, Planning
+
+SHOWN_MODULES = 20
+
+
+def render(planning: Planning, *, width: int = 100, color: bool = False) -> str:
+    """The screen as text, ``width`` columns wide, with ANSI colours if ``color``."""
+    with screen(width, color) as (console, printed):
+        console.print(Text(f"lowprec-check plan · {planning.model} · {planning.device}", style="bold"))
+        console.print()
+        console.print(_table(planning))
+        console.print()
+        for line in constant_lines(planning.attempts):
+            console.print(line)
+        if planning.plan is None:
+            console.print(Text(_nothing(planning.attempts), style="bold red"))
+        else:
+            _print_plan(console, planning.plan)
+    return printed.text
+
+
+def _table(planning: Planning) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("base", "as it is", "error", "kept", "speed", "trials"):
+        table.add_column(column, no_wrap=True, justify="left" if column in ("base", "as it is") else "right")
+    table.add_column("plan", overflow="fold")
+    for attempt in planning.attempts:
+        table.add_row(
+            attempt.base,
+            Text(attempt.status, style="green" if attempt.status == "ok" else "red"),
+            f"{attempt.rel_l2:.1e}" if attempt.rel_l2 is not None else "–",
+            str(attempt.kept) if attempt.kept is not None else "–",
+            f"{attempt.speedup:.2f} ×" if attempt.speedup is not None else "–",
+            str(attempt.trials),
+            Text(attempt.outcome),
+        )
+    return table
+
+
+def _print_plan(console: Console, plan: Plan) -> None:
+    kept = f"with {_count(len(plan.keep_fp32), 'module')} in fp32" if plan.keep_fp32 else "as it is"
+    console.print(Text.assemble((f"Use {plan.base} {kept}: ", "bold green"), _proof(plan)))
+    for line in kept_lines(plan):
+        console.print(line)
+    console.print()
+    for code in plan.code.splitlines():
+        console.print(Text(f"    {code}"), soft_wrap=True)
+
+
+def _nothing(attempts: list[Attempt]) -> str:
+    if any(attempt.outcome.startswith("nothing passed before") for attempt in attempts):
+        return "No plan was found in time: raise --max-trials or --budget."
+    return "No plan passes: stay in fp32, or see above what stands in the way."
+
+
+def _proof(plan: Plan) -> str:
+    if plan.fp32_metric is not None:
+        parts = [f"metric {plan.metric:.4g} (fp32 {plan.fp32_metric:.4g}, may drop {plan.max_drop:.2g})"]
+    else:
+        parts = [f"error {plan.rel_l2 or 0:.1e}, tolerance {plan.tolerance or 0:.0e}"]
+    if plan.batches > 1:
+        parts.append(f"on each of {plan.batches} batches")
+    if plan.speedup is not None:
+        slower = " (here fp32 is faster)" if plan.speedup < 1 / NOISE else ""
+        parts.append(f"{plan.speedup:.2f} × fp32's speed{slower}")
+    if plan.trials:
+        parts.append(f"{_count(plan.trials, 'trial')} in {plan.seconds:.1f} s")
+    if plan.stopped is not None:
+        parts.append(f"the search stopped {plan.stopped}: fewer modules may do")
+    elif plan.keep_fp32:
+        parts.append("giving back any of them fails")
+    return "; ".join(parts) + "."
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def kept_lines(plan: Plan) -> Iterator[Text]:
+    """One line for each kept module: the op to blame and its place."""
+    for blame in plan.blame[:SHOWN_MODULES]:
+        what = f"{short_op(blame.op)} {blame.why}" if blame.op else blame.why
+        place = f"  {visible(blame.source)}" if blame.source else ""
+        yield Text.assemble(f"  {visible(blame.module)}", ("  " + visible(what), "dim"), (place, "dim"))
+    if len(plan.blame) > SHOWN_MODULES:
+        yield Text(f"  … and {len(plan.blame) - SHOWN_MODULES} more (--save, --json)", style="dim")
+
+
+def constant_lines(attempts: list[Attempt]) -> Iterator[Text]:
+    """Constants that do not fit, each once."""
+    seen = set()
+    for attempt in attempts:
+        for constant in attempt.constants:
+            if (constant.source, constant.use) not in seen:
+                seen.add((constant.source, constant.use))
+                value = f"{constant.value:g}" if constant.value is not None else "a constant"
+                place = constant.source or constant.module or "the model"
+                yield Text(f"{place}: {value} does not fit ({attempt.base}); write {constant.use}", style="yellow")

@@ -1,0 +1,119 @@
+"""SARIF 2.1.0 (OASIS standard): findings at the user's file and line, as code scanning takes them."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+from urllib.parse import quote
+
+from lowprec_check.analysis.baseline import fingerprint
+from lowprec_check.analysis.rules.registry import rules
+from lowprec_check.report import summary
+from lowprec_check.report.escape import visible
+from lowprec_check.schema.scan_result import Diagnostic, ScanResult
+
+SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+MOST_RESULTS = 5000
+"""Code scanning shows no more of one run; the gravest come first."""
+
+
+def render(result: ScanResult) -> str:
+    """One SARIF run with a result per finding at one place, whatever the number of precisions it shows in."""
+    merged = _merged(result)
+    codes = sorted({members[0].code for members in merged})
+    tool, _, version = visible(result.tool).rpartition(" ")
+    driver: dict[str, Any] = {
+        "name": tool or version,
+        "rules": [_rule(code, merged) for code in codes],
+    }
+    if tool and version:
+        driver["version"] = version
+    run: dict[str, Any] = {
+        "tool": {"driver": driver},
+        "columnKind": "unicodeCodePoints",
+        "originalUriBaseIds": {"%SRCROOT%": {"description": {"text": "The folder in which lowprec-check ran."}}},
+        "results": [_result(members, codes, result) for members in merged[:MOST_RESULTS]],
+        "properties": {
+            "verdict": summary.verdict(result),
+            "model": summary.title(result),
+            "machine": summary.machine(result),
+        },
+    }
+    log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
+    return json.dumps(log, indent=2, ensure_ascii=False) + "\n"
+
+
+def _merged(result: ScanResult) -> list[list[Diagnostic]]:
+    found: dict[tuple[Any, ...], list[Diagnostic]] = {}
+    for d in result.diagnostics:
+        key = (d.code, d.op, d.module, d.source, "" if d.op or d.module else d.message)
+        found.setdefault(key, []).append(d)
+    return sorted(found.values(), key=lambda members: summary.GRAVEST_FIRST[members[0].severity])
+
+
+def _rule(code: str, merged: list[list[Diagnostic]]) -> dict[str, Any]:
+    rule = rules().get(code)
+    example = next(members[0] for members in merged if members[0].code == code)
+    described: dict[str, Any] = {
+        "id": visible(code),
+        "name": "".join(part.capitalize() for part in re.findall(r"\w+", visible(example.name))) or "Finding",
+        "defaultConfiguration": {"level": rule.severity if rule else example.severity},
+        "properties": {"tags": ["low-precision", "pytorch"]},
+    }
+    if rule is not None:
+        described |= {
+            "shortDescription": {"text": rule.summary},
+            "fullDescription": {"text": rule.manual},
+            "help": {"text": rule.manual, "markdown": rule.manual},
+        }
+    return described
+
+
+def _result(members: list[Diagnostic], codes: list[str], result: ScanResult) -> dict[str, Any]:
+    first = members[0]
+    precisions = list(dict.fromkeys(visible(d.precision) for d in members if d.precision))
+    message = visible(first.message, 1000) + (f" Do: {visible(first.help, 1000)}." if first.help else "")
+    where = f"{', '.join(precisions)}: " if precisions else ""
+    op = f"{visible(first.op)}: " if first.op else ""
+    described: dict[str, Any] = {
+        "ruleId": visible(first.code),
+        "ruleIndex": codes.index(first.code),
+        "level": first.severity,
+        "message": {"text": f"{where}{op}{message}"},
+        "locations": [_location(first, result)],
+        "partialFingerprints": {"lowprecCheck/v1": fingerprint(first)},
+        "properties": {"precisions": precisions, "calls": sum(d.calls for d in members)},
+    }
+    if all(d.accepted for d in members):
+        described["suppressions"] = [{"kind": "external", "justification": "in the baseline"}]
+    return described
+
+
+def _location(diagnostic: Diagnostic, result: ScanResult) -> dict[str, Any]:
+    source = diagnostic.source or result.model.source or result.target
+    file, line = _split(source)
+    location: dict[str, Any] = {
+        "physicalLocation": {
+            "artifactLocation": _artifact(file),
+            "region": {"startLine": line},
+        }
+    }
+    if diagnostic.module is not None:
+        name = visible(diagnostic.module) or visible(result.model.name) or "model"
+        location["logicalLocations"] = [{"fullyQualifiedName": name, "kind": "module"}]
+    return location
+
+
+def _split(source: str) -> tuple[str, int]:
+    match = re.fullmatch(r"(?s)(.*):(\d{1,9})", source)
+    return (match[1], max(1, int(match[2]))) if match else (source, 1)
+
+
+def _artifact(file: str) -> dict[str, str]:
+    """A URI relative to where the scan ran, or an absolute one."""
+    path = file.replace("\\", "/")
+    if re.match(r"[A-Za-z]:/", path):
+        path = f"/{path}"
+    uri = quote(path.encode("utf-8", "replace"), safe="/") or "model"
+    return {"uri": f"file://{uri}"} if path.startswith("/") else {"uri": uri, "uriBaseId": "%SRCROOT%"}

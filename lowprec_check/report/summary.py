@@ -1,0 +1,196 @@
+"""What every format says of a result, as plain strings: the head, a row per run, findings merged, the verdict.
+
+All of them are on one line and hold nothing invisible (:mod:`~lowprec_check.report.escape`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lowprec_check.analysis import recommend as advice
+from lowprec_check.analysis.recommend import explain_status, memory_ratio, short_op, some, time_ratio
+from lowprec_check.report.escape import visible, visible_diagnostic
+from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
+
+GRAVEST_FIRST = {"error": 0, "warning": 1, "note": 2}
+
+
+def no_way(result: ScanResult) -> str:
+    """What is said where nothing passed: of all ways, or of those that were tried."""
+    tried = [run.precision for run in result.runs if run.precision != "fp32" and run.base is None]
+    if len(tried) < 4:
+        return f"Of the 16-bit ways tried here ({', '.join(tried) or 'none'}) none passed. Scan without -p to try them all."
+    return "No 16-bit way to run this model passed here. Stay in fp32."
+
+
+def title(result: ScanResult) -> str:
+    """Model, size, inputs: the first line of a report."""
+    model = result.model
+    inputs = f"input {', '.join(model.inputs[:3])}{', …' if len(model.inputs) > 3 else ''}"
+    return visible(" · ".join([model.name, f"{count(model.parameters)} parameters", inputs]))
+
+
+def machine(result: ScanResult) -> str:
+    """The torch and the device, with what the device accelerates: the second line."""
+    env = result.environment
+    accelerated = [("bf16", env.get("bf16_accelerated")), ("fp16", env.get("fp16_accelerated"))]
+    device = ", ".join(f"{name} {'accelerated' if yes else 'not'}" for name, yes in accelerated if yes is not None)
+    where = f"{env.get('device')}: {device}" if device else str(env.get("device"))
+    return visible(f"torch {str(env.get('torch')).partition('+')[0]} · {where}")
+
+
+def count(number: int) -> str:
+    """``11.7 M`` of 11 689 512."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if number >= size:
+            return f"{number / (1e3 if unit == 'k' else size):.1f} {unit}"
+    return str(number)
+
+
+# -- runs
+
+
+class Row(NamedTuple):
+    """One run, in words."""
+
+    run: Run
+    label: str
+    status: str
+    error: str
+    time: str
+    memory: str
+    why: str
+
+
+def rows(result: ScanResult) -> list[Row]:
+    """A row per run, in the order of the scan."""
+    return [
+        Row(
+            run,
+            label(run),
+            "reference" if run.precision == "fp32" else run.status,
+            "–" if run.precision == "fp32" else _error(run),
+            times(time_ratio(run, result.runs)),
+            times(memory_ratio(run, result.runs)),
+            visible(_why(run, result)),
+        )
+        for run in result.runs
+    ]
+
+
+def label(run: Run) -> str:
+    """What reports call the run."""
+    return visible(advice.label(run))
+
+
+def _error(run: Run) -> str:
+    if run.output_error is None:
+        return "–"
+    return f"{run.output_error.rel_l2:.1e}" if run.output_error.rel_l2 is not None else "∞"
+
+
+def times(ratio: float | None) -> str:
+    """``1.25 ×``."""
+    if ratio is None:
+        return "–"
+    return f"{ratio:.0f} ×" if ratio >= 10 else f"{ratio:.2f} ×" if ratio >= 0.01 else f"{ratio:.1g} ×"
+
+
+def _why(run: Run, result: ScanResult) -> str:
+    if run.precision == "fp32":
+        latency = f"{run.latency_ms:.1f} ms" if run.latency_ms is not None else ""
+        memory = _bytes(run.peak_memory_bytes) if run.peak_memory_bytes else ""
+        return ", ".join(part for part in (latency, memory) if part)
+    if run.base is not None:
+        return f"kept in fp32: {some(run.keep_fp32)}"
+    if run.status != "ok":
+        return explain_status(run)
+    slow = [d for d in result.diagnostics if d.code == "LP106" and d.precision == run.precision]
+    return f"slow: {', '.join(short_op(d.op or '') for d in slow[:3])}" if slow else ""
+
+
+def _bytes(number: int) -> str:
+    return f"{number / 2**20:.1f} MiB" if number >= 2**20 else f"{number / 2**10:.0f} KiB"
+
+
+# -- findings
+
+
+class Group(NamedTuple):
+    """Findings that say the same of one op."""
+
+    first: Diagnostic
+    precisions: list[str]
+    modules: list[str]
+    sources: list[str]
+    places: list[tuple[str, str]]
+    """Module and line of each, each pair once."""
+
+
+def group(diagnostics: Sequence[Diagnostic]) -> list[Group]:
+    """Findings that no baseline accepts, merged over precisions, modules and lines, the gravest first."""
+    merged: dict[tuple[str, str], list[Diagnostic]] = {}
+    for diagnostic in diagnostics:
+        if not diagnostic.accepted:
+            shown = visible_diagnostic(diagnostic)
+            merged.setdefault((shown.code, shown.op or shown.message), []).append(shown)
+    groups = [
+        Group(
+            members[0],
+            list(dict.fromkeys(d.precision for d in members if d.precision)),
+            list(dict.fromkeys(d.module for d in members if d.module is not None)),
+            list(dict.fromkeys(d.source for d in members if d.source)),
+            list(dict.fromkeys((d.module or "", d.source or "") for d in members if d.module is not None or d.source)),
+        )
+        for members in merged.values()
+    ]
+    return sorted(groups, key=lambda g: (GRAVEST_FIRST[g.first.severity], g.first.code))
+
+
+def and_more(names: Sequence[str], empty: str = "") -> str:
+    """The first name, and how many others there are."""
+    if not names:
+        return ""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (names[0] or empty) + more
+
+
+def tally(diagnostics: Sequence[Diagnostic]) -> str:
+    """``12 findings: 8 errors, 4 notes``, those that a baseline accepts counted apart."""
+    live = [d for d in diagnostics if not d.accepted]
+    counts = [(severity, sum(d.severity == severity for d in live)) for severity in GRAVEST_FIRST]
+    shown = ", ".join(f"{n} {severity}{'s' if n != 1 else ''}" for severity, n in counts if n)
+    text = f"{len(live)} finding{'s' if len(live) != 1 else ''}{f': {shown}' if shown else ''}"
+    accepted = len(diagnostics) - len(live)
+    return f"{text} · {accepted} accepted by the baseline" if accepted else text
+
+
+# -- the verdict
+
+
+def verdict(result: ScanResult) -> str:
+    """What to do, in a few words."""
+    best = result.recommendation
+    if best is None:
+        return no_way(result)
+    kept = len(best.keep_fp32)
+    keep = f" with {kept} modules in fp32" if kept > 1 else " with one module in fp32" if kept else ""
+    return visible(f"Use {best.precision}{keep}")
+
+
+def kept(result: ScanResult) -> list[str]:
+    """Why each module of the recommended plan stays in fp32; empty where there is no plan or it is not recommended."""
+    plan, best = result.plan, result.recommendation
+    if plan is None or best is None or best.keep_fp32 != plan.keep_fp32:
+        return []
+    lines = []
+    for blame in plan.blame:
+        what = f"{short_op(blame.op)} {blame.why}" if blame.op else blame.why
+        lines.append(visible(f"{blame.module}: {what}" + (f" ({blame.source})" if blame.source else "")))
+    return lines
+
+
+def failures(result: ScanResult) -> list[str]:
+    """Why each low-precision run did not pass; for when none did."""
+    return [visible(f"{label(run)}: {explain_status(run)}") for run in result.runs if run.precision != "fp32"]

@@ -1,0 +1,105 @@
+"""The first screen: a verdict per way to run, findings that name a line to change, one thing to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from lowprec_check.analysis.recommend import shorten
+from lowprec_check.report import summary
+from lowprec_check.report.console import screen
+from lowprec_check.report.escape import visible, visible_lines
+from lowprec_check.report.plan import kept_lines
+from lowprec_check.report.summary import Group, and_more, group
+from lowprec_check.schema.scan_result import ScanResult
+
+SHOWN_FINDINGS = 12
+_STATUS_STYLE = {"ok": "green", "inaccurate": "yellow", "skipped": "dim", "reference": ""}
+_SEVERITY_STYLE = {"error": "red", "warning": "yellow", "note": "cyan"}
+_SHORT_PRECISION = {"autocast-fp16": "ac-fp16", "autocast-bf16": "ac-bf16", "bfloat16": "bf16"}
+
+
+def render(result: ScanResult, *, width: int = 100, color: bool = False, findings: int = SHOWN_FINDINGS) -> str:
+    """The screen as text, ``width`` columns wide, with ANSI colours if ``color``; ``findings`` groups at the most."""
+    with screen(width, color) as (console, printed):
+        console.print(Text(f"lowprec-check · {summary.title(result)}", style="bold"))
+        console.print(Text(summary.machine(result), style="dim"))
+        for note in result.model.notes:
+            console.print(Text(f"note: {visible(note)}", style="yellow"))
+        console.print()
+        console.print(runs_table(result))
+        console.print()
+        _print_findings(console, result, findings)
+        _print_advice(console, result)
+    return printed.text
+
+
+def runs_table(result: ScanResult) -> Table:
+    """A row for each way to run: status, error, time, memory, and why."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("precision", no_wrap=True)
+    table.add_column("status", no_wrap=True)
+    table.add_column("error", justify="right", no_wrap=True)
+    table.add_column("time", justify="right", no_wrap=True)
+    table.add_column("memory", justify="right", no_wrap=True)
+    table.add_column("why", overflow="fold")
+    for row in summary.rows(result):
+        status = Text(row.status, style=_STATUS_STYLE.get(row.status, "red"))
+        table.add_row(Text(row.label), status, row.error, row.time, row.memory, Text(row.why))
+    return table
+
+
+def _print_findings(console: Console, result: ScanResult, most: int) -> None:
+    groups = group(result.diagnostics)
+    if not result.diagnostics:
+        console.print("No findings.\n")
+        return
+    for item in groups[:most]:
+        print_group(console, item)
+    console.print(_summary(result, groups, most))
+    console.print()
+
+
+def print_group(console: Console, item: Group) -> None:
+    """What was found, in which precisions and where; below it the message and what to do."""
+    first = item.first
+    head = Text()
+    head.append(f"{first.code} {first.name}", style=_SEVERITY_STYLE[first.severity])
+    head.append("  " + ", ".join(_SHORT_PRECISION.get(p, p) for p in item.precisions), style="dim")
+    places = (and_more(item.modules, "model"), first.op or "", and_more(item.sources))
+    where = "  ".join(part for part in places if part)
+    if where:
+        head.append(f"  {where}")
+    first_line, *others = head.wrap(console, console.width)
+    console.print(first_line)
+    for line in others:
+        console.print(Padding(line, (0, 0, 0, 6)))
+    message = shorten(first.message) if first.help is None else f"{shorten(first.message)} → {first.help}"
+    console.print(Padding(Text(message, style="dim"), (0, 0, 0, 6)))
+
+
+def _summary(result: ScanResult, groups: Sequence[Group], most: int) -> Text:
+    left_out = groups[most:]
+    more = f" ({len(left_out)} groups not shown: --findings)" if left_out else ""
+    page = f" · lowprec-check explain {(left_out or groups)[0].first.code}" if groups else ""
+    return Text(f"{summary.tally(result.diagnostics)}{more}{page} · --json FILE, --report FILE.html", style="dim")
+
+
+def _print_advice(console: Console, result: ScanResult) -> None:
+    advice = result.recommendation
+    if advice is None:
+        console.print(Text(summary.no_way(result), style="bold red"))
+        for line in summary.failures(result):
+            console.print(Text(f"  {line}"))
+        return
+    console.print(Text.assemble((f"{summary.verdict(result)}: ", "bold green"), visible(advice.reason, 2000)))
+    if result.plan is not None and advice.keep_fp32 == result.plan.keep_fp32:
+        for kept in kept_lines(result.plan):
+            console.print(kept)
+    console.print()
+    for line in visible_lines(advice.code):
+        console.print(Text(f"    {line}"), soft_wrap=True)

@@ -1,0 +1,314 @@
+"""The one saved artefact: what a scan found, frozen, JSON in and out. Never imports torch.
+
+Every float here is finite or ``None``: JSON has no infinity, so "not finite, or not defined" is ``null``
+in the file and ``None`` in memory, and a result equals itself after a round trip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from lowprec_check.schema.base import Struct, decode
+from lowprec_check.schema.plan import Plan
+
+SCHEMA = 1
+
+Status = Literal["ok", "inaccurate", "nonfinite", "error", "crashed", "timeout", "skipped"]
+Evidence = Literal["measured", "predicted", "reported"]
+Severity = Literal["error", "warning", "note"]
+Phase = Literal["forward", "backward", "optimizer"]
+Layer = Literal["dispatch", "function", "python"]
+Outcome = Literal["ok", "rescued", "emulated"]
+GapKind = Literal[
+    "missing-kernel",
+    "unsupported-dtype",
+    "dtype-mismatch",
+    "no-backend-kernel",
+    "scalar-overflow",
+    "numeric-failure",
+    "crash",
+]
+
+
+class ErrorStats(Struct, frozen=True, kw_only=True):
+    """How far an output is from its reference, the worst over its floating leaves."""
+
+    rel_l2: float | None
+    """‖y − r‖₂ / ‖r‖₂; 0/0 is 0; ``None`` where it is infinite or NaN."""
+    max_abs: float | None
+    cosine: float | None
+    sqnr_db: float | None
+    """Signal-to-quantisation-noise ratio, −20·log₁₀(rel_l2), in dB; ``None`` also where the error is 0."""
+    top1: float | None = None
+    """Share of rows whose argmax agrees, for an output that looks like a classifier's (N × classes)."""
+
+
+class ExceptionInfo(Struct, frozen=True, kw_only=True):
+    """What the user would see when the plain run raises."""
+
+    type: str
+    message: str
+    module: str | None = None
+    source: str | None = None
+
+
+class Gap(Struct, frozen=True, kw_only=True):
+    """Op calls of one kind at one place that fail in low precision and succeed when widened."""
+
+    op: str
+    layer: Layer
+    kind: GapKind
+    phase: Phase = "forward"
+    module: str
+    source: str | None
+    dtypes: list[str]
+    message: str
+    calls: int = 1
+    rescued: bool = True
+    constant: float | None = None
+    """The number in the code that does not fit the dtype, for a ``scalar-overflow``."""
+
+
+class Place(NamedTuple):
+    """One row of :class:`OpCalls`."""
+
+    op: str
+    module: str
+    source: str | None
+    dtypes: str
+    shape: str
+    outcome: Outcome
+    local_error: float | None
+    accumulated_error: float | None
+    input_error: float | None
+    absmax: float | None
+    rms: float | None
+    introduced_inf: int
+    introduced_nan: int
+    flushed: float | None
+    input_flushed: float | None
+    flips: int
+    recast: int
+    time_ms: float | None
+    reference_ms: float | None
+
+
+class OpCalls(Struct, frozen=True, kw_only=True):
+    """Every op call of an instrumented run, as columns of one length (``pandas.DataFrame`` takes them)."""
+
+    op: list[str] = []
+    """Overload name, ``aten.mm.default``."""
+    module: list[str] = []
+    """Dotted path in the model, ``""`` for the model itself."""
+    source: list[str | None] = []
+    """``file.py:line`` of the model's code, not torch's."""
+    dtypes: list[str] = []
+    """Floating dtypes in, an arrow, floating dtypes out."""
+    shape: list[str] = []
+    """Shape of the first tensor out."""
+    outcome: list[Outcome] = []
+    local_error: list[float | None] = []
+    """rel_l2 of the op on its own inputs against the same inputs widened."""
+    accumulated_error: list[float | None] = []
+    """rel_l2 against the lockstep reference."""
+    input_error: list[float | None] = []
+    """The largest accumulated error among the inputs."""
+    absmax: list[float | None] = []
+    """Largest magnitude out; ``None`` where the output has a NaN or Inf, or no floating leaf."""
+    rms: list[float | None] = []
+    """Root mean square of the reference's first output: with ``absmax``, where the values sit."""
+    introduced_inf: list[int] = []
+    """Elements that are Inf though the inputs and the reference are finite."""
+    introduced_nan: list[int] = []
+    """Elements that are NaN though the inputs and the reference are finite."""
+    flushed: list[float | None] = []
+    """Share of the reference's non-zeros that are zero here for want of range (fp16 runs only)."""
+    input_flushed: list[float | None] = []
+    flips: list[int] = []
+    """Indices or booleans that the reference would have decided otherwise."""
+    recast: list[int] = []
+    """1 for a cast that repeats or undoes another of the same tensor."""
+    time_ms: list[float | None] = []
+    reference_ms: list[float | None] = []
+    """Time of the same op on the reference's tensors, just after."""
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` where columns differ in length; one that an older file lacks is all ``None``."""
+        for name in Place._fields:
+            column = getattr(self, name)
+            if not column and name in _ADDED_LATER:
+                msgspec.structs.force_setattr(self, name, [None] * len(self))
+            elif len(column) != len(self):
+                raise ValueError(f"column {name!r} has {len(column)} entries, 'op' has {len(self)}")
+
+    def __len__(self) -> int:
+        return len(self.op)
+
+    def rows(self) -> Iterator[Place]:
+        """Yield the calls in order, one tuple each."""
+        columns = (getattr(self, name) for name in Place._fields)
+        return map(Place._make, zip(*columns, strict=True))
+
+
+_ADDED_LATER = ("rms",)
+
+
+class Run(Struct, frozen=True, kw_only=True):
+    """One precision × backend × device: the plain part's truth and the instrumented part's explanation."""
+
+    precision: str
+    backend: str = "eager"
+    device: str
+    evidence: Evidence = "measured"
+    status: Status
+    reason: str | None = None
+    """Why it was skipped, timed out or crashed, in words."""
+    exception: ExceptionInfo | None = None
+    output_error: ErrorStats | None = None
+    latency_ms: float | None = None
+    peak_memory_bytes: int | None = None
+    gaps: list[Gap] = []
+    op_calls: OpCalls = OpCalls()
+    uncalled_modules: list[str] = []
+    """Modules with parameters that no op read; a subtree by its root."""
+    called_modules: list[str] = []
+    """Submodules whose ``forward`` ran, in the model's order."""
+    keep_fp32: list[str] = []
+    """Modules kept in fp32, for a ``plan`` run."""
+    base: str | None = None
+    """The precision that a ``plan`` run starts from."""
+    untied: list[str] = []
+    """Shared parameters of kept modules that get a copy of their own, for a ``plan`` run."""
+    tolerance: float | None = None
+    loss: float | None = None
+    metric: float | None = None
+    perturbed: bool | None = None
+    """Whether the instrumented output differed from the plain one; ``None`` where that says nothing."""
+    function_mode: bool = False
+    """Whether a second pass with a function mode was needed (it takes modules off their fast paths)."""
+    complete: bool = True
+    """Whether the instrumented pass reached the end of the model."""
+    stopped_by: ExceptionInfo | None = None
+    """What ended the instrumented pass, where it did not reach the end."""
+    emulated: dict[str, str] = {}
+    """Ops computed in fp32 and rounded, with the reason."""
+    notes: list[str] = []
+    fallbacks: list[str] = []
+    """Warnings in which the backend said that it fell back to the CPU."""
+    nondeterministic: bool = False
+    random: bool = False
+    """Whether the model drew random numbers."""
+    output_is_zero: bool = False
+    """Whether the floating output is all zeros: an error relative to it says nothing."""
+
+
+class Diagnostic(Struct, frozen=True, kw_only=True):
+    """One finding, at one place."""
+
+    code: str
+    name: str
+    severity: Severity
+    precision: str | None = None
+    module: str | None = None
+    op: str | None = None
+    source: str | None = None
+    message: str
+    help: str | None = None
+    url: str | None = None
+    calls: int = 1
+    accepted: bool = False
+    """Whether the baseline of the scan knows it."""
+
+
+def is_selected(code: str, select: Iterable[str], ignore: Iterable[str]) -> bool:
+    """Whether a diagnostic's code begins as one of ``select`` does (if there is any), and not as one of ``ignore``."""
+    chosen, left_out = tuple(select), tuple(ignore)
+    return (not chosen or code.startswith(chosen)) and not code.startswith(left_out)
+
+
+class Recommendation(Struct, frozen=True, kw_only=True):
+    """The way to run the model that was tried and passed."""
+
+    precision: str
+    backend: str = "eager"
+    keep_fp32: list[str] = []
+    evidence: Evidence = "measured"
+    reason: str
+    code: str
+    speedup: float | None = None
+    rel_l2: float | None = None
+
+
+class ModelInfo(Struct, frozen=True, kw_only=True):
+    """What was scanned, for the head of a report."""
+
+    name: str
+    parameters: int
+    inputs: list[str]
+    modules: int
+    training: bool
+    call: str = "model(*inputs)"
+    """How the model is called, as code."""
+    setup: list[str] = []
+    """Code that makes ``model`` and ``inputs`` of what the file defines."""
+    castable: bool = True
+    """Whether ``tree_map`` reaches every tensor of the inputs."""
+    source: str | None = None
+    """Where the model is made."""
+    notes: list[str] = []
+
+
+class ScanResult(Struct, frozen=True, kw_only=True):
+    """Everything a scan found; renders, compares and gates without the model.
+
+    >>> result = ScanResult.load("scan.json")  # doctest: +SKIP
+    >>> [run.status for run in result.runs]  # doctest: +SKIP
+    """
+
+    schema: int = SCHEMA
+    tool: str
+    target: str
+    model: ModelInfo
+    environment: dict[str, Any]
+    options: dict[str, Any] = {}
+    runs: list[Run]
+    diagnostics: list[Diagnostic] = []
+    recommendation: Recommendation | None = None
+    plan: Plan | None = None
+    """What the ``plan`` run is made of, where there is one."""
+
+    def run(self, precision: str) -> Run:
+        """Return the run of that name; raises ``KeyError`` if it was not part of the scan."""
+        for run in self.runs:
+            if run.precision == precision:
+                return run
+        raise KeyError(precision)
+
+    def to_json(self) -> bytes:
+        """Encode as one line of JSON."""
+        return msgspec.json.encode(self) + b"\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write :meth:`to_json` to ``path``."""
+        Path(path).write_bytes(self.to_json())
+
+    @classmethod
+    def from_json(cls, data: bytes) -> ScanResult:
+        """Decode strictly; raises :class:`ResultError` naming the key that is wrong."""
+        try:
+            return decode(data, cls, SCHEMA)
+        except ValueError as error:
+            raise ResultError(f"not a scan result: {error}") from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> ScanResult:
+        """Read a file that :meth:`save` wrote; raises ``OSError`` or :class:`ResultError`."""
+        return cls.from_json(Path(path).read_bytes())
+
+
+class ResultError(ValueError):
+    """A saved result that cannot be read."""

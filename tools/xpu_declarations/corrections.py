@@ -1,0 +1,85 @@
+"""What a person has found out about XPU and the sources do not say: `catalog/declared-xpu-corrections.toml`."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import msgspec
+
+from lowprec_check.catalog.declared import Registration, Source
+from lowprec_check.catalog.toml_tables import read_tables, version_key
+from lowprec_check.errors import UsageError
+from tools.xpu_declarations.dtypes import DTYPES, Answer
+from tools.xpu_declarations.registrations import Found
+
+
+class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One statement about some ops in some releases."""
+
+    id: str
+    ops: list[str]
+    """Overload names or shell patterns (`fft_*`)."""
+    since: str
+    until: str
+    """First and last release that it holds for."""
+    registration: Registration | None = None
+    half: bool | None = None
+    bfloat16: bool | None = None
+    why: str
+    link: str
+
+    def __post_init__(self) -> None:
+        if (self.registration, self.half, self.bfloat16) == (None, None, None):
+            raise ValueError("says nothing: give registration, half or bfloat16")
+        if version_key(self.since) > version_key(self.until):
+            raise ValueError(f"since {self.since} is after until {self.until}")
+        if not self.link.startswith("https://"):
+            raise ValueError(f"{self.link!r} is no link")
+
+    @property
+    def source(self) -> str:
+        """Its key among the sources of a release."""
+        return f"correction/{self.id}"
+
+    def of(self, release: str) -> bool:
+        """Whether it holds for a release."""
+        return version_key(self.since) <= version_key(release) <= version_key(self.until)
+
+
+class Corrections:
+    """Those of one release."""
+
+    def __init__(self, path: Path, release: str) -> None:
+        self.path = path
+        self.entries = [entry for entry in read_tables(path, "correction", Correction) if entry.of(release)]
+
+    def sources(self) -> dict[str, Source]:
+        """Their descriptions, by key."""
+        return {entry.source: Source(entry.why, entry.link) for entry in self.entries}
+
+    def registrations(self, ops: set[str]) -> dict[str, Found]:
+        """Registrations that are corrected, by op."""
+        corrected = {}
+        for entry in self.entries:
+            if entry.registration is not None:
+                found = Found(entry.registration, entry.source)
+                corrected.update(dict.fromkeys(self._ops(entry, ops), found))
+        return corrected
+
+    def dtypes(self, ops: set[str]) -> dict[tuple[str, str], Answer]:
+        """Dtypes that are corrected, by op and dtype."""
+        corrected = {}
+        for entry in self.entries:
+            for dtype in DTYPES:
+                takes: bool | None = getattr(entry, dtype)
+                if takes is not None:
+                    answer = Answer(takes, entry.source)
+                    corrected.update({(op, dtype): answer for op in self._ops(entry, ops)})
+        return corrected
+
+    def _ops(self, entry: Correction, ops: set[str]) -> list[str]:
+        found = [op for op in ops if any(fnmatchcase(op, pattern) for pattern in entry.ops)]
+        if not found:
+            raise UsageError(f"{self.path}: no op of this release is called {', '.join(entry.ops)}.")
+        return found
