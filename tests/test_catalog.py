@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.catalog import declared, measured
-from lowprec_check.catalog import difference as changes
-from lowprec_check.catalog import lookup as support
+from lowprec_check.catalog import op_lookup as support
+from lowprec_check.catalog import version_diff as changes
 from lowprec_check.catalog.names import bare, dtype_of, find
 from lowprec_check.catalog.records import (
     DTYPES,

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from shared_result import gap as gap_of
 from shared_result import run, shared_result
 
-from lowprec_check.compat.runner import runner as compat
+from lowprec_check.compat import runner as compat
 from lowprec_check.errors import UsageError
 from lowprec_check.report import matrix as pages
 from lowprec_check.schema import matrix

@@ -16,7 +16,7 @@ DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").
 
 
 def make_reference() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs" / "make_reference.py")
+    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "tools" / "make_reference.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -27,7 +27,7 @@ def make_reference() -> ModuleType:
 @pytest.mark.parametrize("name", ["cli", "diagnostics"])
 def test_references_are_up_to_date(name: str) -> None:
     wanted = getattr(make_reference(), name)()
-    assert (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") == wanted, "run python docs/make_reference.py"
+    assert (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") == wanted, "run python tools/make_reference.py"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from lowprec_check.analysis.rules.registry import rules
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.known_issues import KnownIssue, known_issues, matching, of_precision
-from lowprec_check.catalog.lookup import lookup
 from lowprec_check.catalog.measured import sweep_of
 from lowprec_check.catalog.names import function_name
+from lowprec_check.catalog.op_lookup import lookup
 from lowprec_check.errors import UsageError
 from lowprec_check.report.op.text import render_answers
 

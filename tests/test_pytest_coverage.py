@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from lowprec_check.pytest_plugin.hooks.fixture import watch  # noqa: F401 - loaded once, not anew in every project
 from torch import nn
 
 from lowprec_check.catalog.aten import AtenCatalog
+from lowprec_check.pytest_plugin import coverage  # noqa: F401 - loaded once, not anew in every project
+from lowprec_check.pytest_plugin.fixture import watch  # noqa: F401 - loaded once, not anew in every project
 from lowprec_check.pytest_plugin.fixture.watch import Watch
-from lowprec_check.pytest_plugin.hooks import coverage  # noqa: F401 - loaded once, not anew in every project
 from lowprec_check.report.coverage import RENDERERS
 
 SUITE = """

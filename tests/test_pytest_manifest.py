@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowprec_check.errors import UsageError
-from lowprec_check.pytest_plugin.hooks import known_failures as known  # noqa: F401 - loaded once, not anew in every project
+from lowprec_check.pytest_plugin import known_failures as known  # noqa: F401 - loaded once, not anew in every project
 from lowprec_check.pytest_plugin.manifest import HEAD, NO_REASON, Known, dump, head_of, read, updated
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 from conftest import INSTALLED, PLUGIN, ROOT
-from lowprec_check.pytest_plugin.hooks.fixture import lowprec as fixture  # noqa: F401 - loaded once, not anew in every project
-from lowprec_check.pytest_plugin.hooks.fixture import watch  # noqa: F401 - loaded once, not anew in every project
 
 from lowprec_check.catalog.declared import releases
 from lowprec_check.catalog.measured import sweep_of
 from lowprec_check.catalog.records import Measured
 from lowprec_check.engine.model.precision import PRECISIONS
 from lowprec_check.engine.sweep.build import _Sweep
-from lowprec_check.pytest_plugin.hooks import coverage  # noqa: F401 - loaded once, not anew in every project
-from lowprec_check.pytest_plugin.hooks import known_failures as known  # noqa: F401 - loaded once, not anew in every project
-from lowprec_check.pytest_plugin.hooks import op_support as support
+from lowprec_check.pytest_plugin import coverage  # noqa: F401 - loaded once, not anew in every project
+from lowprec_check.pytest_plugin import known_failures as known  # noqa: F401 - loaded once, not anew in every project
+from lowprec_check.pytest_plugin import op_support as support
+from lowprec_check.pytest_plugin.fixture import lowprec as fixture  # noqa: F401 - loaded once, not anew in every project
+from lowprec_check.pytest_plugin.fixture import watch  # noqa: F401 - loaded once, not anew in every project
 from lowprec_check.pytest_plugin.marker import NAMES
 
 MODEL = """
@@ -65,7 +65,7 @@ def test_unused_it_imports_nothing(project: pytest.Pytester) -> None:
         def test_it():
             assert "torch" not in sys.modules
             ours = {name for name in sys.modules if name.startswith("lowprec_check")}
-            assert ours == {"lowprec_check", "lowprec_check.pytest_plugin.hooks"}
+            assert ours == {"lowprec_check", "lowprec_check.pytest_plugin", "lowprec_check.pytest_plugin.hooks"}
         """
     )
     project.runpytest_subprocess().assert_outcomes(passed=1)

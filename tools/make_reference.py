@@ -1,4 +1,4 @@
-"""Writes docs/cli.md and docs/diagnostics.md from the program itself: ``python docs/make_reference.py``.
+"""Writes docs/cli.md and docs/diagnostics.md from the program itself: ``python tools/make_reference.py``.
 
 A test holds them to it.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lowprec_check.analysis.rules.registry import rules
 
-HERE = Path(__file__).parent
+DOCS = Path(__file__).parent.parent / "docs"
 COMMANDS = (
     "scan",
     "plan",
@@ -39,7 +39,7 @@ def help_of(*arguments: str) -> str:
 
 def cli() -> str:
     """The text of cli.md."""
-    parts = ["# The command line", "", "Made by `python docs/make_reference.py`.", ""]
+    parts = ["# The command line", "", "Made by `python tools/make_reference.py`.", ""]
     for name in ("", *COMMANDS):
         parts += [f"## lowprec-check {name}".rstrip(), "", "```", help_of(*name.split()), "```", ""]
     return "\n".join(parts)
@@ -50,7 +50,7 @@ def diagnostics() -> str:
     parts = [
         "# Diagnostics",
         "",
-        "Made by `python docs/make_reference.py`; `lowprec-check explain CODE` prints the same.",
+        "Made by `python tools/make_reference.py`; `lowprec-check explain CODE` prints the same.",
         "",
     ]
     for code, rule in sorted(rules().items()):
@@ -59,5 +59,5 @@ def diagnostics() -> str:
 
 
 if __name__ == "__main__":
-    (HERE / "cli.md").write_text(cli(), encoding="utf-8")
-    (HERE / "diagnostics.md").write_text(diagnostics(), encoding="utf-8")
+    (DOCS / "cli.md").write_text(cli(), encoding="utf-8")
+    (DOCS / "diagnostics.md").write_text(diagnostics(), encoding="utf-8")

@@ -13,20 +13,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lowprec_check.catalog.difference import difference, gaps, mending
     from lowprec_check.catalog.known_issues import matching
-    from lowprec_check.catalog.lookup import lookup
     from lowprec_check.catalog.measured import history, sweep_of
+    from lowprec_check.catalog.op_lookup import lookup
+    from lowprec_check.catalog.version_diff import difference, gaps, mending
 
 __all__ = ["difference", "gaps", "history", "lookup", "matching", "mending", "sweep_of"]
 
 _HOMES = {
-    "difference": "difference",
-    "gaps": "difference",
+    "difference": "version_diff",
+    "gaps": "version_diff",
     "history": "measured",
-    "lookup": "lookup",
+    "lookup": "op_lookup",
     "matching": "known_issues",
-    "mending": "difference",
+    "mending": "version_diff",
     "sweep_of": "measured",
 }
 

@@ -47,7 +47,7 @@ def diff(
     json: Json = False,
 ) -> None:
     """Say what operators gained and lost from one torch to another."""
-    from lowprec_check.catalog.difference import difference
+    from lowprec_check.catalog.version_diff import difference
 
     found = difference(before, after, device, dtype)
     if json:
@@ -66,7 +66,7 @@ def gaps(
     json: Json = False,
 ) -> None:
     """List the operators that run in fp32 and not, or not always, in a lower precision."""
-    from lowprec_check.catalog.difference import gaps as find_gaps
+    from lowprec_check.catalog.version_diff import gaps as find_gaps
 
     found = find_gaps(device, dtype, torch)
     if json:

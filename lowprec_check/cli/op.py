@@ -23,7 +23,7 @@ def op(
     json: Json = False,
 ) -> None:
     """Say whether an operator runs in a dtype on a device, since which torch, how exactly and how fast."""
-    from lowprec_check.catalog.lookup import lookup
+    from lowprec_check.catalog.op_lookup import lookup
 
     answers = lookup(name, device=device, dtype=dtype, torch=torch)
     if json:

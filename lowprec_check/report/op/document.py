@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from tabulate import tabulate
 
 from lowprec_check.catalog import declared
-from lowprec_check.catalog.difference import difference, gaps
 from lowprec_check.catalog.measured import Sweep, history, sweep_of, sweeps
 from lowprec_check.catalog.records import LOW, MODES, SHORT, Dtype, Mode, State, in_samples
+from lowprec_check.catalog.version_diff import difference, gaps
 from lowprec_check.catalog.xpu_support import declared_fare
 
 _StateOf = Callable[[str, Dtype, Mode], State | None]

@@ -98,7 +98,7 @@ def render_grid() -> str:
     heads = [{"device": c.device, "label": c.label, "evidence": "measured" if c.sweep else "declared"} for c in shown]
     cells = [f"{dtype}/{mode}" for dtype, mode in CELLS]
     data = msgspec.json.encode({"columns": heads, "dtypes": LOW, "cells": cells, "lines": lines(shown)}).decode()
-    return fill("grid.html.jinja", data=data.replace("<", "\\u003c"))
+    return fill("op/grid.html.jinja", data=data.replace("<", "\\u003c"))
 
 
 def write_reports(folder: Path) -> list[Path]:

@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lowprec_check.catalog.difference import Change, Difference, Gaps, MissingOp
-from lowprec_check.catalog.lookup import Cell, OpAnswer
+from lowprec_check.catalog.op_lookup import Cell, OpAnswer
 from lowprec_check.catalog.records import SHORT, STATES, Dtype, Mode, State, in_samples
+from lowprec_check.catalog.version_diff import Change, Difference, Gaps, MissingOp
 from lowprec_check.catalog.xpu_support import OnCpu
 from lowprec_check.report.console import screen
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.declared import overload_name
-from lowprec_check.catalog.lookup import declared_cells, mended_in
 from lowprec_check.catalog.measured import Sweep, device_of, history, sweep_of
 from lowprec_check.catalog.names import AnyDevice, AnyDtype, dtype_of, kind_of
+from lowprec_check.catalog.op_lookup import declared_cells, mended_in
 from lowprec_check.catalog.records import LOW, MODES, Dtype, FailureKind, Mode, OpRecord, State
 from lowprec_check.catalog.toml_tables import version_key
 from lowprec_check.catalog.xpu_support import Fare, OnCpu, Rank, declared_fare, takes
