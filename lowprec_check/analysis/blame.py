@@ -8,8 +8,6 @@ from typing import NamedTuple
 from lowprec_check.schema.plan import Blame, Constant
 from lowprec_check.schema.scan_result import Gap, Place, Run
 
-_DTYPES = {"half": "float16", "autocast-fp16": "float16", "bfloat16": "bfloat16", "autocast-bf16": "bfloat16"}
-
 
 class Suspects(NamedTuple):
     """Paths of modules; ``root`` says whether the model's own forward is itself among the certain ones."""
@@ -98,14 +96,16 @@ def _why_gap(gap: Gap) -> str:
 
 def constants(run: Run) -> list[Constant]:
     """Constants in the code that do not fit the dtype of ``run``, each with the one to write instead."""
-    dtype = _DTYPES[run.base or run.precision]
+    if run.basis is None:
+        return []
+    dtype = run.basis.format.dtype
     return [
         Constant(
             module=gap.module,
             op=gap.op,
             source=gap.source,
             value=gap.constant,
-            use=f"torch.finfo(torch.{dtype}).{'max' if gap.constant and gap.constant > 0 else 'min'}",
+            use=f"torch.finfo({dtype}).{'max' if gap.constant and gap.constant > 0 else 'min'}",
         )
         for gap in run.gaps
         if gap.kind == "scalar-overflow"

@@ -12,9 +12,9 @@ from lowprec_check.catalog.op_lookup import declared_cells, measured_cell, mende
 from lowprec_check.catalog.records import Dtype, Failure, Header, Measured, Mode, OpRecord, State
 from lowprec_check.errors import UsageError
 from lowprec_check.pytest_plugin.marker import is_there
+from lowprec_check.schema.devices import catalogued, is_declared
 
 Evidence = Literal["measured here", "measured", "declared"]
-DEVICES = ("cpu", "cuda", "xpu")
 
 
 class OpState(NamedTuple):
@@ -54,8 +54,8 @@ class Support(NamedTuple):
 
 def support_of(asked: str, dtype: Dtype, device: str, *, backward: bool = False) -> Support:
     """What is known of ``asked``; raises :class:`UsageError` for a name or device that there is not."""
-    if device not in DEVICES:
-        raise UsageError(f"Unknown device {device!r}.", f"Choose one of {', '.join(DEVICES)}.")
+    if device not in catalogued():
+        raise UsageError(f"Unknown device {device!r}.", f"Choose from {', '.join(catalogued())}.")
     modes: tuple[Mode, ...] = ("forward", "backward") if backward else ("forward",)
     records = _named(asked, device)
     tried = _tried(device, tuple(record.op for record in records))
@@ -99,7 +99,7 @@ def _state(record: OpRecord, dtype: Dtype, mode: Mode, device: str, header: Head
 def _from_catalog(asked: str, records: list[OpRecord], dtype: Dtype, device: str, modes: tuple[Mode, ...]) -> Support:
     release = declared.release_of(_installed_torch())
     evidence: Evidence
-    if device == "xpu":
+    if is_declared(device):
         evidence, torch = "declared", release if release in declared.releases() else declared.releases()[-1]
         cells = [(record.op, cell) for record in records for cell in declared_cells(record.op, (dtype,), torch)]
     else:

@@ -12,15 +12,17 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from lowprec_check.schema.backends import EAGER
 from lowprec_check.schema.base import Struct, decode
 from lowprec_check.schema.plan import Plan
+from lowprec_check.schema.precisions import PRECISIONS, Precision
+from lowprec_check.schema.run_key import MemoryFormat, Phase, RunKey, qualified
 
 SCHEMA = 1
 
 Status = Literal["ok", "inaccurate", "nonfinite", "error", "crashed", "timeout", "skipped"]
-Evidence = Literal["measured", "predicted", "reported"]
+Evidence = Literal["measured", "predicted"]
 Severity = Literal["error", "warning", "note"]
-Phase = Literal["forward", "backward", "optimizer"]
 Layer = Literal["dispatch", "function", "python"]
 Outcome = Literal["ok", "rescued", "emulated"]
 GapKind = Literal[
@@ -158,11 +160,12 @@ _ADDED_LATER = ("rms",)
 
 
 class Run(Struct, frozen=True, kw_only=True):
-    """One precision × backend × device: the plain part's truth and the instrumented part's explanation."""
+    """One precision × backend × device × memory format: the plain part and the instrumented part that explains it."""
 
     precision: str
-    backend: str = "eager"
+    backend: str = EAGER
     device: str
+    memory_format: MemoryFormat = "contiguous"
     evidence: Evidence = "measured"
     status: Status
     reason: str | None = None
@@ -205,6 +208,21 @@ class Run(Struct, frozen=True, kw_only=True):
     output_is_zero: bool = False
     """Whether the floating output is all zeros: an error relative to it says nothing."""
 
+    @property
+    def key(self) -> RunKey:
+        """What identifies the run."""
+        return RunKey(self.precision, self.backend, self.device, self.memory_format)
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether this is the fp32 run that all others are compared with."""
+        return self.key.is_reference
+
+    @property
+    def basis(self) -> Precision | None:
+        """The precision, or the one that a plan starts from; ``None`` if this installation does not know it."""
+        return PRECISIONS.find(self.base or self.precision)
+
 
 class Diagnostic(Struct, frozen=True, kw_only=True):
     """One finding, at one place."""
@@ -213,6 +231,8 @@ class Diagnostic(Struct, frozen=True, kw_only=True):
     name: str
     severity: Severity
     precision: str | None = None
+    backend: str = EAGER
+    memory_format: MemoryFormat = "contiguous"
     module: str | None = None
     op: str | None = None
     source: str | None = None
@@ -221,7 +241,16 @@ class Diagnostic(Struct, frozen=True, kw_only=True):
     url: str | None = None
     calls: int = 1
     accepted: bool = False
-    """Whether the baseline of the scan knows it."""
+    """Whether the scan's baseline accepts it."""
+
+    @property
+    def run_label(self) -> str | None:
+        """The run that it is about, ``half · inductor``; ``None`` for the whole scan."""
+        return self.precision and qualified(self.precision, self.backend, self.memory_format)
+
+    def is_about(self, run: Run) -> bool:
+        """Whether it is about ``run``."""
+        return (self.precision, self.backend, self.memory_format) == (run.precision, run.backend, run.memory_format)
 
 
 def is_selected(code: str, select: Iterable[str], ignore: Iterable[str]) -> bool:
@@ -234,7 +263,8 @@ class Recommendation(Struct, frozen=True, kw_only=True):
     """The way to run the model that was tried and passed."""
 
     precision: str
-    backend: str = "eager"
+    backend: str = EAGER
+    memory_format: MemoryFormat = "contiguous"
     keep_fp32: list[str] = []
     evidence: Evidence = "measured"
     reason: str
@@ -281,12 +311,12 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     plan: Plan | None = None
     """What the ``plan`` run is made of, where there is one."""
 
-    def run(self, precision: str) -> Run:
-        """Return the run of that name; raises ``KeyError`` if it was not part of the scan."""
+    def run(self, precision: str, backend: str = EAGER, memory_format: MemoryFormat = "contiguous") -> Run:
+        """Return one run; raises ``KeyError`` if it was not part of the scan."""
         for run in self.runs:
-            if run.precision == precision:
+            if (run.precision, run.backend, run.memory_format) == (precision, backend, memory_format):
                 return run
-        raise KeyError(precision)
+        raise KeyError(qualified(precision, backend, memory_format))
 
     def to_json(self) -> bytes:
         """Encode as one line of JSON."""

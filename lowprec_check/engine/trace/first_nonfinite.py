@@ -10,9 +10,10 @@ from torch._ops import OpOverload
 
 from lowprec_check.engine.core.dispatch_mode import DispatchMode
 from lowprec_check.engine.core.pytree import leaves
+from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import ModuleStack, source_line
 from lowprec_check.engine.model.plain_run import call_model
-from lowprec_check.engine.model.precision import Prepared, seed_everything
+from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.trace.op_traits import traits
 from lowprec_check.engine.trace.rescue import tensors_in
 

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from lowprec_check.engine.core.breadcrumb import Crumb
 from lowprec_check.engine.core.compare import compare, compare_outputs, is_float
 from lowprec_check.engine.core.pytree import leaves
+from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import ModuleStack
 from lowprec_check.engine.model.memory import StorageCounter
 from lowprec_check.engine.model.plain_run import call_model, describe_error, output_tensors, reraise_interrupt
-from lowprec_check.engine.model.precision import Prepared, seed_everything
+from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.trace.emulation import Emulation
 from lowprec_check.engine.trace.function_mode import FunctionRescue
@@ -107,7 +108,7 @@ def _pass(
     counter = StorageCounter(ready, inputs, named) if options.count_memory else None
     with ModuleStack(ready.model, ready.device.type) as stack:
         recorder = Recorder(
-            ready.precision.low or torch.float32,
+            ready.application.dtype,
             lockstep,
             stack,
             journal,

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.compare import finite_or_none
-from lowprec_check.schema.scan_result import Gap, GapKind, Layer, OpCalls, Outcome, Phase, Place
+from lowprec_check.schema.run_key import Phase
+from lowprec_check.schema.scan_result import Gap, GapKind, Layer, OpCalls, Outcome, Place
 
 if TYPE_CHECKING:
     from lowprec_check.engine.trace.op_call import Call

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from lowprec_check.analysis.error_origin import origin
-from lowprec_check.analysis.rules.numerics import UNIT_ROUNDOFF
 from lowprec_check.report.escape import visible
 from lowprec_check.report.summary import label
+from lowprec_check.schema.precisions import FP32, FloatFormat, formats
 from lowprec_check.schema.scan_result import Place, Run
 
 MOST_CALLS = 20_000
@@ -22,16 +22,18 @@ MOST_CALLS_IN_ALL = 160_000
 
 _TEXTS = ("op", "module", "source", "dtypes", "shape")
 
-LIMITS = {
-    "fp16": {"subnormal": 2.0**-24, "normal": 2.0**-14, "max": 65504.0},
-    "bf16": {"subnormal": 2.0**-133, "normal": 2.0**-126, "max": (2.0 - 2.0**-7) * 2.0**127},
-}
-"""Smallest subnormal, smallest normal and largest number of each dtype (IEEE 754 binary16; bfloat16)."""
+
+def limits() -> dict[str, dict[str, float]]:
+    """The smallest subnormal, smallest normal and largest number of each format."""
+    return {
+        known.short: {"subnormal": known.smallest_subnormal, "normal": known.smallest_normal, "max": known.largest}
+        for known in formats()
+    }
 
 
-def low_dtype(run: Run) -> str:
-    """``fp16`` or ``bf16``."""
-    return "bf16" if "bf" in (run.base or run.precision) else "fp16"
+def format_of(run: Run) -> FloatFormat:
+    """The narrowest format of a run; fp32 for a precision that this installation does not know."""
+    return run.basis.format if run.basis else FP32
 
 
 def pack(runs: Sequence[Run]) -> str:
@@ -40,7 +42,7 @@ def pack(runs: Sequence[Run]) -> str:
     numbers: dict[str, dict[str, int]] = {name: {} for name in _TEXTS}
     packed = [_run(run, most, numbers) for run in runs]
     strings = {name: list(known) for name, known in numbers.items()}
-    data = msgspec.json.encode({"strings": strings, "runs": packed, "limits": LIMITS})
+    data = msgspec.json.encode({"strings": strings, "runs": packed, "limits": limits()})
     return base64.b64encode(gzip.compress(data, 6, mtime=0)).decode()
 
 
@@ -59,9 +61,9 @@ def _run(run: Run, most: int, numbers: dict[str, dict[str, int]]) -> dict[str, A
     columns["rescued"] = [int(rows[index].outcome == "rescued") for index in kept]
     return {
         "label": label(run),
-        "dtype": low_dtype(run),
+        "format": format_of(run).short,
         "tolerance": run.tolerance,
-        "roundoff": UNIT_ROUNDOFF.get(run.base or run.precision),
+        "roundoff": run.basis.format.roundoff if run.basis else None,
         "total": len(rows),
         "origin": {"call": born.call, "says": born.sentence(), "kind": born.kind} if born else None,
         "calls": columns,
