@@ -12,15 +12,8 @@ from hypothesis import strategies as st
 from lowprec_check.analysis.recommend import recommend
 from lowprec_check.analysis.rules.registry import diagnose, rule, rules
 from lowprec_check.report.text import render
-from lowprec_check.schema.scan_result import (
-    ErrorStats,
-    Gap,
-    ModelInfo,
-    OpCalls,
-    ResultError,
-    Run,
-    ScanResult,
-)
+from lowprec_check.schema.op_calls import OpCalls
+from lowprec_check.schema.scan_result import ErrorStats, Gap, ModelInfo, ResultError, Run, ScanResult
 
 MODEL = ModelInfo(name="Net", parameters=1234567, inputs=["(1, 3)"], modules=3, training=False)
 

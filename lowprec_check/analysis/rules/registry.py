@@ -101,8 +101,7 @@ def from_gaps(result: ScanResult, kind: GapKind, help: str) -> Iterator[Finding]
         for gap in run.gaps:
             if gap.kind == kind:
                 caught = run.status in ("ok", "inaccurate", "nonfinite")
-                after = "" if gap.rescued else "; the scan could not go on behind it"
-                after = "; the model gets past it by itself" if caught else after
+                after = "; the model gets past it by itself" if caught else ""
                 advice = help.replace(", or use autocast", "") if run.precision.startswith("autocast") else help
                 yield Finding(
                     f"{gap.message}{after}",

@@ -15,8 +15,9 @@ from lowprec_check.analysis.recommend import NOISE, SHORT_MS, error_of, explain_
 from lowprec_check.engine.model.keep_fp32 import shared_weights
 from lowprec_check.engine.model.precision import PRECISIONS
 from lowprec_check.engine.run.target_runs import Session
+from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.plan import Attempt
-from lowprec_check.schema.scan_result import Place, Run
+from lowprec_check.schema.scan_result import Run
 
 BASES = ("autocast-bf16", "bfloat16", "autocast-fp16", "half")
 """In the order in which they are searched: the range of bf16 forgives more."""
@@ -59,7 +60,7 @@ def _equals_fp32(run: Run) -> bool:
     return not run.output_is_zero and run.output_error is not None and run.output_error.rel_l2 == 0.0
 
 
-def _is_low(row: Place) -> bool:
+def _is_low(row: OpCall) -> bool:
     """Whether an op computes on 16-bit values; a cast does not."""
     return "16" in row.dtypes and row.op != "aten._to_copy.default"
 

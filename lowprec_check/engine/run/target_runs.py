@@ -25,7 +25,8 @@ from lowprec_check.engine.run.supervisor import Isolation, Load, Outcome, execut
 from lowprec_check.engine.trace.instrument import Instrumented
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.scan_result import ModelInfo, OpCalls, Run, Status
+from lowprec_check.schema.op_calls import OpCalls
+from lowprec_check.schema.scan_result import ModelInfo, Run, Status
 
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Default tolerance on rel_l2 of the output, by dtype."""
