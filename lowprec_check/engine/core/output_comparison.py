@@ -80,3 +80,16 @@ def _top1(out: Tensor, reference: Tensor) -> float | None:
     if reference.is_complex():
         return None
     return float((out.float().argmax(1) == reference.argmax(1)).float().mean())
+
+
+def same_bits(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether two outputs agree in number, dtypes, shapes and values; a NaN equals a NaN."""
+    return len(outputs) == len(others) and all(
+        a.dtype == b.dtype and a.shape == b.shape and _equal(a, b) for a, b in zip(outputs, others, strict=True)
+    )
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if torch.equal(a, b):
+        return True
+    return is_float(a) and torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.engine.core.breadcrumb import Crumb
-from lowprec_check.engine.core.floating_dtypes import is_float
-from lowprec_check.engine.core.output_comparison import compare_outputs
+from lowprec_check.engine.core.output_comparison import compare_outputs, same_bits
 from lowprec_check.engine.core.source_location import ModuleStack
 from lowprec_check.engine.model.memory import StorageCounter
 from lowprec_check.engine.model.plain_run import call_model, describe_error, output_tensors, reraise_interrupt
@@ -145,7 +144,7 @@ def _with_output(
     """``found`` with what the output says: against the lockstep reference, and against the plain run's bits."""
     compared = compare_outputs(tensors, [lockstep.twins.reference_of(tensor) for tensor in tensors])
     return found._replace(
-        perturbed=None if plain_outputs is None else not _same_bits(tensors, plain_outputs),
+        perturbed=None if plain_outputs is None else not same_bits(tensors, plain_outputs),
         lockstep_error=compared.error,
         lockstep_nonfinite=compared.nonfinite,
     )
@@ -172,20 +171,6 @@ def compiled_code_in_eager() -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
-
-
-def _same_bits(tensors: list[Tensor], others: list[Tensor]) -> bool:
-    return len(tensors) == len(others) and all(
-        a.dtype == b.dtype and a.shape == b.shape and _equal(a, b) for a, b in zip(tensors, others, strict=True)
-    )
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a, b) or (is_float(a) and torch.equal(a.nan_to_num(), b.nan_to_num()) and _nans(a, b))
-
-
-def _nans(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.isnan(), b.isnan())
 
 
 def _uncalled(model: nn.Module, stack: ModuleStack, touched: Iterable[int]) -> list[str]:
