@@ -223,7 +223,9 @@ def test_no_gaps_tells_the_users_own_error(project: pytest.Pytester) -> None:
     said = one(project, "lowprec.assert_no_gaps(lambda x: torch.linalg.inv(x).view(3), torch.eye(4))")
     assert "1 gap" in said
     assert "aten.linalg_inv_ex.default" in said
-    assert re.search(r"Stopped at test_\w+.py:19 by an error that also occurs in fp32:\n +RuntimeError: shape '\[3\]'", said)
+    assert re.search(
+        r"Stopped at test_\w+.py:19 by an error that also occurs in fp32:\n +RuntimeError: shape '\[3\]'", said
+    )
     assert "is no low precision" in one(project, "lowprec.assert_no_gaps(torch.mm, x, x.T, dtype=torch.float32)")
 
 
@@ -342,7 +344,10 @@ def test_allclose_says_how_far(project: pytest.Pytester) -> None:
         ('"half", device="tpu"', "unknown device 'tpu'; choose from cpu, cuda, xpu, mps"),
         ('"half", tolerance=-1', "tolerance -1 is not a positive number"),
         ('"half", tolerance="x"', "tolerance 'x' is not a positive number"),
-        ('"half", tol=1', "got an unexpected keyword argument 'tol'; it takes precisions, device, backend and tolerance"),
+        (
+            '"half", tol=1',
+            "got an unexpected keyword argument 'tol'; it takes precisions, device, backend and tolerance",
+        ),
     ],
 )
 def test_a_wrong_marker_is_an_error(project: pytest.Pytester, marker: str, says: str) -> None:

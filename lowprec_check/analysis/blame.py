@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.plan import Blame, Constant
-from lowprec_check.schema.scan_result import Gap, Place, Run
+from lowprec_check.schema.scan_result import Gap, Run
 
 
 class Suspects(NamedTuple):
@@ -64,7 +65,7 @@ def at_fault(run: Run, module: str) -> Blame | None:
     return None
 
 
-def _rows_inside(runs: Sequence[Run], module: str) -> Iterator[Place]:
+def _rows_inside(runs: Sequence[Run], module: str) -> Iterator[OpCall]:
     return (row for run in runs for row in run.op_calls.rows() if is_inside(row.module, module))
 
 
@@ -73,11 +74,11 @@ def is_inside(path: str, module: str) -> bool:
     return path == module or bool(module and path.startswith(f"{module}."))
 
 
-def _makes_nonfinite(row: Place) -> bool:
+def _makes_nonfinite(row: OpCall) -> bool:
     return bool(row.introduced_inf or row.introduced_nan)
 
 
-def _added_error(row: Place) -> float:
+def _added_error(row: OpCall) -> float:
     """rel_l2 that the op itself adds, or by which it makes what comes in grow."""
     return max(row.local_error or 0.0, (row.accumulated_error or 0.0) - (row.input_error or 0.0))
 

@@ -70,8 +70,8 @@ def _origins(result: ScanResult) -> Iterator[str]:
     for run in result.runs[:40]:
         born = origin(run) if not run.is_reference else None
         if born is not None:
-            source = f" at {code(born.place.source)}" if born.place.source else ""
-            where = f"{code(born.place.op)} in {code(born.place.module or 'the model')}{source}"
+            source = f" at {code(born.op_call.source)}" if born.op_call.source else ""
+            where = f"{code(born.op_call.op)} in {code(born.op_call.module or 'the model')}{source}"
             yield f"- {escape(summary.label(run))}: {where}, {born.sentence()}"
 
 

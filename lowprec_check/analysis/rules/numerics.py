@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lowprec_check.analysis.rules.registry import Finding, from_gaps, low_runs, rule
-from lowprec_check.schema.scan_result import Place, Run, ScanResult
+from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.schema.scan_result import Run, ScanResult
 
 FLUSHED_SHARE = 0.1
 OUTLIER_ROUNDOFFS = 8
 JUMP = 4
 
 
-def _by_place(run: Run, keep: Callable[[Place], bool], worst: Callable[[Place], Any]) -> Iterator[tuple[Place, int]]:
+def _by_place(run: Run, keep: Callable[[OpCall], bool], worst: Callable[[OpCall], Any]) -> Iterator[tuple[OpCall, int]]:
     """The worst call at each (module, op, line), with the number of calls kept there."""
-    found: dict[tuple[str, str, str | None], tuple[Place, int]] = {}
+    found: dict[tuple[str, str, str | None], tuple[OpCall, int]] = {}
     for row in run.op_calls.rows():
         if keep(row):
             key = (row.module, row.op, row.source)
@@ -24,7 +25,7 @@ def _by_place(run: Run, keep: Callable[[Place], bool], worst: Callable[[Place], 
     yield from found.values()
 
 
-def _finding(run: Run, result: ScanResult, row: Place, count: int, message: str, help: str | None = None) -> Finding:
+def _finding(run: Run, result: ScanResult, row: OpCall, count: int, message: str, help: str | None = None) -> Finding:
     source = row.source or result.model.source
     return Finding(message, run, row.module, row.op, source, help=help, calls=count)
 
@@ -39,7 +40,7 @@ def overflow(result: ScanResult) -> Iterator[Finding]:
     What to do: keep the module in fp32, scale before it, or use bf16, whose range is that of fp32.
     """
 
-    def is_born_here(row: Place) -> bool:
+    def is_born_here(row: OpCall) -> bool:
         return row.introduced_inf > 0 and row.outcome != "rescued"  # a constant that does not fit is LP204
 
     for run in low_runs(result):
@@ -58,7 +59,7 @@ def underflow(result: ScanResult) -> Iterator[Finding]:
     What to do: scale up before the op and down behind it, or keep it in fp32.
     """
 
-    def is_born_here(row: Place) -> bool:
+    def is_born_here(row: OpCall) -> bool:
         return row.flushed is not None and row.flushed >= max(FLUSHED_SHARE, 2 * (row.input_flushed or 0.0))
 
     for run in low_runs(result):
@@ -141,7 +142,7 @@ def error_amplifier(result: ScanResult) -> Iterator[Finding]:
             continue
         roundoff, tolerance = run.basis.format.roundoff, run.tolerance or 0.0
 
-        def amplifies(row: Place, u: float = roundoff, limit: float = tolerance) -> bool:
+        def amplifies(row: OpCall, u: float = roundoff, limit: float = tolerance) -> bool:
             if row.input_error is None:  # the inputs were not finite
                 return False
             jumped = (row.accumulated_error or 0.0) > max(limit, JUMP * max(row.input_error, u))

@@ -15,9 +15,10 @@ from lowprec_check.analysis.minimize import Found, Keep, ModuleTree, Trials, Ver
 from lowprec_check.analysis.run_summary import NOISE, SHORT_MS, error_of, explain_status, short_op, some, speedup
 from lowprec_check.engine.model.keep_fp32 import shared_weights
 from lowprec_check.engine.run.target_runs import TargetRuns
+from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.plan import Attempt
 from lowprec_check.schema.precisions import PLAN, PRECISIONS, REFERENCE
-from lowprec_check.schema.scan_result import Place, Run
+from lowprec_check.schema.scan_result import Run
 
 SLOWER = 1.5
 """A base that is so many times as slow as a plan found already is not searched."""
@@ -57,7 +58,7 @@ def _equals_fp32(run: Run) -> bool:
     return not run.output_is_zero and run.output_error is not None and run.output_error.rel_l2 == 0.0
 
 
-def _is_low(row: Place, run: Run) -> bool:
+def _is_low(row: OpCall, run: Run) -> bool:
     """Whether an op computes on values of the run's format; a cast does not."""
     mark = run.basis.format.mark if run.basis else ""
     return mark in re.split("[+→]", row.dtypes) and row.op != "aten._to_copy.default"

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.breadcrumb import Crumb
-from lowprec_check.engine.core.compare import NARROW, compare_outputs
+from lowprec_check.engine.core.exceptions import first_line
+from lowprec_check.engine.core.floating_dtypes import NARROW
+from lowprec_check.engine.core.output_comparison import compare_outputs
 from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.model.memory import measure_memory
 from lowprec_check.engine.model.plain_run import Plain, measure_latency, output_tensors, run_once, run_plain
@@ -22,7 +24,6 @@ from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.trace.emulation import Emulation
 from lowprec_check.engine.trace.first_nonfinite import first_nonfinite
 from lowprec_check.engine.trace.instrument import Instrumented, Options, fp32_state, run_instrumented
-from lowprec_check.engine.trace.journal import first_line
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.engine.trace.withheld_kernels import withholding
 from lowprec_check.schema.backends import BACKENDS, EAGER, Backend

@@ -24,8 +24,9 @@ from lowprec_check.engine.trace.instrument import Instrumented
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.backends import BACKENDS, EAGER
+from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.scan_result import ModelInfo, OpCalls, Run, Status
+from lowprec_check.schema.scan_result import ModelInfo, Run, Status
 
 REFERENCE_BUDGET = 600.0
 """Seconds for fp32, whose time is not known yet."""

@@ -1,4 +1,4 @@
-"""One op call on its way through the recorder."""
+"""One op call while it passes through the recorder."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from lowprec_check.engine.core.compare import is_float
+from lowprec_check.engine.trace.op_arguments import dtype_flow, shape_text, tensors_in
 from lowprec_check.engine.trace.op_traits import OpTraits, traits
-from lowprec_check.engine.trace.rescue import tensors_in
-from lowprec_check.schema.scan_result import Outcome
+from lowprec_check.schema.op_calls import CallOutcome, OpCall
 
 
-class Call:
+class DispatchedCall:
     """The op, its arguments, where it was called, and how it went."""
 
     __slots__ = ("args", "func", "inputs", "involved", "kwargs", "module", "outcome", "seconds", "source", "traits")
@@ -25,10 +24,15 @@ class Call:
         self.traits: OpTraits = traits(func)
         self.inputs = [tensor for tensor in tensors_in(args, kwargs) if tensor.layout == torch.strided]
         self.involved = False
+        """Whether low precision reaches this op at all; if not, it is its own reference."""
         self.module = ""
         self.source: str | None = None
-        self.outcome: Outcome = "ok"
+        self.outcome: CallOutcome = "ok"
         self.seconds = 0.0
+
+    def run(self) -> Any:
+        """Run the op as given."""
+        return self.func(*self.args, **self.kwargs)
 
     def written(self) -> Iterator[Tensor]:
         """The tensors that the op writes to."""
@@ -44,16 +48,13 @@ class Call:
         numbers = [v for v in (*self.args, *self.kwargs.values()) if isinstance(v, (int, float))]
         return max(map(float, numbers), key=abs, default=None)
 
-
-def outputs_of(out: Any) -> list[Tensor]:
-    """The strided tensors that an op returned, in order."""
-    if isinstance(out, Tensor):
-        return [out] if out.layout == torch.strided else []
-    if isinstance(out, (list, tuple)):
-        return [tensor for item in out for tensor in outputs_of(item)]
-    return []
-
-
-def dtypes_in(inputs: list[Tensor]) -> list[str]:
-    """Names of the floating dtypes, sorted."""
-    return sorted({str(tensor.dtype).removeprefix("torch.") for tensor in inputs if is_float(tensor)})
+    def row(self, outputs: list[Tensor]) -> OpCall:
+        """The row of this call, with nothing measured yet."""
+        return OpCall(
+            self.traits.name,
+            self.module,
+            self.source,
+            dtype_flow(self.inputs, outputs),
+            shape_text(outputs),
+            self.outcome,
+        )
