@@ -9,6 +9,7 @@ from typing import Literal
 from lowprec_check.catalog import declared, known_issues
 from lowprec_check.catalog.aliases import ALIASES
 from lowprec_check.catalog.declared import has_extension
+from lowprec_check.catalog.declared_file import Registration
 from lowprec_check.catalog.known_issues import KnownIssue
 from lowprec_check.catalog.measured import Sweep, at_release, device_of, history, sweep_of, with_extension
 from lowprec_check.catalog.names import AnyDevice, AnyDtype, dtype_of, function_name, search
@@ -43,7 +44,7 @@ class Cell(Struct, frozen=True, kw_only=True):
     slower: float | None = None
     """Time of a call, times that in fp32."""
     failure: Failure | None = None
-    registration: declared.Registration | None = None
+    registration: Registration | None = None
     """On XPU: how the worst op that it dispatches is registered there."""
     on_cpu: OnCpu | None = None
     """On XPU, where it runs: whether it is copied to the CPU and back for it."""

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from lowprec_check.catalog import declared
-from lowprec_check.catalog.declared import Declared, Registration, Row
+from lowprec_check.catalog.declared import Release
+from lowprec_check.catalog.declared_file import DeclaredRow, Registration
 from lowprec_check.catalog.measured import at_release, history
 from lowprec_check.catalog.records import MODES, SHORT, STATES, Dtype, Failure, FailureKind, Mode, OpRecord, State
 
@@ -76,7 +77,7 @@ def declared_fare(op: str, release: str, dtype: Dtype, mode: Mode) -> Fare | Non
     return Fare(state, on_cpu, at, failure if state == "some" else None)
 
 
-def dispatched(record: OpRecord, mode: Mode, file: Declared) -> list[str]:
+def dispatched(record: OpRecord, mode: Mode, file: Release) -> list[str]:
     """The aten ops that count on XPU: the function itself, and those of a CPU sweep but for the ones that only CPUs have."""
     names = [_itself(record.op), *record.aten, *(record.backward_aten if mode.endswith("backward") else [])]
     known = (name for name in names if name in file.ops and "_for_cpu" not in name and "mkldnn" not in name)
@@ -88,7 +89,7 @@ def _itself(op: str) -> str:
     return op.removeprefix("nn.functional.").replace(".", "_")
 
 
-def _refusing(names: Sequence[str], file: Declared, dtype: Dtype) -> str | None:
+def _refusing(names: Sequence[str], file: Release, dtype: Dtype) -> str | None:
     """The op that is not registered, or leaves the dtype out; a kernel rather than what is made of it.
 
     Where part of it runs on the CPU, only kernels count: what composite ops leave out shows on the CPU as well.
@@ -98,7 +99,7 @@ def _refusing(names: Sequence[str], file: Declared, dtype: Dtype) -> str | None:
     return refusing.get("none") or refusing.get("native") or (None if falls else refusing.get("composite"))
 
 
-def _refuses_everywhere(record: OpRecord, dtype: Dtype, mode: Mode, file: Declared) -> bool:
+def _refuses_everywhere(record: OpRecord, dtype: Dtype, mode: Mode, file: Release) -> bool:
     """Whether it is Python, or a backward formula, that refuses the dtype, on the CPU and wherever else it was measured."""
     if _itself(record.op) in file.ops and not mode.endswith("backward"):
         return False  # a function in C++ may ask which device it is on: torch.fft does
@@ -111,7 +112,7 @@ def _refuses_itself(record: OpRecord, dtype: Dtype, mode: Mode) -> bool:
     return failure is not None and failure.at is None and record.state(dtype, mode) == "none"
 
 
-def takes(row: Row, dtype: Dtype) -> bool | None:
+def takes(row: DeclaredRow, dtype: Dtype) -> bool | None:
     """Whether an aten op runs in a dtype on XPU; ``None`` where no source says."""
     if row.registration == "none":
         return False
