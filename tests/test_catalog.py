@@ -19,13 +19,13 @@ from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.catalog import declared, measured
 from lowprec_check.catalog import op_lookup as support
 from lowprec_check.catalog import version_diff as changes
+from lowprec_check.catalog.change_lines import CatalogError
 from lowprec_check.catalog.measured_sweep import MeasuredSweep
 from lowprec_check.catalog.names import bare, dtype_of, find
 from lowprec_check.catalog.records import (
     DTYPES,
     LOW,
     MODES,
-    CatalogError,
     Dtype,
     Failure,
     Header,
@@ -128,31 +128,54 @@ def test_every_version_is_there() -> None:
 @pytest.mark.parametrize(
     ("mend", "says"),
     [
-        (lambda text: text.rpartition("\n{")[0] + "\n", r":? ?1 operators, the header says 2: truncated"),
-        (lambda text: text[:-40] + "\n", r"\.jsonl:3: .*truncated"),
+        (lambda text: text.rpartition("\n{")[0] + "\n", r": 3 lines follow .* 1 sweeps and 3 changes: truncated"),
+        (lambda text: text[:-40] + "\n", r":5: .*truncated"),
         (
             lambda text: text.replace('"samples":[4,4]', '"samples":[4,4],"extra":1', 1),
-            r"\.jsonl:2: .*unknown field `extra`",
+            r":3: .*unknown field `extra`",
         ),
-        (lambda text: text.replace("[2,4,4,4]", "[9,4,4,4]"), r"\.jsonl:3: .*float16 passes \[9, 4, 4, 4\]"),
-        (lambda text: text.replace('"missing-kernel"', '"what"'), r"\.jsonl:3: .*failures"),
-        (lambda text: text.replace('"schema":1', '"schema":7'), r"\.jsonl:1: schema 7 is not 1"),
-        (lambda text: text.replace('"device":"cpu",', ""), r"\.jsonl:1: .*device"),
-        (lambda text: text.replace('{"op":"b"', '{"op":"a"'), r"there twice"),
-        (lambda text: text.replace('{"op":"b",', "{"), r"\.jsonl:3: .*missing required field `op`"),
-        (lambda text: text.replace("float16/forward", "float16/sideways"), r"\.jsonl:3: .*cells"),
-        (lambda text: text.replace('"torch":"2.1.0"', '"torch":"new"'), r"\.jsonl:1: .*torch"),
-        (lambda text: "", r"\.jsonl:1: "),
-        (lambda text: "\x80pickle", r"\.jsonl:1: "),
+        (lambda text: text.replace("[2,4,4,4]", "[9,4,4,4]"), r":4: .*float16 passes \[9, 4, 4, 4\]"),
+        (lambda text: text.replace('"missing-kernel"', '"what"'), r":4: .*failures"),
+        (lambda text: text.replace('"schema":2', '"schema":7'), r":1: schema 7 is not 2"),
+        (lambda text: text.replace('"device":"cpu",', ""), r":2: .*device"),
+        (lambda text: text.replace('{"op":"b"', '{"op":"a"'), r":4: op 'a' version '2\.1\.0': there twice"),
+        (lambda text: text.replace('{"op":"b",', "{"), r":4: does not begin with an operator"),
+        (lambda text: text.replace('"since":"2.1.0"', '"since":"2.9.0"', 1), r":3: op 'a': version '2\.9\.0' is not"),
+        (lambda text: text.replace("float16/forward", "float16/sideways"), r":4: .*cells"),
+        (lambda text: text.replace('"torch":"2.1.0"', '"torch":"new"'), r":2: .*torch"),
+        (lambda text: text.replace('"ops":3', '"ops":4'), r": 3 operators in 2\.1\.0, its header says 4: edited"),
+        (lambda text: "", r":1: "),
+        (lambda text: "\x80pickle", r":1: "),
     ],
 )
 def test_damaged_files_say_where(tmp_path: Path, mend: Callable[[str], str], says: str) -> None:
-    path = sweep_file(tmp_path, "2.1.0", [record("a", "all"), record("b", "some")])
+    path = sweep_file(tmp_path, "2.1.0", [record("a", "all"), record("b", "some"), record("c", "all")])
     text = path.read_text()
     assert mend(text) != text
     path.write_text(mend(text), encoding="latin-1")
-    with pytest.raises(CatalogError, match=says):
-        dict(measured.Sweep(path).records)
+    with pytest.raises(CatalogError, match=r"measured-cpu-avx2\.jsonl" + says):
+        [dict(sweep.records) for sweep in measured.read_sweeps(path)]
+
+
+@pytest.mark.parametrize(
+    ("mend", "says"),
+    [
+        (lambda text: text.rpartition("\n{")[0] + "\n", r": 0 lines follow .* 1 operators: truncated"),
+        (lambda text: text[:-4] + "\n", r":2: .*truncated"),
+        (lambda text: text.replace("[1]", "[1,2]"), r":2: forward 'float32_us': not a row of 1 sweeps"),
+        (lambda text: text.replace('"forward"', '"foreword"'), r":2: .*unknown field `foreword`"),
+        (lambda text: text.replace('{"op":"a",', "{"), r":2: .*missing required field `op`"),
+        (lambda text: text.replace('"schema":2', '"schema":1'), r":1: schema 1 is not 2"),
+    ],
+)
+def test_damaged_times_say_where(tmp_path: Path, mend: Callable[[str], str], says: str) -> None:
+    path = sweep_file(tmp_path, "2.1.0", [record("a", "all")])
+    times = path.with_name(path.stem + measured.TIMES)
+    text = times.read_text()
+    assert mend(text) != text
+    times.write_text(mend(text))
+    with pytest.raises(CatalogError, match=r"measured-cpu-avx2\.times\.jsonl" + says):
+        dict(measured.read_sweeps(path)[0].times)
 
 
 def test_a_few_operators_do_not_overwrite_many(tmp_path: Path) -> None:
@@ -160,22 +183,74 @@ def test_a_few_operators_do_not_overwrite_many(tmp_path: Path) -> None:
     path = sweep_file(tmp_path, "2.1.0", many)
     with pytest.raises(UsageError, match="not overwritten"):
         sweep_file(tmp_path, "2.1.0", many[:1])
-    assert list(measured.Sweep(path).records) == ["a", "b"]
+    assert list(measured.read_sweeps(path)[0].records) == ["a", "b"]
     assert sweep_file(tmp_path, "2.1.0", many) == path
+    assert sweep_file(tmp_path, "2.2.0", many[:1]) == path  # of another version there may be fewer
 
 
 states = st.lists(st.sampled_from(["all", "some", "none"]), min_size=1, max_size=6)
+tables = st.dictionaries(st.sampled_from(["a", "b", "c.d"]), st.sampled_from(["all", "some", "none"]), min_size=1)
 
 
-@given(before=states, after=states)
-def test_records_survive_the_file(
-    tmp_path_factory: pytest.TempPathFactory, before: list[State], after: list[State]
+@given(
+    sweeps=st.dictionaries(
+        st.sampled_from(["2.1.0", "2.2.0", "2.9.1", "2.10.0", "2.9.1+ipex", "2.2.0+ipex"]), tables, min_size=1
+    ),
+    data=st.data(),
+)
+def test_records_and_times_survive_the_file_whatever_the_order(
+    tmp_path_factory: pytest.TempPathFactory, sweeps: dict[str, dict[str, State]], data: st.DataObject
 ) -> None:
-    folder = tmp_path_factory.mktemp("c")
-    records = [record(f"op{index}", state) for index, state in enumerate(before + after)]
-    sweep = measured.Sweep(sweep_file(folder, "2.1.0", records))
-    assert list(sweep.records.values()) == records
-    assert [sweep.state(f"op{i}", "float16", "forward") for i in range(len(records))] == before + after
+    folders = [tmp_path_factory.mktemp("c") for _ in range(2)]
+    for folder in folders:
+        for version in data.draw(st.permutations([*sweeps])):
+            of_version(version, sweeps[version]).save(folder)
+        of_version(version, sweeps[version]).save(folder)  # once more: it takes its own place
+    [paths, others] = [sorted(folder.iterdir()) for folder in folders]
+    assert [path.read_bytes() for path in paths] == [path.read_bytes() for path in others]
+    found = {sweep.header.build: sweep for sweep in measured.read_sweeps(paths[0])}
+    assert len(found) == len(sweeps)
+    for version, table in sweeps.items():
+        wanted = of_version(version, table)
+        sweep = found[wanted.header.build]
+        assert sweep.header == wanted.header
+        assert list(sweep.records.values()) == wanted.records
+        assert list(sweep.times.values()) == wanted.times
+        assert {op: sweep.state(op, "float16", "forward") for op in "xabc"} == {op: table.get(op) for op in "xabc"}
+
+
+def of_version(version: str, table: dict[str, State]) -> MeasuredSweep:
+    """A sweep, with times made of its version: ``2.9.1+ipex`` has the extension."""
+    torch, _, extension = version.partition("+")
+    header = Header(
+        device="cpu",
+        torch=torch,
+        capability="avx512",
+        hardware="x",
+        extension=f"{extension} {torch}" if extension else None,
+        autocast=["bfloat16", "float16"],
+        samples=4,
+        ops=len(table),
+    )
+    records = [record(op, state) for op, state in sorted(table.items())]
+    half = [float(torch[2]), None]
+    times = [
+        OpTimes(op=r.op, float32_us=[3.5, 210.0], slower={"float16": half, "bfloat16": [1.1, 2.0]}) for r in records
+    ]
+    return MeasuredSweep(header, records, times)
+
+
+def test_a_version_more_adds_what_it_changes(tmp_path: Path) -> None:
+    same = [record("a", "all"), record("b", "some")]
+    before = sweep_file(tmp_path, "2.1.0", [*same, record("old", "all")]).read_text().splitlines()
+    after = sweep_file(tmp_path, "2.2.0", [record("a", "all"), record("b", "all"), record("new", "all")]).read_text()
+    added = [json.loads(line) for line in after.splitlines()[3:] if line not in before]
+    assert added == [
+        {"op": "b", "since": "2.2.0", "passed": None, "failures": None},
+        {"op": "new", "since": "2.2.0", "samples": [4, 4], "aten": ["new"]},
+        {"op": "old", "since": "2.2.0", "removed": True},
+    ]
+    assert set(before[1:]) <= set(after.splitlines())
 
 
 # -- names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,8 @@ from lowprec_check.errors import UsageError
 from tools.xpu_declarations import claims, dtypes, kernels, registrations
 from tools.xpu_declarations.__main__ import rows, save
 from tools.xpu_declarations.corrections import Correction, Corrections
-from tools.xpu_declarations.dtypes import DtypeAnswer, Claim, Evidence
-from tools.xpu_declarations.registrations import Declarations, OpRegistration, Native
+from tools.xpu_declarations.dtypes import Claim, DtypeAnswer, Evidence
+from tools.xpu_declarations.registrations import Declarations, Native, OpRegistration
 
 YAML = """
 - func: add.Tensor(Tensor self, Tensor other) -> Tensor
@@ -184,7 +183,9 @@ def test_corrections(tmp_path: Path) -> None:
     path = tmp_path / "corrections.toml"
     path.write_text(entry.format("half = false"))
     assert Corrections(path, "2.11").dtypes({"fft_fft"}) == {}
-    assert Corrections(path, "2.10").dtypes({"fft_fft", "add"}) == {("fft_fft", "half"): DtypeAnswer(False, "correction/x")}
+    assert Corrections(path, "2.10").dtypes({"fft_fft", "add"}) == {
+        ("fft_fft", "half"): DtypeAnswer(False, "correction/x")
+    }
     with pytest.raises(UsageError, match=r"no op of this release is called fft_\*"):
         Corrections(path, "2.9").dtypes({"add"})
     for wrong, says in (
@@ -264,9 +265,13 @@ def test_a_file_that_is_wrong_is_named_with_its_line_and_op(tmp_path: Path) -> N
     dot = next(line for line in good.splitlines() if line.startswith('["dot","2.11"'))
     number = good.splitlines().index(dot) + 1
     wrongs = {
-        rf":{number}: op 'dot': Invalid enum value 'natve'": good.replace('["dot","2.11","native"', '["dot","2.11","natve"'),
+        rf":{number}: op 'dot': Invalid enum value 'natve'": good.replace(
+            '["dot","2.11","native"', '["dot","2.11","natve"'
+        ),
         rf":{number}: op 'dot': .*bool": good.replace(dot, '["dot","2.11","native","torch",null,1]'),
-        rf":{number}: op 'dot': .*length": good.replace(dot, '["dot","2.11","native","torch",null,true,true,"a:b","a:b",8]'),
+        rf":{number}: op 'dot': .*length": good.replace(
+            dot, '["dot","2.11","native","torch",null,true,true,"a:b","a:b",8]'
+        ),
         rf":{number}: op 'dot': there is no source 'hearsay'": good.replace(dot, '["dot","2.11","native","hearsay"]'),
         rf":{number}: op 'dot': version '9.9' is not in the head": good.replace(dot, dot.replace("2.11", "9.9")),
         rf":{number}: op 'dot' version '2.8': there twice": good.replace(dot, dot.replace("2.11", "2.8")),

@@ -12,7 +12,7 @@ from conftest import ROOT
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from lowprec_check.catalog.measured import Sweep, sweep_of
+from lowprec_check.catalog.measured import Sweep, read_sweeps, sweep_of
 from lowprec_check.catalog.measured_sweep import MeasuredSweep
 from lowprec_check.catalog.records import LOW, MODES, Dtype, Failure, in_samples
 from lowprec_check.engine.sweep.build import build
@@ -102,7 +102,7 @@ def test_a_fresh_sweep_finds_what_the_catalog_has(tmp_path: Path) -> None:
     assert "p=2.0" in str(next(record for record in first.records if record.op == "cdist").failures[0].condition)
     saved = [first.save(folder) for folder in (tmp_path / "a", tmp_path / "b") if not folder.mkdir()]  # type: ignore[func-returns-value]
     assert saved[0][0].read_bytes() == saved[1][0].read_bytes()
-    assert Sweep(saved[0][0]).records["dot"] == first.records[1]
+    assert read_sweeps(saved[0][0])[0].records["dot"] == first.records[1]
 
 
 # -- workers that die

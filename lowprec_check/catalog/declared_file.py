@@ -81,6 +81,9 @@ class _RowLine(Struct, frozen=True, array_like=True):
     bfloat16_source: str | None = None
 
 
+_ROW = msgspec.json.Decoder(_RowLine)
+
+
 class DeclaredFile:
     """A file `declared-DEVICE.jsonl`; raises :class:`CatalogError` naming file, line, op and key."""
 
@@ -130,7 +133,7 @@ class DeclaredFile:
 
     def _read(self, line: ChangeLine) -> DeclaredRow:
         try:
-            op, since, *row = msgspec.structs.astuple(msgspec.json.decode(line.data, type=_RowLine))
+            _, since, *row = msgspec.structs.astuple(_ROW.decode(line.data))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise self._error(line, str(error)) from None
         found = DeclaredRow(*row)

@@ -32,6 +32,8 @@ SCHEMA = 2
 _BEGIN = re.compile(rb'\{"op":"([^"]+)","since":"([^"]+)"(,"removed":true\}$)?')
 _NULL = msgspec.Raw(b"null")
 _Fields = dict[str, msgspec.Raw]
+_FIELDS = msgspec.json.Decoder(_Fields)
+_RECORD = msgspec.json.Decoder(OpRecord)
 
 
 class _Head(Struct, frozen=True, kw_only=True):
@@ -57,9 +59,9 @@ class SweepFile:
         builds = {header.build: index for index, header in enumerate(self.headers)}
         if len(builds) != len(self.headers) or _in_order(self.headers) != self.headers:
             raise CatalogError(f"{path.name}: sweeps are not sorted, or one is there twice", MEASURE_AGAIN)
-        self._bases = bases(self.headers)
+        self._chains = _chains(self.headers)
         self._lines = ChangeLines(path, lines[1 + head.sweeps :], 2 + head.sweeps, _BEGIN, builds)
-        self._histories: dict[str, list[OpRecord | None]] = {}
+        self._records: dict[int, OpRecord] = {}
 
     def sweep(self, index: int) -> SweepRecords:
         """The records of one of the :attr:`headers`."""
@@ -72,38 +74,41 @@ class SweepFile:
 
     def is_in(self, op: str, index: int) -> bool:
         """Whether a sweep has the operator; decodes nothing."""
-        lines = {line.since: line for line in self._lines.by_op.get(op, ())}
-        position: int | None = index
-        while position is not None:
-            if position in lines:
-                return not lines[position].removed
-            position = self._bases[position]
+        chain = self._chains[index]
+        for line in reversed(self._lines.by_op.get(op, ())):
+            if line.since in chain:
+                return not line.removed
         return False
 
-    def history(self, op: str) -> list[OpRecord | None]:
-        """The record of an operator in each sweep; sweeps without a change between them share one object."""
-        if op not in self._histories:
-            self._histories[op] = self._read_history(op)
-        return self._histories[op]
+    def record(self, op: str, index: int) -> OpRecord:
+        """The record of an operator that is in a sweep; sweeps without a change between them share one object."""
+        lines: list[ChangeLine] = []
+        for line in self._lines.by_op[op]:
+            if line.since in self._chains[index]:
+                lines = [] if line.removed else [*lines, line]
+        number = lines[-1].number
+        if number not in self._records:
+            self._records[number] = self._read(lines)
+        return self._records[number]
 
-    def _read_history(self, op: str) -> list[OpRecord | None]:
-        lines = {line.since: line for line in self._lines.by_op.get(op, ())}
-        fields: list[_Fields] = []
-        records: list[OpRecord | None] = []
-        for index, base in enumerate(self._bases):
-            known, record = ({}, None) if base is None else (fields[base], records[base])
-            if index in lines:
-                known, record = self._changed(lines[index], known)
-            fields.append(known)
-            records.append(record)
-        return records
+    def _read(self, lines: Sequence[ChangeLine]) -> OpRecord:
+        """The record after these changes; an error names the first line that makes it wrong."""
+        try:
+            return _RECORD.decode(_merged(lines))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            if len(lines) > 1:
+                self._read(lines[:-1])
+            raise self._lines.error(lines[-1].number, str(error)) from None
 
-    def _changed(self, line: ChangeLine, known: _Fields) -> tuple[_Fields, OpRecord | None]:
-        if line.removed:
-            return {}, None
-        changes = decode(self.path, line.number, line.data, _Fields)
-        changed = {key: value for key, value in (known | changes).items() if key != "since" and bytes(value) != b"null"}
-        return changed, decode(self.path, line.number, msgspec.json.encode(changed), OpRecord)
+
+def _merged(lines: Sequence[ChangeLine]) -> bytes:
+    """The JSON of a record: the keys of all changes, the last of each, without ``since`` and what is ``null``."""
+    fields: _Fields = {}
+    for line in lines:
+        fields |= _FIELDS.decode(line.data)
+    return msgspec.json.encode(
+        {key: value for key, value in fields.items() if key != "since" and bytes(value) != b"null"}
+    )
 
 
 class SweepRecords(Mapping[str, OpRecord]):
@@ -124,10 +129,9 @@ class SweepRecords(Mapping[str, OpRecord]):
         return ops
 
     def __getitem__(self, op: str) -> OpRecord:
-        record = self._file.history(op)[self._index] if op in self else None
-        if record is None:
+        if op not in self:
             raise KeyError(op)
-        return record
+        return self._file.record(op, self._index)
 
     def __contains__(self, op: object) -> bool:
         return isinstance(op, str) and self._file.is_in(op, self._index)
@@ -150,6 +154,14 @@ def bases(headers: Sequence[Header]) -> list[int | None]:
     return found
 
 
+def _chains(headers: Sequence[Header]) -> list[frozenset[int]]:
+    """For each sweep the positions of those whose changes make it: itself, the one it is against, and so on."""
+    chains: list[frozenset[int]] = []
+    for index, base in enumerate(bases(headers)):
+        chains.append(frozenset({index}) | (frozenset() if base is None else chains[base]))
+    return chains
+
+
 def _in_order(headers: Sequence[Header]) -> list[Header]:
     return sorted(headers, key=lambda header: (header.extension or "", version_key(header.torch)))
 
@@ -164,7 +176,7 @@ def encode_sweeps(sweeps: Mapping[str, tuple[Header, Mapping[str, OpRecord]]]) -
     for op in sorted(set().union(*tables)):
         history: list[_Fields] = []
         for header, base, table in zip(headers, against, tables, strict=True):
-            fields = msgspec.json.decode(encoder.encode(table[op]), type=_Fields) if op in table else {}
+            fields = _FIELDS.decode(encoder.encode(table[op])) if op in table else {}
             changes = _changes(op, header.build, {} if base is None else history[base], fields)
             lines += [msgspec.json.encode(changes)] if changes else []
             history.append(fields)
