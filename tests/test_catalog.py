@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 
 from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.catalog import declared, measured
-from lowprec_check.catalog import op_lookup as support
-from lowprec_check.catalog import version_diff as changes
 from lowprec_check.catalog.change_lines import CatalogError
+from lowprec_check.catalog.fixed_in import mending
 from lowprec_check.catalog.measured_sweep import MeasuredSweep
+from lowprec_check.catalog.missing_ops import gaps
 from lowprec_check.catalog.names import bare, dtype_of, find
+from lowprec_check.catalog.op_lookup import lookup
 from lowprec_check.catalog.records import (
     DTYPES,
     LOW,
@@ -33,7 +34,9 @@ from lowprec_check.catalog.records import (
     OpTimes,
     State,
 )
-from lowprec_check.catalog.xpu_support import Fare, declared_fare
+from lowprec_check.catalog.support_cells import measured_cell
+from lowprec_check.catalog.version_diff import difference
+from lowprec_check.catalog.xpu_support import OpSupport, declared_support
 from lowprec_check.errors import UsageError
 from lowprec_check.report.op.document import render_report
 from lowprec_check.report.op.grid import CELLS, columns, render_grid
@@ -323,7 +326,7 @@ def test_since_and_mended(tmp_path_factory: pytest.TempPathFactory, history: lis
     patch.setattr(measured, "data_folder", lambda: folder)
     forget()
     try:
-        cell = support.measured_cell(measured.history("cpu")[at], "a", "float16", "forward")
+        cell = measured_cell(measured.history("cpu")[at], "a", "float16", "forward")
     finally:
         patch.undo()
         forget()
@@ -342,14 +345,14 @@ def test_the_difference_of_two_versions(catalog_of: Callable[..., None]) -> None
             "2.2.0": [record("a", "all"), record("b", "some"), record("c", "all"), record("e", "all")],
         }
     )
-    found = changes.difference("2.1", "2.2")
+    found = difference("2.1", "2.2")
     assert [(change.op, change.before, change.after) for change in found.gained] == [("a", "none", "all")]
     assert [(change.op, change.before, change.after) for change in found.lost] == [("b", "all", "some")]
     assert (found.only_before, found.only_after) == (["d"], ["e"])
-    back = changes.difference("2.2", "2.1")
+    back = difference("2.2", "2.1")
     assert (back.before, [change.op for change in back.gained]) == ("2.2", ["b"])
     with pytest.raises(UsageError, match="was not measured"):
-        changes.difference("2.1", "2.9")
+        difference("2.1", "2.9")
 
 
 def test_gaps_name_the_release_that_mends_them(catalog_of: Callable[..., None]) -> None:
@@ -359,37 +362,37 @@ def test_gaps_name_the_release_that_mends_them(catalog_of: Callable[..., None]) 
             "2.2.0": [record("a", "all"), record("b", "none")],
         }
     )
-    found = changes.gaps("cpu", "float16", "2.1")
+    found = gaps("cpu", "float16", "2.1")
     assert [(missing.op, missing.mended) for missing in found.missing] == [("a", "2.2"), ("b", None)]
-    assert changes.gaps("cpu", "bfloat16", "2.1").missing == []
-    mending = changes.mending("aten.a.default", device="cpu", dtype="float16", torch="2.1.2+cpu")
-    assert str(mending) == "runs since torch 2.2"
-    assert changes.mending("aten.z.default", device="cpu", dtype="float16", torch="2.1.2") is None
-    assert changes.mending("aten.a.default", device="cuda", dtype="float16", torch="2.1.2") is None
+    assert gaps("cpu", "bfloat16", "2.1").missing == []
+    found = mending("aten.a.default", device="cpu", dtype="float16", torch="2.1.2+cpu")
+    assert str(found) == "runs since torch 2.2"
+    assert mending("aten.z.default", device="cpu", dtype="float16", torch="2.1.2") is None
+    assert mending("aten.a.default", device="cuda", dtype="float16", torch="2.1.2") is None
 
 
 def test_a_version_with_the_extension_is_one_of_its_own() -> None:
-    found = changes.difference("2.8", "2.8+ipex")
+    found = difference("2.8", "2.8+ipex")
     assert (found.before, found.after) == ("2.8", "2.8+ipex")
-    assert changes.gaps("cpu", "float16", "2.8.0+ipex").torch == "2.8+ipex"
-    [answer] = support.lookup("dot", torch="2.8+ipex")
+    assert gaps("cpu", "float16", "2.8.0+ipex").torch == "2.8+ipex"
+    [answer] = lookup("dot", torch="2.8+ipex")
     assert {cell.extension for cell in answer.cells} == {"ipex 2.8.0"}
     with pytest.raises(UsageError, match=r"Measured versions: .*2\.8\+ipex"):
-        changes.gaps("cpu", "float16", "2.9+ipex")
+        gaps("cpu", "float16", "2.9+ipex")
 
 
 def test_dot_on_xpu_went_from_the_cpu_to_a_kernel() -> None:
-    gained = changes.difference("2.8", "2.15", "xpu", "float16").gained
+    gained = difference("2.8", "2.15", "xpu", "float16").gained
     [dot] = [change for change in gained if change.op == "dot" and "forward" in change.modes]
     assert (dot.before, dot.before_on_cpu, dot.after, dot.after_on_cpu) == ("all", "wholly", "all", None)
-    before = changes.gaps("xpu", "float16", "2.8")
+    before = gaps("xpu", "float16", "2.8")
     assert "dot" in before.on_cpu
     assert "dot" not in {missing.op for missing in before.missing}
-    assert "dot" not in changes.gaps("xpu", "float16", "2.15").on_cpu
+    assert "dot" not in gaps("xpu", "float16", "2.15").on_cpu
 
 
 def test_what_refuses_above_dispatch_refuses_on_xpu_too() -> None:
-    missing = {missing.op: missing for missing in changes.gaps("xpu", "float16", "2.11").missing}
+    missing = {missing.op: missing for missing in gaps("xpu", "float16", "2.11").missing}
     assert (missing["quantile"].at, missing["quantile"].message) == ("quantile", "does not take the dtype")
     assert missing["signal.windows.hann"].at is None  # Python refuses
     assert missing["fft.rfft"].mended == "2.12"
@@ -404,14 +407,14 @@ def test_what_is_declared_for_xpu_can_be(release: str) -> None:
     assert sweep is not None
     for op, found in sweep.records.items():
         for mode in MODES[:2]:
-            wide = declared_fare(op, release, "float32", mode)
+            wide = declared_support(op, release, "float32", mode)
             for dtype in LOW:
-                fare = declared_fare(op, release, dtype, mode)
-                if fare is not None:
-                    assert wide is None or fare.rank <= wide.rank, (op, dtype, mode)
+                support = declared_support(op, release, dtype, mode)
+                if support is not None:
+                    assert wide is None or support.rank <= wide.rank, (op, dtype, mode)
                     assert found.samples[MODES.index(mode)]
-                    assert (fare.failure is None) == (fare.state == "all"), (op, dtype, mode)
-                    assert (fare.on_cpu is None) or fare.at
+                    assert (support.failure is None) == (support.state == "all"), (op, dtype, mode)
+                    assert (support.on_cpu is None) or support.at
 
 
 def test_xpu_is_declared_to_run_what_runs_on_cuda() -> None:
@@ -420,32 +423,32 @@ def test_xpu_is_declared_to_run_what_runs_on_cuda() -> None:
     for op in cuda.records:
         for dtype in LOW:
             for mode in MODES[:2]:
-                fare, state = declared_fare(op, "2.11", dtype, mode), cuda.state(op, dtype, mode)
-                if fare is not None and state is not None and fare.state != state:
-                    (better if Fare(state).rank < fare.rank else worse).add(op)
+                support, state = declared_support(op, "2.11", dtype, mode), cuda.state(op, dtype, mode)
+                if support is not None and state is not None and support.state != state:
+                    (better if OpSupport(state).rank < support.rank else worse).add(op)
     assert better == {"histc", "istft", "stft", "nn.functional.embedding_bag"}
     assert {op.partition(".")[0] for op in worse} == {"fft"}  # refused above dispatch until 2.12
 
 
 def test_xpu_is_judged_by_what_that_release_dispatches() -> None:
-    [answer] = support.lookup("combinations", device="xpu", torch="2.8", dtype="float16")
-    [beside] = [a for a in support.lookup("combinations", torch="2.8", dtype="float16") if a.op == "combinations"]
+    [answer] = lookup("combinations", device="xpu", torch="2.8", dtype="float16")
+    [beside] = [a for a in lookup("combinations", torch="2.8", dtype="float16") if a.op == "combinations"]
     assert answer.cells == [cell for cell in beside.cells if cell.device == "xpu"]
     assert {cell.state for cell in answer.cells} == {"all"}  # nonzero_static came later
-    assert "cholesky" in changes.difference("2.8", "2.15", "xpu").only_before
+    assert "cholesky" in difference("2.8", "2.15", "xpu").only_before
 
 
 def test_a_scan_on_xpu_says_since_when() -> None:
-    dot = changes.mending("aten.angle.default", device="xpu", dtype="float16", torch="2.8.0+xpu")
+    dot = mending("aten.angle.default", device="xpu", dtype="float16", torch="2.8.0+xpu")
     assert str(dot) == "runs since torch 2.14"
-    cdist = changes.mending("aten._cdist_forward.default", device="xpu", dtype="float16", torch="2.13.0")
+    cdist = mending("aten._cdist_forward.default", device="xpu", dtype="float16", torch="2.13.0")
     assert str(cdist) == f"fails up to torch {declared.releases()[-1]}"
-    assert changes.mending("aten.mm.default", device="xpu", dtype="float16", torch="2.13.0") is None
+    assert mending("aten.mm.default", device="xpu", dtype="float16", torch="2.13.0") is None
 
 
 def test_an_issue_of_half_is_not_shown_for_fp32() -> None:
     def ids(dtype: Dtype) -> set[str]:
-        [answer] = support.lookup("dot", dtype=dtype, torch="2.1")
+        [answer] = lookup("dot", dtype=dtype, torch="2.1")
         return {issue.id for issue in answer.issues}
 
     assert "ipex-673" in ids("float16")
@@ -453,7 +456,7 @@ def test_an_issue_of_half_is_not_shown_for_fp32() -> None:
 
 
 def test_dot_in_half_as_it_is_told() -> None:
-    [answer] = support.lookup("dot", dtype="float16")
+    [answer] = lookup("dot", dtype="float16")
     cells = {(cell.device, cell.mode): cell for cell in answer.cells}
     assert cells["cpu", "forward"].state == "all"
     assert cells["cpu", "forward"].evidence == "measured"
@@ -462,16 +465,16 @@ def test_dot_in_half_as_it_is_told() -> None:
     assert cells["xpu", "forward"].evidence == "declared"
     assert cells["xpu", "forward"].links
     assert "ipex-673" in {issue.id for issue in answer.issues}
-    [older] = support.lookup("dot", dtype="float16", device="cpu", torch="2.1")
+    [older] = lookup("dot", dtype="float16", device="cpu", torch="2.1")
     assert {cell.state for cell in older.cells} == {"none", None}
     assert older.cells[0].mended is not None
 
 
 def test_a_cpu_fallback_on_xpu_fares_as_the_cpu() -> None:
-    [answer] = support.lookup("linalg.svd", dtype="float16", device="xpu")
+    [answer] = lookup("linalg.svd", dtype="float16", device="xpu")
     assert {(cell.state, cell.registration) for cell in answer.cells} == {("none", "fallback")}
-    assert [missing.op for missing in changes.gaps("xpu", "float16").missing if missing.op == "linalg.svd"]
-    assert declared.releases()[-1] == changes.gaps("xpu", "float16").torch
+    assert [missing.op for missing in gaps("xpu", "float16").missing if missing.op == "linalg.svd"]
+    assert declared.releases()[-1] == gaps("xpu", "float16").torch
 
 
 # -- a scan uses it

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.declared import overload_name
+from lowprec_check.catalog.fixed_in import mended_in
 from lowprec_check.catalog.measured import at_release, sweep_of
-from lowprec_check.catalog.op_lookup import mended_in
 from lowprec_check.catalog.records import MODES, Dtype, Failure, FailureKind, Mode, OpRecord, State
 from lowprec_check.catalog.xpu_support import WHY, takes
 from lowprec_check.schema.base import Struct

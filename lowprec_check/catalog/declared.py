@@ -38,7 +38,7 @@ class Release(NamedTuple):
         return {op: row for op, row in self.ops.items() if op.partition(".")[0] == base}
 
     def worst(self, ops: Iterable[str]) -> Registration:
-        """How a function fares that dispatches these ops: as its worst one. Ops unknown to the release count as *none*."""
+        """The worst registration among the ops that a function dispatches. Ops unknown to the release count as *none*."""
         found = [row.registration if (row := self.row(op)) else "none" for op in ops]
         return max(found, key=ORDER.index, default="native")
 

@@ -49,7 +49,7 @@ class Sweep:
         return f"{self.release}+{self.header.extension.split()[0]}" if self.header.extension else self.release
 
     def state(self, op: str, dtype: Dtype, mode: Mode) -> State | None:
-        """How ``op`` fares; ``None`` where it was not measured."""
+        """Whether all, some or none of the samples of ``op`` run; ``None`` where it was not measured."""
         record = self.records.get(op)
         if record is None or (mode.startswith("autocast") and dtype not in self.header.autocast):
             return None

@@ -6,11 +6,12 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 from lowprec_check.catalog import declared
+from lowprec_check.catalog.fixed_in import mended_in
 from lowprec_check.catalog.measured import at_release, history, sweep_of
 from lowprec_check.catalog.measured_sweep import MeasuredSweep
 from lowprec_check.catalog.names import find
-from lowprec_check.catalog.op_lookup import declared_cells, measured_cell, mended_in
 from lowprec_check.catalog.records import Dtype, Failure, Header, Mode, OpRecord, State
+from lowprec_check.catalog.support_cells import declared_cells, measured_cell
 from lowprec_check.errors import UsageError
 from lowprec_check.pytest_plugin.marker import is_there
 
