@@ -12,7 +12,7 @@ from conftest import INSTALLED, PLUGIN, ROOT
 
 from lowprec_check.catalog.declared import releases
 from lowprec_check.catalog.measured import sweep_of
-from lowprec_check.catalog.records import Measured
+from lowprec_check.catalog.measured_sweep import MeasuredSweep
 from lowprec_check.engine.sweep.build import _Sweep
 from lowprec_check.pytest_plugin import coverage  # noqa: F401 - loaded once, not anew in every project
 from lowprec_check.pytest_plugin import known_failures as known  # noqa: F401 - loaded once, not anew in every project
@@ -258,10 +258,10 @@ def test_without_the_device_a_test_is_skipped(project: pytest.Pytester, call: st
 def test_all_operators_of_a_name_are_tried_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[list[str]] = []
 
-    def build(device: str, *, jobs: int, only: list[str]) -> Measured:
+    def build(device: str, *, jobs: int, only: list[str]) -> MeasuredSweep:
         tried.append(only)
         sweep = sweep_of(device)
-        return Measured(sweep.header, [sweep.records[op] for op in sorted(only)], [])
+        return MeasuredSweep(sweep.header, [sweep.records[op] for op in sorted(only)], [])
 
     monkeypatch.setattr(sys.modules[_Sweep.__module__], "build", build)
     support._tried.cache_clear()

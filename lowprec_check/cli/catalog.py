@@ -68,7 +68,7 @@ def gaps(
     json: Json = False,
 ) -> None:
     """List the operators that run in fp32 and not, or not always, in a lower precision."""
-    from lowprec_check.catalog.version_diff import gaps as find_gaps
+    from lowprec_check.catalog.missing_ops import gaps as find_gaps
 
     found = find_gaps(device, dtype, torch)
     if json:

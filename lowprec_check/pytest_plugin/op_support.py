@@ -6,10 +6,12 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 from lowprec_check.catalog import declared
+from lowprec_check.catalog.fixed_in import mended_in
 from lowprec_check.catalog.measured import at_release, history, sweep_of
+from lowprec_check.catalog.measured_sweep import MeasuredSweep
 from lowprec_check.catalog.names import find
-from lowprec_check.catalog.op_lookup import declared_cells, measured_cell, mended_in
-from lowprec_check.catalog.records import Dtype, Failure, Header, Measured, Mode, OpRecord, State
+from lowprec_check.catalog.records import Dtype, Failure, Header, Mode, OpRecord, State
+from lowprec_check.catalog.support_cells import declared_cells, measured_cell
 from lowprec_check.errors import UsageError
 from lowprec_check.pytest_plugin.marker import is_there
 from lowprec_check.schema.devices import catalogued, is_declared
@@ -75,7 +77,7 @@ def _named(asked: str, device: str) -> list[OpRecord]:
 
 
 @cache
-def _tried(device: str, ops: tuple[str, ...]) -> Measured | None:
+def _tried(device: str, ops: tuple[str, ...]) -> MeasuredSweep | None:
     """The operators' samples run here, in a process of their own; ``None`` where that is not possible."""
     from lowprec_check.engine.sweep.build import build
 

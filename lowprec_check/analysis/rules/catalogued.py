@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from lowprec_check.catalog.fixed_in import mending
 from lowprec_check.catalog.known_issues import KnownIssue, Way, known_issues, matching
-from lowprec_check.catalog.version_diff import mending
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.precisions import LOW_FORMATS, Precision
 from lowprec_check.schema.scan_result import Gap, Run, ScanResult
