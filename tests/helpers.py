@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowprec_check.engine.model.plain_run import Plain, run_plain
+from lowprec_check.engine.model.plain_run import PlainResult, run_plain
 from lowprec_check.engine.model.precision import PRECISIONS, Snapshot, prepared
 from lowprec_check.engine.run.target_runs import TOLERANCE
 from lowprec_check.engine.trace.instrument import Instrumented, Options, fp32_state, run_instrumented
@@ -26,20 +26,20 @@ def run(
     options: Options = DEFAULT,
     without_kernel: tuple[str, ...] = (),
     kwargs: dict[str, Any] | None = None,
-) -> tuple[Plain, Instrumented]:
+) -> tuple[PlainResult, Instrumented]:
     """Both parts of one run; the instruments must not have failed."""
     kwargs = kwargs or {}
     with prepared(model, PRECISIONS["fp32"], CPU) as ready:
-        reference = run_plain(ready, args, kwargs, seed=0)
-    assert reference.outputs is not None, reference.exception
+        in_fp32, reference = run_plain(ready, args, kwargs, seed=0)
+    assert reference is not None, in_fp32.exception
     fp32 = fp32_state(model)
     chosen = PRECISIONS[precision]
     with prepared(model, chosen, CPU) as ready, withholding(without_kernel):
         snapshot = Snapshot(model)
         tolerance = TOLERANCE.get(chosen.low) if chosen.low else None
-        plain = run_plain(ready, args, kwargs, seed=0, tolerance=tolerance, reference=reference.outputs)
+        plain, outputs = run_plain(ready, args, kwargs, seed=0, tolerance=tolerance, reference=reference)
         snapshot.restore()
-        found = run_instrumented(ready, args, kwargs, fp32, options, plain.outputs)
+        found = run_instrumented(ready, args, kwargs, fp32, options, outputs)
     assert not found.faults, found.faults
     return plain, found
 

@@ -11,7 +11,8 @@ import torch
 from lowprec_check.engine.model.precision import seed_everything
 from lowprec_check.engine.model.target import Target, load_target
 from lowprec_check.engine.plan.planner import plan_target
-from lowprec_check.engine.run.supervisor import Isolation, Load, best_isolation
+from lowprec_check.engine.run.isolation import Isolation, best_isolation
+from lowprec_check.engine.run.job_worker import Load
 from lowprec_check.engine.scan import scan_target
 from lowprec_check.schema.plan import Planning
 from lowprec_check.schema.scan_result import ScanResult

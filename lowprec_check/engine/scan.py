@@ -14,7 +14,8 @@ from lowprec_check.engine.machine import environment, version
 from lowprec_check.engine.model.precision import PRECISIONS
 from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.plan.planner import plan_for_scan
-from lowprec_check.engine.run.supervisor import Isolation, Load, best_isolation, isolated
+from lowprec_check.engine.run.isolation import Isolation, best_isolation, isolated
+from lowprec_check.engine.run.job_worker import Load
 from lowprec_check.engine.run.target_runs import OnProgress, SessionOptions, describe_target, open_session
 from lowprec_check.engine.trace.withheld_kernels import parse_withheld
 from lowprec_check.errors import UsageError
@@ -94,7 +95,7 @@ def scan_target(
     """As :func:`scan`, for a loaded target; ``load`` gives it to a worker, ``spec`` is what the user called it."""
     chosen = _check_precisions(precisions)
     parse_withheld(options.get("without_kernel", ()))
-    found = isolated(lambda: environment(device), isolation)
+    found = isolated(lambda: environment(device), isolation, dict[str, Any])
     settings = SessionOptions(device=found["device"], **options)
     with open_session(target, load, settings, isolation, on_progress) as session:
         fp32 = session.reference()

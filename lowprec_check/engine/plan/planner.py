@@ -17,7 +17,8 @@ from lowprec_check.engine.model.precision import PRECISIONS, Precision, seed_eve
 from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.plan.apply import describe_modules
 from lowprec_check.engine.plan.trials import BASES, Limits, Objective, Proposal, Proposer, best
-from lowprec_check.engine.run.supervisor import Isolation, Load, best_isolation, isolated
+from lowprec_check.engine.run.isolation import Isolation, best_isolation, isolated
+from lowprec_check.engine.run.job_worker import Load
 from lowprec_check.engine.run.target_runs import OnProgress, Session, SessionOptions, describe_target, open_session
 from lowprec_check.engine.trace.withheld_kernels import parse_withheld
 from lowprec_check.errors import UsageError
@@ -92,7 +93,7 @@ def plan_target(
             "The file defines no metric.", "Define `def metric(model): return accuracy`, higher is better."
         )
     parse_withheld(options.get("without_kernel", ()))
-    found = isolated(lambda: environment(device), isolation)
+    found = isolated(lambda: environment(device), isolation, dict[str, Any])
     settings = SessionOptions(device=found["device"], **options)
     with contextlib.ExitStack() as stack:
         sessions = []

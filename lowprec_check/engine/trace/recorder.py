@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from lowprec_check.engine.core.breadcrumb import Crumb
 from lowprec_check.engine.core.compare import NARROW, Comparison, compare, is_float, is_narrow, widen, widened_dtype
 from lowprec_check.engine.core.dispatch_mode import DispatchMode, reached_by_autocast
 from lowprec_check.engine.core.source_location import ModuleStack, source_line
@@ -28,6 +27,7 @@ from lowprec_check.engine.trace.op_call import Call, dtypes_in, outputs_of
 from lowprec_check.engine.trace.op_traits import draws
 from lowprec_check.engine.trace.rescue import Attempt, asks_narrow, map_args, rescue
 from lowprec_check.engine.trace.solver_failures import SolverFailures
+from lowprec_check.process.breadcrumb import Breadcrumb
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class Recorder(DispatchMode):
         *,
         errors: Errors = "both",
         emulation: Emulation | None = None,
-        crumb: Crumb | None = None,
+        crumb: Breadcrumb | None = None,
         counter: StorageCounter | None = None,
         timed: bool = True,
     ) -> None:
