@@ -21,8 +21,9 @@ import torch
 from lowprec_check.engine.core.pytree import leaves, map_tensors
 from lowprec_check.engine.load import load_and_scan
 from lowprec_check.engine.machine import environment
+from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.precision import PRECISIONS
-from lowprec_check.engine.model.target import Target, load_target
+from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.torchvision_zoo import import_torchvision
 from lowprec_check.engine.run.isolation import isolated
 from lowprec_check.engine.run.target_runs import TOLERANCE

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.precision import seed_everything
-from lowprec_check.engine.model.target import Target, load_target
+from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.plan.planner import plan_target
 from lowprec_check.engine.run.isolation import Isolation, best_isolation
 from lowprec_check.engine.run.job_worker import Load
