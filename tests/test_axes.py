@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -117,7 +116,7 @@ def test_on_a_backend(lowprec):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the other package, installed as far as Python can tell, and a model."""
     path = tmp_path_factory.mktemp("toy")
     info = path / "toy-1.0.dist-info"
@@ -126,7 +125,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
     for name, text in (("toy.py", TOY), ("toy_torch.py", TOY_TORCH), ("mymodel.py", MODEL), ("test_mine.py", TEST)):
         (path / name).write_text(text, encoding="utf-8")
-    yield path
+    return path
 
 
 def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -200,8 +199,8 @@ def test_every_report_names_the_run(folder: Path, scanned: Path, format: str) ->
 def test_a_report_can_be_made_without_the_package(folder: Path, scanned: Path, tmp_path: Path) -> None:
     copy = tmp_path / "scan.json"
     copy.write_bytes(scanned.read_bytes())
-    for format in ("text", "md", "html", "sarif", "junit"):
-        done = call(tmp_path, "report", str(copy), "--format", format)
+    for name in ("text", "md", "html", "sarif", "junit"):
+        done = call(tmp_path, "report", str(copy), "--format", name)
         assert done.returncode == 0, done.stderr
         assert "rounded" in done.stdout
 
@@ -225,7 +224,9 @@ def test_a_baseline_accepts_one_backend_and_not_the_other(folder: Path, scanned:
 
 
 def test_a_plan_starts_from_it_and_is_applied(folder: Path) -> None:
-    done = call(folder, "plan", "mymodel.py", "--base", "custom", "--tolerance", "0.002", "--save", "plan.json", "--json")
+    done = call(
+        folder, "plan", "mymodel.py", "--base", "custom", "--tolerance", "0.002", "--save", "plan.json", "--json"
+    )
     planning = json.loads(done.stdout)
     assert [attempt["base"] for attempt in planning["attempts"]] == ["rounded"]
     plan = planning["plan"]
@@ -240,7 +241,7 @@ def test_a_plan_starts_from_it_and_is_applied(folder: Path) -> None:
 
 
 def test_the_marker_and_check_take_them(folder: Path) -> None:
-    done = python(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py", "-v")
+    done = python(folder, "-m", "pytest", "-p", "no:cacheprovider", "test_mine.py", "-v")
     assert done.returncode == 0, done.stdout
     for name in ("test_marked[rounded-cpu]", "test_marked[half-cpu]", "test_on_a_backend[half-doubled-cpu]"):
         assert f"{name} PASSED" in done.stdout

@@ -77,7 +77,7 @@ def test_cpu_through_the_same_path() -> None:
 
 
 def test_no_vendor_is_named_outside_the_device_room() -> None:
-    allowed = {"device.py", "supervisor.py", "seed.py", "worker.py", "load.py"}
+    allowed = {"device.py", "isolation.py", "seed.py", "worker.py", "load.py"}
     for path in Path(ROOT / "lowprec_check").rglob("*.py"):
         if path.name not in allowed:
             assert "torch.cuda" not in path.read_text(encoding="utf-8"), path

@@ -2,54 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
-from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
-from lowprec_check.analysis.run_summary import label, memory_ratio, missing_kernels, time_ratio
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.base import Struct, decode, encode
-from lowprec_check.schema.scan_result import Evidence, GapKind, Run, ScanResult, Status
+from lowprec_check.schema.scan_result import Evidence, GapKind, Status
 
 SCHEMA = 1
 
 
-class Request(NamedTuple):
-    """One model to scan on one device."""
-
-    target: str
-    options: tuple[str, ...] = ()
-    """Further options of ``scan``."""
-    device: str | None = None
-    slug: str = ""
-    """A file name for it, unlike any other of the same list."""
-
-
-def named(requests: Iterable[Request]) -> list[Request]:
-    """Each request once, with a slug: the target and the device; where two share that, a digest of the options too."""
-    plain = {request: _plain(request) for request in requests}
-    taken = Counter(plain.values())
-    return [
-        request._replace(slug=name if taken[name] == 1 else f"{name}-{_digest(request)}")
-        for request, name in plain.items()
-    ]
-
-
-def _plain(request: Request) -> str:
-    name = re.sub(r"[^A-Za-z0-9._]+", "-", request.target).strip("-.")[-80:] or "model"
-    return f"{name}-{request.device.replace(':', '')}" if request.device else name
-
-
-def _digest(request: Request) -> str:
-    text = "\0".join([request.target, *request.options])
-    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:6]
-
-
-class Cell(Struct, frozen=True, kw_only=True):
+class MatrixCell(Struct, frozen=True, kw_only=True):
     """One run of one model."""
 
     precision: str
@@ -69,7 +33,7 @@ class Cell(Struct, frozen=True, kw_only=True):
     first_gap_source: str | None = None
 
 
-class Row(Struct, frozen=True, kw_only=True):
+class MatrixRow(Struct, frozen=True, kw_only=True):
     """One model on one device, scanned or not."""
 
     target: str
@@ -86,82 +50,15 @@ class Row(Struct, frozen=True, kw_only=True):
     parameters: int | None = None
     inputs: list[str] = []
     environment: dict[str, str] = {}
-    cells: list[Cell] = []
+    cells: list[MatrixCell] = []
     recommended: str | None = None
-
-    @property
-    def key(self) -> Request:
-        """What was asked for."""
-        return Request(self.target, tuple(self.options), self.device, self.slug)
 
 
 class Matrix(Struct, frozen=True, kw_only=True):
     """All rows, in the order in which they were asked for."""
 
     schema: int = SCHEMA
-    rows: list[Row] = []
-
-
-_ENVIRONMENT = ("torch", "python", "device_name", "cpu_capability", "threads", "torchvision")
-
-
-def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict[str, str]) -> Row:
-    """The row that a scan makes."""
-    advice = result.recommendation
-    kept = f" + {len(advice.keep_fp32)} in fp32" if advice and advice.keep_fp32 else ""
-    return _row(
-        request,
-        seconds,
-        made_with,
-        state="scanned",
-        model=result.model.name,
-        parameters=result.model.parameters,
-        inputs=result.model.inputs,
-        environment={
-            key: str(result.environment[key]) for key in _ENVIRONMENT if result.environment.get(key) is not None
-        },
-        cells=[_cell(run, result) for run in result.runs if run.precision != "fp32"],
-        recommended=f"{advice.precision}{kept}" if advice else None,
-    )
-
-
-def failed_row(request: Request, reason: str, seconds: float, made_with: dict[str, str]) -> Row:
-    """The row of a model that could not be scanned."""
-    return _row(request, seconds, made_with, state="failed", reason=reason)
-
-
-def _row(request: Request, seconds: float, made_with: dict[str, str], **found: Any) -> Row:
-    return Row(
-        target=request.target,
-        options=list(request.options),
-        device=request.device,
-        slug=request.slug,
-        seconds=round(seconds, 1),
-        made_with=made_with,
-        **found,
-    )
-
-
-def _cell(run: Run, result: ScanResult) -> Cell:
-    time, memory = time_ratio(run, result.runs), memory_ratio(run, result.runs)
-    first = run.gaps[0] if run.gaps else None
-    return Cell(
-        precision=label(run),
-        device=run.device,
-        status=run.status,
-        evidence=run.evidence,
-        rel_l2=_digits(run.output_error.rel_l2 if run.output_error else None),
-        time=_digits(time),
-        memory=_digits(memory),
-        gaps=missing_kernels(run),
-        first_gap=first.op if first else None,
-        first_gap_kind=first.kind if first else None,
-        first_gap_source=first.source if first else None,
-    )
-
-
-def _digits(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.3g}")
+    rows: list[MatrixRow] = []
 
 
 def load(path: Path) -> Matrix:
