@@ -16,7 +16,8 @@ from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.plan.planner import plan_for_scan
 from lowprec_check.engine.run.isolation import Isolation, best_isolation, isolated
 from lowprec_check.engine.run.job_worker import Load
-from lowprec_check.engine.run.target_runs import OnProgress, SessionOptions, describe_target, open_session
+from lowprec_check.engine.run.model_info import describe_target
+from lowprec_check.engine.run.target_runs import OnProgress, SessionOptions, open_session
 from lowprec_check.engine.trace.withheld_kernels import parse_withheld
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.scan_result import ScanResult
