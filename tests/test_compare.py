@@ -18,7 +18,8 @@ from shared_result import gap, run, shared_result
 
 from lowprec_check.analysis.diff import Change, Comparison, compare
 from lowprec_check.report.diff import text as comparison_screen
-from lowprec_check.report.diff.documents import render, verdict
+from lowprec_check.report.diff.documents import render
+from lowprec_check.report.diff.summary import verdict
 from lowprec_check.report.registry import DIFF_FORMATS
 from lowprec_check.schema.scan_result import Run, ScanResult
 

@@ -19,6 +19,7 @@ from shared_result import gap as gap_of
 from shared_result import run, shared_result
 
 from lowprec_check.compat import runner as compat
+from lowprec_check.compat.rows import failed_row, row_of
 from lowprec_check.errors import UsageError
 from lowprec_check.report import matrix as pages
 from lowprec_check.schema import matrix
@@ -225,10 +226,10 @@ def test_a_folder_that_holds_something_else_is_refused(data: str, tmp_path: Path
 
 def matrix_of(*texts: str) -> Matrix:
     rows = [
-        matrix.row_of(shared_result(text), Request(text or "net.py", slug=f"m{i}"), 3.0, {"tool": "0.1.0"})
+        row_of(shared_result(text), Request(text or "net.py", slug=f"m{i}"), 3.0, {"tool": "0.1.0"})
         for i, text in enumerate(texts)
     ]
-    failed = matrix.failed_row(Request(texts[0] or "x", slug="f"), texts[0] or "no such file", 1.0, {})
+    failed = failed_row(Request(texts[0] or "x", slug="f"), texts[0] or "no such file", 1.0, {})
     return Matrix(rows=[*rows, failed])
 
 
@@ -253,7 +254,7 @@ def test_the_index_has_status_error_speed_and_first_gap() -> None:
 def test_a_constant_that_does_not_fit_is_no_missing_kernel() -> None:
     overflow = gap_of("aten.masked_fill.Scalar", kind="scalar-overflow")
     result = msgspec.structs.replace(RESULT, runs=[run("fp32"), run("half", "error", gaps=[overflow])])
-    found = Matrix(rows=[matrix.row_of(result, Request("net.py", slug="n"), 1.0, {})])
+    found = Matrix(rows=[row_of(result, Request("net.py", slug="n"), 1.0, {})])
     assert "❌ scalar-overflow: masked\\_fill" in pages.markdown(found)
     assert "Ops without a kernel" not in pages.markdown(found)
 

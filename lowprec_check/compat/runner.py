@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lowprec_check.compat.executors import spread
+from lowprec_check.compat.rows import failed_row, row_of
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.matrix import Matrix, Request, Row, failed_row, load, named, row_of, save
+from lowprec_check.schema.matrix import Matrix, Request, Row, load, named, save
 from lowprec_check.schema.scan_result import ResultError, ScanResult
 
 OnRow = Callable[[int, int, Row, "ScanResult | None"], None]

@@ -8,12 +8,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from lowprec_check.analysis.recommend import label, memory_ratio, missing, time_ratio
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.base import Struct, decode, encode
-from lowprec_check.schema.scan_result import Evidence, GapKind, Run, ScanResult, Status
+from lowprec_check.schema.scan_result import Evidence, GapKind, Status
 
 SCHEMA = 1
 
@@ -100,68 +99,6 @@ class Matrix(Struct, frozen=True, kw_only=True):
 
     schema: int = SCHEMA
     rows: list[Row] = []
-
-
-_ENVIRONMENT = ("torch", "python", "device_name", "cpu_capability", "threads", "torchvision")
-
-
-def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict[str, str]) -> Row:
-    """The row that a scan makes."""
-    advice = result.recommendation
-    kept = f" + {len(advice.keep_fp32)} in fp32" if advice and advice.keep_fp32 else ""
-    return _row(
-        request,
-        seconds,
-        made_with,
-        state="scanned",
-        model=result.model.name,
-        parameters=result.model.parameters,
-        inputs=result.model.inputs,
-        environment={
-            key: str(result.environment[key]) for key in _ENVIRONMENT if result.environment.get(key) is not None
-        },
-        cells=[_cell(run, result) for run in result.runs if run.precision != "fp32"],
-        recommended=f"{advice.precision}{kept}" if advice else None,
-    )
-
-
-def failed_row(request: Request, reason: str, seconds: float, made_with: dict[str, str]) -> Row:
-    """The row of a model that could not be scanned."""
-    return _row(request, seconds, made_with, state="failed", reason=reason)
-
-
-def _row(request: Request, seconds: float, made_with: dict[str, str], **found: Any) -> Row:
-    return Row(
-        target=request.target,
-        options=list(request.options),
-        device=request.device,
-        slug=request.slug,
-        seconds=round(seconds, 1),
-        made_with=made_with,
-        **found,
-    )
-
-
-def _cell(run: Run, result: ScanResult) -> Cell:
-    time, memory = time_ratio(run, result.runs), memory_ratio(run, result.runs)
-    first = run.gaps[0] if run.gaps else None
-    return Cell(
-        precision=label(run),
-        device=run.device,
-        status=run.status,
-        evidence=run.evidence,
-        rel_l2=_digits(run.output_error.rel_l2 if run.output_error else None),
-        time=_digits(time),
-        memory=_digits(memory),
-        gaps=missing(run),
-        first_gap=first.op if first else None,
-        first_gap_kind=first.kind if first else None,
-        first_gap_source=first.source if first else None,
-    )
-
-
-def _digits(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.3g}")
 
 
 def load(path: Path) -> Matrix:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from lowprec_check.analysis.diff import Change, Comparison, Pair
+from lowprec_check.analysis.diff import Change, Comparison
+from lowprec_check.report.diff.summary import pair_cells, verdict
 from lowprec_check.report.escape import visible
 from lowprec_check.report.markdown import LONGEST, code, escape, fold, table
 from lowprec_check.report.registry import DiffFormat
-from lowprec_check.report.summary import times
 from lowprec_check.schema.base import encode
 
 _SIGN = {"worse": "🔴", "better": "🟢", "other": "⚪"}
@@ -22,18 +22,6 @@ def render(comparison: Comparison, format: DiffFormat) -> str:
 
         return comparison_screen.render(comparison)
     return _html(comparison) if format == "html" else _markdown(comparison)
-
-
-def verdict(comparison: Comparison) -> str:
-    """How many regressions, how many improvements, how much was not compared."""
-    worse, better = comparison.regressions, comparison.improvements
-    gone = sum(pair.new_status is None for pair in comparison.runs)
-    if not comparison.changes:
-        return "No difference beyond noise"
-    parts = [f"{worse} regression{'s' if worse != 1 else ''}" if worse else "No regression"]
-    parts += [f"{better} improvement{'s' if better != 1 else ''}"] if better else []
-    parts += [f"{gone} run{'s' if gone != 1 else ''} not run any more"] if gone else []
-    return ", ".join(parts)
 
 
 # -- Markdown
@@ -78,24 +66,6 @@ def _fitting(rows: list[list[str]], room: int) -> str:
 def _change_row(change: Change) -> list[str]:
     run, what = escape(visible(change.run)), escape(visible(change.what))
     return [_SIGN[change.direction], run, what, escape(visible(change.old or "")), escape(visible(change.new or ""))]
-
-
-def pair_cells(pair: Pair) -> list[str]:
-    """Status, error, time and memory, old → new."""
-    return [
-        _arrow(pair.old_status or "–", pair.new_status or "–"),
-        _arrow(_figure(pair.old_error), _figure(pair.new_error)),
-        _arrow(times(pair.old_time), times(pair.new_time)),
-        _arrow(times(pair.old_memory), times(pair.new_memory)),
-    ]
-
-
-def _figure(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1e}"
-
-
-def _arrow(old: str, new: str) -> str:
-    return old if old == new else f"{old} → {new}"
 
 
 # -- HTML

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from lowprec_check.analysis.diff import Comparison
 from lowprec_check.report.console import screen
-from lowprec_check.report.diff.documents import pair_cells, verdict
+from lowprec_check.report.diff.summary import pair_cells, verdict
 from lowprec_check.report.escape import visible
 
 SHOWN_CHANGES = 40
