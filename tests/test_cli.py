@@ -130,48 +130,6 @@ def test_env_answers() -> None:
     assert json.loads(call("env", "--json").stdout)["device"] == "cpu"
 
 
-NO_TORCH = [
-    "lowprec_check",
-    "lowprec_check.cli",
-    "lowprec_check.schema.scan_result",
-    "lowprec_check.analysis.rules.registry",
-    "lowprec_check.analysis.recommend",
-    "lowprec_check.analysis.snippet",
-    "lowprec_check.errors",
-    "lowprec_check.analysis.baseline",
-    "lowprec_check.analysis.diff",
-    "lowprec_check.compat.runner",
-    "lowprec_check.schema.matrix",
-    "lowprec_check.analysis.error_origin",
-    "lowprec_check.compat.report_folder",
-    "lowprec_check.report.registry",
-    "lowprec_check.report.diff.documents",
-    "lowprec_check.report.html.scan_page",
-    "lowprec_check.report.junit",
-    "lowprec_check.report.markdown",
-    "lowprec_check.report.matrix",
-    "lowprec_check.report.sarif",
-    "lowprec_check.report.text",
-    "lowprec_check.report.environment",
-    "lowprec_check.catalog.declared",
-    "lowprec_check.catalog.known_issues",
-    "lowprec_check.catalog.aten",
-    "lowprec_check.pytest_plugin.hooks",
-    "lowprec_check.pytest_plugin.coverage",
-    "lowprec_check.pytest_plugin.known_failures",
-    "lowprec_check.pytest_plugin.marker",
-    "lowprec_check.pytest_plugin.op_support",
-    "lowprec_check.pytest_plugin.messages",
-    "lowprec_check.report.coverage",
-]
-
-
-@pytest.mark.parametrize("room", NO_TORCH)
-def test_rooms_without_torch(room: str) -> None:
-    code = f"import sys, {room}; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 SAVED = str(ROOT / "reports" / "scans" / "whitening.json")
 
 QUICK = [
