@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from conftest import ROOT
+from conftest import Call
 from shared_result import run, shared_result
 
 from lowprec_check.analysis import baseline
@@ -115,12 +113,7 @@ def test_broken_baselines_are_refused(data: bytes, tmp_path: Path) -> None:
         baseline.load(path)
 
 
-def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lowprec_check", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-
-
-def test_scan_with_a_baseline(tmp_path: Path) -> None:
+def test_scan_with_a_baseline(tmp_path: Path, call: Call) -> None:
     path, saved, sarif = tmp_path / "baseline.json", tmp_path / "scan.json", tmp_path / "scan.sarif"
     scan = ["scan", "examples/whitening.py", "-q", "-p", "half", "-p", "autocast-fp16", "--fail-on", "error"]
     assert call(*scan).returncode == 1

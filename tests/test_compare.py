@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from browser import chromium, opened
-from conftest import ROOT
+from conftest import Call
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_result import gap, run, shared_result
@@ -234,7 +234,7 @@ def test_the_screen_is_as_wide_as_the_terminal(width: int) -> None:
         assert said in words
 
 
-def test_a_terminal_gets_the_screen_and_a_pipe_markdown(tmp_path: Path) -> None:
+def test_a_terminal_gets_the_screen_and_a_pipe_markdown(tmp_path: Path, call: Call) -> None:
     pty = pytest.importorskip("pty")
     path = tmp_path / "scan.json"
     RESULT.save(path)
@@ -284,12 +284,7 @@ def test_no_string_breaks_a_difference(nasty: str) -> None:
 # -- the commands
 
 
-def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lowprec_check", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-
-
-def test_diff_exits_with_what_it_found(tmp_path: Path) -> None:
+def test_diff_exits_with_what_it_found(tmp_path: Path, call: Call) -> None:
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
     result_of(run("half")).save(good)
     result_of(run("half", "error")).save(bad)
