@@ -72,7 +72,7 @@ def test_a_baseline_accepts_what_it_was_made_of(tmp_path: Path) -> None:
     baseline.save(baseline.baseline_of(RESULT), path)
     known = baseline.load(path)
     marked, stale = baseline.accept(RESULT, known)
-    assert all(diagnostic.accepted for diagnostic in marked.diagnostics)
+    assert {diagnostic.accepted for diagnostic in marked.diagnostics} == {True}
     assert stale == []
     text = path.read_text()
     assert ":23" not in text
@@ -116,6 +116,7 @@ def test_broken_baselines_are_refused(data: bytes, tmp_path: Path) -> None:
 def test_scan_with_a_baseline(tmp_path: Path, call: Call) -> None:
     path, saved, sarif = tmp_path / "baseline.json", tmp_path / "scan.json", tmp_path / "scan.sarif"
     scan = ["scan", "examples/whitening.py", "-q", "-p", "half", "-p", "autocast-fp16", "--fail-on", "error"]
+    scan += ["--select", "LP101", "--select", "LP102"]  # those that depend on time come and go
     assert call(*scan).returncode == 1
     assert call(*scan, "--baseline", path).returncode == 2
     assert call(*scan, "--update-baseline").returncode == 2
@@ -124,7 +125,7 @@ def test_scan_with_a_baseline(tmp_path: Path, call: Call) -> None:
     done = call(*scan, "--baseline", path, "--json", saved, "--report", sarif)
     assert (done.returncode, done.stderr) == (0, "")
     assert "accepted by the baseline" in done.stdout
-    assert all(diagnostic.accepted for diagnostic in ScanResult.load(saved).diagnostics)
+    assert {diagnostic.accepted for diagnostic in ScanResult.load(saved).diagnostics} == {True}
     assert all(entry["suppressions"] for entry in json.loads(sarif.read_text())["runs"][0]["results"])
     entries = json.loads(path.read_text())
     entries["findings"] = [entry for entry in entries["findings"] if entry["op"] != "torch.quantile"]

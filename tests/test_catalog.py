@@ -97,6 +97,7 @@ def test_shipped_files_are_whole_and_sorted(path: Path) -> None:
     sweep = measured.Sweep(path)
     names = list(sweep.records)
     assert names == sorted(names)
+    assert len(names) > 600
     assert path.stem == sweep.header.stem
     assert path.stat().st_size < 300_000
     for op, found in sweep.records.items():
@@ -315,16 +316,19 @@ def test_what_is_declared_for_xpu_can_be(release: str) -> None:
     """Half is never better than fp32, there is a backward only where there is a gradient, a reason wherever it fails."""
     sweep = measured.at_release("cpu", release)
     assert sweep is not None
+    seen = 0
     for op, found in sweep.records.items():
         for mode in MODES[:2]:
             wide = declared_fare(op, release, "float32", mode)
             for dtype in LOW:
                 fare = declared_fare(op, release, dtype, mode)
                 if fare is not None:
+                    seen += 1
                     assert wide is None or fare.rank <= wide.rank, (op, dtype, mode)
                     assert found.samples[MODES.index(mode)]
                     assert (fare.failure is None) == (fare.state == "all"), (op, dtype, mode)
                     assert (fare.on_cpu is None) or fare.at
+    assert seen > 1000
 
 
 def test_xpu_is_declared_to_run_what_runs_on_cuda() -> None:

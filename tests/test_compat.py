@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from browser import chromium, opened
+from conftest import Call
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_result import gap as gap_of
@@ -87,10 +88,8 @@ def test_each_model_costs_its_own_row(sound: str, gap: str, write: Write, tmp_pa
 def test_a_scan_that_hangs_is_given_up_with_its_workers(write: Write, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     hangs = str(write(f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)", "hangs.py"))
-    started = time.monotonic()
-    found = compat.run(requests_of(hangs), tmp_path / "out", timeout=8)
-    assert time.monotonic() - started < 60
-    assert found.rows[0].reason == "not done after 8 s"
+    found = compat.run(requests_of(hangs), tmp_path / "out", timeout=20)  # long enough to reach the file
+    assert found.rows[0].reason == "not done after 20 s"
     assert not Path(f"/proc/{pid.read_text()}").exists()
 
 
@@ -304,8 +303,9 @@ def test_the_command_writes_a_report_and_says_what_failed(sound: str, gap: str, 
     slugs = [row.slug for row in matrix.load(folder / "matrix.json").rows if row.state == "scanned"]
     wanted = {f"models/{slug}{suffix}" for slug in slugs for suffix in (".md", ".html")}
     assert names == wanted | {f"scans/{slug}.json" for slug in slugs} | {"index.md", "index.html", "matrix.json"}
-    for link in re.findall(r"\]\(([^)]+)\)", (folder / "index.md").read_text()):
-        assert (folder / link).exists()
+    links = re.findall(r"\]\(([^)]+)\)", (folder / "index.md").read_text())
+    assert links
+    assert not [link for link in links if not (folder / link).exists()]
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])
@@ -314,17 +314,16 @@ def test_ended_from_outside_it_ends_its_scans(jobs: str, write: Write, tmp_path:
     hangs = str(write(f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)", "hangs.py"))
     command = [sys.executable, "-m", "lowprec_check", "compat", hangs, "-o", str(tmp_path / "out"), "--jobs", jobs]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not pid.exists() and time.monotonic() < deadline:
+    while not pid.exists():
+        assert process.poll() is None
         time.sleep(0.1)
     process.terminate()
-    said = process.communicate(timeout=60)[1].splitlines()
+    said = process.communicate(timeout=300)[1].splitlines()
     assert (process.returncode, said[-1]) == (130, "interrupted")
     assert "the same command goes on" in said[-2]
     assert not Path(f"/proc/{pid.read_text()}").exists()
 
 
-def test_nothing_to_scan_is_a_wrong_call(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lowprec_check", "compat", "-o", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def test_nothing_to_scan_is_a_wrong_call(tmp_path: Path, call: Call) -> None:
+    done = call("compat", "-o", tmp_path)
     assert (done.returncode, "nothing to scan" in done.stderr) == (2, True)

@@ -57,13 +57,14 @@ class Misbehaves(nn.Module):
     [
         ("exit", "crashed", "exit code 7"),
         ("kill", "crashed", "SIGSEGV"),
-        ("hang", "timeout", "budget of 1 s"),
+        ("hang", "timeout", "budget of 3 s"),
         ("sys.exit", "error", None),
         ("memory", "error", None),
     ],
 )
 def test_a_bad_run_costs_its_row_and_nothing_else(what: str, status: str, says: str | None) -> None:
-    result = scan(Misbehaves(what), X, budget=1.0, precisions=["half", "autocast-fp16", "bfloat16"])
+    budget = 3.0 if what == "hang" else None
+    result = scan(Misbehaves(what), X, budget=budget, precisions=["half", "autocast-fp16", "bfloat16"])
     bad, other = result.run("half"), result.run("bfloat16")
     assert bad.status == status
     assert other.status == "ok"
@@ -210,15 +211,18 @@ def test_a_metric_is_measured_in_each_precision(mlp: Mlp) -> None:
 
 
 def test_nondeterministic_reference_is_said() -> None:
-    class Clock(nn.Module):
+    calls: list[int] = []  # state that no snapshot of the model reaches
+
+    class Counts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x) + (time.perf_counter_ns() % 1000) * 1e-6
+            calls.append(1)
+            return self.linear(x) + len(calls) * 1e-6
 
-    result = scan(Clock(), X, precisions=["bfloat16"])
+    result = scan(Counts(), X, precisions=["bfloat16"])
     assert "LP902" in {d.code for d in result.diagnostics}
 
 
