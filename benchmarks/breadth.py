@@ -21,12 +21,12 @@ import torch
 from lowprec_check.engine.core.pytree import leaves, map_tensors
 from lowprec_check.engine.load import load_and_scan
 from lowprec_check.engine.machine import environment
-from lowprec_check.engine.model.precision import PRECISIONS
 from lowprec_check.engine.model.target import Target, load_target
 from lowprec_check.engine.model.torchvision_zoo import import_torchvision
 from lowprec_check.engine.run.supervisor import isolated
-from lowprec_check.engine.run.target_runs import TOLERANCE
+from lowprec_check.engine.scan import ScanOptions
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.precisions import PRECISIONS, low_precisions
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 EXAMPLES = sorted(Path(__file__).parent.parent.joinpath("examples").glob("*.py"))
@@ -48,16 +48,15 @@ def shape_for(name: str, size: int) -> str:
 
 def by_hand(target: Target, precision: str, device: torch.device) -> str:
     """The status that simply running the cast model gives: ``ok``, ``inaccurate``, ``nonfinite`` or ``error``."""
-    chosen = PRECISIONS[precision]
-    dtype = chosen.low
-    assert dtype is not None
+    chosen = PRECISIONS.get(precision)
+    dtype = getattr(torch, chosen.format.name)
     model = copy.deepcopy(target.model).to(device)
     args, kwargs = map_tensors((target.args, target.kwargs), lambda tensor: tensor.to(device))
     with torch.no_grad():
         torch.manual_seed(0)
         reference = model(*args, **kwargs)
         context: Any = contextlib.nullcontext()
-        if chosen.cast is not None:
+        if chosen.kind == "cast":
             model = model.to(dtype)
             args, kwargs = map_tensors((args, kwargs), lambda t: t.to(dtype) if t.is_floating_point() else t)
         else:
@@ -71,7 +70,7 @@ def by_hand(target: Target, precision: str, device: torch.device) -> str:
     pairs = [(y.double(), r.double()) for (_, y), (_, r) in zip(leaves(output), leaves(reference), strict=True)]
     if not all(bool(y.isfinite().all()) for y, _ in pairs):
         return "nonfinite"
-    return "ok" if all((y - r).norm() <= TOLERANCE[dtype] * r.norm() for y, r in pairs) else "inaccurate"
+    return "ok" if all((y - r).norm() <= chosen.tolerance * r.norm() for y, r in pairs) else "inaccurate"
 
 
 def checked_by_hand(target: Target, precision: str, device: str) -> str:
@@ -82,7 +81,11 @@ def checked_by_hand(target: Target, precision: str, device: str) -> str:
 def scan_one(spec: str, inputs: tuple[str, ...], options: argparse.Namespace) -> tuple[ScanResult | None, str]:
     """A result, or why there is none."""
     try:
-        result = load_and_scan(spec, inputs, device=options.device, budget=options.budget, precisions=options.precision)
+        result = load_and_scan(
+            spec,
+            inputs,
+            ScanOptions(device=options.device, budget=options.budget, precisions=options.precision),
+        )
     except UsageError as error:
         return None, error.message
     return result, ""
@@ -141,7 +144,7 @@ def merged(paths: list[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The environment and the rows of several reports, by model."""
     parts = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     rows = [record for part in parts for record in part["rows"]]
-    order = {name: index for index, name in enumerate(PRECISIONS)}
+    order = {name: index for index, name in enumerate(PRECISIONS.names())}
     rows.sort(key=lambda record: (record["model"], order.get(record["precision"], len(order))))
     return parts[0]["environment"], rows
 
@@ -158,7 +161,7 @@ def cell(record: dict[str, Any]) -> str:
 
 def markdown(rows: list[dict[str, Any]], found: dict[str, Any], options: argparse.Namespace) -> str:
     """The table: a line per model, a column per precision."""
-    names = [name for name in PRECISIONS if name != "fp32"]
+    names = [precision.name for precision in low_precisions()]
     checked = [record for record in rows if record.get("by_hand")]
     agree = sum(record["by_hand"] == record["status"] for record in checked)
     watched = [record for record in rows if record.get("perturbed") is not None]

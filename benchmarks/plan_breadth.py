@@ -22,7 +22,7 @@ from tabulate import tabulate
 from lowprec_check import UsageError, apply
 from lowprec_check.engine.load import load_seeded
 from lowprec_check.engine.machine import environment
-from lowprec_check.engine.plan.planner import plan_target
+from lowprec_check.engine.plan.planner import PlanOptions, plan_target
 from lowprec_check.schema.plan import Plan
 
 KINDS = {
@@ -53,7 +53,7 @@ def plan_one(model: str, precision: str, options: dict[str, Any]) -> dict[str, A
         target = load_seeded(model, inputs, 0)
         isolation = "fork" if options["device"] == "cpu" else "none"
         choice: dict[str, Any] = {"dtype": dtype, "base": base, "device": options["device"], **limits}
-        found = plan_target(target, lambda: target, isolation, **choice)
+        found = plan_target(target, lambda: target, isolation, PlanOptions(**choice))
     except UsageError as error:
         return {"model": model, "base": precision, "outcome": f"no reference: {error.message}"}
     [attempt] = found.attempts

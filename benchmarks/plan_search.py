@@ -25,9 +25,9 @@ from lowprec_check.analysis.minimize import ModuleTree
 from lowprec_check.engine.load import load_seeded
 from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.model.torchvision_zoo import import_torchvision
-from lowprec_check.engine.plan.planner import plan_target
+from lowprec_check.engine.plan.planner import PlanOptions, plan_target
 from lowprec_check.engine.plan.trials import called_modules
-from lowprec_check.engine.run.target_runs import Session, SessionOptions, open_session
+from lowprec_check.engine.run.target_runs import RunOptions, TargetRuns, open_runs
 
 PRECISION = {("bf16", "cast"): "bfloat16", ("bf16", "autocast"): "autocast-bf16", ("fp16", "autocast"): "autocast-fp16"}
 
@@ -86,7 +86,7 @@ def cases() -> Iterator[Case]:
 class Counted:
     """Plain runs, each keep once."""
 
-    def __init__(self, session: Session, precision: str, tree: ModuleTree) -> None:
+    def __init__(self, session: TargetRuns, precision: str, tree: ModuleTree) -> None:
         self.session, self.precision, self.tree = session, precision, tree
         self.known: dict[tuple[str, ...], bool] = {}
 
@@ -128,8 +128,8 @@ def greedy(leaves: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> in
 
 def by_hand(case: Case, way: Callable[..., int | None]) -> tuple[Result, int]:
     """The result of a way, and how many leaves there are."""
-    options = SessionOptions(without_kernel=case.without_kernel)
-    with open_session(case.target, lambda: case.target, options, "fork") as session:
+    options = RunOptions(without_kernel=case.without_kernel)
+    with open_runs(case.target, lambda: case.target, options, "fork") as session:
         fp32 = session.reference()
         tree = ModuleTree(called_modules(case.target.model, [fp32]))
         leaves = [path for path in tree.kinds if not tree.children(path)]
@@ -142,7 +142,9 @@ def by_hand(case: Case, way: Callable[..., int | None]) -> tuple[Result, int]:
 def ours(case: Case) -> Result:
     """What ``lowprec-check plan`` takes."""
     choice: dict[str, Any] = {"dtype": case.dtype, "base": case.base}
-    found = plan_target(case.target, lambda: case.target, "fork", without_kernel=case.without_kernel, **choice)
+    found = plan_target(
+        case.target, lambda: case.target, "fork", PlanOptions(without_kernel=case.without_kernel, **choice)
+    )
     [attempt] = found.attempts
     return Result(attempt.trials, attempt.seconds, attempt.kept)
 

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.engine.model.plain_run import run_once
-from lowprec_check.engine.model.precision import PRECISIONS, prepared
+from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.target import Target, load_target, make_target
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
+from lowprec_check.schema.precisions import PRECISIONS
 
 CPU = torch.device("cpu")
 
@@ -78,14 +79,14 @@ TARGETS: dict[str, Callable[[], Target]] = {"resnet50": resnet, "vit_b_16": vit,
 
 def plain(target: Target, precision: str) -> float:
     """Seconds of one plain forward."""
-    with prepared(target.model, PRECISIONS[precision], CPU) as ready:
+    with prepared(target.model, PRECISIONS.get(precision), CPU) as ready:
         return run_once(ready, target.args, target.kwargs, 0)[1]
 
 
 def instrumented(target: Target, precision: str, errors: Any) -> float:
     """Seconds of one instrumented run."""
     fp32 = fp32_state(target.model)
-    with prepared(target.model, PRECISIONS[precision], CPU) as ready:
+    with prepared(target.model, PRECISIONS.get(precision), CPU) as ready:
         started = time.perf_counter()
         found = run_instrumented(ready, target.args, target.kwargs, fp32, Options(errors=errors))
         seconds = time.perf_counter() - started

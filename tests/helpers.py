@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from lowprec_check.engine.model.plain_run import Plain, run_plain
-from lowprec_check.engine.model.precision import PRECISIONS, Snapshot, prepared
-from lowprec_check.engine.run.target_runs import TOLERANCE
+from lowprec_check.engine.model.prepared import prepared
+from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.trace.instrument import Instrumented, Options, fp32_state, run_instrumented
 from lowprec_check.engine.trace.withheld_kernels import withholding
+from lowprec_check.schema.precisions import PRECISIONS
 
 CPU = torch.device("cpu")
 DEFAULT = Options()
@@ -29,14 +30,14 @@ def run(
 ) -> tuple[Plain, Instrumented]:
     """Both parts of one run; the instruments must not have failed."""
     kwargs = kwargs or {}
-    with prepared(model, PRECISIONS["fp32"], CPU) as ready:
+    with prepared(model, PRECISIONS.get("fp32"), CPU) as ready:
         reference = run_plain(ready, args, kwargs, seed=0)
     assert reference.outputs is not None, reference.exception
     fp32 = fp32_state(model)
-    chosen = PRECISIONS[precision]
+    chosen = PRECISIONS.get(precision)
     with prepared(model, chosen, CPU) as ready, withholding(without_kernel):
         snapshot = Snapshot(model)
-        tolerance = TOLERANCE.get(chosen.low) if chosen.low else None
+        tolerance = chosen.tolerance
         plain = run_plain(ready, args, kwargs, seed=0, tolerance=tolerance, reference=reference.outputs)
         snapshot.restore()
         found = run_instrumented(ready, args, kwargs, fp32, options, plain.outputs)

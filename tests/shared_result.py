@@ -11,17 +11,9 @@ from typing import Any
 import msgspec
 
 from lowprec_check.analysis.rules.registry import diagnose
+from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Blame, Plan
-from lowprec_check.schema.scan_result import (
-    ErrorStats,
-    ExceptionInfo,
-    Gap,
-    ModelInfo,
-    OpCalls,
-    Recommendation,
-    Run,
-    ScanResult,
-)
+from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo, Gap, ModelInfo, Recommendation, Run, ScanResult
 
 ENVIRONMENT: dict[str, Any] = {
     "torch": "2.13.0+cpu",

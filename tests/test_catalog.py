@@ -14,23 +14,26 @@ from hypothesis import strategies as st
 
 from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.catalog import declared, measured
-from lowprec_check.catalog import op_lookup as support
-from lowprec_check.catalog import version_diff as changes
+from lowprec_check.catalog.change_lines import CatalogError
+from lowprec_check.catalog.fixed_in import mending
+from lowprec_check.catalog.measured_sweep import MeasuredSweep
+from lowprec_check.catalog.missing_ops import gaps
 from lowprec_check.catalog.names import bare, dtype_of, find
+from lowprec_check.catalog.op_lookup import lookup
 from lowprec_check.catalog.records import (
     DTYPES,
     LOW,
     MODES,
-    CatalogError,
     Dtype,
     Failure,
     Header,
-    Measured,
     OpRecord,
     OpTimes,
     State,
 )
-from lowprec_check.catalog.xpu_support import Fare, declared_fare
+from lowprec_check.catalog.support_cells import measured_cell
+from lowprec_check.catalog.version_diff import difference
+from lowprec_check.catalog.xpu_support import OpSupport, declared_support
 from lowprec_check.errors import UsageError
 from lowprec_check.report.op.document import render_report
 from lowprec_check.report.op.grid import CELLS, columns, render_grid
@@ -59,7 +62,7 @@ def sweep_file(folder: Path, version: str, records: list[OpRecord]) -> Path:
         samples=4,
         ops=len(records),
     )
-    return Measured(header, records, [OpTimes(op="a", float32_us=[1.0, 2.0])]).save(folder)[0]
+    return MeasuredSweep(header, records, [OpTimes(op="a", float32_us=[1.0, 2.0])]).save(folder)[0]
 
 
 def forget() -> None:
@@ -94,18 +97,26 @@ def test_shipped_files_are_whole_and_sorted(path: Path) -> None:
     if path.name.endswith(measured.TIMES):
         assert path.with_name(path.name.replace(measured.TIMES, ".jsonl")).exists()
         return
-    sweep = measured.Sweep(path)
-    names = list(sweep.records)
-    assert names == sorted(names)
-    assert len(names) > 600
-    assert path.stem == sweep.header.stem
-    assert path.stat().st_size < 300_000
-    for op, found in sweep.records.items():
-        assert op == found.op
-        for failure in found.failures:
-            assert all(re.fullmatch(r"(float32|float16|bfloat16)/[a-z-]+", cell) for cell in failure.cells)
-            assert failure.kind != "other" or not found.samples[0] or failure.cells[0].startswith("float32")
-    assert {times.op for times in sweep.times.values()} <= set(names)
+    for sweep in measured.read_sweeps(path):
+        names = list(sweep.records)
+        assert names == sorted(names)
+        assert len(names) == sweep.header.ops > 600
+        assert path.stem == sweep.header.stem
+        for op, found in sweep.records.items():
+            assert op == found.op
+            for failure in found.failures:
+                assert all(re.fullmatch(r"(float32|float16|bfloat16)/[a-z-]+", cell) for cell in failure.cells)
+                assert failure.kind != "other" or not found.samples[0] or failure.cells[0].startswith("float32")
+        assert {times.op for times in sweep.times.values()} <= set(names)
+
+
+def test_the_data_do_not_repeat_themselves() -> None:
+    """Sixteen sweeps of the CPU and one of CUDA, eight releases declared: what they share is written once."""
+    assert sum(path.stat().st_size for path in (ROOT / "catalog").iterdir()) < 1_700_000
+    for path in SHIPPED:
+        lines = [re.sub(rb'"since":"[^"]*",', b"", line) for line in path.read_bytes().splitlines()]
+        repeated = len(lines) - len(set(lines))
+        assert repeated < 0.02 * len(lines), path
 
 
 def test_every_version_is_there() -> None:
@@ -117,31 +128,54 @@ def test_every_version_is_there() -> None:
 @pytest.mark.parametrize(
     ("mend", "says"),
     [
-        (lambda text: text.rpartition("\n{")[0] + "\n", r":? ?1 operators, the header says 2: truncated"),
-        (lambda text: text[:-40] + "\n", r"\.jsonl:3: .*truncated"),
+        (lambda text: text.rpartition("\n{")[0] + "\n", r": 3 lines follow .* 1 sweeps and 3 changes: truncated"),
+        (lambda text: text[:-40] + "\n", r":5: .*truncated"),
         (
             lambda text: text.replace('"samples":[4,4]', '"samples":[4,4],"extra":1', 1),
-            r"\.jsonl:2: .*unknown field `extra`",
+            r":3: .*unknown field `extra`",
         ),
-        (lambda text: text.replace("[2,4,4,4]", "[9,4,4,4]"), r"\.jsonl:3: .*float16 passes \[9, 4, 4, 4\]"),
-        (lambda text: text.replace('"missing-kernel"', '"what"'), r"\.jsonl:3: .*failures"),
-        (lambda text: text.replace('"schema":1', '"schema":7'), r"\.jsonl:1: schema 7 is not 1"),
-        (lambda text: text.replace('"device":"cpu",', ""), r"\.jsonl:1: .*device"),
-        (lambda text: text.replace('{"op":"b"', '{"op":"a"'), r"there twice"),
-        (lambda text: text.replace('{"op":"b",', "{"), r"\.jsonl:3: .*missing required field `op`"),
-        (lambda text: text.replace("float16/forward", "float16/sideways"), r"\.jsonl:3: .*cells"),
-        (lambda text: text.replace('"torch":"2.1.0"', '"torch":"new"'), r"\.jsonl:1: .*torch"),
-        (lambda text: "", r"\.jsonl:1: "),
-        (lambda text: "\x80pickle", r"\.jsonl:1: "),
+        (lambda text: text.replace("[2,4,4,4]", "[9,4,4,4]"), r":4: .*float16 passes \[9, 4, 4, 4\]"),
+        (lambda text: text.replace('"missing-kernel"', '"what"'), r":4: .*failures"),
+        (lambda text: text.replace('"schema":2', '"schema":7'), r":1: schema 7 is not 2"),
+        (lambda text: text.replace('"device":"cpu",', ""), r":2: .*device"),
+        (lambda text: text.replace('{"op":"b"', '{"op":"a"'), r":4: op 'a' version '2\.1\.0': there twice"),
+        (lambda text: text.replace('{"op":"b",', "{"), r":4: does not begin with an operator"),
+        (lambda text: text.replace('"since":"2.1.0"', '"since":"2.9.0"', 1), r":3: op 'a': version '2\.9\.0' is not"),
+        (lambda text: text.replace("float16/forward", "float16/sideways"), r":4: .*cells"),
+        (lambda text: text.replace('"torch":"2.1.0"', '"torch":"new"'), r":2: .*torch"),
+        (lambda text: text.replace('"ops":3', '"ops":4'), r": 3 operators in 2\.1\.0, its header says 4: edited"),
+        (lambda text: "", r":1: "),
+        (lambda text: "\x80pickle", r":1: "),
     ],
 )
 def test_damaged_files_say_where(tmp_path: Path, mend: Callable[[str], str], says: str) -> None:
-    path = sweep_file(tmp_path, "2.1.0", [record("a", "all"), record("b", "some")])
+    path = sweep_file(tmp_path, "2.1.0", [record("a", "all"), record("b", "some"), record("c", "all")])
     text = path.read_text()
     assert mend(text) != text
     path.write_text(mend(text), encoding="latin-1")
-    with pytest.raises(CatalogError, match=says):
-        dict(measured.Sweep(path).records)
+    with pytest.raises(CatalogError, match=r"measured-cpu-avx2\.jsonl" + says):
+        [dict(sweep.records) for sweep in measured.read_sweeps(path)]
+
+
+@pytest.mark.parametrize(
+    ("mend", "says"),
+    [
+        (lambda text: text.rpartition("\n{")[0] + "\n", r": 0 lines follow .* 1 operators: truncated"),
+        (lambda text: text[:-4] + "\n", r":2: .*truncated"),
+        (lambda text: text.replace("[1]", "[1,2]"), r":2: forward 'float32_us': not a row of 1 sweeps"),
+        (lambda text: text.replace('"forward"', '"foreword"'), r":2: .*unknown field `foreword`"),
+        (lambda text: text.replace('{"op":"a",', "{"), r":2: .*missing required field `op`"),
+        (lambda text: text.replace('"schema":2', '"schema":1'), r":1: schema 1 is not 2"),
+    ],
+)
+def test_damaged_times_say_where(tmp_path: Path, mend: Callable[[str], str], says: str) -> None:
+    path = sweep_file(tmp_path, "2.1.0", [record("a", "all")])
+    times = path.with_name(path.stem + measured.TIMES)
+    text = times.read_text()
+    assert mend(text) != text
+    times.write_text(mend(text))
+    with pytest.raises(CatalogError, match=r"measured-cpu-avx2\.times\.jsonl" + says):
+        dict(measured.read_sweeps(path)[0].times)
 
 
 def test_a_few_operators_do_not_overwrite_many(tmp_path: Path) -> None:
@@ -149,22 +183,74 @@ def test_a_few_operators_do_not_overwrite_many(tmp_path: Path) -> None:
     path = sweep_file(tmp_path, "2.1.0", many)
     with pytest.raises(UsageError, match="not overwritten"):
         sweep_file(tmp_path, "2.1.0", many[:1])
-    assert list(measured.Sweep(path).records) == ["a", "b"]
+    assert list(measured.read_sweeps(path)[0].records) == ["a", "b"]
     assert sweep_file(tmp_path, "2.1.0", many) == path
+    assert sweep_file(tmp_path, "2.2.0", many[:1]) == path  # of another version there may be fewer
 
 
 states = st.lists(st.sampled_from(["all", "some", "none"]), min_size=1, max_size=6)
+tables = st.dictionaries(st.sampled_from(["a", "b", "c.d"]), st.sampled_from(["all", "some", "none"]), min_size=1)
 
 
-@given(before=states, after=states)
-def test_records_survive_the_file(
-    tmp_path_factory: pytest.TempPathFactory, before: list[State], after: list[State]
+@given(
+    sweeps=st.dictionaries(
+        st.sampled_from(["2.1.0", "2.2.0", "2.9.1", "2.10.0", "2.9.1+ipex", "2.2.0+ipex"]), tables, min_size=1
+    ),
+    data=st.data(),
+)
+def test_records_and_times_survive_the_file_whatever_the_order(
+    tmp_path_factory: pytest.TempPathFactory, sweeps: dict[str, dict[str, State]], data: st.DataObject
 ) -> None:
-    folder = tmp_path_factory.mktemp("c")
-    records = [record(f"op{index}", state) for index, state in enumerate(before + after)]
-    sweep = measured.Sweep(sweep_file(folder, "2.1.0", records))
-    assert list(sweep.records.values()) == records
-    assert [sweep.state(f"op{i}", "float16", "forward") for i in range(len(records))] == before + after
+    folders = [tmp_path_factory.mktemp("c") for _ in range(2)]
+    for folder in folders:
+        for version in data.draw(st.permutations([*sweeps])):
+            of_version(version, sweeps[version]).save(folder)
+        of_version(version, sweeps[version]).save(folder)  # once more: it takes its own place
+    [paths, others] = [sorted(folder.iterdir()) for folder in folders]
+    assert [path.read_bytes() for path in paths] == [path.read_bytes() for path in others]
+    found = {sweep.header.build: sweep for sweep in measured.read_sweeps(paths[0])}
+    assert len(found) == len(sweeps)
+    for version, table in sweeps.items():
+        wanted = of_version(version, table)
+        sweep = found[wanted.header.build]
+        assert sweep.header == wanted.header
+        assert list(sweep.records.values()) == wanted.records
+        assert list(sweep.times.values()) == wanted.times
+        assert {op: sweep.state(op, "float16", "forward") for op in "xabc"} == {op: table.get(op) for op in "xabc"}
+
+
+def of_version(version: str, table: dict[str, State]) -> MeasuredSweep:
+    """A sweep, with times made of its version: ``2.9.1+ipex`` has the extension."""
+    torch, _, extension = version.partition("+")
+    header = Header(
+        device="cpu",
+        torch=torch,
+        capability="avx512",
+        hardware="x",
+        extension=f"{extension} {torch}" if extension else None,
+        autocast=["bfloat16", "float16"],
+        samples=4,
+        ops=len(table),
+    )
+    records = [record(op, state) for op, state in sorted(table.items())]
+    half = [float(torch[2]), None]
+    times = [
+        OpTimes(op=r.op, float32_us=[3.5, 210.0], slower={"float16": half, "bfloat16": [1.1, 2.0]}) for r in records
+    ]
+    return MeasuredSweep(header, records, times)
+
+
+def test_a_version_more_adds_what_it_changes(tmp_path: Path) -> None:
+    same = [record("a", "all"), record("b", "some")]
+    before = sweep_file(tmp_path, "2.1.0", [*same, record("old", "all")]).read_text().splitlines()
+    after = sweep_file(tmp_path, "2.2.0", [record("a", "all"), record("b", "all"), record("new", "all")]).read_text()
+    added = [json.loads(line) for line in after.splitlines()[3:] if line not in before]
+    assert added == [
+        {"op": "b", "since": "2.2.0", "passed": None, "failures": None},
+        {"op": "new", "since": "2.2.0", "samples": [4, 4], "aten": ["new"]},
+        {"op": "old", "since": "2.2.0", "removed": True},
+    ]
+    assert set(before[1:]) <= set(after.splitlines())
 
 
 # -- names
@@ -237,7 +323,7 @@ def test_since_and_mended(tmp_path_factory: pytest.TempPathFactory, history: lis
     patch.setattr(measured, "data_folder", lambda: folder)
     forget()
     try:
-        cell = support.measured_cell(measured.history("cpu")[at], "a", "float16", "forward")
+        cell = measured_cell(measured.history("cpu")[at], "a", "float16", "forward")
     finally:
         patch.undo()
         forget()
@@ -256,14 +342,14 @@ def test_the_difference_of_two_versions(catalog_of: Callable[..., None]) -> None
             "2.2.0": [record("a", "all"), record("b", "some"), record("c", "all"), record("e", "all")],
         }
     )
-    found = changes.difference("2.1", "2.2")
+    found = difference("2.1", "2.2")
     assert [(change.op, change.before, change.after) for change in found.gained] == [("a", "none", "all")]
     assert [(change.op, change.before, change.after) for change in found.lost] == [("b", "all", "some")]
     assert (found.only_before, found.only_after) == (["d"], ["e"])
-    back = changes.difference("2.2", "2.1")
+    back = difference("2.2", "2.1")
     assert (back.before, [change.op for change in back.gained]) == ("2.2", ["b"])
     with pytest.raises(UsageError, match="was not measured"):
-        changes.difference("2.1", "2.9")
+        difference("2.1", "2.9")
 
 
 def test_gaps_name_the_release_that_mends_them(catalog_of: Callable[..., None]) -> None:
@@ -273,37 +359,37 @@ def test_gaps_name_the_release_that_mends_them(catalog_of: Callable[..., None]) 
             "2.2.0": [record("a", "all"), record("b", "none")],
         }
     )
-    found = changes.gaps("cpu", "float16", "2.1")
+    found = gaps("cpu", "float16", "2.1")
     assert [(missing.op, missing.mended) for missing in found.missing] == [("a", "2.2"), ("b", None)]
-    assert changes.gaps("cpu", "bfloat16", "2.1").missing == []
-    mending = changes.mending("aten.a.default", device="cpu", dtype="float16", torch="2.1.2+cpu")
-    assert str(mending) == "runs since torch 2.2"
-    assert changes.mending("aten.z.default", device="cpu", dtype="float16", torch="2.1.2") is None
-    assert changes.mending("aten.a.default", device="cuda", dtype="float16", torch="2.1.2") is None
+    assert gaps("cpu", "bfloat16", "2.1").missing == []
+    found = mending("aten.a.default", device="cpu", dtype="float16", torch="2.1.2+cpu")
+    assert str(found) == "runs since torch 2.2"
+    assert mending("aten.z.default", device="cpu", dtype="float16", torch="2.1.2") is None
+    assert mending("aten.a.default", device="cuda", dtype="float16", torch="2.1.2") is None
 
 
 def test_a_version_with_the_extension_is_one_of_its_own() -> None:
-    found = changes.difference("2.8", "2.8+ipex")
+    found = difference("2.8", "2.8+ipex")
     assert (found.before, found.after) == ("2.8", "2.8+ipex")
-    assert changes.gaps("cpu", "float16", "2.8.0+ipex").torch == "2.8+ipex"
-    [answer] = support.lookup("dot", torch="2.8+ipex")
+    assert gaps("cpu", "float16", "2.8.0+ipex").torch == "2.8+ipex"
+    [answer] = lookup("dot", torch="2.8+ipex")
     assert {cell.extension for cell in answer.cells} == {"ipex 2.8.0"}
     with pytest.raises(UsageError, match=r"Measured versions: .*2\.8\+ipex"):
-        changes.gaps("cpu", "float16", "2.9+ipex")
+        gaps("cpu", "float16", "2.9+ipex")
 
 
 def test_dot_on_xpu_went_from_the_cpu_to_a_kernel() -> None:
-    gained = changes.difference("2.8", "2.15", "xpu", "float16").gained
+    gained = difference("2.8", "2.15", "xpu", "float16").gained
     [dot] = [change for change in gained if change.op == "dot" and "forward" in change.modes]
     assert (dot.before, dot.before_on_cpu, dot.after, dot.after_on_cpu) == ("all", "wholly", "all", None)
-    before = changes.gaps("xpu", "float16", "2.8")
+    before = gaps("xpu", "float16", "2.8")
     assert "dot" in before.on_cpu
     assert "dot" not in {missing.op for missing in before.missing}
-    assert "dot" not in changes.gaps("xpu", "float16", "2.15").on_cpu
+    assert "dot" not in gaps("xpu", "float16", "2.15").on_cpu
 
 
 def test_what_refuses_above_dispatch_refuses_on_xpu_too() -> None:
-    missing = {missing.op: missing for missing in changes.gaps("xpu", "float16", "2.11").missing}
+    missing = {missing.op: missing for missing in gaps("xpu", "float16", "2.11").missing}
     assert (missing["quantile"].at, missing["quantile"].message) == ("quantile", "does not take the dtype")
     assert missing["signal.windows.hann"].at is None  # Python refuses
     assert missing["fft.rfft"].mended == "2.12"
@@ -319,15 +405,15 @@ def test_what_is_declared_for_xpu_can_be(release: str) -> None:
     seen = 0
     for op, found in sweep.records.items():
         for mode in MODES[:2]:
-            wide = declared_fare(op, release, "float32", mode)
+            wide = declared_support(op, release, "float32", mode)
             for dtype in LOW:
-                fare = declared_fare(op, release, dtype, mode)
-                if fare is not None:
+                support = declared_support(op, release, dtype, mode)
+                if support is not None:
                     seen += 1
-                    assert wide is None or fare.rank <= wide.rank, (op, dtype, mode)
+                    assert wide is None or support.rank <= wide.rank, (op, dtype, mode)
                     assert found.samples[MODES.index(mode)]
-                    assert (fare.failure is None) == (fare.state == "all"), (op, dtype, mode)
-                    assert (fare.on_cpu is None) or fare.at
+                    assert (support.failure is None) == (support.state == "all"), (op, dtype, mode)
+                    assert (support.on_cpu is None) or support.at
     assert seen > 1000
 
 
@@ -337,32 +423,32 @@ def test_xpu_is_declared_to_run_what_runs_on_cuda() -> None:
     for op in cuda.records:
         for dtype in LOW:
             for mode in MODES[:2]:
-                fare, state = declared_fare(op, "2.11", dtype, mode), cuda.state(op, dtype, mode)
-                if fare is not None and state is not None and fare.state != state:
-                    (better if Fare(state).rank < fare.rank else worse).add(op)
+                support, state = declared_support(op, "2.11", dtype, mode), cuda.state(op, dtype, mode)
+                if support is not None and state is not None and support.state != state:
+                    (better if OpSupport(state).rank < support.rank else worse).add(op)
     assert better == {"histc", "istft", "stft", "nn.functional.embedding_bag"}
     assert {op.partition(".")[0] for op in worse} == {"fft"}  # refused above dispatch until 2.12
 
 
 def test_xpu_is_judged_by_what_that_release_dispatches() -> None:
-    [answer] = support.lookup("combinations", device="xpu", torch="2.8", dtype="float16")
-    [beside] = [a for a in support.lookup("combinations", torch="2.8", dtype="float16") if a.op == "combinations"]
+    [answer] = lookup("combinations", device="xpu", torch="2.8", dtype="float16")
+    [beside] = [a for a in lookup("combinations", torch="2.8", dtype="float16") if a.op == "combinations"]
     assert answer.cells == [cell for cell in beside.cells if cell.device == "xpu"]
     assert {cell.state for cell in answer.cells} == {"all"}  # nonzero_static came later
-    assert "cholesky" in changes.difference("2.8", "2.15", "xpu").only_before
+    assert "cholesky" in difference("2.8", "2.15", "xpu").only_before
 
 
 def test_a_scan_on_xpu_says_since_when() -> None:
-    dot = changes.mending("aten.angle.default", device="xpu", dtype="float16", torch="2.8.0+xpu")
+    dot = mending("aten.angle.default", device="xpu", dtype="float16", torch="2.8.0+xpu")
     assert str(dot) == "runs since torch 2.14"
-    cdist = changes.mending("aten._cdist_forward.default", device="xpu", dtype="float16", torch="2.13.0")
+    cdist = mending("aten._cdist_forward.default", device="xpu", dtype="float16", torch="2.13.0")
     assert str(cdist) == f"fails up to torch {declared.releases()[-1]}"
-    assert changes.mending("aten.mm.default", device="xpu", dtype="float16", torch="2.13.0") is None
+    assert mending("aten.mm.default", device="xpu", dtype="float16", torch="2.13.0") is None
 
 
 def test_an_issue_of_half_is_not_shown_for_fp32() -> None:
     def ids(dtype: Dtype) -> set[str]:
-        [answer] = support.lookup("dot", dtype=dtype, torch="2.1")
+        [answer] = lookup("dot", dtype=dtype, torch="2.1")
         return {issue.id for issue in answer.issues}
 
     assert "ipex-673" in ids("float16")
@@ -370,7 +456,7 @@ def test_an_issue_of_half_is_not_shown_for_fp32() -> None:
 
 
 def test_dot_in_half_as_it_is_told() -> None:
-    [answer] = support.lookup("dot", dtype="float16")
+    [answer] = lookup("dot", dtype="float16")
     cells = {(cell.device, cell.mode): cell for cell in answer.cells}
     assert cells["cpu", "forward"].state == "all"
     assert cells["cpu", "forward"].evidence == "measured"
@@ -379,16 +465,16 @@ def test_dot_in_half_as_it_is_told() -> None:
     assert cells["xpu", "forward"].evidence == "declared"
     assert cells["xpu", "forward"].links
     assert "ipex-673" in {issue.id for issue in answer.issues}
-    [older] = support.lookup("dot", dtype="float16", device="cpu", torch="2.1")
+    [older] = lookup("dot", dtype="float16", device="cpu", torch="2.1")
     assert {cell.state for cell in older.cells} == {"none", None}
     assert older.cells[0].mended is not None
 
 
 def test_a_cpu_fallback_on_xpu_fares_as_the_cpu() -> None:
-    [answer] = support.lookup("linalg.svd", dtype="float16", device="xpu")
+    [answer] = lookup("linalg.svd", dtype="float16", device="xpu")
     assert {(cell.state, cell.registration) for cell in answer.cells} == {("none", "fallback")}
-    assert [missing.op for missing in changes.gaps("xpu", "float16").missing if missing.op == "linalg.svd"]
-    assert declared.releases()[-1] == changes.gaps("xpu", "float16").torch
+    assert [missing.op for missing in gaps("xpu", "float16").missing if missing.op == "linalg.svd"]
+    assert declared.releases()[-1] == gaps("xpu", "float16").torch
 
 
 # -- a scan uses it

@@ -16,12 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_result import gap, run, shared_result
 
-from lowprec_check.analysis.diff import Change, Comparison, compare
+from lowprec_check.analysis.diff import ScanChange, ScanDiff, diff_scans
 from lowprec_check.report.diff import text as comparison_screen
-from lowprec_check.report.diff.documents import render
 from lowprec_check.report.diff.summary import verdict
-from lowprec_check.report.registry import DIFF_FORMATS
+from lowprec_check.report.registry import FORMATS, diff_formats
 from lowprec_check.schema.scan_result import Run, ScanResult
+
+
+def render(diff: ScanDiff, format: str) -> str:
+    return FORMATS.get(format).render_diff(diff)
+
 
 RESULT = shared_result()
 
@@ -32,12 +36,12 @@ def result_of(*runs: Run, **more: Any) -> ScanResult:
 
 
 def changes(old: Run, new: Run, **options: Any) -> list[tuple[str, str]]:
-    found = compare(result_of(old), result_of(new), **options)
+    found = diff_scans(result_of(old), result_of(new), **options)
     return [(change.kind, change.direction) for change in found.changes]
 
 
 def test_a_result_does_not_differ_from_itself() -> None:
-    found = compare(RESULT, RESULT)
+    found = diff_scans(RESULT, RESULT)
     assert (found.changes, found.warnings, found.regressions) == ([], [], 0)
     assert len(found.runs) == len(RESULT.runs)
 
@@ -63,7 +67,7 @@ def test_status(old: str, new: str, direction: str) -> None:
 def test_gaps_gained_and_mended() -> None:
     had, has = run("half", "error", gaps=[gap()]), run("half", "error", gaps=[gap(op="torch.quantile")])
     assert changes(had, has) == [("gap", "worse"), ("gap", "better")]
-    what = [change.what for change in compare(result_of(had), result_of(has)).changes]
+    what = [change.what for change in diff_scans(result_of(had), result_of(has)).changes]
     assert what[0].startswith("missing-kernel gained: torch.quantile in encoder.blocks.0.norm at net.py:23")
     assert what[1].startswith("missing-kernel mended: aten.linalg_cholesky_ex.default")
 
@@ -76,7 +80,7 @@ def test_a_gap_that_moved_is_the_same_gap() -> None:
 
 def test_one_op_in_many_places_is_one_change() -> None:
     after = run("half", "error", gaps=[gap(source=f"file{i}.py:3") for i in range(9)])
-    found = compare(result_of(run("half", "error")), result_of(after))
+    found = diff_scans(result_of(run("half", "error")), result_of(after))
     assert [change.what for change in found.changes] == [
         "missing-kernel gained: aten.linalg_cholesky_ex.default in encoder.blocks.0.norm at file0.py:3 and 8 more places"
     ]
@@ -111,7 +115,7 @@ def timed(fp32: float, half: float, **environment: Any) -> ScanResult:
 
 
 def speeds(old: ScanResult, new: ScanResult) -> list[tuple[str, str]]:
-    return [(change.run, change.direction) for change in compare(old, new).changes if change.kind == "speed"]
+    return [(change.run, change.direction) for change in diff_scans(old, new).changes if change.kind == "speed"]
 
 
 def test_slower_by_the_clock_and_against_fp32() -> None:
@@ -138,7 +142,7 @@ def test_times_below_a_millisecond_say_nothing() -> None:
 
 
 def test_time_can_be_left_out() -> None:
-    assert not compare(timed(10, 10), timed(10, 1000), time_factor=float("inf")).regressions
+    assert not diff_scans(timed(10, 10), timed(10, 1000), time_factor=float("inf")).regressions
 
 
 def test_memory() -> None:
@@ -146,7 +150,7 @@ def test_memory() -> None:
 
 
 def test_no_way_any_more_is_a_regression() -> None:
-    found = compare(result_of(recommendation=RESULT.recommendation), result_of())
+    found = diff_scans(result_of(recommendation=RESULT.recommendation), result_of())
     assert [(change.kind, change.direction, change.new) for change in found.changes] == [
         ("recommendation", "worse", "no way")
     ]
@@ -165,7 +169,7 @@ def test_a_run_that_is_gone_is_not_passed_over(
     status: str, precisions: list[str] | None, direction: str, why: str
 ) -> None:
     options = {"precisions": precisions} if precisions else {}
-    found = compare(result_of(run("half", status)), result_of(run("bfloat16"), options=options))
+    found = diff_scans(result_of(run("half", status)), result_of(run("bfloat16"), options=options))
     assert {(change.run, change.kind, change.direction, change.what) for change in found.changes} == {
         ("bfloat16", "run", "other", "not run before"),
         ("half", "run", direction, f"not run any more: {why}"),
@@ -176,9 +180,9 @@ def test_a_run_that_is_gone_is_not_passed_over(
 
 def test_a_plan_or_a_way_that_was_not_asked_for_is_no_regression() -> None:
     planned = result_of(run("plan", base="half"), recommendation=RESULT.recommendation)
-    assert compare(planned, result_of(recommendation=RESULT.recommendation)).regressions == 0
-    assert compare(planned, result_of()).regressions == 1
-    assert compare(planned, result_of(options={"precisions": ["bfloat16"]})).regressions == 0
+    assert diff_scans(planned, result_of(recommendation=RESULT.recommendation)).regressions == 0
+    assert diff_scans(planned, result_of()).regressions == 1
+    assert diff_scans(planned, result_of(options={"precisions": ["bfloat16"]})).regressions == 0
 
 
 def test_different_environments_are_warned_of() -> None:
@@ -188,7 +192,7 @@ def test_different_environments_are_warned_of() -> None:
         options={"budget": None, "seed": 0, "precisions": ["half", "bfloat16"]},
         target="other.py",
     )
-    assert compare(RESULT, other).warnings == [
+    assert diff_scans(RESULT, other).warnings == [
         "target: net.py → other.py",
         "device: cpu → xpu",
         "torch: 2.13.0+cpu → 2.14.0",
@@ -200,13 +204,13 @@ def test_different_environments_are_warned_of() -> None:
 # -- rendering
 
 
-DIFFERENT = compare(
+DIFFERENT = diff_scans(
     result_of(run("half")), result_of(run("half", "error", gaps=[gap()], latency_ms=None), options={"seed": 1})
 )
 
 
 def test_json_holds_all_of_it() -> None:
-    assert msgspec.json.decode(render(DIFFERENT, "json"), type=Comparison) == DIFFERENT
+    assert msgspec.json.decode(render(DIFFERENT, "json"), type=ScanDiff) == DIFFERENT
 
 
 def test_markdown_says_it() -> None:
@@ -217,7 +221,7 @@ def test_markdown_says_it() -> None:
 
 
 def test_markdown_of_thousands_of_changes_fits() -> None:
-    many = [Change(kind="gap", direction="worse", run="half", what=f"{i} " + "m" * 200) for i in range(2000)]
+    many = [ScanChange(kind="gap", direction="worse", run="half", what=f"{i} " + "m" * 200) for i in range(2000)]
     shown = render(msgspec.structs.replace(DIFFERENT, changes=many, regressions=2000), "md")
     assert len(shown) <= 60_000
     assert "more changes are left out here" in shown
@@ -225,7 +229,7 @@ def test_markdown_of_thousands_of_changes_fits() -> None:
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_the_screen_is_as_wide_as_the_terminal(width: int) -> None:
-    found = compare(RESULT, result_of(run("half", "ok", 1e-3), run("bfloat16", "nonfinite"), options={"seed": 1}))
+    found = diff_scans(RESULT, result_of(run("half", "ok", 1e-3), run("bfloat16", "nonfinite"), options={"seed": 1}))
     lines = comparison_screen.render(found, width=width).splitlines()
     assert max(map(len, lines)) <= width
     assert lines[0].startswith(verdict(found)[:30])
@@ -247,8 +251,8 @@ def test_a_terminal_gets_the_screen_and_a_pipe_markdown(tmp_path: Path, call: Ca
     os.close(ours)
     assert "No difference beyond noise" in shown
     assert "|" not in shown
-    assert call("diff", path, path).stdout == render(compare(RESULT, RESULT), "md")
-    assert call("diff", path, path, "-f", "text").stdout == render(compare(RESULT, RESULT), "text")
+    assert call("diff", path, path).stdout == render(diff_scans(RESULT, RESULT), "md")
+    assert call("diff", path, path, "-f", "text").stdout == render(diff_scans(RESULT, RESULT), "text")
 
 
 def test_the_page_is_silent_and_accessible(tmp_path: Path) -> None:
@@ -272,8 +276,8 @@ def test_a_narrow_page_breaks_no_word(tmp_path: Path) -> None:
 @settings(deadline=None)
 @given(st.one_of(st.text(max_size=200), st.sampled_from(["<script>alert(1)</script>", "a|b\n|c", "x" * 10_000])))
 def test_no_string_breaks_a_difference(nasty: str) -> None:
-    found = compare(RESULT, shared_result(nasty))
-    for format_ in DIFF_FORMATS:
+    found = diff_scans(RESULT, shared_result(nasty))
+    for format_ in diff_formats():
         shown = render(found, format_)
         assert "<script>alert" not in shown or format_ != "html"
     assert all(
@@ -296,7 +300,7 @@ def test_diff_exits_with_what_it_found(tmp_path: Path, call: Call) -> None:
     done = call("diff", good, bad, *(argument for file in out for argument in ("-o", file)))
     assert (done.returncode, done.stdout) == (1, "")
     assert [file.read_text(encoding="utf-8") for file in out] == [
-        render(compare(ScanResult.load(good), ScanResult.load(bad)), format_) for format_ in ("md", "html", "json")
+        render(diff_scans(ScanResult.load(good), ScanResult.load(bad)), format_) for format_ in ("md", "html", "json")
     ]
     assert call("diff", good, tmp_path / "nothing.json").returncode == 2
     assert call("diff", good, bad, "-o", tmp_path / "d.sarif").returncode == 2

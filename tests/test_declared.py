@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 
 import pytest
@@ -13,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowprec_check.catalog import declared
-from lowprec_check.catalog.declared import Row
+from lowprec_check.catalog.declared_file import DeclaredFile, DeclaredRow, Source
 from lowprec_check.catalog.toml_tables import read_tables
 from lowprec_check.errors import UsageError
 from tools.xpu_declarations import claims, dtypes, kernels, registrations
-from tools.xpu_declarations.__main__ import render, rows
+from tools.xpu_declarations.__main__ import rows, save
 from tools.xpu_declarations.corrections import Correction, Corrections
-from tools.xpu_declarations.dtypes import Answer, Claim, Evidence
-from tools.xpu_declarations.registrations import Declarations, Found, Native
+from tools.xpu_declarations.dtypes import Claim, DtypeAnswer, Evidence
+from tools.xpu_declarations.registrations import Declarations, Native, OpRegistration
 
 YAML = """
 - func: add.Tensor(Tensor self, Tensor other) -> Tensor
@@ -60,7 +58,7 @@ YAML = """
 """
 
 
-def found(**other: object) -> dict[str, Found]:
+def found(**other: object) -> dict[str, OpRegistration]:
     """The registrations of YAML, with further sources."""
     given_ = {"intel": {}, "library": frozenset(), "fallback": frozenset()} | other
     return registrations.registrations(Declarations(registrations.parse(YAML), **given_))  # type: ignore[arg-type]
@@ -69,29 +67,29 @@ def found(**other: object) -> dict[str, Found]:
 def test_the_rule_for_registrations() -> None:
     intel = {"dot": Native(frozenset({"XPU"})), "svd.U": Native(frozenset({"CUDA", "SparseXPU"}))}
     assert found(intel=intel, fallback=frozenset({"svd.U"}), library=frozenset({"copy_from"})) == {
-        "add.Tensor": Found("native", "torch", "add.out"),
-        "add.out": Found("native", "torch"),
-        "copy_from": Found("native", "library"),
-        "dot": Found("native", "torch-xpu-ops"),
-        "dot.out": Found("native", "torch-xpu-ops", "dot"),
-        "dot_other": Found("native", "torch-xpu-ops", "dot"),
-        "inv": Found("composite", "torch"),
-        "mkldnn_linear": Found("none", "torch"),
-        "nested_only": Found("none", "torch"),
-        "prelu": Found("composite", "torch"),
-        "relu": Found("composite", "torch"),
-        "relu.out": Found("composite", "torch", "relu"),
-        "svd": Found("fallback", "fallback", "svd.U"),
-        "svd.U": Found("fallback", "fallback"),
+        "add.Tensor": OpRegistration("native", "torch", "add.out"),
+        "add.out": OpRegistration("native", "torch"),
+        "copy_from": OpRegistration("native", "library"),
+        "dot": OpRegistration("native", "torch-xpu-ops"),
+        "dot.out": OpRegistration("native", "torch-xpu-ops", "dot"),
+        "dot_other": OpRegistration("native", "torch-xpu-ops", "dot"),
+        "inv": OpRegistration("composite", "torch"),
+        "mkldnn_linear": OpRegistration("none", "torch"),
+        "nested_only": OpRegistration("none", "torch"),
+        "prelu": OpRegistration("composite", "torch"),
+        "relu": OpRegistration("composite", "torch"),
+        "relu.out": OpRegistration("composite", "torch", "relu"),
+        "svd": OpRegistration("fallback", "fallback", "svd.U"),
+        "svd.U": OpRegistration("fallback", "fallback"),
     }
 
 
 def test_a_kernel_goes_before_the_fallback_and_a_correction_before_all() -> None:
     both = found(intel={"svd.U": Native(frozenset({"XPU"}))}, fallback=frozenset({"svd.U"}))
-    assert both["svd"] == Found("native", "torch-xpu-ops", "svd.U")
-    corrected = found(fallback=frozenset({"svd.U"}), corrected={"svd.U": Found("none", "correction/x")})
-    assert corrected["svd"] == Found("none", "correction/x", "svd.U")
-    assert found()["dot.out"] == Found("none", "torch", "dot")
+    assert both["svd"] == OpRegistration("native", "torch-xpu-ops", "svd.U")
+    corrected = found(fallback=frozenset({"svd.U"}), corrected={"svd.U": OpRegistration("none", "correction/x")})
+    assert corrected["svd"] == OpRegistration("none", "correction/x", "svd.U")
+    assert found()["dot.out"] == OpRegistration("none", "torch", "dot")
 
 
 def test_lists_in_c_plus_plus() -> None:
@@ -145,29 +143,29 @@ CLAIMS = {
 def test_the_rule_for_dtypes() -> None:
     registered = found(intel={"dot": Native(frozenset({"XPU"}))}, fallback=frozenset({"svd.U"}))
     half = dtypes.answers(registered, Evidence(CLAIMS, {}, {}), "half")
-    assert half["add.Tensor"] == half["add.out"] == Answer(True, "opinfo:add")
-    assert half["svd"] == half["svd.U"] == Answer(False, "opinfo:linalg.svd")
-    assert half["dot"] == Answer(True, "opinfo:fft")  # what the CPU refuses above dispatch is traced in float32
-    assert half["relu"] == Answer(True, "opinfo:elu")
-    assert half["mkldnn_linear"] == Answer(True, "opinfo:elu")
-    assert half["inv"] == Answer(None)  # not claimed only for want of CUDA hardware
+    assert half["add.Tensor"] == half["add.out"] == DtypeAnswer(True, "opinfo:add")
+    assert half["svd"] == half["svd.U"] == DtypeAnswer(False, "opinfo:linalg.svd")
+    assert half["dot"] == DtypeAnswer(True, "opinfo:fft")  # what the CPU refuses above dispatch is traced in float32
+    assert half["relu"] == DtypeAnswer(True, "opinfo:elu")
+    assert half["mkldnn_linear"] == DtypeAnswer(True, "opinfo:elu")
+    assert half["inv"] == DtypeAnswer(None)  # not claimed only for want of CUDA hardware
     bfloat16 = dtypes.answers(registered, Evidence(CLAIMS, {"add": frozenset({"bfloat16"})}, {}), "bfloat16")
-    assert bfloat16["add.Tensor"] == Answer(True, "tests:add")
-    assert bfloat16["dot"] == Answer(False, "opinfo:fft")  # `cov` computes with two ops: it tells of neither
-    assert bfloat16["relu"] == Answer(None)
-    assert bfloat16["inv"] == Answer(False, "opinfo:inv")
+    assert bfloat16["add.Tensor"] == DtypeAnswer(True, "tests:add")
+    assert bfloat16["dot"] == DtypeAnswer(False, "opinfo:fft")  # `cov` computes with two ops: it tells of neither
+    assert bfloat16["relu"] == DtypeAnswer(None)
+    assert bfloat16["inv"] == DtypeAnswer(False, "opinfo:inv")
 
 
 def test_kernels_and_corrections_overrule_claims() -> None:
     registered = found(fallback=frozenset({"svd.U"}))
     left_out = {"add_xpu": frozenset({"half"}), "svd_xpu": frozenset({"half"})}
     half = dtypes.answers(registered, Evidence(CLAIMS, {}, left_out), "half")
-    assert half["add.Tensor"] == half["add.out"] == Answer(False, "kernel:add_xpu")
-    assert half["svd"] == Answer(False, "opinfo:linalg.svd")  # it has no kernel of its own
-    corrected = {("add.out", "half"): Answer(True, "correction/y")}
+    assert half["add.Tensor"] == half["add.out"] == DtypeAnswer(False, "kernel:add_xpu")
+    assert half["svd"] == DtypeAnswer(False, "opinfo:linalg.svd")  # it has no kernel of its own
+    corrected = {("add.out", "half"): DtypeAnswer(True, "correction/y")}
     half = dtypes.answers(registered, Evidence(CLAIMS, {}, left_out, corrected), "half")
-    assert half["add.out"] == Answer(True, "correction/y")
-    assert half["add.Tensor"] == Answer(False, "kernel:add_xpu")
+    assert half["add.out"] == DtypeAnswer(True, "correction/y")
+    assert half["add.Tensor"] == DtypeAnswer(False, "kernel:add_xpu")
 
 
 def test_what_intels_tests_add() -> None:
@@ -185,7 +183,9 @@ def test_corrections(tmp_path: Path) -> None:
     path = tmp_path / "corrections.toml"
     path.write_text(entry.format("half = false"))
     assert Corrections(path, "2.11").dtypes({"fft_fft"}) == {}
-    assert Corrections(path, "2.10").dtypes({"fft_fft", "add"}) == {("fft_fft", "half"): Answer(False, "correction/x")}
+    assert Corrections(path, "2.10").dtypes({"fft_fft", "add"}) == {
+        ("fft_fft", "half"): DtypeAnswer(False, "correction/x")
+    }
     with pytest.raises(UsageError, match=r"no op of this release is called fft_\*"):
         Corrections(path, "2.9").dtypes({"add"})
     for wrong, says in (
@@ -202,50 +202,91 @@ def test_corrections(tmp_path: Path) -> None:
 
 
 ROWS = st.builds(
-    Found,
+    OpRegistration,
     st.sampled_from(["native", "fallback", "composite", "none"]),
     st.sampled_from(["torch", "fallback"]),
     st.sampled_from([None, "add.out"]),
 )
 ANSWERS = st.one_of(
-    st.just(Answer(None)), st.builds(Answer, st.booleans(), st.sampled_from(["opinfo:x", "kernel:y_xpu"]))
+    st.just(DtypeAnswer(None)), st.builds(DtypeAnswer, st.booleans(), st.sampled_from(["opinfo:x", "kernel:y_xpu"]))
 )
 
 
-@given(st.dictionaries(st.sampled_from(["add.Tensor", "add.out", "dot"]), st.tuples(ROWS, ANSWERS, ANSWERS)))
-def test_what_is_written_is_read(table: dict[str, tuple[Found, Answer, Answer]]) -> None:
+TABLES = st.dictionaries(st.sampled_from(["add.Tensor", "add.out", "dot"]), st.tuples(ROWS, ANSWERS, ANSWERS))
+SOURCES = {key: Source("what", "https://x.y", None, "a note") for key in ("torch", "fallback")}
+
+
+def rows_of(table: dict[str, tuple[OpRegistration, DtypeAnswer, DtypeAnswer]]) -> dict[str, DeclaredRow]:
     registered = {op: row for op, (row, _, _) in table.items()}
     taken = {
         "half": {op: half for op, (_, half, _) in table.items()},
         "bfloat16": {op: b for op, (_, _, b) in table.items()},
     }
-    sources = {key: declared.Source("what", "https://x.y") for key in ("torch", "fallback")}
-    text = render("2.13", sources, rows(registered, taken))
-    path = Path(__file__).parent / "nowhere.json"
-    read = declared.parse(text.encode(), path)
-    assert read.ops == {
-        op: Row(*row, half.takes, b.takes, half.source, b.source) for op, (row, half, b) in table.items()
-    }
+    return rows(registered, taken)
 
 
-def test_a_file_that_is_wrong_is_named_with_its_op(tmp_path: Path) -> None:
-    good = (ROOT / "catalog" / "declared-xpu-2.13.json").read_text(encoding="utf-8")
-    path = tmp_path / "declared-xpu-2.13.json"
+@given(releases=st.dictionaries(st.sampled_from(["2.8", "2.9", "2.10", "2.11"]), TABLES, min_size=1), data=st.data())
+def test_what_is_written_is_read_whatever_the_order(
+    tmp_path_factory: pytest.TempPathFactory,
+    releases: dict[str, dict[str, tuple[OpRegistration, DtypeAnswer, DtypeAnswer]]],
+    data: st.DataObject,
+) -> None:
+    folder = tmp_path_factory.mktemp("d")
+    for path in (folder / "a.jsonl", folder / "b.jsonl"):
+        for release in data.draw(st.permutations([*releases, *releases])):  # each twice: replaced by itself
+            save(path, release, SOURCES, rows_of(releases[release]))
+    assert (folder / "a.jsonl").read_bytes() == (folder / "b.jsonl").read_bytes()
+    file = DeclaredFile(folder / "a.jsonl")
+    assert sorted(file.releases) == sorted(releases)
+    for release, table in releases.items():
+        assert file.sources[release] == SOURCES
+        assert dict(file.release(release)) == rows_of(table)
+        for op, (row, half, b) in table.items():
+            assert file.release(release)[op] == DeclaredRow(*row, half.takes, b.takes, half.source, b.source)
+
+
+def test_a_release_more_adds_lines_only(tmp_path: Path) -> None:
+    path = tmp_path / "declared-xpu.jsonl"
+    row = DeclaredRow("native", "torch")
+    save(path, "2.8", SOURCES, {"add": row, "dot": DeclaredRow("fallback", "fallback"), "old": row})
+    before = path.read_text().splitlines()
+    save(path, "2.9", SOURCES, {"add": row, "dot": row})
+    after = path.read_text().splitlines()
+    assert set(before[1:]) <= set(after)
+    assert [line for line in after[1:] if line not in before and "source" not in line] == [
+        '["dot","2.9","native","torch"]',
+        '["old","2.9"]',
+    ]
+
+
+def test_a_file_that_is_wrong_is_named_with_its_line_and_op(tmp_path: Path) -> None:
+    good = (ROOT / "catalog" / "declared-xpu.jsonl").read_text(encoding="utf-8")
+    path = tmp_path / "declared-xpu.jsonl"
+    dot = next(line for line in good.splitlines() if line.startswith('["dot","2.11"'))
+    number = good.splitlines().index(dot) + 1
     wrongs = {
-        "op 'dot': Invalid enum value 'natve'": good.replace('"dot": ["native"', '"dot": ["natve"'),
-        "op 'dot': .*bool": re.sub(r'"dot": \[.*\]', '"dot": ["native", "torch", null, 1]', good),
-        "op 'dot': .*length": re.sub(
-            r'"dot": \[.*\]', '"dot": ["native", "torch", null, true, true, "a:b", "a:b", 8]', good
+        rf":{number}: op 'dot': Invalid enum value 'natve'": good.replace(
+            '["dot","2.11","native"', '["dot","2.11","natve"'
         ),
-        "op 'dot': there is no source 'hearsay'": re.sub(r'"dot": \[.*\]', '"dot": ["native", "hearsay"]', good),
-        "schema 2 is not 1": good.replace('"schema": 1', '"schema": 2'),
-        "extra": good.replace('"schema": 1', '"schema": 1, "extra": 0'),
-        "truncated": good[: len(good) // 2],
+        rf":{number}: op 'dot': .*bool": good.replace(dot, '["dot","2.11","native","torch",null,1]'),
+        rf":{number}: op 'dot': .*length": good.replace(
+            dot, '["dot","2.11","native","torch",null,true,true,"a:b","a:b",8]'
+        ),
+        rf":{number}: op 'dot': there is no source 'hearsay'": good.replace(dot, '["dot","2.11","native","hearsay"]'),
+        rf":{number}: op 'dot': version '9.9' is not in the head": good.replace(dot, dot.replace("2.11", "9.9")),
+        rf":{number}: op 'dot' version '2.8': there twice": good.replace(dot, dot.replace("2.11", "2.8")),
+        rf":{number}: does not begin with an operator": good.replace(dot, "[1]"),
+        rf":{number}: .*malformed": good.replace(dot, "nonsense"),
+        ":1: schema 1 is not 2": good.replace('"schema":2', '"schema":1'),
+        ":1: .*extra": good.replace('"schema":2', '"schema":2,"extra":0'),
+        ":2: .*urk": good.replace('"url"', '"urk"', 1),
+        ".*truncated": good[: len(good) // 2],
     }
     for says, text in wrongs.items():
+        assert text != good
         path.write_text(text, encoding="utf-8")
-        with pytest.raises(UsageError, match=rf"declared-xpu-2\.13\.json: .*{says}"):
-            declared.read(path)
+        with pytest.raises(UsageError, match=rf"declared-xpu\.jsonl{says}"):
+            dict(DeclaredFile(path).release("2.13"))
 
 
 def test_names_and_releases() -> None:
@@ -313,8 +354,6 @@ def test_the_files_are_whole_and_sorted(release: str) -> None:
         for takes, source in ((row.half, row.half_source), (row.bfloat16, row.bfloat16_source)):
             assert (takes is None) == (source is None), op
             assert source is None or source.partition(":")[0] in known.sources, op
-    text = (ROOT / "catalog" / f"declared-xpu-{release}.json").read_text(encoding="utf-8")
-    assert len(json.loads(text)["ops"]) == sum(line.startswith(' "') and "[" in line for line in text.splitlines())
 
 
 class Sample:

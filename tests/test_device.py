@@ -80,7 +80,7 @@ def test_no_vendor_is_named_outside_the_device_room() -> None:
     assert named == {
         engine / "load.py",  # a comment on an environment variable
         engine / "model" / "device.py",
-        engine / "model" / "precision.py",
+        engine / "core" / "seed.py",
         engine / "run" / "supervisor.py",
         engine / "sweep" / "worker.py",  # knows nothing of this package but the sweep
     }

@@ -12,9 +12,10 @@ from conftest import ROOT
 
 from lowprec_check.schema.scan_result import ScanResult
 
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = ("*.md", "docs/*.md", "catalog/*.md", "reports/*.md", "reports/*/index.md")
+DOCUMENTS = sorted(path for pattern in PAGES for path in ROOT.glob(pattern))
 LINKS = [
-    pytest.param(document.parent / link, id=f"{document.name}-{link}")
+    pytest.param(document.parent / link, id=f"{document.relative_to(ROOT)}-{link}")
     for document in DOCUMENTS
     for link in dict.fromkeys(re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text(encoding="utf-8")))
     if not link.startswith("http")

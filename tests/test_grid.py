@@ -12,7 +12,8 @@ from browser import chromium, opened
 
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.measured import history, sweep_of
-from lowprec_check.catalog.version_diff import difference, gaps
+from lowprec_check.catalog.missing_ops import gaps
+from lowprec_check.catalog.version_diff import difference
 from lowprec_check.report.op.document import render_report
 from lowprec_check.report.op.grid import CELLS, Line, columns, lines, render_grid, why
 

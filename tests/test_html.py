@@ -243,8 +243,8 @@ def test_origin_is_the_first_nonfinite_then_the_jump_over_tolerance_then_the_lar
     assert overflow is not None
     assert jump is not None
     assert calm is not None
-    assert (overflow.call, overflow.kind) == (41, "nonfinite")
-    assert (jump.call, jump.kind) == (10, "source")
+    assert (overflow.position, overflow.kind) == (41, "nonfinite")
+    assert (jump.position, jump.kind) == (10, "source")
     assert calm.kind == "step"
     assert origin(run("half")) is None
 

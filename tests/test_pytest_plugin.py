@@ -12,15 +12,16 @@ from conftest import INSTALLED, PLUGIN, ROOT
 
 from lowprec_check.catalog.declared import releases
 from lowprec_check.catalog.measured import sweep_of
-from lowprec_check.catalog.records import Measured
-from lowprec_check.engine.model.precision import PRECISIONS
+from lowprec_check.catalog.measured_sweep import MeasuredSweep
 from lowprec_check.engine.sweep.build import _Sweep
 from lowprec_check.pytest_plugin import coverage  # noqa: F401 - loaded once, not anew in every project
 from lowprec_check.pytest_plugin import known_failures as known  # noqa: F401 - loaded once, not anew in every project
 from lowprec_check.pytest_plugin import op_support as support
 from lowprec_check.pytest_plugin.fixture import lowprec as fixture  # noqa: F401 - loaded once, not anew in every project
 from lowprec_check.pytest_plugin.fixture import watch  # noqa: F401 - loaded once, not anew in every project
-from lowprec_check.pytest_plugin.marker import NAMES
+from lowprec_check.schema.precisions import low_precisions
+
+NAMES = [precision.name for precision in low_precisions()]
 
 MODEL = """
 import pytest
@@ -123,11 +124,7 @@ def test_help_and_markers(project: pytest.Pytester) -> None:
     )
     markers = project.runpytest("--markers").stdout.str()
     assert all(name in markers for name in NAMES)
-    assert '@pytest.mark.lowprec(*precisions, device="cpu", tolerance=None)' in markers
-
-
-def test_the_marker_knows_every_precision() -> None:
-    assert set(NAMES) == set(PRECISIONS) - {"fp32"}
+    assert '@pytest.mark.lowprec(*precisions, device="cpu", backend="eager", tolerance=None)' in markers
 
 
 # -- the fixture
@@ -226,13 +223,15 @@ def test_no_gaps_tells_the_users_own_error(project: pytest.Pytester) -> None:
     said = one(project, "lowprec.assert_no_gaps(lambda x: torch.linalg.inv(x).view(3), torch.eye(4))")
     assert "1 gap" in said
     assert "aten.linalg_inv_ex.default" in said
-    assert re.search(r"Stopped at test_\w+.py:19 by an error that fp32 has too:\n +RuntimeError: shape '\[3\]'", said)
+    assert re.search(
+        r"Stopped at test_\w+.py:19 by an error that also occurs in fp32:\n +RuntimeError: shape '\[3\]'", said
+    )
     assert "is no low precision" in one(project, "lowprec.assert_no_gaps(torch.mm, x, x.T, dtype=torch.float32)")
 
 
 def test_no_gaps_tells_an_error_that_only_half_has(project: pytest.Pytester) -> None:
     said = one(project, "lowprec.assert_no_gaps(lambda x: torch.special.i1(x.requires_grad_()).sum().backward(), x)")
-    assert re.search(r"Stopped at test_\w+.py:19 by an error that is not there in fp32:\n +\w+Error: \"i1_b", said)
+    assert re.search(r"Stopped at test_\w+.py:19 by an error that does not occur in fp32:\n +\w+Error: \"i1_b", said)
 
 
 @pytest.mark.parametrize(
@@ -253,16 +252,16 @@ def test_a_wrong_call_is_shown_at_its_line(project: pytest.Pytester, call: str) 
 @pytest.mark.parametrize("call", ["check(net, x", "assert_no_gaps(net, x", "record(torch.half"])
 def test_without_the_device_a_test_is_skipped(project: pytest.Pytester, call: str) -> None:
     project.makepyfile(test_one=MODEL + f'\ndef test_it(lowprec):\n    lowprec.{call}, device="xpu")\n')
-    assert "SKIPPED [1] test_one.py:19: device xpu is not there" in project.runpytest("-rs").stdout.str()
+    assert "SKIPPED [1] test_one.py:19: device xpu is not available" in project.runpytest("-rs").stdout.str()
 
 
 def test_all_operators_of_a_name_are_tried_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[list[str]] = []
 
-    def build(device: str, *, jobs: int, only: list[str]) -> Measured:
+    def build(device: str, *, jobs: int, only: list[str]) -> MeasuredSweep:
         tried.append(only)
         sweep = sweep_of(device)
-        return Measured(sweep.header, [sweep.records[op] for op in sorted(only)], [])
+        return MeasuredSweep(sweep.header, [sweep.records[op] for op in sorted(only)], [])
 
     monkeypatch.setattr(sys.modules[_Sweep.__module__], "build", build)
     support._tried.cache_clear()
@@ -339,13 +338,16 @@ def test_allclose_says_how_far(project: pytest.Pytester) -> None:
 @pytest.mark.parametrize(
     ("marker", "says"),
     [
-        ("", "it names no precision; choose among half, bfloat16, autocast-fp16, autocast-bf16"),
-        ('"fp16"', "unknown precision 'fp16'; choose among"),
-        ('"half", "half"', "a precision is there twice"),
-        ('"half", device="tpu"', "unknown device 'tpu'; choose among cpu, cuda, xpu, mps"),
-        ('"half", tolerance=-1', "tolerance -1 is no positive number"),
-        ('"half", tolerance="x"', "tolerance 'x' is no positive number"),
-        ('"half", tol=1', "got an unexpected keyword argument 'tol'; it takes precisions, device and tolerance"),
+        ("", "it names no precision; choose from bfloat16, autocast-bf16, half, autocast-fp16"),
+        ('"fp8"', "unknown precision 'fp8'"),
+        ('"half", "half"', "duplicate precision"),
+        ('"half", device="tpu"', "unknown device 'tpu'; choose from cpu, cuda, xpu, mps"),
+        ('"half", tolerance=-1', "tolerance -1 is not a positive number"),
+        ('"half", tolerance="x"', "tolerance 'x' is not a positive number"),
+        (
+            '"half", tol=1',
+            "got an unexpected keyword argument 'tol'; it takes precisions, device, backend and tolerance",
+        ),
     ],
 )
 def test_a_wrong_marker_is_an_error(project: pytest.Pytester, marker: str, says: str) -> None:
@@ -363,7 +365,7 @@ def test_marker_without_fixture_is_an_error(project: pytest.Pytester) -> None:
 def test_marker_skips_without_its_device(project: pytest.Pytester) -> None:
     result = marked(project, '"half", device="xpu"')
     result.assert_outcomes(skipped=1)
-    assert re.search(r"SKIPPED \[1\] test_\w+.py:7: device xpu is not there", result.stdout.str())
+    assert re.search(r"SKIPPED \[1\] test_\w+.py:7: device xpu is not available", result.stdout.str())
 
 
 def test_marker_in_a_unittest_class_is_refused(project: pytest.Pytester) -> None:

@@ -255,17 +255,17 @@ def test_uncalled_modules_are_named_by_their_root() -> None:
 
 
 def test_memory_of_twins_is_released() -> None:
-    from lowprec_check.engine.trace.lockstep import Lockstep
+    from lowprec_check.engine.trace.twins import Twins
 
-    lockstep = Lockstep()
+    twins = Twins()
     low = torch.randn(4).half()
-    lockstep.put(low, torch.randn(4))
+    twins.set_reference(low, torch.randn(4))
     view = low[1:]
     del low
-    assert len(lockstep.twins) == 1
-    assert lockstep.get(view).shape == (3,)
+    assert len(twins.by_storage) == 1
+    assert twins.reference_of(view).shape == (3,)
     del view
-    assert not lockstep.twins
+    assert not twins.by_storage
 
 
 @pytest.mark.parametrize("precision", LOW)

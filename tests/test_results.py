@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import pickle
 
 import msgspec
 import pytest
@@ -12,15 +14,8 @@ from hypothesis import strategies as st
 from lowprec_check.analysis.recommend import recommend
 from lowprec_check.analysis.rules.registry import diagnose, rule, rules
 from lowprec_check.report.text import render
-from lowprec_check.schema.scan_result import (
-    ErrorStats,
-    Gap,
-    ModelInfo,
-    OpCalls,
-    ResultError,
-    Run,
-    ScanResult,
-)
+from lowprec_check.schema.op_calls import OpCall, OpCalls, to_columns
+from lowprec_check.schema.scan_result import ErrorStats, Gap, ModelInfo, ResultError, Run, ScanResult
 
 MODEL = ModelInfo(name="Net", parameters=1234567, inputs=["(1, 3)"], modules=3, training=False)
 
@@ -132,10 +127,70 @@ def test_any_name_survives(name: str, module: str, message: str, source: str) ->
     assert render(result, width=80)
 
 
-def test_columns_are_rows() -> None:
-    calls = OpCalls()
-    assert list(calls.rows()) == []
-    assert len(calls) == 0
+rows_of_calls = st.lists(
+    st.builds(
+        OpCall,
+        op=st.text(max_size=9),
+        source=st.none() | st.text(max_size=9),
+        outcome=st.sampled_from(["ok", "rescued", "emulated"]),
+        local_error=st.none() | st.floats(allow_nan=False, allow_infinity=False),
+        flips=st.integers(0, 2**40),
+    )
+)
+
+
+@given(rows=rows_of_calls)
+def test_rows_survive_as_columns(rows: list[OpCall]) -> None:
+    calls = to_columns(rows)
+    assert len(calls) == len(rows)
+    assert list(calls.rows()) == rows
+    assert msgspec.json.decode(msgspec.json.encode(calls), type=OpCalls) == calls
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(calls), type=OpCalls) == calls
+    assert pickle.loads(pickle.dumps(calls)) == calls
+
+
+def test_columns_are_saved_in_order() -> None:
+    saved = json.loads(msgspec.json.encode(OpCalls()))
+    assert list(saved) == [
+        *["op", "module", "source", "dtypes", "shape", "outcome", "local_error", "accumulated_error", "input_error"],
+        *["absmax", "rms", "introduced_inf", "introduced_nan", "flushed", "input_flushed", "flips", "recast"],
+        *["time_ms", "reference_ms"],
+    ]
+    assert set(map(str, saved.values())) == {"[]"}
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_floats_that_are_not_finite_are_saved_as_none(value: float) -> None:
+    calls = to_columns([OpCall("aten.mm.default", absmax=1.0, accumulated_error=value, flushed=value)])
+    assert (calls.absmax, calls.accumulated_error, calls.flushed) == ([1.0], [None], [None])
+
+
+@pytest.mark.parametrize("missing", OpCalls.__struct_fields__[1:])
+def test_columns_that_an_older_file_lacks_get_their_defaults(missing: str) -> None:
+    saved = json.loads(msgspec.json.encode(to_columns([OpCall("a"), OpCall("b")])))
+    saved.pop(missing)
+    calls = msgspec.json.decode(json.dumps(saved), type=OpCalls)
+    assert list(calls.rows()) == [OpCall("a"), OpCall("b")]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rms": []}, "column 'rms' has 0 entries, 'op' has 2"),
+        ({"flips": [1, 2, 3]}, "column 'flips' has 3 entries"),
+        ({"op": []}, "'op' has 0"),
+        ({"op": None}, r"\$\.op"),
+        ({"module": None}, r"\$\.module"),
+        ({"rms": ["x", None]}, r"\$\.rms"),
+        ({"flips": [None, 1]}, r"\$\.flips"),
+        ({"outcome": ["ok", "odd"]}, r"\$\.outcome"),
+        ({"surprise": []}, "surprise"),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(change: dict[str, object], says: str) -> None:
+    saved = json.loads(msgspec.json.encode(to_columns([OpCall("a"), OpCall("b")])))
+    with pytest.raises(ValueError, match=says):
+        msgspec.json.decode(json.dumps(saved | change), type=OpCalls)
 
 
 def test_codes_are_registered_once() -> None:

@@ -303,12 +303,12 @@ def test_spawned_workers_load_the_target_again(tmp_path: Path) -> None:
     import functools
 
     from lowprec_check.engine.load import load_seeded
-    from lowprec_check.engine.scan import scan_target
+    from lowprec_check.engine.scan import ScanOptions, scan_target
 
     path = tmp_path / "spawned.py"
     path.write_text("import torch\nmodel = torch.nn.Linear(8, 8).eval()\ninputs = torch.ones(2, 8)\n")
     load = functools.partial(load_seeded, str(path), (), 0)
-    result = scan_target(load(), load, isolation="spawn", precisions=["half"])
+    result = scan_target(load(), load, "spawn", ScanOptions(precisions=["half"]))
     assert result.run("half").status == "ok"
     assert result.run("half").perturbed is False
 

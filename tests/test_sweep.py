@@ -12,8 +12,9 @@ from conftest import ROOT
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from lowprec_check.catalog.measured import Sweep, sweep_of
-from lowprec_check.catalog.records import LOW, MODES, Dtype, Failure, Measured, in_samples
+from lowprec_check.catalog.measured import Sweep, read_sweeps, sweep_of
+from lowprec_check.catalog.measured_sweep import MeasuredSweep
+from lowprec_check.catalog.records import LOW, MODES, Dtype, Failure, in_samples
 from lowprec_check.engine.sweep.build import build
 from lowprec_check.engine.sweep.failures import Raised, condition, kind_of, merged
 from lowprec_check.engine.sweep.ulp import summary, ulp_errors
@@ -101,14 +102,14 @@ def test_a_fresh_sweep_finds_what_the_catalog_has(tmp_path: Path) -> None:
     assert "p=2.0" in str(next(record for record in first.records if record.op == "cdist").failures[0].condition)
     saved = [first.save(folder) for folder in (tmp_path / "a", tmp_path / "b") if not folder.mkdir()]  # type: ignore[func-returns-value]
     assert saved[0][0].read_bytes() == saved[1][0].read_bytes()
-    assert Sweep(saved[0][0]).records["dot"] == first.records[1]
+    assert read_sweeps(saved[0][0])[0].records["dot"] == first.records[1]
 
 
 # -- workers that die
 
 
 @pytest.fixture(scope="module")
-def deadly() -> Measured:
+def deadly() -> MeasuredSweep:
     """A sweep of the operators of `killing_worker`."""
     before = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), before])
@@ -118,7 +119,7 @@ def deadly() -> Measured:
         os.environ["PYTHONPATH"] = before
 
 
-def test_a_worker_that_dies_costs_that_operator_only(deadly: Measured) -> None:
+def test_a_worker_that_dies_costs_that_operator_only(deadly: MeasuredSweep) -> None:
     records = {record.op: record for record in deadly.records}
     assert list(records) == ["always_dies", "dies", "hangs", "prints", "refuses_large"]
     assert records["prints"].failures == []
@@ -131,7 +132,7 @@ def test_a_worker_that_dies_costs_that_operator_only(deadly: Measured) -> None:
     assert records["dies"].state("bfloat16", "backward") == "all"
 
 
-def test_an_operator_that_always_kills_is_given_up(deadly: Measured) -> None:
+def test_an_operator_that_always_kills_is_given_up(deadly: MeasuredSweep) -> None:
     record = deadly.records[0]
     assert record.note is not None
     assert "exit code 3 in float32/forward" in record.note
@@ -139,7 +140,7 @@ def test_an_operator_that_always_kills_is_given_up(deadly: Measured) -> None:
     assert record.state("float32", "forward") == "none"
 
 
-def test_a_call_that_hangs_is_a_timeout(deadly: Measured) -> None:
+def test_a_call_that_hangs_is_a_timeout(deadly: MeasuredSweep) -> None:
     hanging = next(record for record in deadly.records if record.op == "hangs")
     failure = hanging.failure("bfloat16", "forward")
     assert failure is not None
@@ -147,7 +148,7 @@ def test_a_call_that_hangs_is_a_timeout(deadly: Measured) -> None:
     assert hanging.state("float16", "backward") == "all"
 
 
-def test_what_depends_on_size_is_found_with_its_condition(deadly: Measured) -> None:
+def test_what_depends_on_size_is_found_with_its_condition(deadly: MeasuredSweep) -> None:
     record = next(record for record in deadly.records if record.op == "refuses_large")
     assert record.state("float16", "forward") == "some"
     failure = record.failure("float16", "forward")

@@ -9,7 +9,9 @@ from pathlib import Path
 import msgspec
 
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.backends import EAGER
 from lowprec_check.schema.base import Struct, decode, encode
+from lowprec_check.schema.run_key import MemoryFormat
 from lowprec_check.schema.scan_result import Diagnostic, ScanResult, is_selected
 
 SCHEMA = 1
@@ -22,6 +24,8 @@ class Entry(Struct, frozen=True, kw_only=True):
     code: str
     name: str
     precision: str | None = None
+    backend: str = EAGER
+    memory_format: MemoryFormat = "contiguous"
     module: str | None = None
     op: str | None = None
     file: str | None = None
@@ -41,7 +45,7 @@ class Baseline(Struct, frozen=True, kw_only=True):
 
 
 def fingerprint(diagnostic: Diagnostic) -> str:
-    """16 hex digits from code, precision, op, file and module: no line, no index, no figure.
+    """16 hex digits from code, run, op, file and module: no line, no index, no figure.
 
     ``blocks.3.attn`` and ``blocks.4.attn`` are alike: what one layer of a stack is accepted for, its siblings
     are too. The message counts, without its numbers, only where neither op nor module says what is meant.
@@ -49,7 +53,7 @@ def fingerprint(diagnostic: Diagnostic) -> str:
     message = "" if diagnostic.op or diagnostic.module else _without_numbers(diagnostic.message)
     parts = (
         diagnostic.code,
-        diagnostic.precision,
+        diagnostic.run_label,
         diagnostic.op,
         stable_path(diagnostic.module),
         file_of(diagnostic.source),
@@ -83,6 +87,8 @@ def baseline_of(result: ScanResult, known: Baseline | None = None) -> Baseline:
             code=d.code,
             name=d.name,
             precision=d.precision,
+            backend=d.backend,
+            memory_format=d.memory_format,
             module=stable_path(d.module),
             op=d.op,
             file=file_of(d.source),
@@ -99,7 +105,8 @@ def baseline_of(result: ScanResult, known: Baseline | None = None) -> Baseline:
 
 def _looked_for(entry: Entry, result: ScanResult) -> bool:
     """Whether the scan ran the precision that the finding is of, and was to report its code."""
-    ran = entry.precision is None or any(run.precision == entry.precision for run in result.runs)
+    key = (entry.precision, entry.backend, entry.memory_format)
+    ran = entry.precision is None or any((run.precision, run.backend, run.memory_format) == key for run in result.runs)
     return ran and is_selected(entry.code, result.options.get("select", ()), result.options.get("ignore", ()))
 
 

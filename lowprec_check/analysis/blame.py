@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.plan import Blame, Constant
-from lowprec_check.schema.scan_result import Gap, Place, Run
-
-_DTYPES = {"half": "float16", "autocast-fp16": "float16", "bfloat16": "bfloat16", "autocast-bf16": "bfloat16"}
+from lowprec_check.schema.scan_result import Gap, Run
 
 
 class Suspects(NamedTuple):
@@ -66,7 +65,7 @@ def at_fault(run: Run, module: str) -> Blame | None:
     return None
 
 
-def _rows_inside(runs: Sequence[Run], module: str) -> Iterator[Place]:
+def _rows_inside(runs: Sequence[Run], module: str) -> Iterator[OpCall]:
     return (row for run in runs for row in run.op_calls.rows() if is_inside(row.module, module))
 
 
@@ -75,11 +74,11 @@ def is_inside(path: str, module: str) -> bool:
     return path == module or bool(module and path.startswith(f"{module}."))
 
 
-def _makes_nonfinite(row: Place) -> bool:
+def _makes_nonfinite(row: OpCall) -> bool:
     return bool(row.introduced_inf or row.introduced_nan)
 
 
-def _added_error(row: Place) -> float:
+def _added_error(row: OpCall) -> float:
     """rel_l2 that the op itself adds, or by which it makes what comes in grow."""
     return max(row.local_error or 0.0, (row.accumulated_error or 0.0) - (row.input_error or 0.0))
 
@@ -98,14 +97,16 @@ def _why_gap(gap: Gap) -> str:
 
 def constants(run: Run) -> list[Constant]:
     """Constants in the code that do not fit the dtype of ``run``, each with the one to write instead."""
-    dtype = _DTYPES[run.base or run.precision]
+    if run.basis is None:
+        return []
+    dtype = run.basis.format.dtype
     return [
         Constant(
             module=gap.module,
             op=gap.op,
             source=gap.source,
             value=gap.constant,
-            use=f"torch.finfo(torch.{dtype}).{'max' if gap.constant and gap.constant > 0 else 'min'}",
+            use=f"torch.finfo({dtype}).{'max' if gap.constant and gap.constant > 0 else 'min'}",
         )
         for gap in run.gaps
         if gap.kind == "scalar-overflow"

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from lowprec_check.analysis.baseline import file_of, stable_path
-from lowprec_check.analysis.recommend import SHORT_MS, explain_status, label, memory_ratio, time_ratio
+from lowprec_check.analysis.run_summary import SHORT_MS, explain_status, label, memory_ratio, time_ratio
 from lowprec_check.schema.base import Struct
+from lowprec_check.schema.run_key import RunKey, qualified
 from lowprec_check.schema.scan_result import Gap, Run, ScanResult
 
 Kind = Literal["status", "gap", "error", "speed", "memory", "run", "recommendation"]
@@ -33,7 +34,7 @@ _RANK = {"ok": 0, "inaccurate": 1, "nonfinite": 2, "error": 3, "timeout": 4, "cr
 _MACHINE = ("device", "device_name", "cpu_capability", "threads", "platform")
 
 
-class Change(Struct, frozen=True, kw_only=True):
+class ScanChange(Struct, frozen=True, kw_only=True):
     """One thing that is not as it was."""
 
     kind: Kind
@@ -47,7 +48,7 @@ class Change(Struct, frozen=True, kw_only=True):
     """New over old, for figures."""
 
 
-class Pair(Struct, frozen=True, kw_only=True):
+class RunPair(Struct, frozen=True, kw_only=True):
     """One run in both results; ``None`` where a result lacks it."""
 
     run: str
@@ -62,7 +63,7 @@ class Pair(Struct, frozen=True, kw_only=True):
     new_memory: float | None = None
 
 
-class Side(Struct, frozen=True, kw_only=True):
+class DiffSide(Struct, frozen=True, kw_only=True):
     """Where one of the two comes from."""
 
     target: str
@@ -72,25 +73,25 @@ class Side(Struct, frozen=True, kw_only=True):
     device: str
 
 
-class Comparison(Struct, frozen=True, kw_only=True):
+class ScanDiff(Struct, frozen=True, kw_only=True):
     """Everything that differs; ``warnings`` say what makes the two hard to compare."""
 
     schema: int = 1
-    old: Side
-    new: Side
+    old: DiffSide
+    new: DiffSide
     warnings: list[str] = []
-    runs: list[Pair] = []
-    changes: list[Change] = []
+    runs: list[RunPair] = []
+    changes: list[ScanChange] = []
     regressions: int = 0
     improvements: int = 0
 
 
-def compare(
+def diff_scans(
     old: ScanResult, new: ScanResult, *, error_factor: float = ERROR_FACTOR, time_factor: float = TIME_FACTOR
-) -> Comparison:
+) -> ScanDiff:
     """Compare run by run, matched by precision and backend; figures count where they move by more than their factor."""
     pairs = _matched(old, new)
-    changes: list[Change] = []
+    changes: list[ScanChange] = []
     for before, after in pairs:
         if before is None or after is None:
             changes += _only_one(before, after, new)
@@ -103,7 +104,7 @@ def compare(
     changes += _recommendation(old, new)
     order = {"worse": 0, "better": 1, "other": 2}
     changes.sort(key=lambda change: order[change.direction])
-    return Comparison(
+    return ScanDiff(
         old=_side(old),
         new=_side(new),
         warnings=list(_warnings(old, new)),
@@ -115,23 +116,23 @@ def compare(
 
 
 def _matched(old: ScanResult, new: ScanResult) -> list[tuple[Run | None, Run | None]]:
-    """By precision and backend, in the order of the new result; the device may be another."""
-    before, after = _by_name(old), _by_name(new)
-    names = list(dict.fromkeys([*after, *before]))
-    return [(before.get(name), after.get(name)) for name in names]
+    """By precision, backend and memory format, in the order of the new result; the device may differ."""
+    before, after = _by_key(old), _by_key(new)
+    return [(before.get(key), after.get(key)) for key in dict.fromkeys([*after, *before])]
 
 
-def _by_name(result: ScanResult) -> dict[tuple[str, str, int], Run]:
-    found: dict[tuple[str, str, int], Run] = {}
+def _by_key(result: ScanResult) -> dict[tuple[RunKey, int], Run]:
+    """Runs by their key without the device; runs that share one are numbered."""
+    found: dict[tuple[RunKey, int], Run] = {}
     for run in result.runs:
-        number = sum(key[:2] == (run.precision, run.backend) for key in found)
-        found[(run.precision, run.backend, number)] = run
+        key = run.key._replace(device="")
+        found[(key, sum(known == key for known, _ in found))] = run
     return found
 
 
-def _pair(before: Run | None, after: Run | None, old: ScanResult, new: ScanResult) -> Pair:
+def _pair(before: Run | None, after: Run | None, old: ScanResult, new: ScanResult) -> RunPair:
     known = after or before
-    return Pair(
+    return RunPair(
         run=label(known) if known else "",
         old_status=before.status if before else None,
         new_status=after.status if after else None,
@@ -151,35 +152,36 @@ def _rel_l2(run: Run | None) -> float | None:
 # -- what changed
 
 
-def _only_one(before: Run | None, after: Run | None, new: ScanResult) -> Iterator[Change]:
+def _only_one(before: Run | None, after: Run | None, new: ScanResult) -> Iterator[ScanChange]:
     """A run that is gone is worse where it passed: nobody knows whether it still would."""
     if after is not None:
-        yield Change(kind="run", direction="other", run=label(after), what="not run before", new=after.status)
+        yield ScanChange(kind="run", direction="other", run=label(after), what="not run before", new=after.status)
     elif before is not None:
-        planned, asked = before.base is not None, _was_asked(before.precision, new)
+        planned, asked = before.base is not None, _was_asked(before.precision, before.backend, new)
         why = "no plan was made" if planned else "it is missing" if asked else "the new scan was not asked for it"
         direction: Direction = "worse" if before.status == "ok" and asked and not planned else "other"
         what = f"not run any more: {why}"
-        yield Change(kind="run", direction=direction, run=label(before), what=what, old=before.status)
+        yield ScanChange(kind="run", direction=direction, run=label(before), what=what, old=before.status)
 
 
-def _was_asked(precision: str, result: ScanResult) -> bool:
-    """Whether the scan was to run it; of all that passes for yes where an older version did not save it."""
-    names = result.options.get("precisions")
-    return not isinstance(names, list) or precision in names
+def _was_asked(precision: str, backend: str, result: ScanResult) -> bool:
+    """Whether the scan was asked to run it; yes if an older version did not save what was asked."""
+    asked = (("precisions", precision), ("backends", backend))
+    lists = [(result.options.get(option), name) for option, name in asked]
+    return all(not isinstance(names, list) or name in names for names, name in lists)
 
 
-def _status(before: Run, after: Run) -> Iterator[Change]:
+def _status(before: Run, after: Run) -> Iterator[ScanChange]:
     if before.status != after.status:
         was, is_now = _RANK[before.status], _RANK[after.status]
         direction: Direction = "worse" if is_now > was else "better" if is_now < was else "other"
         what = explain_status(after) if after.status != "ok" else "it passes now"
-        yield Change(
+        yield ScanChange(
             kind="status", direction=direction, run=label(after), what=what, old=before.status, new=after.status
         )
 
 
-def _gaps(before: Run, after: Run) -> Iterator[Change]:
+def _gaps(before: Run, after: Run) -> Iterator[ScanChange]:
     """Gained and mended, a change for each op; told apart by file and module without its indices: lines may move."""
     was, is_now = _gaps_by_place(before), _gaps_by_place(after)
     gained = [gap for place, gap in is_now.items() if place not in was]
@@ -198,7 +200,7 @@ def _was_seen(run: Run) -> bool:
     return run.complete and run.status not in ("skipped", "timeout", "crashed")
 
 
-def _gap_changes(run: Run, gaps: list[Gap], direction: Direction, verb: str) -> Iterator[Change]:
+def _gap_changes(run: Run, gaps: list[Gap], direction: Direction, verb: str) -> Iterator[ScanChange]:
     by_op: dict[tuple[str, str], list[Gap]] = {}
     for gap in gaps:
         by_op.setdefault((gap.op, gap.kind), []).append(gap)
@@ -206,12 +208,12 @@ def _gap_changes(run: Run, gaps: list[Gap], direction: Direction, verb: str) -> 
         first = places[0]
         where = f" in {first.module or 'the model'}" + (f" at {first.source}" if first.source else "")
         more = f" and {len(places) - 1} more places" if len(places) > 1 else ""
-        yield Change(kind="gap", direction=direction, run=label(run), what=f"{kind} {verb}: {op}{where}{more}")
+        yield ScanChange(kind="gap", direction=direction, run=label(run), what=f"{kind} {verb}: {op}{where}{more}")
 
 
-def _error(before: Run, after: Run, factor: float) -> Iterator[Change]:
+def _error(before: Run, after: Run, factor: float) -> Iterator[ScanChange]:
     was, is_now = _rel_l2(before), _rel_l2(after)
-    if was is None or is_now is None or after.precision == "fp32":
+    if was is None or is_now is None or after.is_reference:
         return
     ratio = max(is_now, _ERROR_FLOOR) / max(was, _ERROR_FLOOR)
     if not 1 / factor <= ratio <= factor:
@@ -219,7 +221,7 @@ def _error(before: Run, after: Run, factor: float) -> Iterator[Change]:
         yield _moved("error", after, ratio, what, f"{was:.1e}", f"{is_now:.1e}")
 
 
-def _speed(before: Run, after: Run, old: ScanResult, new: ScanResult, factor: float) -> Iterator[Change]:
+def _speed(before: Run, after: Run, old: ScanResult, new: ScanResult, factor: float) -> Iterator[ScanChange]:
     """Slower only where the time against fp32 says so and, on one machine, the clock too: a busy machine moves
     the one, a faster fp32 the other.
     """
@@ -227,7 +229,7 @@ def _speed(before: Run, after: Run, old: ScanResult, new: ScanResult, factor: fl
     if was is None or is_now is None or min(was, is_now) < SHORT_MS:
         return
     absolute = is_now / was
-    if after.precision == "fp32":
+    if after.is_reference:
         if _same_machine(old, new) and not 1 / factor <= absolute <= factor:
             what = _times(absolute, "slower", "faster")
             yield _moved("speed", after, absolute, what, f"{was:.1f} ms", f"{is_now:.1f} ms", "other")
@@ -243,7 +245,7 @@ def _speed(before: Run, after: Run, old: ScanResult, new: ScanResult, factor: fl
 
 
 def _fp32_is_long(old: ScanResult, new: ScanResult) -> bool:
-    latencies = [run.latency_ms or 0.0 for result in (old, new) for run in result.runs if run.precision == "fp32"]
+    latencies = [run.latency_ms or 0.0 for result in (old, new) for run in result.runs if run.is_reference]
     return bool(latencies) and min(latencies) >= SHORT_MS
 
 
@@ -251,9 +253,9 @@ def _same_machine(old: ScanResult, new: ScanResult) -> bool:
     return all(old.environment.get(key) == new.environment.get(key) for key in _MACHINE)
 
 
-def _memory(before: Run, after: Run, old: ScanResult, new: ScanResult) -> Iterator[Change]:
+def _memory(before: Run, after: Run, old: ScanResult, new: ScanResult) -> Iterator[ScanChange]:
     was, is_now = memory_ratio(before, old.runs), memory_ratio(after, new.runs)
-    if not was or not is_now or after.precision == "fp32":
+    if not was or not is_now or after.is_reference:
         return
     ratio = is_now / was
     if not 1 / MEMORY_FACTOR <= ratio <= MEMORY_FACTOR:
@@ -263,22 +265,24 @@ def _memory(before: Run, after: Run, old: ScanResult, new: ScanResult) -> Iterat
 
 def _moved(
     kind: Kind, run: Run, ratio: float, what: str, old: str, new: str, direction: Direction | None = None
-) -> Change:
+) -> ScanChange:
     """A figure that grew is worse, unless told otherwise."""
     direction = direction or ("worse" if ratio > 1 else "better")
-    return Change(kind=kind, direction=direction, run=label(run), what=what, old=old, new=new, ratio=ratio)
+    return ScanChange(kind=kind, direction=direction, run=label(run), what=what, old=old, new=new, ratio=ratio)
 
 
 def _times(ratio: float, more: str, less: str) -> str:
     return f"{ratio:.2f} times {more}" if ratio > 1 else f"{1 / ratio:.2f} times {less}"
 
 
-def _recommendation(old: ScanResult, new: ScanResult) -> Iterator[Change]:
+def _recommendation(old: ScanResult, new: ScanResult) -> Iterator[ScanChange]:
     was, is_now = _way(old), _way(new)
     if was != is_now:
-        untried = old.recommendation is not None and not _was_asked(old.recommendation.precision, new)
+        untried = old.recommendation is not None and not _was_asked(
+            old.recommendation.precision, old.recommendation.backend, new
+        )
         lost: Direction = "other" if untried else "worse"
-        yield Change(
+        yield ScanChange(
             kind="recommendation",
             direction=lost if is_now is None else "better" if was is None else "other",
             run="",
@@ -293,15 +297,15 @@ def _way(result: ScanResult) -> str | None:
     if advice is None:
         return None
     kept = f" with {len(advice.keep_fp32)} modules in fp32" if advice.keep_fp32 else ""
-    return f"{advice.precision}{'' if advice.backend == 'eager' else ' · ' + advice.backend}{kept}"
+    return f"{qualified(advice.precision, advice.backend, advice.memory_format)}{kept}"
 
 
 # -- what makes them hard to compare
 
 
-def _side(result: ScanResult) -> Side:
+def _side(result: ScanResult) -> DiffSide:
     env = result.environment
-    return Side(
+    return DiffSide(
         target=result.target,
         model=result.model.name,
         tool=result.tool,

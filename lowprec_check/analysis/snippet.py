@@ -8,14 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from lowprec_check.schema.backends import BACKENDS
+from lowprec_check.schema.devices import device_type
+from lowprec_check.schema.precisions import PRECISIONS, Precision
+from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo
-
-_DTYPES = {
-    "half": "torch.float16",
-    "bfloat16": "torch.bfloat16",
-    "autocast-fp16": "torch.float16",
-    "autocast-bf16": "torch.bfloat16",
-}
 
 _UNDER_AUTOCAST = """\
 def keep_in_fp32(model, names):  # outside autocast, on fp32 inputs
@@ -43,7 +40,7 @@ def cast_except(model, names):  # these keep exact weights; inputs up to fp32, o
     leave = lambda module, args, output: tree_map_only(torch.Tensor, down, output)
 {untie}    kept = [model.get_submodule(name) for name in names]
     exact = [[t.detach().clone() for t in state(module)] for module in kept]
-    model.{cast}()
+    model.{cast}
     for module, values in zip(kept, exact):
         module.float()
         for tensor, value in zip(state(module), values):
@@ -62,34 +59,41 @@ _UNTIE = """\
 """
 
 
-def paste(
-    precision: str, device: str, model: ModelInfo, keep_fp32: Sequence[str] = (), untied: Sequence[str] = ()
-) -> str:
-    """Code that runs ``model`` on ``inputs`` in ``precision``, both as the user's file defines them."""
-    kind, dtype = device.partition(":")[0], _DTYPES[precision]
-    autocast = precision.startswith("autocast")
+def snippet(key: RunKey, model: ModelInfo, keep_fp32: Sequence[str] = (), untied: Sequence[str] = ()) -> str:
+    """Code that runs ``model`` on ``inputs``, both as the user's file defines them, as the run of ``key`` does.
+
+    ``key.precision`` is a registered precision; the modules ``keep_fp32`` stay in fp32, and the shared parameters
+    ``untied`` get copies of their own.
+    """
+    precision, device = PRECISIONS.get(key.precision), device_type(key.device)
     body = [*model.setup]
-    if kind != "cpu":
-        body.append(f'model = model.to("{device}")  # and the inputs')
-    if autocast:
+    if device != "cpu":
+        body.append(f'model = model.to("{key.device}")  # and the inputs')
+    context = "with torch.no_grad():"
+    if precision.kind == "autocast":
+        dtype = precision.format.dtype
         if keep_fp32:
-            body.append(_UNDER_AUTOCAST.format(device=kind, dtype=dtype, names=_listed(keep_fp32)))
-        body.append(f'with torch.no_grad(), torch.autocast("{kind}", dtype={dtype}):')
-    else:
-        body.append(_cast(precision, dtype, keep_fp32, untied))
-        body.append(_cast_inputs(dtype, castable=model.castable))
-        body.append("with torch.no_grad():")
+            body.append(_UNDER_AUTOCAST.format(device=device, dtype=dtype, names=_listed(keep_fp32)))
+        context = f'with torch.no_grad(), torch.autocast("{device}", dtype={dtype}):'
+    elif precision.kind == "cast":
+        body.append(_cast(precision, keep_fp32, untied))
+        body.append(_cast_inputs(precision.format.dtype, castable=model.castable))
+    elif precision.snippet is not None:
+        body.append(precision.snippet(device, keep_fp32))
+    body += BACKENDS.get(key.backend).snippet()
     imports = ["import torch"]
     if any("tree_map_only" in part for part in body):
         imports.append("from torch.utils._pytree import tree_map_only")
-    return "\n".join([*imports, "", *body, f"    output = {model.call}"])
+    return "\n".join([*imports, "", *body, context, f"    output = {model.call}"])
 
 
-def _cast(precision: str, dtype: str, keep: Sequence[str], untied: Sequence[str]) -> str:
+def _cast(precision: Precision, keep: Sequence[str], untied: Sequence[str]) -> str:
+    dtype = precision.format.dtype
+    cast = f"{precision.method}()" if precision.method else f"to({dtype})"
     if not keep:
-        return f"model = model.{precision}()"
+        return f"model = model.{cast}"
     untie = _UNTIE.format(paths=_listed(untied, indent=4), dtype=dtype) if untied else ""
-    return _UNDER_CAST.format(cast=precision, dtype=dtype, untie=untie, names=_listed(keep))
+    return _UNDER_CAST.format(cast=cast, dtype=dtype, untie=untie, names=_listed(keep))
 
 
 def _cast_inputs(dtype: str, *, castable: bool) -> str:

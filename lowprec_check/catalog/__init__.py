@@ -13,20 +13,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lowprec_check.catalog.fixed_in import mending
     from lowprec_check.catalog.known_issues import matching
     from lowprec_check.catalog.measured import history, sweep_of
+    from lowprec_check.catalog.missing_ops import gaps
     from lowprec_check.catalog.op_lookup import lookup
-    from lowprec_check.catalog.version_diff import difference, gaps, mending
+    from lowprec_check.catalog.version_diff import difference
 
 __all__ = ["difference", "gaps", "history", "lookup", "matching", "mending", "sweep_of"]
 
 _HOMES = {
     "difference": "version_diff",
-    "gaps": "version_diff",
+    "gaps": "missing_ops",
     "history": "measured",
     "lookup": "op_lookup",
     "matching": "known_issues",
-    "mending": "version_diff",
+    "mending": "fixed_in",
     "sweep_of": "measured",
 }
 

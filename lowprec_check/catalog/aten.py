@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.declared import overload_name
+from lowprec_check.catalog.fixed_in import mended_in
 from lowprec_check.catalog.measured import at_release, sweep_of
-from lowprec_check.catalog.op_lookup import mended_in
 from lowprec_check.catalog.records import MODES, Dtype, Failure, FailureKind, Mode, OpRecord, State
 from lowprec_check.catalog.xpu_support import WHY, takes
 from lowprec_check.schema.base import Struct
@@ -51,7 +51,7 @@ class AtenCatalog:
     def __init__(self, device: str, dtype: Dtype, torch: str) -> None:
         self.device, self.dtype = device, dtype
         release = declared.release_of(torch)
-        self.declared: declared.Declared | None = None
+        self.declared: declared.Release | None = None
         if device == "xpu":
             known = declared.releases()
             self.declared = declared.load(release if release in known else known[-1])
@@ -116,7 +116,7 @@ class AtenCatalog:
             shown_by=ops,
         )
 
-    def _declared_of(self, op: str, file: declared.Declared) -> AtenSupport:
+    def _declared_of(self, op: str, file: declared.Release) -> AtenSupport:
         row = next((row for name in _spellings(op) if (row := file.row(name)) is not None), None)
         if row is None:
             return AtenSupport(state=None)

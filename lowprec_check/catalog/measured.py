@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from functools import cache, cached_property
+from collections.abc import Callable, Mapping
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 from lowprec_check.catalog.data_files import data_folder
 from lowprec_check.catalog.declared import has_extension, release_of
+from lowprec_check.catalog.measured_sweep import TIMES, times_path
 from lowprec_check.catalog.names import AnyDevice
-from lowprec_check.catalog.records import Dtype, Lines, Mode, OpTimes, State, read_records, read_times
+from lowprec_check.catalog.records import Dtype, Header, Mode, OpRecord, OpTimes, State
+from lowprec_check.catalog.sweep_file import SweepFile
+from lowprec_check.catalog.times_file import TimesFile
 from lowprec_check.catalog.toml_tables import version_key
 from lowprec_check.errors import UsageError
 
-TIMES = ".times.jsonl"
-
 
 class Sweep:
-    """One file: what every operator of a version of torch did on one device."""
+    """What every operator of one version of torch did on one device."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.header, self.records = read_records(path)
+    def __init__(self, header: Header, records: Mapping[str, OpRecord], read_times: Callable[[], TimesFile]) -> None:
+        self.header, self.records, self._read_times = header, records, read_times
 
     @cached_property
-    def times(self) -> Lines[OpTimes]:
+    def times(self) -> Mapping[str, OpTimes]:
         """How long operators take, where that was measured."""
-        path = self.path.with_name(self.path.name.removesuffix(".jsonl") + TIMES)
-        return read_times(path)
+        return self._read_times().sweep(self.header.build)
 
     @cached_property
     def key(self) -> tuple[int, ...]:
@@ -49,18 +49,26 @@ class Sweep:
         return f"{self.release}+{self.header.extension.split()[0]}" if self.header.extension else self.release
 
     def state(self, op: str, dtype: Dtype, mode: Mode) -> State | None:
-        """How ``op`` fares; ``None`` where it was not measured."""
+        """Whether all, some or none of the samples of ``op`` run; ``None`` where it was not measured."""
         record = self.records.get(op)
         if record is None or (mode.startswith("autocast") and dtype not in self.header.autocast):
             return None
         return record.state(dtype, mode)
 
 
+def read_sweeps(path: Path) -> list[Sweep]:
+    """The sweeps of one file, in its order; raises :class:`CatalogError` naming file, line and key."""
+    file = SweepFile(path)
+    read_times = cache(partial(TimesFile, times_path(path)))
+    return [Sweep(header, file.sweep(index), read_times) for index, header in enumerate(file.headers)]
+
+
 @cache
 def sweeps(folder: Path | None = None) -> tuple[Sweep, ...]:
     """All of them, by device, then extension, then version; raises :class:`CatalogError` naming file and line."""
     folder = folder or data_folder()
-    found = [Sweep(path) for path in folder.glob("measured-*.jsonl") if not path.name.endswith(TIMES)]
+    paths = sorted(path for path in folder.glob("measured-*.jsonl") if not path.name.endswith(TIMES))
+    found = [sweep for path in paths for sweep in read_sweeps(path)]
     return tuple(sorted(found, key=lambda sweep: (sweep.header.device, sweep.header.extension or "", sweep.key)))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from lowprec_check.catalog.aliases import ALIASES, functions_of, why_unmeasured
-from lowprec_check.catalog.records import Dtype, OpRecord
+from lowprec_check.catalog.records import LOW, Dtype, OpRecord
 from lowprec_check.errors import UsageError
 
 if TYPE_CHECKING:
@@ -42,6 +42,14 @@ def dtype_of(dtype: AnyDtype) -> Dtype:
     return found
 
 
+def low_dtype_of(dtype: AnyDtype) -> Dtype:
+    """``half`` or ``bfloat16`` in any usual spelling; raises :class:`UsageError` for others, fp32 among them."""
+    low = dtype_of(dtype)
+    if low not in LOW:
+        raise UsageError("What a lower precision can is told beside what fp32 can.", "Give --dtype half or bfloat16.")
+    return low
+
+
 def kind_of(device: AnyDevice) -> str:
     """``cuda:0`` is ``cuda``; raises :class:`UsageError` for what is no device."""
     kind = str(device).strip().lower().partition(":")[0]
@@ -63,7 +71,7 @@ def function_name(op: str) -> str:
     return _functional("_".join(parts[: spaces + 1]))
 
 
-class Found(NamedTuple):
+class FoundOps(NamedTuple):
     """The operators that a name stands for."""
 
     records: list[OpRecord]
@@ -77,7 +85,7 @@ def find(query: str, records: Mapping[str, OpRecord]) -> list[OpRecord]:
     return search(query, records).records
 
 
-def search(query: str, records: Mapping[str, OpRecord]) -> Found:
+def search(query: str, records: Mapping[str, OpRecord]) -> FoundOps:
     """The operators that ``query`` names.
 
     An exact name (``linalg.svd``); else every operator that the module calls (``LayerNorm``), or whose last part it is, variants
@@ -87,7 +95,7 @@ def search(query: str, records: Mapping[str, OpRecord]) -> Found:
     """
     asked = re.sub(r"^F\.", "nn.functional.", query.strip().removeprefix("torch.").removesuffix("()"))
     if asked in records and "." in asked:
-        return Found([records[asked]])
+        return FoundOps([records[asked]])
     name = bare(query)
     is_module = name[:1].isupper() and not name.isupper()
     searches = (functions_of, _named) if is_module else (_named, functions_of)
@@ -96,7 +104,7 @@ def search(query: str, records: Mapping[str, OpRecord]) -> Found:
     if not found and not dispatching:
         raise _unknown(query, name, records)
     ordered = sorted(found or dispatching, key=lambda op: (op != asked, len(op)))
-    return Found([records[op] for op in ordered], None if found else _without_overload(name))
+    return FoundOps([records[op] for op in ordered], None if found else _without_overload(name))
 
 
 def _named(name: str, records: Mapping[str, OpRecord]) -> list[str]:

@@ -1,23 +1,18 @@
-"""What a sweep writes and the catalog reads: one file per build of torch and device, one operator per line.
+"""What a sweep finds and the catalog knows: the header of a sweep, and of each operator its record and its times. Never imports torch.
 
-The first line is a :class:`Header`, every other an :class:`OpRecord`, sorted by name. Timings, which differ from run to run,
-are in a file of their own, so that the main file is the same byte for byte whenever it is measured again on one machine.
+Timings, which differ from run to run, are in a file of their own, so that the records are the same byte for byte whenever they
+are measured again on one machine: see `sweep_file` and `times_file`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from lowprec_check.errors import UsageError
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.scan_result import GapKind
-
-SCHEMA = 1
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 DTYPES: tuple[Dtype, ...] = ("float32", "float16", "bfloat16")
@@ -46,7 +41,6 @@ FailureKind = GapKind | Literal["timeout", "other"]
 class Header(Struct, frozen=True, kw_only=True):
     """What was measured, and on what."""
 
-    schema: int = SCHEMA
     device: str
     """``cpu``, ``cuda`` or ``xpu``."""
     torch: Version
@@ -63,13 +57,17 @@ class Header(Struct, frozen=True, kw_only=True):
     samples: int
     """At most so many samples per operator, besides those made larger."""
     ops: int
-    """Lines that follow: a truncated file is told by it."""
+    """Operators described: an edited file is detected by it."""
+
+    @property
+    def build(self) -> str:
+        """What tells it from the other sweeps of its file: ``2.13.0``, ``2.8.0+ipex2.8.0``."""
+        return f"{self.torch}+{self.extension.replace(' ', '')}" if self.extension else self.torch
 
     @property
     def stem(self) -> str:
-        """The name of its file, without suffix."""
-        extension = f"-{self.extension.replace(' ', '')}" if self.extension else ""
-        return f"measured-{self.device}-{self.torch}{extension}-{self.capability.replace('_', '')}"
+        """The name of its file, without suffix: ``measured-cpu-avx512``."""
+        return f"measured-{self.device}-{self.capability.replace('_', '')}"
 
 
 class Failure(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -173,123 +171,3 @@ class OpTimes(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Microseconds forward, and forward and backward together; the least of a few calls."""
     slower: dict[Dtype, list[float | None]] = {}
     """Times fp32, in the same order."""
-
-
-class Measured(NamedTuple):
-    """One file of the catalog."""
-
-    header: Header
-    records: list[OpRecord]
-    times: list[OpTimes]
-
-    def save(self, folder: Path) -> list[Path]:
-        """Write the records and the times; return the two paths.
-
-        Raises :class:`UsageError` where that would put a few operators in the place of many.
-        """
-        records, times = folder / f"{self.header.stem}.jsonl", folder / f"{self.header.stem}.times.jsonl"
-        there = read_header(records).ops if records.exists() else 0
-        if there > self.header.ops:
-            raise UsageError(
-                f"{records} has {there} operators, this sweep {self.header.ops}: not overwritten.",
-                "Give --out another folder.",
-            )
-        records.write_bytes(_lines([self.header, *self.records]))
-        times.write_bytes(_lines(self.times))
-        return [records, times]
-
-
-def _lines(structs: Sequence[Struct]) -> bytes:
-    encoder = msgspec.json.Encoder(order="deterministic")
-    return b"".join(encoder.encode(struct) + b"\n" for struct in structs)
-
-
-MEASURE_AGAIN = "Restore it, or measure it again with `lowprec-check catalog build`."
-
-
-class CatalogError(UsageError):
-    """A file of the catalog that cannot be read; says which line and key."""
-
-
-T = TypeVar("T", bound=Struct)
-
-
-def read_header(path: Path) -> Header:
-    """The first line of a file of records; raises :class:`CatalogError`."""
-    with path.open("rb") as file:
-        return _header(path, file.readline())
-
-
-class Lines(Mapping[str, T]):
-    """The lines of a file by the operator they are about, each decoded when it is asked for and not before.
-
-    Raises :class:`CatalogError` naming file, line and key; at once where a line does not begin as one of ours.
-    """
-
-    def __init__(self, path: Path, data: bytes, kind: type[T], first_line: int) -> None:
-        self.path, self._first = path, first_line
-        self._decoder = msgspec.json.Decoder(kind)
-        self._lines = data.removesuffix(b"\n").split(b"\n") if data else []
-        self._decoded: dict[str, T] = {}
-        self._numbers = {self._name(number): number for number in range(len(self._lines))}
-        if len(self._numbers) != len(self._lines):
-            raise CatalogError(f"{path.name}: an operator is there twice", MEASURE_AGAIN)
-
-    def _name(self, number: int) -> str:
-        line = self._lines[number]
-        if line[:7] != b'{"op":"' or (end := line.find(b'"', 7)) < 0:
-            self._decode(number)  # says what is wrong
-            raise CatalogError(
-                f"{self.path.name}:{number + self._first}: does not begin with its operator", MEASURE_AGAIN
-            )
-        return line[7:end].decode(errors="replace")
-
-    def _decode(self, number: int) -> T:
-        try:
-            return self._decoder.decode(self._lines[number])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise CatalogError(f"{self.path.name}:{number + self._first}: {error}", MEASURE_AGAIN) from None
-
-    def __getitem__(self, op: str) -> T:
-        if op not in self._decoded:
-            self._decoded[op] = self._decode(self._numbers[op])
-        return self._decoded[op]
-
-    def __contains__(self, op: object) -> bool:
-        return op in self._numbers
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._numbers)
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-
-def read_records(path: Path) -> tuple[Header, Lines[OpRecord]]:
-    """Read a file of records; raises :class:`CatalogError` naming file, line and key, and where lines are missing."""
-    first, _, rest = path.read_bytes().partition(b"\n")
-    header, records = _header(path, first), Lines(path, rest, OpRecord, first_line=2)
-    if len(records) != header.ops:
-        raise CatalogError(
-            f"{path.name}: {len(records)} operators, the header says {header.ops}: truncated or edited", MEASURE_AGAIN
-        )
-    return header, records
-
-
-def read_times(path: Path) -> Lines[OpTimes]:
-    """Read a file of times; empty where there is none."""
-    return Lines(path, path.read_bytes() if path.exists() else b"", OpTimes, first_line=1)
-
-
-def _header(path: Path, line: bytes) -> Header:
-    try:
-        schema = msgspec.json.decode(line, type=_Schema).schema
-        if schema != SCHEMA:
-            raise CatalogError(f"{path.name}:1: schema {schema} is not {SCHEMA}, the one this version reads")
-        return msgspec.json.decode(line, type=Header)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CatalogError(f"{path.name}:1: {error}") from None
-
-
-class _Schema(msgspec.Struct):
-    schema: int

@@ -1,4 +1,4 @@
-"""How an operator fares on XPU, told from what is declared of the aten ops that it dispatches. Never imports torch."""
+"""The support of an operator on XPU, derived from what is declared of the aten ops that it dispatches. Never imports torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from lowprec_check.catalog import declared
-from lowprec_check.catalog.declared import Declared, Registration, Row
+from lowprec_check.catalog.declared import Release
+from lowprec_check.catalog.declared_file import DeclaredRow, Registration
 from lowprec_check.catalog.measured import at_release, history
 from lowprec_check.catalog.records import MODES, SHORT, STATES, Dtype, Failure, FailureKind, Mode, OpRecord, State
 
@@ -26,8 +27,8 @@ _COMPLEX_ONLY = frozenset({"imag", "istft", "view_as_real"})
 """They take complex values, which stay complex64 in bfloat16."""
 
 
-class Fare(NamedTuple):
-    """How an operator fares in one dtype and mode."""
+class OpSupport(NamedTuple):
+    """The support of an operator in one dtype and mode."""
 
     state: State
     on_cpu: OnCpu | None = None
@@ -43,10 +44,10 @@ class Fare(NamedTuple):
         return STATES.index(self.state), _ON_CPU.index(self.on_cpu)
 
 
-def declared_fare(op: str, release: str, dtype: Dtype, mode: Mode) -> Fare | None:
+def declared_support(op: str, release: str, dtype: Dtype, mode: Mode) -> OpSupport | None:
     """As its worst aten op, of those that it dispatches in that release; ``None`` where nothing says.
 
-    On the fallback it fares as the CPU does. Where an op refuses, *none*; *some* where the CPU runs some samples all the
+    On the fallback it is as on the CPU. Where an op refuses, *none*; *some* where the CPU runs some samples all the
     same: those go without that op, or it is composite, the same on every device.
     """
     sweep, file = at_release("cpu", release), declared.load(release)
@@ -59,24 +60,26 @@ def declared_fare(op: str, release: str, dtype: Dtype, mode: Mode) -> Fare | Non
     refusing, falling = _refusing(names, file, dtype), [n for n in names if file.ops[n].registration == "fallback"]
     if not refusing and _refuses_everywhere(record, dtype, mode, file):
         message = "refuses the dtype, as on other devices"
-        return Fare("none", failure=Failure(cells=[cell], type="declared", kind="unsupported-dtype", message=message))
+        return OpSupport(
+            "none", failure=Failure(cells=[cell], type="declared", kind="unsupported-dtype", message=message)
+        )
     at = refusing or next(iter(falling), None)
     if at is None:
-        return Fare("all") if any(takes(file.ops[name], dtype) for name in names) else None
+        return OpSupport("all") if any(takes(file.ops[name], dtype) for name in names) else None
     kind, message = WHY[file.ops[at].registration]
     failure = Failure(cells=[cell], type="declared", kind=kind, message=message, at=at)
     state, on_the_cpu = sweep.state(op, dtype, mode), record.failure(dtype, mode)
     if refusing:
         same = on_the_cpu is not None and on_the_cpu.at == refusing and kind != "no-backend-kernel"
         partly = state == "some" and (same or file.ops[refusing].registration == "composite")
-        return Fare("some" if partly else "none", at=at, failure=failure)
+        return OpSupport("some" if partly else "none", at=at, failure=failure)
     if state is None or state == "none":
-        return Fare("none", at=at, failure=failure) if state else None
+        return OpSupport("none", at=at, failure=failure) if state else None
     on_cpu: OnCpu = "partly" if any(file.ops[name].registration == "native" for name in names) else "wholly"
-    return Fare(state, on_cpu, at, failure if state == "some" else None)
+    return OpSupport(state, on_cpu, at, failure if state == "some" else None)
 
 
-def dispatched(record: OpRecord, mode: Mode, file: Declared) -> list[str]:
+def dispatched(record: OpRecord, mode: Mode, file: Release) -> list[str]:
     """The aten ops that count on XPU: the function itself, and those of a CPU sweep but for the ones that only CPUs have."""
     names = [_itself(record.op), *record.aten, *(record.backward_aten if mode.endswith("backward") else [])]
     known = (name for name in names if name in file.ops and "_for_cpu" not in name and "mkldnn" not in name)
@@ -88,7 +91,7 @@ def _itself(op: str) -> str:
     return op.removeprefix("nn.functional.").replace(".", "_")
 
 
-def _refusing(names: Sequence[str], file: Declared, dtype: Dtype) -> str | None:
+def _refusing(names: Sequence[str], file: Release, dtype: Dtype) -> str | None:
     """The op that is not registered, or leaves the dtype out; a kernel rather than what is made of it.
 
     Where part of it runs on the CPU, only kernels count: what composite ops leave out shows on the CPU as well.
@@ -98,7 +101,7 @@ def _refusing(names: Sequence[str], file: Declared, dtype: Dtype) -> str | None:
     return refusing.get("none") or refusing.get("native") or (None if falls else refusing.get("composite"))
 
 
-def _refuses_everywhere(record: OpRecord, dtype: Dtype, mode: Mode, file: Declared) -> bool:
+def _refuses_everywhere(record: OpRecord, dtype: Dtype, mode: Mode, file: Release) -> bool:
     """Whether it is Python, or a backward formula, that refuses the dtype, on the CPU and wherever else it was measured."""
     if _itself(record.op) in file.ops and not mode.endswith("backward"):
         return False  # a function in C++ may ask which device it is on: torch.fft does
@@ -111,7 +114,7 @@ def _refuses_itself(record: OpRecord, dtype: Dtype, mode: Mode) -> bool:
     return failure is not None and failure.at is None and record.state(dtype, mode) == "none"
 
 
-def takes(row: Row, dtype: Dtype) -> bool | None:
+def takes(row: DeclaredRow, dtype: Dtype) -> bool | None:
     """Whether an aten op runs in a dtype on XPU; ``None`` where no source says."""
     if row.registration == "none":
         return False

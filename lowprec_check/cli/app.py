@@ -29,29 +29,6 @@ class _Ordered(TyperGroup):
         return sorted(super().list_commands(ctx), key=ORDER.index)
 
 
-Target = Annotated[
-    str,
-    typer.Argument(
-        metavar="TARGET", help="mymodel.py, mymodel.py:make_model, package.module:attr or torchvision:resnet50."
-    ),
-]
-Inputs = Annotated[
-    list[str] | None,
-    typer.Option("--inputs", help="Shape of an input where the file gives none: 1x3x224x224, ids=1x128:int64."),
-]
-Device = Annotated[
-    str | None, typer.Option(help="cpu, cuda, xpu or mps; by default the accelerator at hand, else cpu.")
-]
-Tolerance = Annotated[
-    float | None, typer.Option(min=0.0, help="On the output's rel_l2; by default 1e-2 for fp16, 5e-2 for bf16.")
-]
-Seed = Annotated[int, typer.Option(help="Seed of every run.")]
-WithoutKernel = Annotated[
-    list[str] | None,
-    typer.Option("--without-kernel", help="Withhold a kernel, as if torch had none: aten.dot:half; repeatable."),
-]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
-
 app = typer.Typer(
     name="lowprec-check",
     cls=_Ordered,

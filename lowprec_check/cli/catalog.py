@@ -7,18 +7,20 @@ from typing import Annotated
 
 import typer
 
-from lowprec_check.cli.app import Quiet, app, check_folder, print_json, screen_size, step_progress
-from lowprec_check.cli.op import Json, Torch
+from lowprec_check.cli.app import app, check_folder, print_json, screen_size, step_progress
+from lowprec_check.cli.op import Torch
+from lowprec_check.cli.options import Json, Quiet
+from lowprec_check.schema.devices import catalogued, choices
 
 catalog = typer.Typer(no_args_is_help=True, help="What is known of operators, by dtype, device and version of torch.")
 app.add_typer(catalog, name="catalog")
 
-OneDevice = Annotated[str, typer.Option(help="cpu, cuda or xpu.")]
+OneDevice = Annotated[str, typer.Option(help=f"{choices(catalogued())}.")]
 
 
 @catalog.command()
 def build(
-    device: Annotated[str, typer.Option(help="cpu, cuda or xpu: what to measure on.")] = "cpu",
+    device: Annotated[str, typer.Option(help=f"{choices(catalogued())}: the device to measure.")] = "cpu",
     jobs: Annotated[int | None, typer.Option(min=1, help="Worker processes; by default one a core.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Samples of an operator at the most, before larger ones.")] = 24,
     only: Annotated[list[str] | None, typer.Option(help="Only this operator; repeatable.")] = None,
@@ -66,7 +68,7 @@ def gaps(
     json: Json = False,
 ) -> None:
     """List the operators that run in fp32 and not, or not always, in a lower precision."""
-    from lowprec_check.catalog.version_diff import gaps as find_gaps
+    from lowprec_check.catalog.missing_ops import gaps as find_gaps
 
     found = find_gaps(device, dtype, torch)
     if json:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowprec_check.cli.app import FOUND, Quiet, app
+from lowprec_check.cli.app import FOUND, app
+from lowprec_check.cli.options import Backends, Devices, Precisions, Quiet
 from lowprec_check.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,8 +39,9 @@ def compat(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the report goes.")] = Path(
         "reports"
     ),
-    device: Annotated[list[str] | None, typer.Option(help="cpu, cuda, xpu or mps; repeatable: each is a row.")] = None,
-    precision: Annotated[list[str] | None, typer.Option("--precision", "-p", help="As in scan; repeatable.")] = None,
+    device: Devices = None,
+    precision: Precisions = None,
+    backend: Backends = None,
     budget: Annotated[float | None, typer.Option(min=0.1, help="As in scan.")] = None,
     scan_options: ScanOptions = "",
     jobs: Annotated[
@@ -61,7 +63,7 @@ def compat(
 
     listed = work.read_list(from_file) if from_file else []
     requests = work.asked_for(
-        [*map(Request, targets or []), *listed], _options(precision, budget, scan_options), device or []
+        [*map(Request, targets or []), *listed], _options(precision, backend, budget, scan_options), device or []
     )
     if not requests:
         raise UsageError("There is nothing to scan.", "Name targets, or give --from-file LIST.")
@@ -88,12 +90,15 @@ def compat(
     raise typer.Exit(FOUND if failed else 0)
 
 
-def _options(precision: list[str] | None, budget: float | None, further: str) -> tuple[str, ...]:
+def _options(
+    precision: list[str] | None, backend: list[str] | None, budget: float | None, further: str
+) -> tuple[str, ...]:
     try:
         words = shlex.split(further)
     except ValueError as error:
         raise UsageError(f"--scan-options does not parse: {error}.", "Quote it as a shell would.") from None
     named = [word for name in precision or [] for word in ("-p", name)]
+    named += [word for name in backend or [] for word in ("--backend", name)]
     return (*named, *(("--budget", f"{budget:g}") if budget is not None else ()), *words)
 
 

@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
-from lowprec_check.analysis.diff import ERROR_FACTOR, TIME_FACTOR, Comparison, compare
+from lowprec_check.analysis.diff import ERROR_FACTOR, TIME_FACTOR, ScanDiff, diff_scans
 from lowprec_check.cli.app import FOUND, app, check_writable, load_result, screen_size
 from lowprec_check.errors import UsageError
-from lowprec_check.report.registry import DIFF_FORMATS, DiffFormat, format_of
+from lowprec_check.report.registry import FORMATS, ReportFormat, diff_formats, format_of, suffixes
+from lowprec_check.schema.devices import choices
 
 
 @app.command()
@@ -19,12 +20,18 @@ def diff(
     old: Annotated[Path, typer.Argument(metavar="OLD.json", help="What scan --json saved before.")],
     new: Annotated[Path, typer.Argument(metavar="NEW.json", help="What it saved now.")],
     format: Annotated[
-        DiffFormat | None,
-        typer.Option("--format", "-f", help="By default from the suffix of FILE; text on a terminal, md in a pipe."),
+        str | None,
+        typer.Option(
+            "--format",
+            "-f",
+            help=f"{choices(diff_formats())}. Default: by the suffix of FILE; text on a terminal, md in a pipe.",
+        ),
     ] = None,
     output: Annotated[
         list[Path] | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write there: .md, .html, .txt or .json; repeatable."),
+        typer.Option(
+            "--output", "-o", metavar="FILE", help=f"Write to FILE: {choices(suffixes(of_diffs=True))}; repeatable."
+        ),
     ] = None,
     error_factor: Annotated[
         float, typer.Option(min=1.0, help="An output error that grows by more than this is a regression.")
@@ -35,40 +42,40 @@ def diff(
     ] = TIME_FACTOR,
 ) -> None:
     """Compare two saved scans: another torch, device or commit. Exits 1 if something got worse."""
-    from lowprec_check.report.diff.documents import render
     from lowprec_check.report.escape import visible
 
     files = output or []
     if format is not None and len(files) > 1:
-        raise UsageError("--format is for one file.", "Leave it out: each suffix says its format.")
+        raise UsageError("--format is for one file.", "Leave it out: the suffix of each file says its format.")
     if str(old) == str(new) == "-":
-        raise UsageError("Only one of the two can come from stdin.")
-    formats = [format or _format_of(file) for file in files]
+        raise UsageError("Only one of the two scans can come from stdin.")
+    chosen = _diff_format(FORMATS.get(format)) if format else None
+    formats = [chosen or _diff_format(format_of(file)) for file in files]
     for file in files:
         check_writable(file, "-o")
-    found = compare(load_result(old), load_result(new), error_factor=error_factor, time_factor=time_factor)
+    found = diff_scans(load_result(old), load_result(new), error_factor=error_factor, time_factor=time_factor)
     if not files:
-        _print(found, format)
+        _print(found, chosen)
     for file, wanted in zip(files, formats, strict=True):
-        file.write_text(render(found, wanted), encoding="utf-8", newline="\n")
+        file.write_text(wanted.render_diff(found), encoding="utf-8", newline="\n")
     if files and found.warnings:
-        print(f"warning: the two were not made alike: {'; '.join(map(visible, found.warnings))}", file=sys.stderr)
+        print(
+            f"warning: the two scans ran under different conditions: {'; '.join(map(visible, found.warnings))}",
+            file=sys.stderr,
+        )
     raise typer.Exit(FOUND if found.regressions else 0)
 
 
-def _print(found: Comparison, format: DiffFormat | None) -> None:
-    from lowprec_check.report.diff import documents as comparison
-    from lowprec_check.report.diff import text as comparison_screen
+def _print(found: ScanDiff, format: ReportFormat | None) -> None:
+    from lowprec_check.report.diff import text
 
-    if format == "text" or (format is None and sys.stdout.isatty()):
-        sys.stdout.write(comparison_screen.render(found, **screen_size(least=0)))
+    if (format.name if format else "text" if sys.stdout.isatty() else "md") == "text":
+        sys.stdout.write(text.render(found, **screen_size(least=0)))
     else:
-        sys.stdout.write(comparison.render(found, format or "md"))
+        sys.stdout.write((format or FORMATS.get("md")).render_diff(found))
 
 
-def _format_of(file: Path) -> DiffFormat:
-    found = format_of(file)
-    for known in DIFF_FORMATS:
-        if found == known:
-            return known
-    raise UsageError(f"A difference has no {found} format.", f"Choose among {', '.join(DIFF_FORMATS)}.")
+def _diff_format(format: ReportFormat) -> ReportFormat:
+    if not format.renders_diffs:
+        raise UsageError(f"A difference has no {format.name} format.", f"Choose from {', '.join(diff_formats())}.")
+    return format

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 from lowprec_check.cli.app import app, print_json
+from lowprec_check.cli.options import Device, Json
 
 
 @app.command()
 def env(
-    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, xpu or mps.")] = None,
+    json: Json = False,
+    device: Device = None,
 ) -> None:
     """Say what this machine has and accelerates."""
     from lowprec_check.engine.machine import environment

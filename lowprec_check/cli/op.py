@@ -7,11 +7,12 @@ from typing import Annotated
 import typer
 
 from lowprec_check.cli.app import app, print_json, screen_size
+from lowprec_check.cli.options import Json
+from lowprec_check.schema.devices import catalogued, choices
 
 Dtype = Annotated[str | None, typer.Option(help="half, bfloat16 or fp32; by default half and bfloat16.")]
 Torch = Annotated[str | None, typer.Option(help="A release, 2.8; by default the newest known.")]
-CatalogDevice = Annotated[str | None, typer.Option(help="cpu, cuda or xpu; all by default.")]
-Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
+CatalogDevice = Annotated[str | None, typer.Option(help=f"{choices(catalogued())}. Default: all.")]
 
 
 @app.command()

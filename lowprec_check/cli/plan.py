@@ -4,36 +4,29 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from lowprec_check.cli.app import (
-    FOUND,
-    Device,
-    Inputs,
-    Quiet,
-    Seed,
-    Target,
-    Tolerance,
-    WithoutKernel,
-    app,
-    check_writable,
-    progress,
-    screen_size,
-)
+from lowprec_check.cli.app import FOUND, app, check_writable, progress, screen_size
+from lowprec_check.cli.options import Backend, Device, Inputs, Quiet, Seed, Target, Tolerance, WithoutKernel
+from lowprec_check.schema.backends import EAGER
+from lowprec_check.schema.devices import choices
+from lowprec_check.schema.precisions import plan_bases
+
+_FORMATS = list(dict.fromkeys(base.format.short for base in plan_bases()))
+_KINDS = list(dict.fromkeys(base.kind for base in plan_bases()))
 
 
 @app.command()
 def plan(
     target: Target,
     inputs: Inputs = None,
-    dtype: Annotated[
-        Literal["bf16", "fp16"] | None, typer.Option(help="The low dtype; by default the better of both.")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"{choices(_FORMATS)}. Default: the better of them.")] = None,
     base: Annotated[
-        Literal["autocast", "cast"] | None, typer.Option(help="What the rest runs in; by default the better of both.")
+        str | None, typer.Option(help=f"How the other modules run: {choices(_KINDS)}. Default: the better of them.")
     ] = None,
+    backend: Backend = EAGER,
     device: Device = None,
     tolerance: Tolerance = None,
     metric: Annotated[
@@ -58,12 +51,12 @@ def plan(
     check_writable(save, "--save")
     with progress(target, quiet) as on_progress:
         from lowprec_check.engine.load import load_and_plan
+        from lowprec_check.engine.plan.planner import PlanOptions
 
-        found = load_and_plan(
-            target,
-            tuple(inputs or ()),
+        options = PlanOptions(
             dtype=dtype,
             base=base,
+            backend=backend,
             device=device,
             tolerance=tolerance,
             use_metric=metric,
@@ -73,8 +66,8 @@ def plan(
             seconds=budget,
             seed=seed,
             without_kernel=tuple(without_kernel or ()),
-            on_progress=on_progress,
         )
+        found = load_and_plan(target, tuple(inputs or ()), options, on_progress)
     if save is not None:
         if found.plan is not None:
             found.plan.save(save)

@@ -10,7 +10,8 @@ import typer
 
 from lowprec_check.cli.app import app, check_writable, load_result, screen_size
 from lowprec_check.errors import UsageError
-from lowprec_check.report.registry import Format, check_available, format_of, render, write
+from lowprec_check.report.registry import FORMATS, format_of, render, suffixes, write
+from lowprec_check.schema.devices import choices
 
 if TYPE_CHECKING:
     from lowprec_check.schema.scan_result import ScanResult
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 Reports = Annotated[
     list[Path] | None,
     typer.Option(
-        "--report", metavar="FILE", help="Write a report: .html, .md, .sarif, .xml (JUnit) or .txt; repeatable."
+        "--report",
+        metavar="FILE",
+        help=f"Write a report in the format of its suffix: {choices(suffixes())} (.xml is JUnit); repeatable.",
     ),
 ]
 
@@ -28,7 +31,10 @@ Reports = Annotated[
 def report(
     scan: Annotated[Path, typer.Argument(metavar="SCAN.json", help="What scan --json saved; - for stdin.")],
     format: Annotated[
-        Format | None, typer.Option("--format", "-f", help="By default from the suffix of FILE; text on the screen.")
+        str | None,
+        typer.Option(
+            "--format", "-f", help=f"{choices(FORMATS.names())}. Default: by the suffix of FILE; text on stdout."
+        ),
     ] = None,
     output: Annotated[
         list[Path] | None,
@@ -36,17 +42,17 @@ def report(
             "--output",
             "-o",
             metavar="FILE",
-            help="Write there: .html, .md, .sarif, .xml (JUnit), .txt or .json; repeatable. By default to stdout.",
+            help=f"Write to FILE: {choices(suffixes())} (.xml is JUnit); repeatable. Default: stdout.",
         ),
     ] = None,
 ) -> None:
     """Render a saved scan as a page, a comment or a file for machines. Needs neither the model nor torch."""
     files = output or []
     if format is not None and len(files) > 1:
-        raise UsageError("--format is for one file.", "Leave it out: each suffix says its format.")
+        raise UsageError("--format is for one file.", "Leave it out: the suffix of each file says its format.")
     check_reports(files, format, "-o")
     if not files:
-        check_available(format or "text")
+        FORMATS.get(format or "text").check_available()
     result = load_result(scan)
     if not files:
         print_report(result, format or "text")
@@ -54,14 +60,14 @@ def report(
         write(result, file, format)
 
 
-def check_reports(files: list[Path], format: Format | None = None, option: str = "--report") -> None:
+def check_reports(files: list[Path], format: str | None = None, option: str = "--report") -> None:
     """Raise :class:`UsageError` before the work if a report could not be made or written."""
     for file in files:
         check_writable(file, option)
-        check_available(format or format_of(file))
+        (FORMATS.get(format) if format else format_of(file)).check_available()
 
 
-def print_report(result: ScanResult, format: Format, findings: int | None = None) -> None:
+def print_report(result: ScanResult, format: str, findings: int | None = None) -> None:
     """Write it to stdout; text as wide and colourful as the terminal."""
     if format != "text":
         sys.stdout.write(render(result, format))

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from lowprec_check.cli.app import (
-    FOUND,
+from lowprec_check.cli.app import FOUND, app, check_writable, progress
+from lowprec_check.cli.baseline import BaselineFile, UpdateBaseline, apply_baseline, known_findings
+from lowprec_check.cli.options import (
+    Backends,
     Device,
     Inputs,
+    Precisions,
     Quiet,
     Seed,
     Target,
     Tolerance,
     WithoutKernel,
-    app,
-    check_writable,
-    progress,
+    split,
 )
-from lowprec_check.cli.baseline import BaselineFile, UpdateBaseline, apply_baseline, known_findings
 from lowprec_check.cli.report import Reports, check_reports, print_report
 from lowprec_check.errors import UsageError
 from lowprec_check.report.registry import write
@@ -36,12 +36,8 @@ FailOn = Literal["no-way", "error", "warning", "note", "never"]
 def scan(
     target: Target,
     inputs: Inputs = None,
-    precision: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--precision", "-p", help="bfloat16, autocast-bf16, half, autocast-fp16; repeatable, all by default."
-        ),
-    ] = None,
+    precision: Precisions = None,
+    backend: Backends = None,
     device: Device = None,
     budget: Annotated[
         float | None,
@@ -87,11 +83,11 @@ def scan(
     _check_codes([*(select or []), *(ignore or [])])
     with progress(target, quiet) as on_progress:
         from lowprec_check.engine.load import load_and_scan
+        from lowprec_check.engine.scan import ScanOptions
 
-        result = load_and_scan(
-            target,
-            tuple(inputs or ()),
-            precisions=precision,
+        options = ScanOptions(
+            precisions=split(precision),
+            backends=split(backend),
             device=device,
             budget=budget,
             errors=errors,
@@ -102,8 +98,8 @@ def scan(
             select=select or (),
             ignore=ignore or (),
             plan=plan,
-            on_progress=on_progress,
         )
+        result = load_and_scan(target, tuple(inputs or ()), options, on_progress)
     if save_plan is not None:
         if result.plan is None:
             print("no plan was needed or found: nothing saved", file=sys.stderr)

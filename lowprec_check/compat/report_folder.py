@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lowprec_check.errors import UsageError
 from lowprec_check.report import matrix
-from lowprec_check.report.registry import check_available, write
+from lowprec_check.report.registry import FORMATS, write
 from lowprec_check.schema.matrix import Matrix, Row
 from lowprec_check.schema.scan_result import ResultError, ScanResult
 
@@ -18,7 +18,7 @@ class Pages:
         self.folder, self.title = folder, title
         self.suffixes = [".md", *([".html"] if html else [])]
         if html:
-            check_available("html")
+            FORMATS.get("html").check_available()
         try:
             (folder / "models").mkdir(parents=True, exist_ok=True)
         except OSError as error:

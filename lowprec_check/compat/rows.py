@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowprec_check.analysis.recommend import label, memory_ratio, missing, time_ratio
+from lowprec_check.analysis.run_summary import label, memory_ratio, missing_kernels, time_ratio
 from lowprec_check.schema.matrix import Cell, Request, Row
 from lowprec_check.schema.scan_result import Run, ScanResult
 
@@ -59,7 +59,7 @@ def _cell(run: Run, result: ScanResult) -> Cell:
         rel_l2=_digits(run.output_error.rel_l2 if run.output_error else None),
         time=_digits(time),
         memory=_digits(memory),
-        gaps=missing(run),
+        gaps=missing_kernels(run),
         first_gap=first.op if first else None,
         first_gap_kind=first.kind if first else None,
         first_gap_source=first.source if first else None,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Any
 
 import torch
 
-from lowprec_check.engine.model.precision import seed_everything
+from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.model.target import Target, load_target
-from lowprec_check.engine.plan.planner import plan_target
+from lowprec_check.engine.plan.planner import PlanOptions, plan_target
 from lowprec_check.engine.run.supervisor import Isolation, Load, best_isolation
-from lowprec_check.engine.scan import scan_target
+from lowprec_check.engine.run.target_runs import OnProgress
+from lowprec_check.engine.scan import ScanOptions, scan_target
 from lowprec_check.schema.plan import Planning
 from lowprec_check.schema.scan_result import ScanResult
 
@@ -26,14 +26,19 @@ def load_seeded(spec: str, inputs: tuple[str, ...], seed: int) -> Target:
     return load_target(spec, inputs)
 
 
-def load_and_scan(spec: str, inputs: tuple[str, ...] = (), *, seed: int = 0, **options: Any) -> ScanResult:
-    """Load ``spec`` and scan it; options as :func:`lowprec_check.engine.scan.scan_target` takes them."""
-    return scan_target(*_load(spec, inputs, seed), spec=spec, seed=seed, **options)
+def load_and_scan(
+    spec: str, inputs: tuple[str, ...], options: ScanOptions, on_progress: OnProgress | None = None
+) -> ScanResult:
+    """Load ``spec`` and scan it."""
+    options.check()
+    return scan_target(*_load(spec, inputs, options.seed), options, spec=spec, on_progress=on_progress)
 
 
-def load_and_plan(spec: str, inputs: tuple[str, ...] = (), *, seed: int = 0, **options: Any) -> Planning:
-    """Load ``spec`` and find its plan; options as :func:`lowprec_check.engine.plan.planner.plan_target` takes them."""
-    return plan_target(*_load(spec, inputs, seed), spec=spec, seed=seed, **options)
+def load_and_plan(
+    spec: str, inputs: tuple[str, ...], options: PlanOptions, on_progress: OnProgress | None = None
+) -> Planning:
+    """Load ``spec`` and find its plan."""
+    return plan_target(*_load(spec, inputs, options.seed), options, spec=spec, on_progress=on_progress)
 
 
 def _load(spec: str, inputs: tuple[str, ...], seed: int) -> tuple[Target, Load, Isolation]:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from lowprec_check.engine.model import device as devices
+from lowprec_check.schema.devices import accelerators
+from lowprec_check.schema.precisions import LOW_FORMATS
 
 CPU_FEATURES = ("avx2", "avx512", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_fp16")
 
@@ -27,11 +29,10 @@ def environment(device: str | None = None) -> dict[str, Any]:
         "default_autocast": str(devices.default_autocast_dtype(chosen))[6:],
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cpu_features": [feature for feature in CPU_FEATURES if _has(feature)],
-        "bf16_accelerated": _accelerates(chosen, "bf16"),
-        "fp16_accelerated": _accelerates(chosen, "fp16"),
+        **{f"{low.short}_accelerated": _accelerates(chosen, low.short) for low in LOW_FORMATS},
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
-        "accelerators": [_describe(kind) for kind in devices.KINDS[1:] if devices.is_available(kind)],
+        "accelerators": [_describe(kind) for kind in accelerators() if devices.is_available(kind)],
         "torchvision": _version("torchvision"),
         "ipex": _version("intel-extension-for-pytorch"),
         "ipex_fits": ipex_fits(),

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from lowprec_check.analysis.recommend import shorten
+from lowprec_check.analysis.run_summary import label, shorten
 from lowprec_check.catalog.records import SHORT, in_samples
 from lowprec_check.report.console import screen
 from lowprec_check.report.summary import group
@@ -24,8 +24,8 @@ HELP = "compute it in fp32 and cast back, or use autocast"
 
 def scan_text(result: ScanResult, exception: ExceptionInfo | None = None, *, in_fp32: bool = False) -> str:
     """A line of summary, the verdicts, and all findings; ``exception`` is what stopped the call, ``in_fp32`` too."""
-    low = [run for run in result.runs if run.precision != "fp32"]
-    failed = [run.precision for run in low if run.status != "ok"] or [run.precision for run in low]
+    low = [run for run in result.runs if not run.is_reference]
+    failed = [label(run) for run in low if run.status != "ok"] or [label(run) for run in low]
     torch, device = str(result.environment.get("torch", "")).partition("+")[0], result.environment.get("device")
     with screen(WIDTH, color=False) as (console, printed):
         gaps = sum(len(run.gaps) for run in low)
@@ -39,7 +39,7 @@ def scan_text(result: ScanResult, exception: ExceptionInfo | None = None, *, in_
         for item in group(result.diagnostics):
             print_group(console, item)
         if exception is not None:
-            _print_error(console, exception, "fp32 has too" if in_fp32 else "is not there in fp32")
+            _print_error(console, exception, "also occurs in fp32" if in_fp32 else "does not occur in fp32")
         if result.diagnostics:
             console.print(f"More: lowprec-check explain {group(result.diagnostics)[0].first.code}")
     return printed.text.rstrip("\n")

@@ -13,9 +13,21 @@ import pytest
 if TYPE_CHECKING:
     from lowprec_check.pytest_plugin.fixture.lowprec import Lowprec
 
-MARKER = """lowprec(*precisions, device="cpu", tolerance=None): run the test once in each precision (half, bfloat16, \
-autocast-fp16, autocast-bf16), with lowprec.cast(model), lowprec.autocast() and lowprec.allclose(y, reference); \
-device: skipped where it is not there; tolerance: on rel_l2, by default 1e-2 for fp16 and 5e-2 for bf16."""
+_MARKER = """lowprec(*precisions, device="cpu", backend="eager", tolerance=None): run the test once in each precision \
+({precisions}), with lowprec.cast(model), lowprec.autocast() and lowprec.allclose(y, reference); device: the test is \
+skipped if it is not available; backend: for lowprec.check ({backends}); tolerance: the largest rel_l2 that passes, by \
+default that of the precision."""
+
+
+def marker_help(config: pytest.Config) -> str:
+    """The marker's line in ``pytest --markers``, where it lists what is registered; elsewhere nothing is looked up."""
+    if not config.option.markers:
+        return "lowprec"
+    from lowprec_check.schema.backends import BACKENDS
+    from lowprec_check.schema.precisions import low_precisions
+
+    precisions = ", ".join(precision.name for precision in low_precisions())
+    return _MARKER.format(precisions=precisions, backends=", ".join(BACKENDS.names()))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,7 +65,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker, and the parts that options ask for."""
-    config.addinivalue_line("markers", MARKER)
+    config.addinivalue_line("markers", marker_help(config))
     option = config.option
     if option.lowprec_manifest or option.lowprec_update_manifest or config.getini("lowprec_manifest"):
         from lowprec_check.pytest_plugin import known_failures as known

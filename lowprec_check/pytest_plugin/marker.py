@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import inspect
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from lowprec_check.errors import UsageError
-
-NAMES = ("half", "bfloat16", "autocast-fp16", "autocast-bf16")
-"""Precisions that the marker takes; those of ``precision.PRECISIONS`` but fp32."""
-
-DEVICES = ("cpu", "cuda", "xpu", "mps")
+from lowprec_check.schema.backends import BACKENDS, EAGER
+from lowprec_check.schema.devices import DEVICES, device_of, device_type
+from lowprec_check.schema.precisions import PRECISIONS, low_precisions
+from lowprec_check.schema.registry import Registry
+from lowprec_check.schema.run_key import RunKey
 
 
 class Case(NamedTuple):
     """One precision in which a test is run."""
 
-    precision: str
-    device: str
+    key: RunKey
     tolerance: float | None
 
     @property
     def id(self) -> str:
-        """What the test's name ends with: ``half-cpu``."""
-        return f"{self.precision}-{self.device}"
+        """What the test's name ends with: ``half-cpu``, ``half-inductor-cpu``."""
+        backend = [] if self.key.backend == EAGER else [self.key.backend]
+        return "-".join([self.key.precision, *backend, self.key.device])
 
 
 def is_there(device: str) -> bool:
-    """Whether a device is there; raises :class:`UsageError` if there is none of that name."""
-    kind = device.partition(":")[0]
-    if kind not in DEVICES:
-        raise UsageError(f"Unknown device {device!r}.", f"Choose one of {', '.join(DEVICES)}.")
+    """Whether a device is available; raises :class:`UsageError` for an unknown one."""
+    kind = device_of(device).name
     if kind == "cpu":
         return True
     from lowprec_check.engine.model.device import is_available
@@ -49,25 +47,35 @@ def cases(mark: pytest.Mark) -> list[Case]:
     try:
         bound = inspect.signature(_arguments).bind(*mark.args, **mark.kwargs)
     except TypeError as error:
-        raise MarkerError(f"{error}; it takes precisions, device and tolerance") from None
+        raise MarkerError(f"{error}; it takes precisions, device, backend and tolerance") from None
     bound.apply_defaults()
-    precisions, device, tolerance = bound.args, bound.kwargs["device"], bound.kwargs["tolerance"]
-    if not precisions:
-        raise MarkerError(f"it names no precision; choose among {', '.join(NAMES)}")
-    for name in precisions:
-        if name not in NAMES:
-            raise MarkerError(f"unknown precision {name!r}; choose among {', '.join(NAMES)}")
+    tolerance = bound.kwargs["tolerance"]
+    names = [precision.name for precision in low_precisions()]
+    if not bound.args:
+        raise MarkerError(f"it names no precision; choose from {', '.join(names)}")
+    precisions = [_named(PRECISIONS, name) for name in bound.args]
+    if not set(precisions) <= set(names):
+        raise MarkerError(f"fp32 is what the others are compared with; choose from {', '.join(names)}")
     if len(set(precisions)) < len(precisions):
-        raise MarkerError("a precision is there twice")
-    if not isinstance(device, str) or device.partition(":")[0] not in DEVICES:
-        raise MarkerError(f"unknown device {device!r}; choose among {', '.join(DEVICES)}")
+        raise MarkerError("duplicate precision")
+    if not isinstance(bound.kwargs["device"], str) or DEVICES.find(device_type(bound.kwargs["device"])) is None:
+        raise MarkerError(f"unknown device {bound.kwargs['device']!r}; choose from {', '.join(DEVICES.names())}")
+    backend = _named(BACKENDS, bound.kwargs["backend"])
     if tolerance is not None and (isinstance(tolerance, bool) or not _is_positive(tolerance)):
-        raise MarkerError(f"tolerance {tolerance!r} is no positive number")
-    return [Case(name, device, tolerance) for name in precisions]
+        raise MarkerError(f"tolerance {tolerance!r} is not a positive number")
+    return [Case(RunKey(name, backend, bound.kwargs["device"]), tolerance) for name in precisions]
 
 
-def _arguments(*precisions: str, device: str = "cpu", tolerance: float | None = None) -> None:
-    """What the marker takes."""
+def _arguments(*precisions: str, device: str = "cpu", backend: str = EAGER, tolerance: float | None = None) -> None:
+    """The marker's arguments."""
+
+
+def _named(registry: Registry[Any], name: object) -> str:
+    """The name that a name or alias stands for."""
+    try:
+        return str(registry.get(str(name)).name)
+    except UsageError as error:
+        raise MarkerError(f"{error.message[:1].lower()}{error.message[1:].rstrip('.')}; {error.hint}") from None
 
 
 def _is_positive(value: object) -> bool:
@@ -86,6 +94,6 @@ def parametrize(metafunc: pytest.Metafunc, mark: pytest.Mark) -> None:
             f"{len(found)} times the same. Add the argument lowprec, and use lowprec.cast(model).",
             pytrace=False,
         )
-    device = found[0].device
-    marks = [] if is_there(device) else [pytest.mark.skip(reason=f"device {device} is not there")]
+    device = found[0].key.device
+    marks = [] if is_there(device) else [pytest.mark.skip(reason=f"device {device} is not available")]
     metafunc.parametrize("lowprec", [pytest.param(case, id=case.id, marks=marks) for case in found], indirect=True)

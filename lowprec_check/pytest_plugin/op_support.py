@@ -6,15 +6,17 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 from lowprec_check.catalog import declared
+from lowprec_check.catalog.fixed_in import mended_in
 from lowprec_check.catalog.measured import at_release, history, sweep_of
+from lowprec_check.catalog.measured_sweep import MeasuredSweep
 from lowprec_check.catalog.names import find
-from lowprec_check.catalog.op_lookup import declared_cells, measured_cell, mended_in
-from lowprec_check.catalog.records import Dtype, Failure, Header, Measured, Mode, OpRecord, State
+from lowprec_check.catalog.records import Dtype, Failure, Header, Mode, OpRecord, State
+from lowprec_check.catalog.support_cells import declared_cells, measured_cell
 from lowprec_check.errors import UsageError
 from lowprec_check.pytest_plugin.marker import is_there
+from lowprec_check.schema.devices import catalogued, is_declared
 
 Evidence = Literal["measured here", "measured", "declared"]
-DEVICES = ("cpu", "cuda", "xpu")
 
 
 class OpState(NamedTuple):
@@ -54,8 +56,8 @@ class Support(NamedTuple):
 
 def support_of(asked: str, dtype: Dtype, device: str, *, backward: bool = False) -> Support:
     """What is known of ``asked``; raises :class:`UsageError` for a name or device that there is not."""
-    if device not in DEVICES:
-        raise UsageError(f"Unknown device {device!r}.", f"Choose one of {', '.join(DEVICES)}.")
+    if device not in catalogued():
+        raise UsageError(f"Unknown device {device!r}.", f"Choose from {', '.join(catalogued())}.")
     modes: tuple[Mode, ...] = ("forward", "backward") if backward else ("forward",)
     records = _named(asked, device)
     tried = _tried(device, tuple(record.op for record in records))
@@ -75,7 +77,7 @@ def _named(asked: str, device: str) -> list[OpRecord]:
 
 
 @cache
-def _tried(device: str, ops: tuple[str, ...]) -> Measured | None:
+def _tried(device: str, ops: tuple[str, ...]) -> MeasuredSweep | None:
     """The operators' samples run here, in a process of their own; ``None`` where that is not possible."""
     from lowprec_check.engine.sweep.build import build
 
@@ -99,7 +101,7 @@ def _state(record: OpRecord, dtype: Dtype, mode: Mode, device: str, header: Head
 def _from_catalog(asked: str, records: list[OpRecord], dtype: Dtype, device: str, modes: tuple[Mode, ...]) -> Support:
     release = declared.release_of(_installed_torch())
     evidence: Evidence
-    if device == "xpu":
+    if is_declared(device):
         evidence, torch = "declared", release if release in declared.releases() else declared.releases()[-1]
         cells = [(record.op, cell) for record in records for cell in declared_cells(record.op, (dtype,), torch)]
     else:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 from tabulate import tabulate
 
-from lowprec_check.analysis.recommend import shorten, some
+from lowprec_check.analysis.run_summary import shorten, some
 from lowprec_check.catalog.aten import AtenSupport
 from lowprec_check.catalog.declared import overload_name
 from lowprec_check.catalog.records import SHORT, Dtype, State, in_samples

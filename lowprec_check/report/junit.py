@@ -6,7 +6,7 @@ from typing import Any
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
-from lowprec_check.analysis.recommend import explain_status
+from lowprec_check.analysis.run_summary import explain_status
 from lowprec_check.report import summary
 from lowprec_check.report.escape import visible
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
@@ -51,7 +51,7 @@ def _counts(result: ScanResult) -> dict[str, Any]:
 
 def _outcome(case: Element, run: Run, result: ScanResult) -> None:
     why = visible(explain_status(run)) if run.status != "ok" else ""
-    found = [d for d in result.diagnostics if d.precision == run.precision and not d.accepted]
+    found = [d for d in result.diagnostics if d.is_about(run) and not d.accepted]
     lines = [_line(diagnostic) for diagnostic in found[:MOST_LINES]]
     lines += [f"and {len(found) - MOST_LINES} more"] if len(found) > MOST_LINES else []
     if run.status == "skipped":

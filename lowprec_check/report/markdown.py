@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from tabulate import tabulate
 
 from lowprec_check.analysis.error_origin import origin
-from lowprec_check.analysis.recommend import shorten
+from lowprec_check.analysis.run_summary import shorten
 from lowprec_check.report import summary
 from lowprec_check.report.escape import LONGEST as LONGEST_NAME
 from lowprec_check.report.escape import visible, visible_lines
@@ -68,10 +68,10 @@ def _runs(result: ScanResult) -> str:
 
 def _origins(result: ScanResult) -> Iterator[str]:
     for run in result.runs[:40]:
-        born = origin(run) if run.precision != "fp32" else None
+        born = origin(run) if not run.is_reference else None
         if born is not None:
-            source = f" at {code(born.place.source)}" if born.place.source else ""
-            where = f"{code(born.place.op)} in {code(born.place.module or 'the model')}{source}"
+            source = f" at {code(born.op_call.source)}" if born.op_call.source else ""
+            where = f"{code(born.op_call.op)} in {code(born.op_call.module or 'the model')}{source}"
             yield f"- {escape(summary.label(run))}: {where}, {born.sentence()}"
 
 
@@ -107,7 +107,7 @@ def _row(item: Group) -> list[str]:
     return [
         _SEVERITY[first.severity],
         f"{escape(first.code)} {escape(first.name)}",
-        escape(", ".join(item.precisions)),
+        escape(", ".join(item.runs)),
         code(first.op) if first.op else "",
         f"{places}{lines}{more}",
         f"{message} → {escape(first.help)}" if first.help else message,

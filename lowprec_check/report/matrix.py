@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from lowprec_check.analysis.recommend import short_op, shorten
+from lowprec_check.analysis.run_summary import short_op, shorten
 from lowprec_check.report.escape import visible
 from lowprec_check.report.markdown import code, escape, table
 from lowprec_check.report.summary import count, times

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lowprec_check.analysis.recommend import NOISE, short_op
+from lowprec_check.analysis.run_summary import NOISE, short_op
 from lowprec_check.report.console import screen
 from lowprec_check.report.escape import visible
 from lowprec_check.schema.plan import Attempt, Plan, Planning

@@ -1,59 +1,81 @@
-"""Formats of a report, each made from a :class:`ScanResult` alone. Never imports torch."""
+"""The formats of a report, by name and by suffix. Never imports torch.
+
+To add one, add a module with a ``FORMAT`` to :mod:`lowprec_check.report.formats`, or register it from another package
+(CONTRIBUTING.md).
+"""
 
 from __future__ import annotations
 
 import importlib
+import pkgutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, get_args
+from typing import ClassVar
 
+from lowprec_check.analysis.diff import ScanDiff
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.registry import Registry
 from lowprec_check.schema.scan_result import ScanResult
 
-Format = Literal["text", "md", "html", "sarif", "junit", "json"]
-FORMATS: tuple[Format, ...] = get_args(Format)
 
-DiffFormat = Literal["text", "md", "html", "json"]
-DIFF_FORMATS: tuple[DiffFormat, ...] = get_args(DiffFormat)
-"""Those that the difference of two results has."""
+class ReportFormat:
+    """One format, made from a saved result alone. Subclasses import what they need inside their methods."""
 
-SUFFIXES: dict[str, Format] = {
-    ".txt": "text",
-    ".md": "md",
-    ".html": "html",
-    ".htm": "html",
-    ".sarif": "sarif",
-    ".sarif.json": "sarif",
-    ".xml": "junit",
-    ".json": "json",
-}
+    name: ClassVar[str]
+    suffixes: ClassVar[tuple[str, ...]]
+    """Of files in this format, in lower case, the preferred one first."""
+    aliases: ClassVar[tuple[str, ...]] = ()
+    renders_diffs: ClassVar[bool] = False
 
-_HOMES = {"text": "text", "md": "markdown", "html": "html.scan_page", "sarif": "sarif", "junit": "junit"}
+    def check_available(self) -> None:
+        """Raise :class:`UsageError` if what the format needs is not installed: called before the work."""
+
+    def render(self, result: ScanResult) -> str:
+        """The report of a scan."""
+        raise NotImplementedError
+
+    def render_diff(self, diff: ScanDiff) -> str:
+        """The report of the difference of two scans; only if :attr:`renders_diffs`."""
+        raise NotImplementedError
 
 
-def format_of(path: Path) -> Format:
-    """The format that the suffix of ``path`` stands for; raises :class:`UsageError` for one that stands for none."""
+def _built_in() -> Iterator[ReportFormat]:
+    package = importlib.import_module("lowprec_check.report.formats")
+    for module in pkgutil.iter_modules(package.__path__):
+        yield importlib.import_module(f"{package.__name__}.{module.name}").FORMAT
+
+
+FORMATS: Registry[ReportFormat] = Registry("format", ReportFormat, _built_in)
+
+
+def diff_formats() -> list[str]:
+    """Names of the formats that the difference of two scans has."""
+    return [known.name for known in FORMATS if known.renders_diffs]
+
+
+def suffixes(*, of_diffs: bool = False) -> list[str]:
+    """All suffixes, or those of the formats that the difference of two scans has."""
+    return [suffix for known in FORMATS if known.renders_diffs or not of_diffs for suffix in known.suffixes]
+
+
+def format_of(path: Path) -> ReportFormat:
+    """The format of a file by its longest suffix; raises :class:`UsageError` if no format has it."""
     name = path.name.lower()
-    for suffix in sorted(SUFFIXES, key=len, reverse=True):
+    known = {suffix: one for one in FORMATS for suffix in one.suffixes}
+    for suffix in sorted(known, key=len, reverse=True):
         if name.endswith(suffix):
-            return SUFFIXES[suffix]
-    known = ", ".join(SUFFIXES)
-    raise UsageError(f"The name {path.name} does not say which format is meant.", f"End it in one of {known}.")
+            return known[suffix]
+    raise UsageError(
+        f"The name {path.name} does not say which format is meant.", f"End it in one of {', '.join(known)}."
+    )
 
 
-def check_available(format: Format) -> None:
-    """Raise :class:`UsageError` before the work if what a format needs is not installed."""
-    if format == "html":
-        importlib.import_module("lowprec_check.report.html.bokeh_files").folder()
+def render(result: ScanResult, format: str) -> str:
+    """``result`` in the format of that name; raises :class:`UsageError` if what it needs is not installed."""
+    return FORMATS.get(format).render(result)
 
 
-def render(result: ScanResult, format: Format) -> str:
-    """``result`` in ``format``; HTML raises :class:`UsageError` without Bokeh."""
-    if format == "json":
-        return result.to_json().decode()
-    text: str = importlib.import_module(f"lowprec_check.report.{_HOMES[format]}").render(result)
-    return text
-
-
-def write(result: ScanResult, path: Path, format: Format | None = None) -> None:
+def write(result: ScanResult, path: Path, format: str | None = None) -> None:
     """Write the report to ``path``, in UTF-8, in the format of its suffix unless ``format`` is given."""
-    path.write_text(render(result, format or format_of(path)), encoding="utf-8", newline="\n")
+    chosen = FORMATS.get(format) if format else format_of(path)
+    path.write_text(chosen.render(result), encoding="utf-8", newline="\n")

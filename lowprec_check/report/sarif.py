@@ -72,9 +72,9 @@ def _rule(code: str, merged: list[list[Diagnostic]]) -> dict[str, Any]:
 
 def _result(members: list[Diagnostic], codes: list[str], result: ScanResult) -> dict[str, Any]:
     first = members[0]
-    precisions = list(dict.fromkeys(visible(d.precision) for d in members if d.precision))
+    runs = list(dict.fromkeys(visible(d.run_label) for d in members if d.run_label))
     message = visible(first.message, 1000) + (f" Do: {visible(first.help, 1000)}." if first.help else "")
-    where = f"{', '.join(precisions)}: " if precisions else ""
+    where = f"{', '.join(runs)}: " if runs else ""
     op = f"{visible(first.op)}: " if first.op else ""
     described: dict[str, Any] = {
         "ruleId": visible(first.code),
@@ -83,7 +83,7 @@ def _result(members: list[Diagnostic], codes: list[str], result: ScanResult) -> 
         "message": {"text": f"{where}{op}{message}"},
         "locations": [_location(first, result)],
         "partialFingerprints": {"lowprecCheck/v1": fingerprint(first)},
-        "properties": {"precisions": precisions, "calls": sum(d.calls for d in members)},
+        "properties": {"precisions": runs, "calls": sum(d.calls for d in members)},
     }
     if all(d.accepted for d in members):
         described["suppressions"] = [{"kind": "external", "justification": "in the baseline"}]

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lowprec_check.analysis import recommend as advice
-from lowprec_check.analysis.recommend import explain_status, memory_ratio, short_op, some, time_ratio
+from lowprec_check.analysis import run_summary
+from lowprec_check.analysis.run_summary import explain_status, memory_ratio, short_op, some, time_ratio
 from lowprec_check.report.escape import visible, visible_diagnostic
+from lowprec_check.schema.precisions import LOW_FORMATS, PRECISIONS, low_precisions
+from lowprec_check.schema.run_key import qualified
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
 
 GRAVEST_FIRST = {"error": 0, "warning": 1, "note": 2}
@@ -18,8 +20,8 @@ GRAVEST_FIRST = {"error": 0, "warning": 1, "note": 2}
 
 def no_way(result: ScanResult) -> str:
     """What is said where nothing passed: of all ways, or of those that were tried."""
-    tried = [run.precision for run in result.runs if run.precision != "fp32" and run.base is None]
-    if len(tried) < 4:
+    tried = [label(run) for run in result.runs if not run.is_reference and run.base is None]
+    if not {precision.name for precision in low_precisions()} <= {run.precision for run in result.runs}:
         return f"Of the 16-bit ways tried here ({', '.join(tried) or 'none'}) none passed. Scan without -p to try them all."
     return "No 16-bit way to run this model passed here. Stay in fp32."
 
@@ -34,7 +36,7 @@ def title(result: ScanResult) -> str:
 def machine(result: ScanResult) -> str:
     """The torch and the device, with what the device accelerates: the second line."""
     env = result.environment
-    accelerated = [("bf16", env.get("bf16_accelerated")), ("fp16", env.get("fp16_accelerated"))]
+    accelerated = [(low.short, env.get(f"{low.short}_accelerated")) for low in LOW_FORMATS]
     device = ", ".join(f"{name} {'accelerated' if yes else 'not'}" for name, yes in accelerated if yes is not None)
     where = f"{env.get('device')}: {device}" if device else str(env.get("device"))
     return visible(f"torch {str(env.get('torch')).partition('+')[0]} · {where}")
@@ -51,7 +53,7 @@ def count(number: int) -> str:
 # -- runs
 
 
-class Row(NamedTuple):
+class RunRow(NamedTuple):
     """One run, in words."""
 
     run: Run
@@ -63,14 +65,14 @@ class Row(NamedTuple):
     why: str
 
 
-def rows(result: ScanResult) -> list[Row]:
+def rows(result: ScanResult) -> list[RunRow]:
     """A row per run, in the order of the scan."""
     return [
-        Row(
+        RunRow(
             run,
             label(run),
-            "reference" if run.precision == "fp32" else run.status,
-            "–" if run.precision == "fp32" else _error(run),
+            "reference" if run.is_reference else run.status,
+            "–" if run.is_reference else _error(run),
             times(time_ratio(run, result.runs)),
             times(memory_ratio(run, result.runs)),
             visible(_why(run, result)),
@@ -81,7 +83,7 @@ def rows(result: ScanResult) -> list[Row]:
 
 def label(run: Run) -> str:
     """What reports call the run."""
-    return visible(advice.label(run))
+    return visible(run_summary.label(run))
 
 
 def _error(run: Run) -> str:
@@ -98,7 +100,7 @@ def times(ratio: float | None) -> str:
 
 
 def _why(run: Run, result: ScanResult) -> str:
-    if run.precision == "fp32":
+    if run.is_reference:
         latency = f"{run.latency_ms:.1f} ms" if run.latency_ms is not None else ""
         memory = _bytes(run.peak_memory_bytes) if run.peak_memory_bytes else ""
         return ", ".join(part for part in (latency, memory) if part)
@@ -106,7 +108,7 @@ def _why(run: Run, result: ScanResult) -> str:
         return f"kept in fp32: {some(run.keep_fp32)}"
     if run.status != "ok":
         return explain_status(run)
-    slow = [d for d in result.diagnostics if d.code == "LP106" and d.precision == run.precision]
+    slow = [d for d in result.diagnostics if d.code == "LP106" and d.is_about(run)]
     return f"slow: {', '.join(short_op(d.op or '') for d in slow[:3])}" if slow else ""
 
 
@@ -121,7 +123,10 @@ class Group(NamedTuple):
     """Findings that say the same of one op."""
 
     first: Diagnostic
-    precisions: list[str]
+    runs: list[str]
+    """Labels of the runs, ``half · inductor``."""
+    short_runs: list[str]
+    """The same, as tables abbreviate them."""
     modules: list[str]
     sources: list[str]
     places: list[tuple[str, str]]
@@ -138,7 +143,8 @@ def group(diagnostics: Sequence[Diagnostic]) -> list[Group]:
     groups = [
         Group(
             members[0],
-            list(dict.fromkeys(d.precision for d in members if d.precision)),
+            list(dict.fromkeys(d.run_label for d in members if d.run_label)),
+            list(dict.fromkeys(_short_run(d) for d in members if d.precision)),
             list(dict.fromkeys(d.module for d in members if d.module is not None)),
             list(dict.fromkeys(d.source for d in members if d.source)),
             list(dict.fromkeys((d.module or "", d.source or "") for d in members if d.module is not None or d.source)),
@@ -146,6 +152,12 @@ def group(diagnostics: Sequence[Diagnostic]) -> list[Group]:
         for members in merged.values()
     ]
     return sorted(groups, key=lambda g: (GRAVEST_FIRST[g.first.severity], g.first.code))
+
+
+def _short_run(diagnostic: Diagnostic) -> str:
+    known = PRECISIONS.find(diagnostic.precision or "")
+    name = known.short if known else diagnostic.precision or ""
+    return qualified(name, diagnostic.backend, diagnostic.memory_format)
 
 
 def and_more(names: Sequence[str], empty: str = "") -> str:
@@ -176,7 +188,7 @@ def verdict(result: ScanResult) -> str:
         return no_way(result)
     kept = len(best.keep_fp32)
     keep = f" with {kept} modules in fp32" if kept > 1 else " with one module in fp32" if kept else ""
-    return visible(f"Use {best.precision}{keep}")
+    return visible(f"Use {qualified(best.precision, best.backend, best.memory_format)}{keep}")
 
 
 def kept(result: ScanResult) -> list[str]:
@@ -193,4 +205,4 @@ def kept(result: ScanResult) -> list[str]:
 
 def failures(result: ScanResult) -> list[str]:
     """Why each low-precision run did not pass; for when none did."""
-    return [visible(f"{label(run)}: {explain_status(run)}") for run in result.runs if run.precision != "fp32"]
+    return [visible(f"{label(run)}: {explain_status(run)}") for run in result.runs if not run.is_reference]

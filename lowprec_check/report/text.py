@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lowprec_check.analysis.recommend import shorten
+from lowprec_check.analysis.run_summary import shorten
 from lowprec_check.report import summary
 from lowprec_check.report.console import screen
 from lowprec_check.report.escape import visible, visible_lines
@@ -20,7 +20,6 @@ from lowprec_check.schema.scan_result import ScanResult
 SHOWN_FINDINGS = 12
 _STATUS_STYLE = {"ok": "green", "inaccurate": "yellow", "skipped": "dim", "reference": ""}
 _SEVERITY_STYLE = {"error": "red", "warning": "yellow", "note": "cyan"}
-_SHORT_PRECISION = {"autocast-fp16": "ac-fp16", "autocast-bf16": "ac-bf16", "bfloat16": "bf16"}
 
 
 def render(result: ScanResult, *, width: int = 100, color: bool = False, findings: int = SHOWN_FINDINGS) -> str:
@@ -69,7 +68,7 @@ def print_group(console: Console, item: Group) -> None:
     first = item.first
     head = Text()
     head.append(f"{first.code} {first.name}", style=_SEVERITY_STYLE[first.severity])
-    head.append("  " + ", ".join(_SHORT_PRECISION.get(p, p) for p in item.precisions), style="dim")
+    head.append("  " + ", ".join(item.short_runs), style="dim")
     places = (and_more(item.modules, "model"), first.op or "", and_more(item.sources))
     where = "  ".join(part for part in places if part)
     if where:

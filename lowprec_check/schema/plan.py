@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.backends import EAGER
 from lowprec_check.schema.base import Struct, decode, encode
+from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.run_key import MemoryFormat
 
 SCHEMA = 1
 
@@ -31,9 +34,6 @@ class Constant(Struct, frozen=True, kw_only=True):
     """Code: the dtype's own limit."""
 
 
-Base = Literal["half", "bfloat16", "autocast-fp16", "autocast-bf16"]
-
-
 class Plan(Struct, frozen=True, kw_only=True):
     """A low-precision base with modules kept in fp32 that a plain run has confirmed.
 
@@ -44,9 +44,11 @@ class Plan(Struct, frozen=True, kw_only=True):
     schema: int = SCHEMA
     tool: str
     target: str
-    base: Base
-    """What all other modules run in."""
+    base: str
+    """The precision of all other modules."""
+    backend: str = EAGER
     device: str
+    memory_format: MemoryFormat = "contiguous"
     keep_fp32: list[str]
     """Paths of the modules that stay in fp32, in the model's order; empty if the base passes as it is."""
     untied: list[str] = []
@@ -84,11 +86,17 @@ class Plan(Struct, frozen=True, kw_only=True):
     def load(cls, path: str | Path) -> Plan:
         """Read a file that :meth:`save` wrote; raises :class:`UsageError` naming the key that is wrong."""
         try:
-            return decode(Path(path).read_bytes(), cls, SCHEMA)
+            plan = decode(Path(path).read_bytes(), cls, SCHEMA)
         except OSError as error:
             raise UsageError(f"Cannot read {path}: {error.strerror}.") from None
         except ValueError as error:
             raise UsageError(f"{path} is not a plan: {error}.", "lowprec-check plan TARGET --save makes one.") from None
+        if PRECISIONS.find(plan.base) is None:
+            raise UsageError(
+                f"{path} has the base {plan.base!r}, which this installation does not know.",
+                f"It knows {', '.join(PRECISIONS.names())}: install the package that adds it.",
+            )
+        return plan
 
     def check_modules(self, modules: dict[str, str]) -> None:
         """Raise :class:`UsageError` naming the modules in which a model differs from the one planned for."""

@@ -6,23 +6,25 @@ in the file and ``None`` in memory, and a result equals itself after a round tri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 
+from lowprec_check.schema.backends import EAGER
 from lowprec_check.schema.base import Struct, decode
+from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Plan
+from lowprec_check.schema.precisions import PRECISIONS, Precision
+from lowprec_check.schema.run_key import MemoryFormat, Phase, RunKey, qualified
 
 SCHEMA = 1
 
 Status = Literal["ok", "inaccurate", "nonfinite", "error", "crashed", "timeout", "skipped"]
-Evidence = Literal["measured", "predicted", "reported"]
+Evidence = Literal["measured", "predicted"]
 Severity = Literal["error", "warning", "note"]
-Phase = Literal["forward", "backward", "optimizer"]
-Layer = Literal["dispatch", "function", "python"]
-Outcome = Literal["ok", "rescued", "emulated"]
+Layer = Literal["dispatch", "function"]
 GapKind = Literal[
     "missing-kernel",
     "unsupported-dtype",
@@ -69,100 +71,18 @@ class Gap(Struct, frozen=True, kw_only=True):
     message: str
     calls: int = 1
     rescued: bool = True
+    """Always true: a failure that is not rescued ends the run and is its ``stopped_by``."""
     constant: float | None = None
     """The number in the code that does not fit the dtype, for a ``scalar-overflow``."""
 
 
-class Place(NamedTuple):
-    """One row of :class:`OpCalls`."""
-
-    op: str
-    module: str
-    source: str | None
-    dtypes: str
-    shape: str
-    outcome: Outcome
-    local_error: float | None
-    accumulated_error: float | None
-    input_error: float | None
-    absmax: float | None
-    rms: float | None
-    introduced_inf: int
-    introduced_nan: int
-    flushed: float | None
-    input_flushed: float | None
-    flips: int
-    recast: int
-    time_ms: float | None
-    reference_ms: float | None
-
-
-class OpCalls(Struct, frozen=True, kw_only=True):
-    """Every op call of an instrumented run, as columns of one length (``pandas.DataFrame`` takes them)."""
-
-    op: list[str] = []
-    """Overload name, ``aten.mm.default``."""
-    module: list[str] = []
-    """Dotted path in the model, ``""`` for the model itself."""
-    source: list[str | None] = []
-    """``file.py:line`` of the model's code, not torch's."""
-    dtypes: list[str] = []
-    """Floating dtypes in, an arrow, floating dtypes out."""
-    shape: list[str] = []
-    """Shape of the first tensor out."""
-    outcome: list[Outcome] = []
-    local_error: list[float | None] = []
-    """rel_l2 of the op on its own inputs against the same inputs widened."""
-    accumulated_error: list[float | None] = []
-    """rel_l2 against the lockstep reference."""
-    input_error: list[float | None] = []
-    """The largest accumulated error among the inputs."""
-    absmax: list[float | None] = []
-    """Largest magnitude out; ``None`` where the output has a NaN or Inf, or no floating leaf."""
-    rms: list[float | None] = []
-    """Root mean square of the reference's first output: with ``absmax``, where the values sit."""
-    introduced_inf: list[int] = []
-    """Elements that are Inf though the inputs and the reference are finite."""
-    introduced_nan: list[int] = []
-    """Elements that are NaN though the inputs and the reference are finite."""
-    flushed: list[float | None] = []
-    """Share of the reference's non-zeros that are zero here for want of range (fp16 runs only)."""
-    input_flushed: list[float | None] = []
-    flips: list[int] = []
-    """Indices or booleans that the reference would have decided otherwise."""
-    recast: list[int] = []
-    """1 for a cast that repeats or undoes another of the same tensor."""
-    time_ms: list[float | None] = []
-    reference_ms: list[float | None] = []
-    """Time of the same op on the reference's tensors, just after."""
-
-    def __post_init__(self) -> None:
-        """Raise ``ValueError`` where columns differ in length; one that an older file lacks is all ``None``."""
-        for name in Place._fields:
-            column = getattr(self, name)
-            if not column and name in _ADDED_LATER:
-                msgspec.structs.force_setattr(self, name, [None] * len(self))
-            elif len(column) != len(self):
-                raise ValueError(f"column {name!r} has {len(column)} entries, 'op' has {len(self)}")
-
-    def __len__(self) -> int:
-        return len(self.op)
-
-    def rows(self) -> Iterator[Place]:
-        """Yield the calls in order, one tuple each."""
-        columns = (getattr(self, name) for name in Place._fields)
-        return map(Place._make, zip(*columns, strict=True))
-
-
-_ADDED_LATER = ("rms",)
-
-
 class Run(Struct, frozen=True, kw_only=True):
-    """One precision × backend × device: the plain part's truth and the instrumented part's explanation."""
+    """One precision × backend × device × memory format: the plain part and the instrumented part that explains it."""
 
     precision: str
-    backend: str = "eager"
+    backend: str = EAGER
     device: str
+    memory_format: MemoryFormat = "contiguous"
     evidence: Evidence = "measured"
     status: Status
     reason: str | None = None
@@ -205,6 +125,21 @@ class Run(Struct, frozen=True, kw_only=True):
     output_is_zero: bool = False
     """Whether the floating output is all zeros: an error relative to it says nothing."""
 
+    @property
+    def key(self) -> RunKey:
+        """What identifies the run."""
+        return RunKey(self.precision, self.backend, self.device, self.memory_format)
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether this is the fp32 run that all others are compared with."""
+        return self.key.is_reference
+
+    @property
+    def basis(self) -> Precision | None:
+        """The precision, or the one that a plan starts from; ``None`` if this installation does not know it."""
+        return PRECISIONS.find(self.base or self.precision)
+
 
 class Diagnostic(Struct, frozen=True, kw_only=True):
     """One finding, at one place."""
@@ -213,6 +148,8 @@ class Diagnostic(Struct, frozen=True, kw_only=True):
     name: str
     severity: Severity
     precision: str | None = None
+    backend: str = EAGER
+    memory_format: MemoryFormat = "contiguous"
     module: str | None = None
     op: str | None = None
     source: str | None = None
@@ -221,7 +158,16 @@ class Diagnostic(Struct, frozen=True, kw_only=True):
     url: str | None = None
     calls: int = 1
     accepted: bool = False
-    """Whether the baseline of the scan knows it."""
+    """Whether the scan's baseline accepts it."""
+
+    @property
+    def run_label(self) -> str | None:
+        """The run that it is about, ``half · inductor``; ``None`` for the whole scan."""
+        return self.precision and qualified(self.precision, self.backend, self.memory_format)
+
+    def is_about(self, run: Run) -> bool:
+        """Whether it is about ``run``."""
+        return (self.precision, self.backend, self.memory_format) == (run.precision, run.backend, run.memory_format)
 
 
 def is_selected(code: str, select: Iterable[str], ignore: Iterable[str]) -> bool:
@@ -234,7 +180,8 @@ class Recommendation(Struct, frozen=True, kw_only=True):
     """The way to run the model that was tried and passed."""
 
     precision: str
-    backend: str = "eager"
+    backend: str = EAGER
+    memory_format: MemoryFormat = "contiguous"
     keep_fp32: list[str] = []
     evidence: Evidence = "measured"
     reason: str
@@ -281,12 +228,12 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     plan: Plan | None = None
     """What the ``plan`` run is made of, where there is one."""
 
-    def run(self, precision: str) -> Run:
-        """Return the run of that name; raises ``KeyError`` if it was not part of the scan."""
+    def run(self, precision: str, backend: str = EAGER, memory_format: MemoryFormat = "contiguous") -> Run:
+        """Return one run; raises ``KeyError`` if it was not part of the scan."""
         for run in self.runs:
-            if run.precision == precision:
+            if (run.precision, run.backend, run.memory_format) == (precision, backend, memory_format):
                 return run
-        raise KeyError(precision)
+        raise KeyError(qualified(precision, backend, memory_format))
 
     def to_json(self) -> bytes:
         """Encode as one line of JSON."""

@@ -1,1 +1,1 @@
-"""What torch's and Intel's sources declare for XPU, made into `catalog/declared-xpu-*.json`. See docs/declared-xpu.md."""
+"""What torch's and Intel's sources declare for XPU, made into `catalog/declared-xpu.jsonl`. See docs/declared-xpu.md."""

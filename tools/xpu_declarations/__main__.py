@@ -1,4 +1,4 @@
-"""Builds `catalog/declared-xpu-X.Y.json` from public sources; docs/declared-xpu.md shows the commands.
+"""Writes a release into `catalog/declared-xpu.jsonl` from public sources; docs/declared-xpu.md shows the commands.
 
 python -m tools.xpu_declarations --wheel torch-2.13.0-….whl --claims claims.json --intel torch-xpu-ops
 """
@@ -6,7 +6,6 @@ python -m tools.xpu_declarations --wheel torch-2.13.0-….whl --claims claims.js
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import subprocess
 import zipfile
@@ -15,7 +14,8 @@ from pathlib import Path
 import msgspec
 
 from lowprec_check.catalog.data_files import data_folder
-from lowprec_check.catalog.declared import SCHEMA, Source, release_of
+from lowprec_check.catalog.declared import release_of
+from lowprec_check.catalog.declared_file import DeclaredFile, DeclaredRow, Source, encode_declared
 from lowprec_check.errors import UsageError
 from tools.xpu_declarations import dtypes, kernels, registrations
 from tools.xpu_declarations.corrections import Corrections
@@ -92,8 +92,10 @@ def torch_sources(wheel: Path, claims: dtypes.Claims) -> tuple[str, dict[str, So
     }
 
 
-def build(wheel: Path, claims_path: Path, intel: Path, ref: str | None) -> tuple[str, str]:
-    """The release, and the text of its file."""
+def build(
+    wheel: Path, claims_path: Path, intel: Path, ref: str | None
+) -> tuple[str, dict[str, Source], dict[str, DeclaredRow]]:
+    """The release, its sources by key and its rows by op."""
     claims = msgspec.json.decode(claims_path.read_bytes(), type=dtypes.Claims)
     release = release_of(claims.torch)
     clone = Clone(intel, ref or f"release/{release}")
@@ -122,31 +124,23 @@ def build(wheel: Path, claims_path: Path, intel: Path, ref: str | None) -> tuple
         claims.claims, dtypes.additions(texts["tests"]), kernels.left_out(code), corrections.dtypes(all_ops)
     )
     taken = {dtype: dtypes.answers(found, evidence, dtype) for dtype in dtypes.DTYPES}
-    return release, render(release, sources | intel_described | corrections.sources(), rows(found, taken))
+    return release, sources | intel_described | corrections.sources(), rows(found, taken)
 
 
-def rows(found: dict[str, registrations.Found], taken: dict[str, dtypes.Answers]) -> dict[str, list[object]]:
-    """The array of each op, cut after the last value that says something."""
+def rows(found: dict[str, registrations.OpRegistration], taken: dict[str, dtypes.Answers]) -> dict[str, DeclaredRow]:
+    """The row of each op."""
     result = {}
-    for op, registered in sorted(found.items()):
+    for op, registered in found.items():
         half, bfloat16 = taken["half"][op], taken["bfloat16"][op]
-        row: list[object] = [*registered, half.takes, bfloat16.takes, half.source, bfloat16.source]
-        while row[-1] is None:
-            row.pop()
-        result[op] = row
+        result[op] = DeclaredRow(*registered, half.takes, bfloat16.takes, half.source, bfloat16.source)
     return result
 
 
-def render(release: str, sources: dict[str, Source], table: dict[str, list[object]]) -> str:
-    """The file: one source and one op a line, sorted."""
-    described = (f" {json.dumps(key)}: {json.dumps(_plain(source))}" for key, source in sorted(sources.items()))
-    ops = (f" {json.dumps(op)}: {json.dumps(row)}" for op, row in table.items())
-    head = f'{{"schema": {SCHEMA}, "device": "xpu", "torch": "{release}",\n"sources": {{\n'
-    return head + ",\n".join(described) + '\n},\n"ops": {\n' + ",\n".join(ops) + "\n}}\n"
-
-
-def _plain(source: Source) -> dict[str, str]:
-    return {key: value for key, value in msgspec.structs.asdict(source).items() if value}
+def save(path: Path, release: str, sources: dict[str, Source], table: dict[str, DeclaredRow]) -> None:
+    """Write a release into the file of the device, in the place of earlier declarations for it."""
+    file = DeclaredFile(path) if path.exists() else None
+    there = {known: (file.sources[known], file.release(known)) for known in file.releases} if file else {}
+    path.write_bytes(encode_declared("xpu", {**there, release: (sources, table)}))
 
 
 def main() -> None:
@@ -159,13 +153,13 @@ def main() -> None:
     parser.add_argument("--intel", type=Path, required=True, help="a clone of intel/torch-xpu-ops")
     parser.add_argument("--ref", help="branch or commit to read there, where there is no release/X.Y")
     options = parser.parse_args()
+    path = data_folder() / "declared-xpu.jsonl"
     try:
-        release, text = build(options.wheel, options.claims, options.intel, options.ref)
+        release, sources, table = build(options.wheel, options.claims, options.intel, options.ref)
+        save(path, release, sources, table)
     except UsageError as error:
         parser.error(str(error))
-    path = data_folder() / f"declared-xpu-{release}.json"
-    path.write_text(text, encoding="utf-8")
-    print(f"{path}: {len(text) // 1024} KiB")
+    print(f"{path}: {len(table)} ops of torch {release}")
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import msgspec
 
-from lowprec_check.catalog.declared import Registration, Source
+from lowprec_check.catalog.declared_file import Registration, Source
 from lowprec_check.catalog.toml_tables import read_tables, version_key
 from lowprec_check.errors import UsageError
-from tools.xpu_declarations.dtypes import DTYPES, Answer
-from tools.xpu_declarations.registrations import Found
+from tools.xpu_declarations.dtypes import DTYPES, DtypeAnswer
+from tools.xpu_declarations.registrations import OpRegistration
 
 
 class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -58,23 +58,23 @@ class Corrections:
         """Their descriptions, by key."""
         return {entry.source: Source(entry.why, entry.link) for entry in self.entries}
 
-    def registrations(self, ops: set[str]) -> dict[str, Found]:
+    def registrations(self, ops: set[str]) -> dict[str, OpRegistration]:
         """Registrations that are corrected, by op."""
         corrected = {}
         for entry in self.entries:
             if entry.registration is not None:
-                found = Found(entry.registration, entry.source)
+                found = OpRegistration(entry.registration, entry.source)
                 corrected.update(dict.fromkeys(self._ops(entry, ops), found))
         return corrected
 
-    def dtypes(self, ops: set[str]) -> dict[tuple[str, str], Answer]:
+    def dtypes(self, ops: set[str]) -> dict[tuple[str, str], DtypeAnswer]:
         """Dtypes that are corrected, by op and dtype."""
         corrected = {}
         for entry in self.entries:
             for dtype in DTYPES:
                 takes: bool | None = getattr(entry, dtype)
                 if takes is not None:
-                    answer = Answer(takes, entry.source)
+                    answer = DtypeAnswer(takes, entry.source)
                     corrected.update({(op, dtype): answer for op in self._ops(entry, ops)})
         return corrected
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from tools.xpu_declarations.kernels import op_names
-from tools.xpu_declarations.registrations import Found
+from tools.xpu_declarations.registrations import OpRegistration
 
 DTYPES = ("half", "bfloat16")
 PLUMBING = frozenset(
@@ -90,14 +90,14 @@ class Claims(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     claims: dict[str, Claim]
 
 
-class Answer(NamedTuple):
+class DtypeAnswer(NamedTuple):
     """Whether a dtype is taken, and which source says so."""
 
     takes: bool | None
     source: str | None = None
 
 
-Answers = dict[str, Answer]
+Answers = dict[str, DtypeAnswer]
 
 
 def base_of(op: str) -> str:
@@ -129,11 +129,11 @@ class Evidence(NamedTuple):
     added: Mapping[str, frozenset[str]]
     left_out: Mapping[str, frozenset[str]]
     """By kernel tag, from `kernels.left_out`."""
-    corrected: Mapping[tuple[str, str], Answer] = {}
+    corrected: Mapping[tuple[str, str], DtypeAnswer] = {}
     """By op and dtype."""
 
 
-def answers(found: Mapping[str, Found], evidence: Evidence, dtype: str) -> Answers:
+def answers(found: Mapping[str, OpRegistration], evidence: Evidence, dtype: str) -> Answers:
     """The answer for each op of `found`, in one dtype."""
     yes, no = _claimed(found, evidence, dtype)
     refused = {
@@ -148,14 +148,14 @@ def answers(found: Mapping[str, Found], evidence: Evidence, dtype: str) -> Answe
         if (op, dtype) in evidence.corrected:
             result[op] = evidence.corrected[op, dtype]
         elif registered.registration == "native" and base_of(registered.via or op) in refused:
-            result[op] = Answer(False, refused[base_of(registered.via or op)])
+            result[op] = DtypeAnswer(False, refused[base_of(registered.via or op)])
         else:
             variant = kernel.get(registered.via or op) or name.get(base_of(op))
-            result[op] = yes.get(op) or no.get(op) or variant or Answer(None)
+            result[op] = yes.get(op) or no.get(op) or variant or DtypeAnswer(None)
     return result
 
 
-def _claimed(found: Mapping[str, Found], evidence: Evidence, dtype: str) -> tuple[Answers, Answers]:
+def _claimed(found: Mapping[str, OpRegistration], evidence: Evidence, dtype: str) -> tuple[Answers, Answers]:
     """What OpInfo and its additions say: the ops that take the dtype, and those that do not."""
     by_base: dict[str, list[str]] = {}
     for op in found:
@@ -169,16 +169,16 @@ def _claimed(found: Mapping[str, Found], evidence: Evidence, dtype: str) -> tupl
         widest = claim.forward_ops.get("float32", [])
         if added or dtype in claim.forward:
             seen = {*own, *(claim.forward_ops.get(dtype) or widest)}
-            _note(yes, seen & found.keys(), Answer(True, source))
+            _note(yes, seen & found.keys(), DtypeAnswer(True, source))
         elif "float32" in claim.forward and dtype not in claim.on_cuda:
             alone = [op for op in widest if base_of(op) not in PLUMBING]
-            _note(no, {*own, *(alone if len(alone) == 1 else ())} & found.keys(), Answer(False, source))
+            _note(no, {*own, *(alone if len(alone) == 1 else ())} & found.keys(), DtypeAnswer(False, source))
         if dtype in claim.backward:
-            _note(yes, set(claim.backward_ops.get(dtype, ())) & found.keys(), Answer(True, source))
+            _note(yes, set(claim.backward_ops.get(dtype, ())) & found.keys(), DtypeAnswer(True, source))
     return yes, no
 
 
-def _note(answers: Answers, ops: set[str], answer: Answer) -> None:
+def _note(answers: Answers, ops: set[str], answer: DtypeAnswer) -> None:
     """Keep the first answer, and the one of the function named like the op before all."""
     for op in ops:
         if op not in answers or (answer.source or "").partition(":")[2] == base_of(op):

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-Registration = Literal["native", "fallback", "composite", "none"]
+from lowprec_check.catalog.declared_file import Registration
+
 IMPLICIT = "CompositeImplicitAutograd"
 COMPOSITE = frozenset({IMPLICIT, "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"})
 """Alias keys whose kernels serve every backend. The ones for nested tensors do not serve dense XPU tensors."""
@@ -34,7 +35,7 @@ class Native(NamedTuple):
     """Variants that torchgen generates by calling this op."""
 
 
-class Found(NamedTuple):
+class OpRegistration(NamedTuple):
     """How an op is registered on XPU, by which source, and through which other op."""
 
     registration: Registration
@@ -88,16 +89,16 @@ class Declarations(NamedTuple):
     """From torch-xpu-ops' yaml; empty since 2.14, when torch's own took it in."""
     library: frozenset[str]
     fallback: frozenset[str]
-    corrected: Mapping[str, Found] = {}
+    corrected: Mapping[str, OpRegistration] = {}
 
 
-def registrations(declared: Declarations) -> dict[str, Found]:
+def registrations(declared: Declarations) -> dict[str, OpRegistration]:
     """The registration of every op of the release, generated variants included."""
     base = {name: op for op, native in declared.torch.items() for name in native.autogen}
     return {op: _find(op, declared, base) for op in sorted({*declared.torch, *base})}
 
 
-def _find(op: str, declared: Declarations, base: Mapping[str, str]) -> Found:
+def _find(op: str, declared: Declarations, base: Mapping[str, str]) -> OpRegistration:
     native = declared.torch.get(op)
     registered = _registered(op, declared)
     if registered is not None:
@@ -105,18 +106,18 @@ def _find(op: str, declared: Declarations, base: Mapping[str, str]) -> Found:
     handed_to = native.delegate if native is not None else base[op]
     if handed_to is not None:
         found = _find(handed_to, declared, base)
-        return Found(found.registration, found.source, found.via or handed_to)
+        return OpRegistration(found.registration, found.source, found.via or handed_to)
     composite = native is not None and native.keys & COMPOSITE
-    return Found("composite" if composite else "none", "torch")
+    return OpRegistration("composite" if composite else "none", "torch")
 
 
-def _registered(op: str, declared: Declarations) -> Found | None:
+def _registered(op: str, declared: Declarations) -> OpRegistration | None:
     """What is said of the op itself."""
     if op in declared.corrected:
         return declared.corrected[op]
     for source, entries in (("torch", declared.torch), ("torch-xpu-ops", declared.intel)):
         if op in entries and "XPU" in entries[op].keys:
-            return Found("native", source)
+            return OpRegistration("native", source)
     if op in declared.library:
-        return Found("native", "library")
-    return Found("fallback", "fallback") if op in declared.fallback else None
+        return OpRegistration("native", "library")
+    return OpRegistration("fallback", "fallback") if op in declared.fallback else None

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from lowprec_check.catalog.known_issues import KnownIssue, known_issues, matching, of_precision
-from lowprec_check.catalog.version_diff import mending
+from lowprec_check.catalog.fixed_in import mending
+from lowprec_check.catalog.known_issues import KnownIssue, Way, known_issues, matching
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.precisions import LOW_FORMATS, Precision
 from lowprec_check.schema.scan_result import Gap, Run, ScanResult
 
 
 def since_when(gap: Gap, run: Run, result: ScanResult) -> str | None:
     """``runs since torch 2.14`` or ``fails up to torch 2.15``; ``None`` where the catalog has not measured it."""
-    dtype, way = of_precision(run.precision)
-    if dtype is None or gap.phase == "optimizer":
+    basis, dtype = run.basis, _catalog_dtype(run.basis)
+    if basis is None or dtype is None or gap.phase == "optimizer":
         return None
     torch = str(result.environment.get("torch", ""))
     try:
         found = mending(
-            gap.op, device=run.device, dtype=dtype, torch=torch, phase=gap.phase, autocast=way == "autocast"
+            gap.op, device=run.device, dtype=dtype, torch=torch, phase=gap.phase, autocast=basis.kind == "autocast"
         )
     except UsageError:  # files that cannot be read cost this remark, not the scan
         return None
     return str(found) if found else None
 
 
-def known_issue(
-    result: ScanResult, code: str, op: str | None, precision: str | None, message: str
-) -> KnownIssue | None:
+def known_issue(result: ScanResult, code: str, op: str | None, run: Run | None, message: str) -> KnownIssue | None:
     """The reported issue that fits a finding best: of its code, about its op or model, not yet mended in the running torch."""
-    run = next((run for run in result.runs if run.precision == precision), None)
-    dtype, way = of_precision((run.base if run else None) or precision or "fp32")
+    basis = run.basis if run else None
     device = run.device if run else str(result.environment.get("device", ""))
     torch = str(result.environment.get("torch", "")) or None
     try:
@@ -39,11 +37,22 @@ def known_issue(
             op=op,
             model=result.model.name,
             device=device or None,
-            dtype=dtype,
-            way=way,
+            dtype=_catalog_dtype(basis),
+            way=_way(basis),
             torch=torch,
             message=message,
         )
     except UsageError:
         return None
     return next((issue for issue in found if issue.ops or issue.models), None)
+
+
+def _catalog_dtype(basis: Precision | None) -> str | None:
+    """The dtype to look up: the catalog knows the 16-bit ones."""
+    return basis.format.name if basis is not None and basis.format in LOW_FORMATS else None
+
+
+def _way(basis: Precision | None) -> Way | None:
+    if basis is None:
+        return None
+    return "cast" if basis.kind == "cast" else "autocast" if basis.kind == "autocast" else None

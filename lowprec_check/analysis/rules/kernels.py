@@ -74,9 +74,7 @@ def silent_fallback(result: ScanResult) -> Iterator[Finding]:
     """
     for run in result.runs:
         for message in run.fallbacks:
-            yield Finding(
-                message, precision=run.precision, help="avoid the op on this device, or move it to the CPU once"
-            )
+            yield Finding(message, run=run, help="avoid the op on this device, or move it to the CPU once")
 
 
 @rule("LP106", "slow-kernel", "warning")
@@ -100,10 +98,10 @@ def _slow_ops(run: Run) -> Iterator[Finding]:
     slow = {op: found for op, calls in times.items() if (found := _slow_total(calls, run.latency_ms)) is not None}
     for op, (here, fp32) in sorted(slow.items(), key=lambda item: -item[1][0]):
         message = f"{here / max(fp32, 1e-6):.0f} times slower than in fp32: {here:.0f} ms against {fp32:.1f} ms"
-        yield Finding(message, precision=run.precision, op=op, help=advice, calls=len(times[op]))
+        yield Finding(message, run=run, op=op, help=advice, calls=len(times[op]))
     for op, reason in run.emulated.items():
         if op not in slow and not any(gap.kind == "crash" and gap.op == op for gap in run.gaps):
-            yield Finding(reason, precision=run.precision, op=op, help=advice)
+            yield Finding(reason, run=run, op=op, help=advice)
 
 
 def _slow_total(calls: list[tuple[float, float]], latency_ms: float | None) -> tuple[float, float] | None:
@@ -126,6 +124,4 @@ def crash(result: ScanResult) -> Iterator[Finding]:
     yield from from_gaps(result, "crash", "compute it in fp32, and report it to PyTorch")
     for run in low_runs(result):
         if run.status == "crashed" and not any(gap.kind == "crash" for gap in run.gaps):
-            yield Finding(
-                run.reason or "the process died", precision=run.precision, help="run it alone under a debugger"
-            )
+            yield Finding(run.reason or "the process died", run=run, help="run it alone under a debugger")

@@ -6,19 +6,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lowprec_check.analysis.rules.registry import Finding, from_gaps, low_runs, rule
-from lowprec_check.schema.scan_result import Place, Run, ScanResult
-
-UNIT_ROUNDOFF = {"half": 2**-11, "autocast-fp16": 2**-11, "bfloat16": 2**-8, "autocast-bf16": 2**-8}
-"""By precision: half the distance from 1 to the next number of its dtype."""
+from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.schema.scan_result import Run, ScanResult
 
 FLUSHED_SHARE = 0.1
 OUTLIER_ROUNDOFFS = 8
 JUMP = 4
 
 
-def _by_place(run: Run, keep: Callable[[Place], bool], worst: Callable[[Place], Any]) -> Iterator[tuple[Place, int]]:
+def _by_place(run: Run, keep: Callable[[OpCall], bool], worst: Callable[[OpCall], Any]) -> Iterator[tuple[OpCall, int]]:
     """The worst call at each (module, op, line), with the number of calls kept there."""
-    found: dict[tuple[str, str, str | None], tuple[Place, int]] = {}
+    found: dict[tuple[str, str, str | None], tuple[OpCall, int]] = {}
     for row in run.op_calls.rows():
         if keep(row):
             key = (row.module, row.op, row.source)
@@ -27,9 +25,9 @@ def _by_place(run: Run, keep: Callable[[Place], bool], worst: Callable[[Place], 
     yield from found.values()
 
 
-def _finding(run: Run, result: ScanResult, row: Place, count: int, message: str, help: str | None = None) -> Finding:
+def _finding(run: Run, result: ScanResult, row: OpCall, count: int, message: str, help: str | None = None) -> Finding:
     source = row.source or result.model.source
-    return Finding(message, run.precision, row.module, row.op, source, help=help, calls=count)
+    return Finding(message, run, row.module, row.op, source, help=help, calls=count)
 
 
 @rule("LP201", "overflow", "error")
@@ -42,7 +40,7 @@ def overflow(result: ScanResult) -> Iterator[Finding]:
     What to do: keep the module in fp32, scale before it, or use bf16, whose range is that of fp32.
     """
 
-    def is_born_here(row: Place) -> bool:
+    def is_born_here(row: OpCall) -> bool:
         return row.introduced_inf > 0 and row.outcome != "rescued"  # a constant that does not fit is LP204
 
     for run in low_runs(result):
@@ -61,7 +59,7 @@ def underflow(result: ScanResult) -> Iterator[Finding]:
     What to do: scale up before the op and down behind it, or keep it in fp32.
     """
 
-    def is_born_here(row: Place) -> bool:
+    def is_born_here(row: OpCall) -> bool:
         return row.flushed is not None and row.flushed >= max(FLUSHED_SHARE, 2 * (row.input_flushed or 0.0))
 
     for run in low_runs(result):
@@ -103,13 +101,13 @@ def output_mismatch(result: ScanResult) -> Iterator[Finding]:
     """
     for run in low_runs(result):
         if run.status == "nonfinite":
-            yield Finding("the output has NaN or Inf where fp32 is finite", precision=run.precision)
+            yield Finding("the output has NaN or Inf where fp32 is finite", run=run)
         elif run.status == "inaccurate":
             rel_l2 = run.output_error.rel_l2 if run.output_error else None
             size = f"{rel_l2:.1e}" if rel_l2 is not None else "not comparable"
             note = f" ({run.notes[0]})" if run.notes and rel_l2 is None else ""
             message = f"output error {size}{note}, tolerance {run.tolerance or 0:.0e}"
-            yield Finding(message, precision=run.precision)
+            yield Finding(message, run=run)
 
 
 @rule("LP302", "op-outlier", "warning")
@@ -121,10 +119,13 @@ def op_outlier(result: ScanResult) -> Iterator[Finding]:
     dtype, or a cast loses more than the run's dtype does.
     """
     for run in low_runs(result):
-        limit = OUTLIER_ROUNDOFFS * UNIT_ROUNDOFF.get(run.base or run.precision, 2**-8)
+        if run.basis is None:
+            continue
+        roundoff = run.basis.format.roundoff
+        limit = OUTLIER_ROUNDOFFS * roundoff
         rows = _by_place(run, lambda row, u=limit: (row.local_error or 0.0) > u, lambda row: row.local_error or 0.0)  # type: ignore[misc]
         for row, count in rows:
-            message = f"local error {row.local_error or 0:.1e}, rounding alone is {limit / OUTLIER_ROUNDOFFS:.0e}"
+            message = f"local error {row.local_error or 0:.1e}, rounding alone is {roundoff:.0e}"
             yield _finding(run, result, row, count, message, "keep this op in fp32")
 
 
@@ -137,17 +138,16 @@ def error_amplifier(result: ScanResult) -> Iterator[Finding]:
     function). The error was born before it; less error upstream is the cure.
     """
     for run in low_runs(result):
-        roundoff = UNIT_ROUNDOFF.get(run.base or run.precision, 2**-8)
-        tolerance = run.tolerance or 0.0
+        if run.basis is None or run.status == "ok":
+            continue
+        roundoff, tolerance = run.basis.format.roundoff, run.tolerance or 0.0
 
-        def amplifies(row: Place, u: float = roundoff, limit: float = tolerance) -> bool:
+        def amplifies(row: OpCall, u: float = roundoff, limit: float = tolerance) -> bool:
             if row.input_error is None:  # the inputs were not finite
                 return False
             jumped = (row.accumulated_error or 0.0) > max(limit, JUMP * max(row.input_error, u))
             return jumped and (row.local_error or 0.0) < OUTLIER_ROUNDOFFS * u and not row.introduced_inf
 
-        if run.status == "ok":
-            continue
         for row, count in _by_place(run, amplifies, lambda row: row.accumulated_error or 0.0):
             before, after = row.input_error or 0.0, row.accumulated_error or 0.0
             message = f"error grows from {before:.1e} to {after:.1e} here, the op itself adds little"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from lowprec_check.analysis.rules.catalogued import known_issue, since_when
+from lowprec_check.schema.backends import EAGER
 from lowprec_check.schema.scan_result import Diagnostic, GapKind, Run, ScanResult, Severity, is_selected
 
 SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
@@ -20,10 +21,11 @@ SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
 
 
 class Finding(NamedTuple):
-    """What a rule says of one place; the registry adds code, name, severity, and where others reported it."""
+    """What a rule finds at one place; the registry adds the code, the name, the severity and the reported issue."""
 
     message: str
-    precision: str | None = None
+    run: Run | None = None
+    """The run that it is about; ``None`` for the whole scan."""
     module: str | None = None
     op: str | None = None
     source: str | None = None
@@ -56,14 +58,24 @@ class Rule(NamedTuple):
     def diagnose(self, result: ScanResult) -> Iterator[Diagnostic]:
         """Yield the diagnostics of this rule."""
         for finding in self.check(result):
-            issue = known_issue(result, self.code, finding.op, finding.precision, finding.message)
+            issue = known_issue(result, self.code, finding.op, finding.run, finding.message)
             reported = f"reported in {issue.link}" if issue else None
-            fields = finding._asdict() | {
-                "severity": finding.severity or self.severity,
-                "help": "; ".join(filter(None, (finding.help, reported))) or None,
-                "url": issue.link if issue else None,
-            }
-            yield Diagnostic(code=self.code, name=self.name, **fields)
+            key = finding.run.key if finding.run else None
+            yield Diagnostic(
+                code=self.code,
+                name=self.name,
+                severity=finding.severity or self.severity,
+                precision=key.precision if key else None,
+                backend=key.backend if key else EAGER,
+                memory_format=key.memory_format if key else "contiguous",
+                module=finding.module,
+                op=finding.op,
+                source=finding.source,
+                message=finding.message,
+                help="; ".join(filter(None, (finding.help, reported))) or None,
+                url=issue.link if issue else None,
+                calls=finding.calls,
+            )
 
 
 _RULES: dict[str, Rule] = {}
@@ -92,7 +104,12 @@ def rule(code: str, name: str, severity: Severity) -> Callable[[Check], Check]:
 
 def low_runs(result: ScanResult) -> Iterator[Run]:
     """All runs but the reference."""
-    return (run for run in result.runs if run.precision != "fp32")
+    return (run for run in result.runs if not run.is_reference)
+
+
+def uses_autocast(run: Run) -> bool:
+    """Whether the run, or the base of its plan, is under autocast."""
+    return run.basis is not None and run.basis.kind == "autocast"
 
 
 def from_gaps(result: ScanResult, kind: GapKind, help: str) -> Iterator[Finding]:
@@ -101,12 +118,11 @@ def from_gaps(result: ScanResult, kind: GapKind, help: str) -> Iterator[Finding]
         for gap in run.gaps:
             if gap.kind == kind:
                 caught = run.status in ("ok", "inaccurate", "nonfinite")
-                after = "" if gap.rescued else "; the scan could not go on behind it"
-                after = "; the model gets past it by itself" if caught else after
-                advice = help.replace(", or use autocast", "") if run.precision.startswith("autocast") else help
+                after = "; the model gets past it by itself" if caught else ""
+                advice = help.replace(", or use autocast", "") if uses_autocast(run) else help
                 yield Finding(
                     f"{gap.message}{after}",
-                    precision=run.precision,
+                    run=run,
                     module=gap.module,
                     op=gap.op,
                     source=gap.source or result.model.source,

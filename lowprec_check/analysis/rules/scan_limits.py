@@ -1,4 +1,4 @@
-"""LP4xx: what autocast does. LP9xx: what the scan did not see, or saw with its own hands on it."""
+"""LP9xx: the limits of a scan: what it did not run, and what its instruments changed."""
 
 from __future__ import annotations
 
@@ -6,49 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
-from lowprec_check.schema.scan_result import Run, ScanResult
-
-
-@rule("LP401", "cast-churn", "note")
-def cast_churn(result: ScanResult) -> Iterator[Finding]:
-    """Autocast casts the same tensor back and forth.
-
-    Casts in one module that repeat a cast already made of the same tensor, or undo it. Autocast remembers the casts
-    of weights, not those of activations. What to do: cast once before the branch, or put the region of fp32 ops
-    under one `autocast(enabled=False)`.
-    """
-    for run in low_runs(result):
-        if not (run.base or run.precision).startswith("autocast"):
-            continue
-        places = Counter((row.module, row.source) for row in run.op_calls.rows() if row.recast)
-        for (module, source), count in places.most_common():
-            message = f"{count} {'casts repeat' if count > 1 else 'cast repeats'} or undo{'' if count > 1 else 'es'} another of the same tensor"
-            yield Finding(message, run.precision, module, "aten._to_copy.default", source, calls=count)
-
-
-@rule("LP402", "vacuous-autocast", "note")
-def vacuous_autocast(result: ScanResult) -> Iterator[Finding]:
-    """Passes only because nothing low-precision reaches the op.
-
-    The op has no kernel in this dtype (the blanket cast shows it) and passes under autocast because its inputs here
-    are fp32 from the start. Fed by a layer that autocast runs in 16 bits, it may fail.
-    """
-    runs = {run.precision: run for run in result.runs}
-    for cast, autocast in (("half", "autocast-fp16"), ("bfloat16", "autocast-bf16")):
-        if cast in runs and autocast in runs and runs[autocast].status == "ok":
-            yield from _vacuous(runs[cast], runs[autocast])
-
-
-def _vacuous(cast: Run, autocast: Run) -> Iterator[Finding]:
-    gaps = {(gap.op, gap.module, gap.source) for gap in cast.gaps if gap.layer == "dispatch"}
-    places: Counter[tuple[str, str, str | None]] = Counter()
-    for row in autocast.op_calls.rows():
-        key = (row.op, row.module, row.source)
-        if key in gaps and not row.accumulated_error and row.dtypes.startswith("f32"):
-            places[key] += 1
-    for (op, module, source), count in places.items():
-        message = f"passes only because its inputs are fp32 here; {cast.precision} has no kernel for it"
-        yield Finding(message, autocast.precision, module, op, source, calls=count)
+from lowprec_check.schema.scan_result import ScanResult
 
 
 @rule("LP901", "uncalled-module", "note")
@@ -71,7 +29,7 @@ def nondeterministic_reference(result: ScanResult) -> Iterator[Finding]:
     """
     for run in result.runs:
         if run.nondeterministic:
-            yield Finding("two seeded fp32 runs differ; the tolerance was widened", precision=run.precision)
+            yield Finding("two seeded fp32 runs differ; the tolerance was widened", run=run)
 
 
 @rule("LP903", "emulated-op", "note")
@@ -85,7 +43,7 @@ def emulated_op(result: ScanResult) -> Iterator[Finding]:
         counts = Counter(row.op for row in run.op_calls.rows() if row.outcome == "emulated")
         for op, reason in run.emulated.items():
             if counts[op]:
-                yield Finding(f"emulated: {reason}", precision=run.precision, op=op, calls=counts[op])
+                yield Finding(f"emulated: {reason}", run=run, op=op, calls=counts[op])
 
 
 @rule("LP904", "instruments-perturb", "note")
@@ -97,7 +55,7 @@ def instruments_perturb(result: ScanResult) -> Iterator[Finding]:
     """
     for run in low_runs(result):
         if run.perturbed:
-            yield Finding("the instrumented output differs from the plain one", precision=run.precision)
+            yield Finding("the instrumented output differs from the plain one", run=run)
 
 
 @rule("LP905", "incomplete-scan", "warning")
@@ -113,4 +71,4 @@ def incomplete_scan(result: ScanResult) -> Iterator[Finding]:
                 f"ended early: {stop.type}: {stop.message}" if stop else f"ended early: {run.reason or run.status}"
             )
             module, source = (stop.module, stop.source) if stop else (None, None)
-            yield Finding(message, precision=run.precision, module=module, source=source)
+            yield Finding(message, run=run, module=module, source=source)

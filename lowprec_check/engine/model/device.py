@@ -9,9 +9,7 @@ from typing import Any
 import torch
 
 from lowprec_check.errors import UsageError
-
-KINDS = ("cpu", "cuda", "xpu", "mps")
-"""The device types that a scan knows."""
+from lowprec_check.schema.devices import DEVICES, accelerators
 
 
 def module_of(device: torch.device) -> Any:
@@ -27,16 +25,16 @@ def is_available(kind: str) -> bool:
 def resolve(name: str | None) -> torch.device:
     """The device named, or the one at hand; raises :class:`UsageError` if it is not there."""
     if name is None:
-        return torch.device(next((kind for kind in KINDS[1:] if is_available(kind)), "cpu"))
+        return torch.device(next((kind for kind in accelerators() if is_available(kind)), "cpu"))
     try:
         device = torch.device(name)
     except RuntimeError:
         device = None
-    if device is None or device.type not in KINDS:
-        raise UsageError(f"Unknown device {name!r}.", f"Choose one of {', '.join(KINDS)}.")
+    if device is None or device.type not in DEVICES.names():
+        raise UsageError(f"Unknown device {name!r}.", f"Choose from {', '.join(DEVICES.names())}.")
     if not is_available(device.type):
-        there = [kind for kind in KINDS if is_available(kind)]
-        raise UsageError(f"Device {name!r} is not there.", f"This torch sees: {', '.join(there)}.")
+        there = [kind for kind in DEVICES.names() if is_available(kind)]
+        raise UsageError(f"Device {name!r} is not available.", f"This torch sees: {', '.join(there)}.")
     return device
 
 

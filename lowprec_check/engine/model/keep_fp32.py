@@ -21,15 +21,18 @@ _KNOWN = (Tensor, int, float, bool, str, type(None))
 """What torch's own pytree leaves as it is, or knows."""
 
 
-def cast_except(model: nn.Module, low: torch.dtype, keep: Sequence[str]) -> None:
-    """Cast ``model`` in place as ``model.half()`` does; the modules of ``keep`` stay as exact as they were, in fp32."""
+def cast_except(model: nn.Module, low: torch.dtype, keep: Sequence[str], *, method: str | None = None) -> None:
+    """Cast ``model`` in place as ``model.half()`` does; the modules of ``keep`` stay as exact as they were, in fp32.
+
+    ``method`` is the name of the model's own method that casts to ``low``, ``half``, if there is one.
+    """
     untie(model, shared_weights(model, keep))
     kept = [model.get_submodule(name) for name in keep]
     exact = [[tensor.detach().clone() for tensor in _state(module)] for module in kept]
-    if low == torch.float16:
-        model.half()
+    if method is not None:
+        getattr(model, method)()
     else:
-        model.bfloat16()
+        model._apply(lambda tensor: tensor.to(low) if tensor.is_floating_point() else tensor)
     for module, values in zip(kept, exact, strict=True):
         module.float()
         for tensor, value in zip(_state(module), values, strict=True):

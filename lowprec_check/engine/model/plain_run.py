@@ -14,13 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.compare import compare_outputs, is_float
+from lowprec_check.engine.core.exceptions import first_line
+from lowprec_check.engine.core.floating_dtypes import is_float
+from lowprec_check.engine.core.output_comparison import compare_outputs
 from lowprec_check.engine.core.pytree import leaves
+from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import traceback_line
 from lowprec_check.engine.model import device as devices
-from lowprec_check.engine.model.precision import Prepared, seed_everything
+from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import WithLoss
-from lowprec_check.engine.trace.journal import first_line
 from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo, Status
 
 SAMPLES = 7

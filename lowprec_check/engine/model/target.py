@@ -73,9 +73,9 @@ class Target(NamedTuple):
             raise UsageError(f"Batch {index} is the same as batch 0.", _PASTE_BATCHES)
         return self._replace(args=args, kwargs=kwargs)
 
-    def call(self) -> Callable[..., Any]:
-        """What to call: the model, and the loss on its output where there is one."""
-        model, loss = self.model, self.loss
+    def call(self, model: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """What to call: ``model`` (by default the target's own), and the loss on its output if there is one."""
+        model, loss = model or self.model, self.loss
         if loss is None:
             return model
 

@@ -8,16 +8,14 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from lowprec_check.engine.model.application import application_of
 from lowprec_check.engine.model.keep_fp32 import (
-    cast_except,
-    cast_inputs,
     is_planned,
-    keep_out_of_autocast,
-    put_under_autocast,
 )
-from lowprec_check.engine.model.precision import PRECISIONS
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.devices import device_type
 from lowprec_check.schema.plan import Plan
+from lowprec_check.schema.precisions import PRECISIONS
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -41,13 +39,9 @@ def apply(model: Model, plan: Plan | str | Path) -> Model:
     _check_unwrapped(model)
     plan.check_modules(describe_modules(model))
     _check_device(model, plan.device)
-    precision, device_type = PRECISIONS[plan.base], plan.device.partition(":")[0]
-    if precision.cast is not None:
-        cast_except(model, precision.cast, plan.keep_fp32)
-        cast_inputs(model, precision.cast)
-    elif precision.autocast is not None:
-        keep_out_of_autocast(model, precision.autocast, plan.keep_fp32, device_type)
-        put_under_autocast(model, precision.autocast, device_type)
+    application, kind = application_of(PRECISIONS.get(plan.base)), device_type(plan.device)
+    application.apply(model, kind, plan.keep_fp32)
+    application.make_standalone(model, kind)
     return model
 
 
@@ -63,7 +57,7 @@ def _describe(module: nn.Module) -> str:
 
 def _check_device(model: nn.Module, planned: str) -> None:
     found = {parameter.device.type for parameter in model.parameters()}
-    if found != {planned.partition(":")[0]}:
+    if found != {device_type(planned)}:
         where = " and ".join(sorted(found))
         raise UsageError(
             f"The plan is for {planned!r}, the model is on {where}.", "Move the model, or plan on its device."

@@ -4,120 +4,190 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
-from typing import Any, Literal, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lowprec_check.analysis.blame import blame
-from lowprec_check.analysis.snippet import paste
+from lowprec_check.analysis.snippet import snippet
+from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.machine import environment, version
-from lowprec_check.engine.model.precision import PRECISIONS, Precision, seed_everything
 from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.plan.apply import describe_modules
-from lowprec_check.engine.plan.trials import BASES, Limits, Objective, Proposal, Proposer, best
+from lowprec_check.engine.plan.trials import Limits, Objective, Proposal, Proposer, best
 from lowprec_check.engine.run.supervisor import Isolation, Load, best_isolation, isolated
-from lowprec_check.engine.run.target_runs import OnProgress, Session, SessionOptions, describe_target, open_session
+from lowprec_check.engine.run.target_runs import OnProgress, RunOptions, TargetRuns, describe_target, open_runs
 from lowprec_check.engine.trace.withheld_kernels import parse_withheld
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.plan import Base, Plan, Planning
+from lowprec_check.schema.backends import BACKENDS, EAGER
+from lowprec_check.schema.plan import Plan, Planning
+from lowprec_check.schema.precisions import plan_bases
 from lowprec_check.schema.scan_result import Run
 
 QUICK = Limits(max_trials=60, seconds=120.0)
-"""Of the search that a scan makes unasked."""
+"""For the search that a scan makes unasked."""
 
-Dtype = Literal["bf16", "fp16"]
-Kind = Literal["autocast", "cast"]
 
-_LOW: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What to search for and how; the arguments of :func:`find_plan`, which describes them."""
+
+    dtype: str | None = None
+    base: str | None = None
+    backend: str = EAGER
+    use_metric: bool = False
+    max_drop: float | None = None
+    batches: int = 1
+    max_trials: int = Limits.max_trials
+    seconds: float = Limits.seconds
+    device: str | None = None
+    tolerance: float | None = None
+    seed: int = 0
+    without_kernel: Sequence[str] = ()
+
+    def bases(self) -> list[str]:
+        """The precisions to start from, in the order of the search."""
+        return [
+            base.name
+            for base in plan_bases()
+            if self.dtype in (None, base.format.short, base.format.name, *base.format.aliases)
+            and self.base in (None, base.kind)
+        ]
+
+    def check(self, target: Target) -> None:
+        """Raise :class:`UsageError` for what cannot be searched, before anything runs."""
+        BACKENDS.get(self.backend)
+        if not self.bases() or self.batches < 1:
+            shorts, kinds = ({base.format.short for base in plan_bases()}, {base.kind for base in plan_bases()})
+            raise UsageError(
+                f"Nothing to search: dtype={self.dtype!r}, base={self.base!r}, batches={self.batches}.",
+                f"dtype is one of {', '.join(sorted(shorts))}; base one of {', '.join(sorted(kinds))}; batches at least 1.",
+            )
+        if self.use_metric and self.tolerance is not None:
+            raise UsageError("Both a metric and a tolerance are given.", "--max-drop sets how far the metric may fall.")
+        if self.max_drop is not None and not self.use_metric:
+            raise UsageError("--max-drop needs a metric.", "Add --metric.")
+        if self.use_metric and target.metric is None:
+            raise UsageError(
+                "The file defines no metric.", "Define `def metric(model): return accuracy`, higher is better."
+            )
+        parse_withheld(self.without_kernel)
 
 
 def find_plan(
     model: nn.Module,
     inputs: Any,
     *,
-    loss: Any = None,
-    metric: Any = None,
+    dtype: str | None = None,
+    base: str | None = None,
+    backend: str = EAGER,
+    max_drop: float | None = None,
+    batches: int = 1,
+    max_trials: int = Limits.max_trials,
+    seconds: float = Limits.seconds,
+    device: str | None = None,
+    tolerance: float | None = None,
+    seed: int = 0,
+    without_kernel: Sequence[str] = (),
+    loss: Callable[[Any], Tensor] | None = None,
+    metric: Callable[[nn.Module], float] | None = None,
     isolation: Isolation | None = None,
-    **options: Any,
+    on_progress: OnProgress | None = None,
 ) -> Planning:
     """Find the fewest modules of ``model`` that must stay in fp32 for it to pass, and prove it.
 
     Args:
         model: in fp32, in the mode in which it is to be judged.
-        inputs: as :func:`lowprec_check.scan` takes them; for several batches a function that takes the batch's number.
+        inputs: as :func:`lowprec_check.scan` takes them; for several batches a function of the batch's number.
+        dtype: ``bf16`` or ``fp16``; by default the better of them.
+        base: how the other modules run, ``autocast`` or ``cast``; by default the better of them.
+        backend: how the model is executed.
+        max_drop: how far the metric may fall, in its units; by default a hundredth of fp32's.
+        batches: how many batches must pass.
+        max_trials: runs of the model for each base.
+        seconds: for the whole search.
+        device: by default an accelerator if there is one, else the CPU.
+        tolerance: the largest rel_l2 of the output that passes; by default that of the precision.
+        seed: of every run.
+        without_kernel: kernels to run without, as if torch lacked them: ``aten.dot:half``.
         loss: ``loss(output) -> tensor``, run as part of the model.
-        metric: ``metric(model) -> float``, the more the better: the objective in place of the tolerance.
+        metric: ``metric(model) -> float``, the higher the better: the objective in place of the tolerance.
         isolation: ``fork`` or ``none``, as for a scan.
-        options: ``dtype`` (``bf16``, ``fp16``), ``base`` (``autocast``, ``cast``), ``max_drop`` (of the metric), ``batches``,
-            ``max_trials``, ``seconds``, ``on_progress``, ``device``, ``tolerance``, ``seed``, ``without_kernel``.
+        on_progress: called with the name of the run and what it is doing.
+
+    Returns:
+        every base that was tried, and the best plan if there is one.
 
     Raises:
         UsageError: the model or an option cannot be used; the message says what to do.
     """
     target = make_target(model, inputs, loss=loss, metric=metric)
+    options = PlanOptions(
+        dtype=dtype,
+        base=base,
+        backend=backend,
+        use_metric=metric is not None,
+        max_drop=max_drop,
+        batches=batches,
+        max_trials=max_trials,
+        seconds=seconds,
+        device=device,
+        tolerance=tolerance,
+        seed=seed,
+        without_kernel=without_kernel,
+    )
     chosen = isolation or best_isolation(can_spawn=False)
-    return plan_target(target, lambda: target, chosen, use_metric=metric is not None, **options)
+    return plan_target(target, lambda: target, chosen, options, on_progress=on_progress)
 
 
 def plan_target(
     target: Target,
     load: Load,
     isolation: Isolation,
+    options: PlanOptions,
     *,
-    dtype: Dtype | None = None,
-    base: Kind | None = None,
-    use_metric: bool = False,
-    max_drop: float | None = None,
-    batches: int = 1,
-    max_trials: int = Limits.max_trials,
-    seconds: float = Limits.seconds,
-    on_progress: OnProgress | None = None,
-    device: str | None = None,
     spec: str | None = None,
-    **options: Any,
+    on_progress: OnProgress | None = None,
 ) -> Planning:
     """As :func:`find_plan`, for a loaded target; ``load`` gives it to a worker, ``spec`` is what the user called it."""
-    if dtype not in (None, "bf16", "fp16") or base not in (None, "autocast", "cast") or batches < 1:
-        raise UsageError(
-            f"Nothing to search: {dtype=}, {base=}, {batches=}.", "dtype is bf16 or fp16, base autocast or cast."
-        )
-    if use_metric and options.get("tolerance") is not None:
-        raise UsageError("Both a metric and a tolerance are given.", "The metric is judged by --max-drop.")
-    if max_drop is not None and not use_metric:
-        raise UsageError("--max-drop is of a metric, and none is asked for.", "Add --metric.")
-    if use_metric and target.metric is None:
-        raise UsageError(
-            "The file defines no metric.", "Define `def metric(model): return accuracy`, higher is better."
-        )
-    parse_withheld(options.get("without_kernel", ()))
-    found = isolated(lambda: environment(device), isolation)
-    settings = SessionOptions(device=found["device"], **options)
+    options.check(target)
+    machine = isolated(lambda: environment(options.device), isolation)
+    settings = RunOptions(
+        device=machine["device"],
+        tolerance=options.tolerance,
+        seed=options.seed,
+        without_kernel=tuple(options.without_kernel),
+    )
     with contextlib.ExitStack() as stack:
         sessions = []
-        for batch in range(batches):
+        for batch in range(options.batches):
             seed_everything(settings.seed + batch)
             load_batch = functools.partial(_load_batch, load, batch, settings.seed)
-            opened = open_session(target.batch(batch), load_batch, settings, isolation, on_progress)
+            opened = open_runs(target.batch(batch), load_batch, settings, isolation, on_progress)
             sessions.append(stack.enter_context(opened))
         references = [session.reference() for session in sessions]
-        if use_metric and references[0].metric is None:
-            why = f": {references[0].notes[-1]}" if references[0].notes else ""
-            raise UsageError(f"The metric of the fp32 model is no finite number{why}.", "Mend that first.")
-        objective = Objective(references[0], metric=use_metric, max_drop=max_drop)
-        proposer = Proposer(sessions, objective, Limits(max_trials=max_trials, seconds=seconds), on_progress)
-        bases = [name for name in BASES if _is_allowed(PRECISIONS[name], dtype, base)]
-        proposals = _search_bases(sessions, proposer, bases)
+        objective = _objective(options, references[0])
+        limits = Limits(max_trials=options.max_trials, seconds=options.seconds)
+        proposer = Proposer(sessions, objective, limits, on_progress)
+        proposals = _search_bases(sessions, proposer, options)
     winner = best(proposals)
     name = spec or target.name
     return Planning(
         target=name,
         model=type(target.model).__name__,
-        device=found["device"],
+        device=machine["device"],
         attempts=[proposal.attempt for proposal in proposals],
-        plan=make_plan(winner, target, references[0], proposer, found, name) if winner is not None else None,
+        plan=make_plan(winner, target, references[0], proposer, machine, name) if winner is not None else None,
     )
+
+
+def _objective(options: PlanOptions, reference: Run) -> Objective:
+    if options.use_metric and reference.metric is None:
+        why = f": {reference.notes[-1]}" if reference.notes else ""
+        raise UsageError(f"The metric of the fp32 model is not a finite number{why}.", "Fix that first.")
+    return Objective(reference, metric=options.use_metric, max_drop=options.max_drop)
 
 
 def _load_batch(load: Load, batch: int, seed: int) -> Target:
@@ -126,14 +196,12 @@ def _load_batch(load: Load, batch: int, seed: int) -> Target:
     return target.batch(batch)
 
 
-def _is_allowed(precision: Precision, dtype: Dtype | None, kind: Kind | None) -> bool:
-    way = {"autocast": precision.autocast, "cast": precision.cast, None: precision.low}[kind]
-    return way is not None and (dtype is None or way == _LOW[dtype])
-
-
-def _search_bases(sessions: Sequence[Session], proposer: Proposer, bases: Sequence[str]) -> list[Proposal]:
-    """As they are where one of them passes so; else each with modules kept in fp32."""
-    runs = {name: [session.run(name, measured=session is sessions[0]) for session in sessions] for name in bases}
+def _search_bases(sessions: Sequence[TargetRuns], proposer: Proposer, options: PlanOptions) -> list[Proposal]:
+    """As they are if one of them passes so; else each with modules kept in fp32."""
+    runs = {
+        name: [session.run(name, options.backend, measured=session is sessions[0]) for session in sessions]
+        for name in options.bases()
+    }
     if any(proposer.passes_as_it_is(of_base) for of_base in runs.values()):
         return [proposer.judge(of_base) for of_base in runs.values()]
     return list(proposer.propose_each(runs.values()))
@@ -146,11 +214,14 @@ def make_plan(
     run, objective = proposal.run, proposer.objective
     assert run is not None
     assert run.base is not None
+    key = run.key._replace(precision=run.base)
     return Plan(
         tool=f"lowprec-check {version()}",
         target=name,
-        base=cast(Base, run.base),
+        base=run.base,
+        backend=run.backend,
         device=run.device,
+        memory_format=run.memory_format,
         keep_fp32=run.keep_fp32,
         untied=run.untied,
         minimal=proposal.minimal,
@@ -169,12 +240,12 @@ def make_plan(
         blame=blame(proposal.evidence, run.keep_fp32),
         environment={key: found.get(key) for key in ("torch", "python", "device", "cpu_capability")},
         modules=describe_modules(target.model),
-        code=paste(run.base, run.device, describe_target(target, fp32), run.keep_fp32, run.untied),
+        code=snippet(key, describe_target(target, fp32), run.keep_fp32, run.untied),
     )
 
 
 def plan_for_scan(
-    session: Session,
+    session: TargetRuns,
     runs: Sequence[Run],
     found: dict[str, Any],
     name: str,
@@ -186,12 +257,15 @@ def plan_for_scan(
 
     Where nobody said whether it is ``wanted``, a quick one is made if no run passed: the first found will do.
     """
-    failing = {run.precision: run for run in runs[1:] if run.status != "ok"}
-    if wanted is False or not failing or (wanted is None and len(failing) < len(runs) - 1):
+    tried = [run for run in runs if not run.is_reference and run.status != "skipped"]
+    failing = {(run.precision, run.backend): run for run in tried if run.status != "ok"}
+    if wanted is False or not failing or (wanted is None and len(failing) < len(tried)):
         return None
+    backends = dict.fromkeys(run.backend for run in tried)
+    bases = [(base.name, backend) for backend in backends for base in plan_bases()]
     proposer = Proposer([session], Objective(runs[0]), Limits() if wanted else QUICK, on_progress)
     proposals: list[Proposal] = []
-    for proposal in proposer.propose_each([failing[base]] for base in BASES if base in failing):
+    for proposal in proposer.propose_each([failing[base]] for base in bases if base in failing):
         proposals.append(proposal)
         if proposal.run is not None and not wanted:
             break

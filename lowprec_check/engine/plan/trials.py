@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -11,15 +12,13 @@ from torch import nn
 
 from lowprec_check.analysis.blame import Suspects, at_fault, constants, suspects
 from lowprec_check.analysis.minimize import Found, Keep, ModuleTree, Trials, Verdict, is_kept, search
-from lowprec_check.analysis.recommend import NOISE, SHORT_MS, error_of, explain_status, short_op, some, speedup
+from lowprec_check.analysis.run_summary import NOISE, SHORT_MS, error_of, explain_status, short_op, some, speedup
 from lowprec_check.engine.model.keep_fp32 import shared_weights
-from lowprec_check.engine.model.precision import PRECISIONS
-from lowprec_check.engine.run.target_runs import Session
+from lowprec_check.engine.run.target_runs import TargetRuns
+from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.plan import Attempt
-from lowprec_check.schema.scan_result import Place, Run
-
-BASES = ("autocast-bf16", "bfloat16", "autocast-fp16", "half")
-"""In the order in which they are searched: the range of bf16 forgives more."""
+from lowprec_check.schema.precisions import PLAN, PRECISIONS, REFERENCE
+from lowprec_check.schema.scan_result import Run
 
 SLOWER = 1.5
 """A base that is so many times as slow as a plan found already is not searched."""
@@ -59,9 +58,10 @@ def _equals_fp32(run: Run) -> bool:
     return not run.output_is_zero and run.output_error is not None and run.output_error.rel_l2 == 0.0
 
 
-def _is_low(row: Place) -> bool:
-    """Whether an op computes on 16-bit values; a cast does not."""
-    return "16" in row.dtypes and row.op != "aten._to_copy.default"
+def _is_low(row: OpCall, run: Run) -> bool:
+    """Whether an op computes on values of the run's format; a cast does not."""
+    mark = run.basis.format.mark if run.basis else ""
+    return mark in re.split("[+→]", row.dtypes) and row.op != "aten._to_copy.default"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Proposer:
     """Searches the bases of one target, whose batches are a session each."""
 
     def __init__(
-        self, sessions: Sequence[Session], objective: Objective, limits: Limits, on_trial: OnTrial | None = None
+        self, sessions: Sequence[TargetRuns], objective: Objective, limits: Limits, on_trial: OnTrial | None = None
     ) -> None:
         """The sessions have their fp32 reference already."""
         self.sessions, self.objective = list(sessions), objective
@@ -97,7 +97,7 @@ class Proposer:
         worst = max(runs, key=error_of)
         if not self.passes_as_it_is(runs):
             return Proposal(attempt=_attempt(worst, outcome="not searched: another passes as it is"))
-        run = msgspec.structs.replace(runs[0], precision="plan", base=worst.precision, output_error=worst.output_error)
+        run = msgspec.structs.replace(runs[0], precision=PLAN, base=worst.precision, output_error=worst.output_error)
         known = {"kept": 0, "speedup": _speedup(run, self.fp32), "outcome": "passes as it is"}
         return Proposal(attempt=_attempt(worst, **known), run=run, minimal=True, evidence=tuple(runs))
 
@@ -139,7 +139,7 @@ class _Search:
     """The search from one base."""
 
     def __init__(self, proposer: Proposer, runs: Sequence[Run]) -> None:
-        self.proposer, self.base = proposer, runs[0].precision
+        self.proposer, self.base, self.backend = proposer, runs[0].precision, runs[0].backend
         self.failing = next(run for run in runs if not proposer.objective.reached(run))
         self.evidence, self.failed = [self.failing], dict[Keep, Run]()
         self.order = list(proposer.sessions)
@@ -151,7 +151,7 @@ class _Search:
         started = time.monotonic()
         found = search(self.tree, suspects(self.failing), self.trials, self._explain)
         run = self._measure(found.keep) if found.keep is not None else None
-        fp32 = self.proposer.sessions[0].run("fp32", instrumented=False) if run is not None else None
+        fp32 = self.proposer.sessions[0].run(REFERENCE, instrumented=False) if run is not None else None
         attempt = _attempt(
             self.failing,
             kept=len(found.keep) if found.keep is not None else None,
@@ -174,7 +174,7 @@ class _Search:
         self._tell(f"trial {self.trials.count}: {len(keep)} modules in fp32")
         runs = []
         for session in list(self.order):
-            run = session.run(self.base, keep_fp32=keep, measured=False, instrumented=session.random)
+            run = session.run(self.base, self.backend, keep_fp32=keep, measured=False, instrumented=session.random)
             if not self.proposer.objective.reached(run):
                 self.order.remove(session)
                 self.order.insert(0, session)
@@ -185,15 +185,21 @@ class _Search:
 
     def _leaves_low(self, keep: Keep, runs: Sequence[Run]) -> bool:
         """Whether anything is computed in 16 bits with ``keep`` in fp32; where that is in doubt, a run is explained."""
-        computing = {row.module for row in self.failing.op_calls.rows() if _is_low(row)}
+        if not all(map(_equals_fp32, runs)) and self._is_custom():
+            return True
+        computing = {row.module for row in self.failing.op_calls.rows() if _is_low(row, self.failing)}
         if not all(map(_equals_fp32, runs)) and not all(is_kept(module, keep) for module in computing):
             return True
-        explained = self.order[0].run(self.base, keep_fp32=keep, measured=False)
-        return any(_is_low(row) and not is_kept(row.module, keep) for row in explained.op_calls.rows())
+        explained = self.order[0].run(self.base, self.backend, keep_fp32=keep, measured=False)
+        return any(_is_low(row, explained) and not is_kept(row.module, keep) for row in explained.op_calls.rows())
+
+    def _is_custom(self) -> bool:
+        """Whether dtypes of ops do not show what the precision does."""
+        return PRECISIONS.get(self.base).kind == "custom"
 
     def _explain(self, keep: Keep) -> Suspects:
         self._tell(f"trial {self.trials.count}: looking behind {len(keep)} modules in fp32")
-        run = self.order[0].run(self.base, keep_fp32=keep, measured=False)
+        run = self.order[0].run(self.base, self.backend, keep_fp32=keep, measured=False)
         self.evidence.append(run)
         return suspects(run)
 
@@ -206,13 +212,19 @@ class _Search:
     def _measure(self, keep: Keep) -> Run:
         self._tell(f"measuring {len(keep)} modules in fp32")
         runs = [
-            session.run(self.base, keep_fp32=keep, measured=index == 0, instrumented=index == 0 or session.random)
+            session.run(
+                self.base, self.backend, keep_fp32=keep, measured=index == 0, instrumented=index == 0 or session.random
+            )
             for index, session in enumerate(self.proposer.sessions)
         ]
         worst = max(runs, key=error_of)
-        untied = shared_weights(self.proposer.sessions[0].target.model, keep) if PRECISIONS[self.base].cast else []
+        untied = (
+            shared_weights(self.proposer.sessions[0].target.model, keep)
+            if PRECISIONS.get(self.base).kind == "cast"
+            else []
+        )
         return msgspec.structs.replace(
-            runs[0], precision="plan", base=self.base, untied=untied, output_error=worst.output_error
+            runs[0], precision=PLAN, base=self.base, untied=untied, output_error=worst.output_error
         )
 
     def _outcome(self, found: Found) -> str:

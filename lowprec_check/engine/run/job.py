@@ -12,20 +12,23 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.breadcrumb import Crumb
-from lowprec_check.engine.core.compare import NARROW, compare_outputs
+from lowprec_check.engine.core.exceptions import first_line
+from lowprec_check.engine.core.floating_dtypes import NARROW
+from lowprec_check.engine.core.output_comparison import compare_outputs
 from lowprec_check.engine.core.pytree import map_tensors
-from lowprec_check.engine.model.keep_fp32 import cast_inputs, put_under_autocast
 from lowprec_check.engine.model.memory import measure_memory
 from lowprec_check.engine.model.plain_run import Plain, measure_latency, output_tensors, run_once, run_plain
-from lowprec_check.engine.model.precision import PRECISIONS, Prepared, prepared
+from lowprec_check.engine.model.prepared import Prepared, prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.trace.emulation import Emulation
 from lowprec_check.engine.trace.first_nonfinite import first_nonfinite
 from lowprec_check.engine.trace.instrument import Instrumented, Options, fp32_state, run_instrumented
-from lowprec_check.engine.trace.journal import first_line
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.engine.trace.withheld_kernels import withholding
+from lowprec_check.schema.backends import BACKENDS, EAGER, Backend
+from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ErrorStats
 
 NOT_FP32 = NARROW | {torch.float64}
@@ -40,6 +43,7 @@ class Job:
     """What a worker is to do; picklable."""
 
     precision: str
+    backend: str = EAGER
     device: str
     workdir: str
     plain: bool = True
@@ -61,7 +65,7 @@ class Job:
     @property
     def is_reference(self) -> bool:
         """Whether this is the fp32 run, whose output is the reference of all others."""
-        return self.precision == "fp32"
+        return RunKey(self.precision, self.backend).is_reference
 
     @property
     def crumb_path(self) -> Path:
@@ -97,7 +101,7 @@ def run_job(job: Job, target: Target, send: Send) -> None:
         if any(parameter.dtype in NOT_FP32 for parameter in model.parameters()):
             model.float()
         fp32 = fp32_state(model)
-        precision = PRECISIONS[job.precision]
+        precision = PRECISIONS.get(job.precision)
         with (
             prepared(model, precision, device, keep_fp32=job.keep_fp32, call=target.call()) as ready,
             withholding(job.without_kernel),
@@ -109,10 +113,26 @@ def run_job(job: Job, target: Target, send: Send) -> None:
         outer.restore()
 
 
+class _OnBackend:
+    """Calls the model as a backend prepared it, which it does with the inputs of the first call."""
+
+    def __init__(self, backend: Backend, target: Target, model: torch.nn.Module) -> None:
+        self._backend, self._target, self._model = backend, target, model
+        self._call: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._call is None:
+            self._call = self._target.call(self._backend.prepare(self._model, args, kwargs))
+        return self._call(*args, **kwargs)
+
+
 def _run_parts(
-    job: Job, target: Target, ready: Prepared, inputs: tuple[Any, Any], fp32: dict[str, Tensor], send: Send
+    job: Job, target: Target, eager: Prepared, inputs: tuple[Any, Any], fp32: dict[str, Tensor], send: Send
 ) -> None:
     args, kwargs = inputs
+    ready = eager
+    if job.backend != EAGER:
+        ready = eager._replace(call=_OnBackend(BACKENDS.get(job.backend), target, eager.model))
     snapshot = Snapshot(ready.model)
     outputs, too_slow = None, job.measure_once
     try:
@@ -127,7 +147,7 @@ def _run_parts(
         if job.instrumented:
             snapshot.rewind()
             with _faults_noted("instrumenting", send):
-                send("instrumented", _instrument(job, ready, args, kwargs, fp32, outputs, send, too_slow))
+                send("instrumented", _instrument(job, eager, args, kwargs, fp32, outputs, send, too_slow))
     finally:
         snapshot.restore()
 
@@ -194,11 +214,8 @@ def _is_hopeless(job: Job, seconds: float) -> bool:
 
 def _as_users_call_it(ready: Prepared) -> torch.nn.Module:
     """The model itself, which from now on takes fp32 inputs from the CPU, in whatever precision is being tried."""
-    model, precision, device = ready.model, ready.precision, ready.device
-    if precision.cast is not None:
-        cast_inputs(model, precision.cast)
-    elif precision.autocast is not None:
-        put_under_autocast(model, precision.autocast, device.type)
+    model, device = ready.model, ready.device
+    ready.application.make_standalone(model, device.type)
     if device.type != "cpu":
 
         def move(_module: torch.nn.Module, args: Any, kwargs: Any) -> Any:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
@@ -18,17 +17,16 @@ from lowprec_check.engine.core.breadcrumb import Position
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.model.inputs import describe_inputs
 from lowprec_check.engine.model.plain_run import Plain
-from lowprec_check.engine.model.precision import PRECISIONS
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.job import NOT_FP32, Job, Measures
 from lowprec_check.engine.run.supervisor import Isolation, Load, Outcome, execute
 from lowprec_check.engine.trace.instrument import Instrumented
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.scan_result import ModelInfo, OpCalls, Run, Status
-
-TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Default tolerance on rel_l2 of the output, by dtype."""
+from lowprec_check.schema.backends import BACKENDS, EAGER
+from lowprec_check.schema.op_calls import OpCalls
+from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.scan_result import ModelInfo, Run, Status
 
 REFERENCE_BUDGET = 600.0
 """Seconds for fp32, whose time is not known yet."""
@@ -44,7 +42,7 @@ OnProgress = Callable[[str, str], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SessionOptions:
+class RunOptions:
     """How to run; ``budget`` in seconds, by default 20 or ten fp32 forwards, whichever is more."""
 
     device: str = "cpu"
@@ -56,14 +54,14 @@ class SessionOptions:
     without_kernel: tuple[str, ...] = ()
 
 
-class Session:
+class TargetRuns:
     """A target, its fp32 reference (made first, by :meth:`reference`), and runs against it."""
 
     def __init__(
         self,
         target: Target,
         load: Load,
-        options: SessionOptions,
+        options: RunOptions,
         isolation: Isolation,
         workdir: str,
         on_progress: OnProgress | None = None,
@@ -105,22 +103,30 @@ class Session:
 
     def tolerance(self, precision: str) -> float:
         """On rel_l2 of the output; wider where fp32 does not agree with itself."""
-        low = PRECISIONS[precision].low
-        chosen = (
-            self.options.tolerance if self.options.tolerance is not None else TOLERANCE.get(low or torch.float32, 0.0)
-        )
-        return max(chosen, 3 * self._self_error)
+        default = PRECISIONS.get(precision).tolerance
+        return max(default if self.options.tolerance is None else self.options.tolerance, 3 * self._self_error)
 
     # -- other runs
 
     def run(
-        self, precision: str, *, keep_fp32: tuple[str, ...] = (), measured: bool = True, instrumented: bool = True
+        self,
+        precision: str,
+        backend: str = EAGER,
+        *,
+        keep_fp32: tuple[str, ...] = (),
+        measured: bool = True,
+        instrumented: bool = True,
     ) -> Run:
-        """Run ``precision``, with time and memory ``measured``, with every op explained (``instrumented``), or without.
+        """Run ``precision`` on ``backend``, with time and memory ``measured``, with every op explained (``instrumented``), or without.
 
         A crash, a hang or an exception is a status.
         """
-        job = self._job(precision, keep_fp32=keep_fp32, measured=measured, instrumented=instrumented)
+        reason = BACKENDS.get(backend).skip_reason(PRECISIONS.get(precision), self.options.device, "contiguous")
+        if reason is not None:
+            return Run(
+                precision=precision, backend=backend, device=self.options.device, status="skipped", reason=reason
+            )
+        job = self._job(precision, backend=backend, keep_fp32=keep_fp32, measured=measured, instrumented=instrumented)
         outcome = self._execute(job)
         plain: Plain | None = outcome.messages.get("plain")
         if instrumented and "instrumented" not in outcome.messages and not outcome.faults:
@@ -349,9 +355,9 @@ def _is_castable(target: Target) -> bool:
 
 
 @contextlib.contextmanager
-def open_session(
-    target: Target, load: Load, options: SessionOptions, isolation: Isolation, on_progress: OnProgress | None = None
-) -> Iterator[Session]:
+def open_runs(
+    target: Target, load: Load, options: RunOptions, isolation: Isolation, on_progress: OnProgress | None = None
+) -> Iterator[TargetRuns]:
     """A session with a working folder of its own, removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="lowprec-check-") as workdir:
-        yield Session(target, load, options, isolation, workdir, on_progress)
+        yield TargetRuns(target, load, options, isolation, workdir, on_progress)

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import msgspec
 
-from lowprec_check.catalog.records import Failure, Header, Measured, OpRecord, OpTimes
+from lowprec_check.catalog.measured_sweep import MeasuredSweep
+from lowprec_check.catalog.records import Failure, Header, OpRecord, OpTimes
 from lowprec_check.engine.core.breadcrumb import Crumb
 from lowprec_check.engine.sweep.failures import Raised
 from lowprec_check.engine.sweep.messages import POISONED, Answer, Fault, FromWorker, Hello, Refusal, Task
@@ -50,7 +51,7 @@ def build(
     worker: str = "lowprec_check.engine.sweep.worker",
     call_seconds: float = CALL_SECONDS,
     on_progress: OnProgress | None = None,
-) -> Measured:
+) -> MeasuredSweep:
     """Measure every operator (or those named in ``only``) with the torch of the interpreter ``python``.
 
     ``worker`` is the module that a worker runs; a call that takes longer than ``call_seconds`` has its process killed.
@@ -139,7 +140,7 @@ class _Sweep:
         self.found: dict[str, Answer] = {}
         self.total = self.started = 0
 
-    def run(self, jobs: int) -> Measured:
+    def run(self, jobs: int) -> MeasuredSweep:
         """Work until every operator is answered."""
         for _ in range(jobs):
             self._start()
@@ -150,7 +151,7 @@ class _Sweep:
                 self._check(worker)
         answers = [answer for _, answer in sorted(self.found.items())]
         header = msgspec.structs.replace(self.header, ops=len(answers))
-        return Measured(header, [a.record for a in answers], [a.times for a in answers if a.times.float32_us])
+        return MeasuredSweep(header, [a.record for a in answers], [a.times for a in answers if a.times.float32_us])
 
     def close(self) -> None:
         """End the workers."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 SLOW_RATIO = 8.0
-"""A kernel this many times slower than fp32 is worth emulating."""
+"""A kernel more than this many times slower than fp32 counts as slow."""
 
 SLOW_SECONDS = 0.01
+"""A call up to this long is never slow: emulating it would save nothing."""
 
 
 class Emulation:
-    """``slow`` and ``crashed`` map op names to the reason; with ``measure_once``, slow kernels join as they show."""
+    """``slow`` and ``crashed`` map op names to the reason; with ``measure_once``, slow kernels are added as they show."""
 
     def __init__(
         self,
@@ -22,12 +23,12 @@ class Emulation:
         self.crashed = dict(crashed or {})
         self.measure_once = measure_once
 
-    def wants(self, op: str) -> bool:
-        """Whether ``op`` is to be emulated."""
+    def includes(self, op: str) -> bool:
+        """Whether ``op`` is emulated."""
         return op in self.slow or op in self.crashed
 
-    def timed(self, op: str, seconds: float, reference_seconds: float) -> None:
-        """Take note of one measured call; a slow kernel is emulated from now on."""
+    def add_timing(self, op: str, seconds: float, reference_seconds: float) -> None:
+        """Record the times of one call; with ``measure_once``, a slow kernel is emulated from then on."""
         if self.measure_once and seconds > SLOW_SECONDS and seconds > SLOW_RATIO * reference_seconds:
             ratio = seconds / max(reference_seconds, 1e-9)
             self.slow[op] = (

@@ -1,4 +1,4 @@
-"""Where a NaN or Inf is born in a plain fp32 run: the first op with finite inputs and a non-finite output."""
+"""Where a NaN or Inf originates in a plain fp32 run: the first op with finite inputs and a non-finite output."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from torch._ops import OpOverload
 
 from lowprec_check.engine.core.dispatch_mode import DispatchMode
 from lowprec_check.engine.core.pytree import leaves
+from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import ModuleStack, source_line
 from lowprec_check.engine.model.plain_run import call_model
-from lowprec_check.engine.model.precision import Prepared, seed_everything
+from lowprec_check.engine.model.prepared import Prepared
+from lowprec_check.engine.trace.op_arguments import tensors_in
 from lowprec_check.engine.trace.op_traits import traits
-from lowprec_check.engine.trace.rescue import tensors_in
 
 
 class _FirstNonfinite(DispatchMode):
@@ -40,7 +41,7 @@ def _finite(tensor: Tensor) -> bool:
 def first_nonfinite(
     ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int
 ) -> tuple[str, str, str | None] | None:
-    """``(op, module, source)``; ``None`` if no op did it (a weight or an input holds it)."""
+    """``(op, module, source)``; ``None`` if it comes from a weight or an input."""
     seed_everything(seed)
     inputs, named = ready.inputs(args, kwargs)
     with ModuleStack(ready.model) as stack, _FirstNonfinite(stack) as mode, ready.context():

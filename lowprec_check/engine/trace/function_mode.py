@@ -12,11 +12,10 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from lowprec_check.engine.core.compare import is_float
 from lowprec_check.engine.core.source_location import source_line
-from lowprec_check.engine.trace.journal import first_line
+from lowprec_check.engine.trace.op_arguments import dtype_names
 from lowprec_check.engine.trace.recorder import Recorder
-from lowprec_check.engine.trace.rescue import Attempt, rescue
+from lowprec_check.engine.trace.rescue import Retry, find_rescue
 
 
 class FunctionRescue(TorchFunctionMode):
@@ -33,30 +32,30 @@ class FunctionRescue(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except Exception as error:
-            if error is self.recorder.raised:
+            if error is self.recorder.execution.raised:
                 raise
             return self._rescue(func, args, kwargs, error)
 
     def _rescue(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-        recorder = self.recorder
+        execution, journal = self.recorder.execution, self.recorder.journal
         name = function_name(func)
-        attempt = Attempt(func, args, kwargs, recorder.low, _written(name, args, kwargs))
-        gaps_before = len(recorder.journal.gaps)
-        found = rescue(attempt, error, "function")
+        retry = Retry(func, args, kwargs, execution.low, _written(name, args, kwargs))
+        gaps_before = len(journal.gaps)
+        found = find_rescue(retry, error, "function")
         if found is None:
-            recorder.raised = error
+            execution.raised = error
             raise error
-        if len(recorder.journal.gaps) == gaps_before or found.kind == "dtype-mismatch":
-            recorder.journal.gap_at(
+        if len(journal.gaps) == gaps_before or found.kind == "dtype-mismatch":
+            journal.add_gap(
                 name,
-                recorder.stack.current,
+                self.recorder.stack.current,
                 source_line(sys._getframe(2)),
                 kind=found.kind,
                 layer="function",
-                message=first_line(str(error)),
-                dtypes=sorted({str(t.dtype).removeprefix("torch.") for t in attempt.floating if is_float(t)}),
+                message=str(error),
+                dtypes=dtype_names(retry.floating),
             )
-        recorder.owe(found.result)
+        execution.pending.add(found.result)
         return found.result
 
 

@@ -11,19 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.engine.core.breadcrumb import Crumb
-from lowprec_check.engine.core.compare import compare, compare_outputs, is_float
-from lowprec_check.engine.core.pytree import leaves
+from lowprec_check.engine.core.output_comparison import compare_outputs, same_bits
+from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import ModuleStack
 from lowprec_check.engine.model.memory import StorageCounter
 from lowprec_check.engine.model.plain_run import call_model, describe_error, output_tensors, reraise_interrupt
-from lowprec_check.engine.model.precision import Prepared, seed_everything
+from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.trace.emulation import Emulation
 from lowprec_check.engine.trace.function_mode import FunctionRescue
-from lowprec_check.engine.trace.journal import Journal, Measured
-from lowprec_check.engine.trace.lockstep import Lockstep, storage_key
+from lowprec_check.engine.trace.journal import Journal
+from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.recorder import Errors, Recorder
-from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo, Gap, OpCalls
+from lowprec_check.engine.trace.seeding import seed_inputs, seed_state
+from lowprec_check.engine.trace.twins import storage_key
+from lowprec_check.schema.op_calls import OpCalls
+from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo, Gap
 
 
 class Instrumented(NamedTuple):
@@ -102,12 +105,12 @@ def _pass(
     ready = subject.ready
     lockstep, journal = Lockstep(options.wide), Journal(options.on_gap)
     inputs, named = ready.inputs(subject.args, subject.kwargs)
-    _seed_state(lockstep, journal, ready.model, subject.fp32)
-    _seed_inputs(lockstep, ready, (inputs, named), (subject.args, subject.kwargs))
+    journal.rows += seed_state(lockstep, ready.model, subject.fp32)
+    seed_inputs(lockstep, (inputs, named), (subject.args, subject.kwargs), ready.device)
     counter = StorageCounter(ready, inputs, named) if options.count_memory else None
     with ModuleStack(ready.model, ready.device.type) as stack:
         recorder = Recorder(
-            ready.precision.low or torch.float32,
+            ready.application.dtype,
             lockstep,
             stack,
             journal,
@@ -126,10 +129,10 @@ def _pass(
         function_mode=function_mode,
         complete=error is None,
         emulated=options.emulation.reasons(),
-        faults=tuple(journal.faults),
+        faults=tuple(recorder.faults),
     )
     if error is not None:
-        above = error is not recorder.raised and isinstance(error, Exception)
+        above = error is not recorder.execution.raised and isinstance(error, Exception)
         return found._replace(exception=describe_error(error, ready.model)), above
     as_given = plain_outputs if not (found.gaps or found.emulated or function_mode) else None
     found = _with_output(found, output_tensors(output), as_given, lockstep)
@@ -140,9 +143,9 @@ def _with_output(
     found: Instrumented, tensors: list[Tensor], plain_outputs: list[Tensor] | None, lockstep: Lockstep
 ) -> Instrumented:
     """``found`` with what the output says: against the lockstep reference, and against the plain run's bits."""
-    compared = compare_outputs(tensors, [lockstep.get(tensor) for tensor in tensors])
+    compared = compare_outputs(tensors, [lockstep.twins.reference_of(tensor) for tensor in tensors])
     return found._replace(
-        perturbed=None if plain_outputs is None else not _same_bits(tensors, plain_outputs),
+        perturbed=None if plain_outputs is None else not same_bits(tensors, plain_outputs),
         lockstep_error=compared.error,
         lockstep_nonfinite=compared.nonfinite,
     )
@@ -169,51 +172,6 @@ def compiled_code_in_eager() -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
-
-
-def _seed_state(lockstep: Lockstep, journal: Journal, model: nn.Module, fp32: dict[str, Tensor]) -> None:
-    """Enter the model's parameters and buffers; what their cast to fp16 did to them becomes a row of its own."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.layout != torch.strided:
-            continue
-        journal.parameters.add(storage_key(tensor))
-        if name not in fp32 or not is_float(tensor):
-            continue
-        low, wide = tensor.detach(), fp32[name]
-        lockstep.seed(low, wide)
-        if low.dtype == torch.float16 and wide.dtype != low.dtype and low.layout == torch.strided:
-            compared = compare(low, [wide], count_flushed=True)
-            lost = bool(compared.introduced_inf or compared.introduced_nan)
-            if lost or (compared.flushed or 0.0) > 0.01:
-                measured = Measured(
-                    accumulated_error=compared.errors[0],
-                    absmax=compared.absmax,
-                    introduced_inf=compared.introduced_inf,
-                    introduced_nan=compared.introduced_nan,
-                    flushed=compared.flushed,
-                )
-                journal.weight(name, wide, low, measured)
-                lockstep.note(low).nonfinite = lost
-
-
-def _seed_inputs(lockstep: Lockstep, ready: Prepared, cast: Any, original: Any) -> None:
-    for (_, low), (_, wide) in zip(leaves(cast), leaves(original), strict=True):
-        if is_float(low) and low.dtype != wide.dtype:
-            lockstep.seed(low, wide.detach().to(ready.device))
-
-
-def _same_bits(tensors: list[Tensor], others: list[Tensor]) -> bool:
-    return len(tensors) == len(others) and all(
-        a.dtype == b.dtype and a.shape == b.shape and _equal(a, b) for a, b in zip(tensors, others, strict=True)
-    )
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a, b) or (is_float(a) and torch.equal(a.nan_to_num(), b.nan_to_num()) and _nans(a, b))
-
-
-def _nans(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.isnan(), b.isnan())
 
 
 def _uncalled(model: nn.Module, stack: ModuleStack, touched: Iterable[int]) -> list[str]:

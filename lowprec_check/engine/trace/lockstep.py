@@ -1,151 +1,116 @@
-"""The lockstep reference: for each storage of the low-precision run, its fp32 (or fp64) twin.
+"""Advances the lockstep reference: each op is run once more on the twins of its inputs, and its results become twins.
 
-A twin belongs to a *storage*, not to a tensor: any view of the low-precision storage finds the same view of the
-twin, so views, in-place ops and ``out=`` stay aliased without being replayed. A storage without a twin is its own
-reference: nothing of low precision reached it. A twin dies with its storage.
+What low precision decides, the reference follows: random values are taken over, and of an op that selects (topk, sort,
+max) the reference takes the values at the indices that the low-precision run chose.
 """
 
 from __future__ import annotations
 
-import weakref
+import time
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.compare import is_float, widen, widened_dtype
-
-
-class Twin:
-    """What is known of one storage."""
-
-    __slots__ = ("cast_from", "cast_to", "error", "flushed", "nonfinite", "owed", "shared", "tensor", "watch")
-
-    def __init__(self, tensor: Tensor | None, *, shared: bool = False) -> None:
-        self.tensor = tensor
-        """The reference values, in the layout of the storage; ``None``: the storage is its own reference."""
-        self.shared = shared
-        """Whether somebody else owns these values: copied before the first write."""
-        self.error = 0.0
-        """Accumulated rel_l2 when last written."""
-        self.flushed = 0.0
-        self.nonfinite = False
-        """Whether the low-precision side holds a NaN or Inf that the reference does not."""
-        self.owed = False
-        """Stands for a narrow complex dtype that no kernel supports: real results go back to the low dtype."""
-        self.cast_from: torch.dtype | None = None
-        """The dtype that a cast made these values from."""
-        self.cast_to: torch.dtype | None = None
-        """The dtype that a cast of these values gave last."""
-        self.watch: weakref.ref[Any] | None = None
-
-
-def storage_key(tensor: Tensor) -> int:
-    """Identity of the storage behind ``tensor``, valid while the storage lives."""
-    return int(tensor.untyped_storage()._cdata)
+from lowprec_check.engine.core.floating_dtypes import is_float, widened_dtype
+from lowprec_check.engine.trace.dispatched_call import DispatchedCall
+from lowprec_check.engine.trace.op_arguments import Args, Kwargs, map_args, outputs_of
+from lowprec_check.engine.trace.twins import Twins, storage_key
 
 
 class Lockstep:
-    """Twins of all live storages; ``wide`` is the dtype of the reference."""
+    """The reference run; ``wide`` is its dtype, fp32 or fp64."""
 
     def __init__(self, wide: torch.dtype = torch.float32) -> None:
-        self.wide = wide
-        self.twins: dict[int, Twin] = {}
+        self.twins = Twins(wide)
+        self.parameters: set[int] = set()
+        """Storages of the model's parameters and buffers."""
 
-    def seed(self, low: Tensor, reference: Tensor) -> None:
-        """Let ``reference`` (any wider dtype, owned by the caller, never written) stand for ``low``."""
-        if (
-            is_float(low)
-            and low.layout == torch.strided
-            and (low.data_ptr() != reference.data_ptr() or self.wide != reference.dtype)
-        ):
-            self.put(low, widen(reference.detach(), self.wide), shared=True)
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of the reference."""
+        return self.twins.wide
 
-    def find(self, tensor: Tensor) -> Twin | None:
-        """The twin of the storage of ``tensor``, if it has one."""
-        return self.twins.get(tensor.untyped_storage()._cdata)
+    def is_parameter(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in a parameter or buffer of the model."""
+        return storage_key(tensor) in self.parameters
 
-    def get(self, tensor: Tensor) -> Tensor:
-        """The reference values for ``tensor``: of its shape, in its widened dtype. Other dtypes: itself."""
-        if not is_float(tensor):
-            return tensor
-        twin = self.find(tensor) if tensor.layout == torch.strided else None
-        if twin is None or twin.tensor is None:
-            return widen(tensor, self.wide)
-        base = twin.tensor
-        if base.is_complex() != tensor.is_complex():
-            base = _reinterpret(base)
-        if (
-            base.shape == tensor.shape
-            and base.stride() == tensor.stride()
-            and base.storage_offset() == tensor.storage_offset()
-        ):
-            return base
-        view = base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        view = view.conj() if tensor.is_conj() else view
-        return torch._neg_view(view) if tensor.is_neg() else view
+    def arguments(self, call: DispatchedCall) -> tuple[Args, Kwargs]:
+        """The arguments of ``call`` as the reference has them: twins of the tensors, widened dtypes."""
+        wide, reference_of = self.twins.wide, self.twins.reference_of
 
-    def put(self, out: Tensor, reference: Tensor, *, shared: bool = False) -> Twin:
-        """Make ``reference`` (shape of ``out``) the twin of the storage of ``out``."""
-        count = out.untyped_storage().nbytes() // out.element_size()
-        if not _same_layout(out, reference, count):
-            base = torch.zeros(count, dtype=reference.dtype, device=reference.device)
-            base.as_strided(out.shape, out.stride(), out.storage_offset()).copy_(reference)
-            reference, shared = base, False
-        return self._enter(out, Twin(reference, shared=shared))
+        def reference(value: Any) -> Any:
+            return widened_dtype(value, wide) if isinstance(value, torch.dtype) else reference_of(value)
 
-    def note(self, tensor: Tensor) -> Twin:
-        """The twin of ``tensor``, entered as its own reference where it had none."""
-        return self.find(tensor) or self._enter(tensor, Twin(None))
+        return map_args(call.args, call.kwargs, reference)
 
-    def before_write(self, tensor: Tensor) -> None:
-        """Give ``tensor``'s storage a twin of its own, holding its present values, before an op writes to it."""
-        twin = self.find(tensor)
-        if twin is None or twin.tensor is None:
-            self._enter(tensor, Twin(self._whole(tensor)))
-        elif twin.shared:
-            twin.tensor, twin.shared = _clone_storage(twin.tensor), False
+    def prepare_writes(self, call: DispatchedCall) -> None:
+        """Before the op runs: give what it writes twins of their own."""
+        for tensor in call.written():
+            if is_float(tensor):
+                self.twins.prepare_write(tensor)
 
-    def reanchor(self, tensor: Tensor) -> None:
-        """Forget what the reference knew of ``tensor``: from here on it starts from the low-precision values."""
-        twin = self.find(tensor)
-        if twin is not None:
-            twin.tensor, twin.shared, twin.error, twin.flushed = self._whole(tensor), False, 0.0, 0.0
+    def advance(self, call: DispatchedCall, outputs: list[Tensor]) -> tuple[list[Tensor], float] | None:
+        """Run the op on the reference's tensors; the results, paired with ``outputs``, become their twins.
 
-    def _whole(self, tensor: Tensor) -> Tensor:
-        count = tensor.untyped_storage().nbytes() // tensor.element_size()
-        flat = tensor.detach().as_strided((count,), (1,), 0)
-        return flat.to(widened_dtype(tensor.dtype, self.wide), copy=True)
+        Returns the results and the seconds that the op took. Returns ``None`` where the op fails on the reference,
+        which then restarts from ``outputs``, or returns another number of tensors.
+        """
+        args, kwargs = self.arguments(call)
+        started = time.perf_counter()
+        try:
+            result = call.func(*args, **kwargs)
+        except Exception:
+            for tensor in outputs:
+                self.twins.restart(tensor)
+            return None
+        seconds = time.perf_counter() - started
+        references = outputs_of(result)
+        if len(references) != len(outputs):
+            return None
+        if call.traits.selects:
+            references[0] = _selected(call, args, kwargs, outputs, references)
+        from_parameter = bool(call.traits.casts and call.inputs and self.is_parameter(call.inputs[0]))
+        if from_parameter and not call.traits.mutable and call.kwargs.get("device") is None:
+            references[0] = args[0]
+        self._set_references(call, outputs, references, shared=from_parameter)
+        return references, seconds
 
-    def _enter(self, tensor: Tensor, twin: Twin) -> Twin:
-        storage = tensor.untyped_storage()
-        key, twins = storage._cdata, self.twins
-        known = twins.get(key)
-        twin.owed = known is not None and known.owed
-        twin.watch = weakref.ref(storage, lambda _: twins.pop(key, None))
-        twins[key] = twin
-        return twin
+    def _set_references(
+        self, call: DispatchedCall, outputs: list[Tensor], references: list[Tensor], *, shared: bool
+    ) -> None:
+        """Make ``references`` the twins of ``outputs``; a tensor that the op wrote has its twin already."""
+        written = {id(tensor) for tensor in call.written()}
+        for out, reference in zip(outputs, references, strict=True):
+            if is_float(out) and id(out) not in written and out.shape == reference.shape:
+                self.twins.set_reference(out, reference, shared=shared)
+
+    def follow_random(self, call: DispatchedCall, outputs: list[Tensor]) -> None:
+        """Take over the random values of the low-precision run."""
+        if call.traits.packet == "aten::native_dropout" and len(outputs) == 2:
+            scale = 1.0 / max(1.0 - call.args[1], 1e-12)
+            kept = self.twins.reference_of(call.inputs[0]) * outputs[1]
+            self.twins.set_reference(outputs[0], kept * scale)
+        for tensor in call.written():
+            self.twins.restart(tensor)
 
 
-def _same_layout(out: Tensor, reference: Tensor, count: int) -> bool:
-    return (
-        reference.stride() == out.stride()
-        and reference.storage_offset() == out.storage_offset()
-        and reference.untyped_storage().nbytes() // reference.element_size() >= count
-    )
+def _selected(
+    call: DispatchedCall, args: Args, kwargs: Kwargs, outputs: list[Tensor], references: list[Tensor]
+) -> Tensor:
+    """The reference's values at the indices chosen in low precision, in the shape of ``outputs[0]``.
 
-
-def _clone_storage(tensor: Tensor) -> Tensor:
-    """``tensor`` over a copy of its whole storage, so that other views of it can still be made."""
-    count = tensor.untyped_storage().nbytes() // tensor.element_size()
-    flat = tensor.as_strided((count,), (1,), 0).clone()
-    return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
-def _reinterpret(base: Tensor) -> Tensor:
-    """The same values as complex pairs, or as their real parts, over the whole storage."""
-    scale = 2 if base.is_complex() else 1
-    count = base.untyped_storage().nbytes() // base.element_size()
-    flat = base.as_strided((count,), (1,), 0)
-    real = torch.view_as_real(flat).view(-1) if scale == 2 else None
-    return real if real is not None else torch.view_as_complex(flat.view(-1, 2))
+    ``args`` are the reference's. Falls back to the reference's own choice where the op has no ``dim``.
+    """
+    arguments = call.func._schema.arguments
+    names = [argument.name for argument in arguments]
+    if "dim" not in names or outputs[0].shape != references[0].shape:
+        return references[0]
+    position = names.index("dim")
+    dim = args[position] if position < len(args) else kwargs.get("dim", arguments[position].default_value)
+    source, index = args[0], outputs[1]
+    if dim is None or not isinstance(source, Tensor) or source.ndim == 0:
+        return references[0]
+    if index.ndim == source.ndim:
+        return torch.gather(source, dim, index)
+    return torch.gather(source, dim, index.unsqueeze(dim)).squeeze(dim)

@@ -1,4 +1,4 @@
-"""What the recorder must know of an op before it runs: read once per overload from its schema and tags."""
+"""What the recorder must know of an op before it runs, read once per overload from its schema and tags."""
 
 from __future__ import annotations
 

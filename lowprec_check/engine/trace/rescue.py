@@ -1,6 +1,6 @@
-"""Is this failure a gap? Told by experiment: fails as given, passes when unified or widened.
+"""Whether a failed call is a gap: rerun it with its dtypes unified or widened, or on the CPU, and see if it passes.
 
-The words of the message only add a name; they drift between versions of torch.
+The words of the message only add a name; they change between versions of torch.
 """
 
 from __future__ import annotations
@@ -11,58 +11,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.compare import NARROW, is_float, is_narrow, widened_dtype
+from lowprec_check.engine.core.exceptions import is_out_of_memory
+from lowprec_check.engine.core.floating_dtypes import NARROW, is_float, is_narrow, widened_dtype
+from lowprec_check.engine.trace.op_arguments import Args, Kwargs, asks_narrow, map_args, map_values, tensors_in
 from lowprec_check.schema.scan_result import GapKind, Layer
-
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 
 class Rescue(NamedTuple):
-    """A failure that an experiment explained, and the result to go on with."""
+    """Why a call failed, and the result to continue with."""
 
     kind: GapKind
     result: Any
 
 
-def map_args(args: Args, kwargs: Kwargs, function: Callable[[Any], Any]) -> tuple[Args, Kwargs]:
-    """Apply ``function`` to every tensor and dtype among the arguments, lists of tensors included."""
-    return tuple(_map(a, function) for a in args), {k: _map(v, function) for k, v in kwargs.items()}
-
-
-def _map(value: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(value, (Tensor, torch.dtype)):
-        return function(value)
-    if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, float)):
-        mapped = [_map(item, function) for item in value]
-        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
-    if isinstance(value, dict):
-        return {key: _map(item, function) for key, item in value.items()}
-    return value
-
-
-def tensors_in(args: Args, kwargs: Kwargs) -> list[Tensor]:
-    """All tensors among the arguments, those in lists included."""
-    found: list[Tensor] = []
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                if isinstance(item, Tensor):
-                    found.append(item)
-                elif isinstance(item, (list, tuple)):
-                    found += [inner for inner in item if isinstance(inner, Tensor)]
-    return found
-
-
-def asks_narrow(args: Args, kwargs: Kwargs) -> bool:
-    """Whether a narrow dtype is among the arguments (``dtype=torch.half``)."""
-    return any(isinstance(value, torch.dtype) and value in NARROW for value in (*args, *kwargs.values()))
-
-
-class Attempt:
-    """One call, to be tried again with other dtypes; what it writes (``written``) reaches the original tensors."""
+class Retry:
+    """A failed call, to be rerun with other dtypes; what it writes (``written``) reaches the original tensors."""
 
     def __init__(
         self,
@@ -101,7 +64,7 @@ class Attempt:
         """Run on the CPU in fp32, results back on the device."""
         device = self.floating[0].device if self.floating else torch.device("cpu")
         result = self._run(lambda value: _widen(value).cpu() if isinstance(value, Tensor) else _widen(value))
-        return self.narrowed(_map(result, lambda value: value.to(device) if isinstance(value, Tensor) else value))
+        return self.narrowed(map_values(result, lambda value: value.to(device) if isinstance(value, Tensor) else value))
 
     def _run(self, change: Callable[[Any], Any]) -> Any:
         originals: dict[int, tuple[Tensor, Tensor]] = {}
@@ -116,7 +79,7 @@ class Attempt:
         result = self.function(*args, **kwargs)
         for original, changed in originals.values():
             original.copy_(changed)
-        return _map(result, lambda value: originals[id(value)][0] if id(value) in originals else value)
+        return map_values(result, lambda value: originals[id(value)][0] if id(value) in originals else value)
 
     def narrowed(self, result: Any) -> Any:
         """``result`` of a widened run, in the dtypes that the call would have given."""
@@ -127,7 +90,7 @@ class Attempt:
         def narrow(value: Any) -> Any:
             return value.to(self.low) if isinstance(value, Tensor) and value.dtype == torch.float32 else value
 
-        return _map(result, narrow)
+        return map_values(result, narrow)
 
     def _asks_wide(self) -> bool:
         values = (*self.args, *self.kwargs.values())
@@ -144,20 +107,20 @@ def _widen(value: Any) -> Any:
     return value.to(widened_dtype(value.dtype, torch.float32)) if is_float(value) and is_narrow(value) else value
 
 
-def rescue(attempt: Attempt, error: BaseException, layer: Layer) -> Rescue | None:
-    """Explain ``error`` by trying again; ``None`` if the call fails in every dtype (the user's own error)."""
+def find_rescue(retry: Retry, error: BaseException, layer: Layer) -> Rescue | None:
+    """Explain ``error`` by rerunning the call; ``None`` if it fails in every dtype: the model itself is wrong."""
     if not isinstance(error, Exception) or is_out_of_memory(error):
         return None
-    if attempt.mixed:
-        result = _succeeds(attempt.unified)
+    if retry.mixed:
+        result = _try(retry.unified)
         if result is not None:
             return Rescue("dtype-mismatch", result.value)
-    if attempt.low_precision:
-        result = _succeeds(attempt.widened)
+    if retry.low_precision:
+        result = _try(retry.widened)
         if result is not None:
             return Rescue(_kind(error, layer), result.value)
-    if any(tensor.device.type != "cpu" for tensor in attempt.floating) and _lacks_backend(error):
-        result = _succeeds(attempt.on_cpu)
+    if any(tensor.device.type != "cpu" for tensor in retry.floating) and _lacks_backend(error):
+        result = _try(retry.on_cpu)
         if result is not None:
             return Rescue("no-backend-kernel", result.value)
     return None
@@ -167,9 +130,9 @@ class _Success(NamedTuple):
     value: Any
 
 
-def _succeeds(trial: Callable[[], Any]) -> _Success | None:
+def _try(run: Callable[[], Any]) -> _Success | None:
     try:
-        return _Success(trial())
+        return _Success(run())
     except Exception:
         return None
 
@@ -183,8 +146,3 @@ def _kind(error: Exception, layer: Layer) -> GapKind:
 def _lacks_backend(error: Exception) -> bool:
     text = str(error)
     return isinstance(error, NotImplementedError) or "Could not run 'aten::" in text or "not currently impl" in text
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that memory ran out, on any device."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)

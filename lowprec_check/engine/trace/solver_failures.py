@@ -1,7 +1,7 @@
-"""Factorisations that fail on low-precision values: the error comes later, from a check of their ``info`` output.
+"""Factorizations that fail on low-precision values: the error comes later, from a check of their ``info`` output.
 
 ``torch.linalg.cholesky`` calls ``linalg_cholesky_ex`` and then ``_linalg_check_errors(info)``, which raises. Where the
-reference's ``info`` says success, the check is passed and the reference's factors are taken over.
+reference's ``info`` reports success, the check is skipped and the run continues with the reference's factors.
 """
 
 from __future__ import annotations
@@ -10,28 +10,31 @@ import weakref
 
 from torch import Tensor
 
+from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.journal import Journal
-from lowprec_check.engine.trace.lockstep import Lockstep, storage_key
-from lowprec_check.engine.trace.op_call import Call, dtypes_in
+from lowprec_check.engine.trace.twins import Twins, storage_key
 
 _CHECK = "aten::_linalg_check_errors"
 
 
 class SolverFailures:
-    """Remembers whose ``info`` differs from the reference's."""
+    """Remembers the factorizations whose ``info`` differs from the reference's."""
 
-    def __init__(self, lockstep: Lockstep, journal: Journal) -> None:
-        self.lockstep, self.journal = lockstep, journal
-        self._failed: dict[int, tuple[Call, list[weakref.ref[Tensor]]]] = {}
+    def __init__(self, twins: Twins, journal: Journal) -> None:
+        self._twins, self._journal = twins, journal
+        self._failed: dict[int, tuple[DispatchedCall, list[weakref.ref[Tensor]]]] = {}
 
-    def note(self, call: Call, outputs: list[Tensor], info: Tensor) -> None:
-        """``info``, an output of ``call``, says something else than the reference's."""
+    def add(self, call: DispatchedCall, outputs: list[Tensor], info: Tensor) -> None:
+        """Remember ``call`` if it is a factorization; ``info`` is the output that differs from the reference's."""
         if call.traits.packet.startswith("aten::linalg_") and call.traits.packet.endswith("_ex"):
             factors = [weakref.ref(out) for out in outputs if out.is_floating_point()]
             self._failed[storage_key(info)] = (call, factors)
 
-    def cure(self, check: Call, error: Exception) -> bool:
-        """If ``check`` failed on a noted ``info``: take over the reference's factors and go on."""
+    def recover(self, check: DispatchedCall, error: Exception) -> bool:
+        """If ``check`` failed on the ``info`` of a remembered call, take over the reference's factors.
+
+        Returns whether the run can continue as if the check had passed.
+        """
         if check.traits.packet != _CHECK or not check.inputs:
             return False
         failed, factors = self._failed.pop(storage_key(check.inputs[0]), (None, []))
@@ -40,6 +43,6 @@ class SolverFailures:
         for factor in factors:
             out = factor()
             if out is not None:
-                out.copy_(self.lockstep.get(out))
-        self.journal.gap(failed, "numeric-failure", "dispatch", str(error), dtypes_in(failed.inputs))
+                out.copy_(self._twins.reference_of(out))
+        self._journal.add_call_gap(failed, "numeric-failure", str(error))
         return True

@@ -1,4 +1,4 @@
-"""Withhold a kernel: make an op fail for a dtype as if this build of torch had none, in every run alike."""
+"""Withholds kernels: makes an op fail for a dtype in every run, as if this build of torch had no kernel for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch._ops import OpOverload
 
 from lowprec_check.engine.core.dispatch_mode import DispatchMode
-from lowprec_check.engine.trace.rescue import tensors_in
+from lowprec_check.engine.trace.op_arguments import tensors_in
 from lowprec_check.errors import UsageError
 
 _DTYPES = {
@@ -28,7 +28,7 @@ _SCALAR_NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float3
 _SPEC = re.compile(r"(?:aten(?:\.|::))?(?P<op>\w+)(?:\.(?P<overload>\w+))?:(?P<dtype>\w+)")
 
 
-class Withheld(NamedTuple):
+class WithheldKernel(NamedTuple):
     """One ``op[.overload]:dtype``."""
 
     op: str
@@ -41,12 +41,12 @@ class Withheld(NamedTuple):
         return namespace == "aten" and name == self.op and self.overload in (None, func._overloadname)
 
 
-def parse_withheld(specs: Iterable[str]) -> list[Withheld]:
+def parse_withheld(specs: Iterable[str]) -> list[WithheldKernel]:
     """Parse ``aten.dot:half``; raises :class:`UsageError` for an op or dtype that does not exist."""
     return [_parse(spec) for spec in specs]
 
 
-def _parse(spec: str) -> Withheld:
+def _parse(spec: str) -> WithheldKernel:
     match = _SPEC.fullmatch(spec)
     dtype = _DTYPES.get(match["dtype"]) if match else None
     if match is None or dtype is None:
@@ -57,13 +57,13 @@ def _parse(spec: str) -> Withheld:
         raise UsageError(
             f"This torch has no op aten.{match['op']}.", "Findings of a scan name the op as it is to be written."
         )
-    return Withheld(match["op"], match["overload"], dtype)
+    return WithheldKernel(match["op"], match["overload"], dtype)
 
 
-class Withhold(DispatchMode):
-    """Raises what torch raises where a kernel is missing."""
+class WithholdMode(DispatchMode):
+    """Raises the error that torch raises where a kernel is missing."""
 
-    def __init__(self, withheld: list[Withheld]) -> None:
+    def __init__(self, withheld: list[WithheldKernel]) -> None:
         super().__init__()
         self.withheld = withheld
 
@@ -78,4 +78,4 @@ class Withhold(DispatchMode):
 def withholding(specs: Iterable[str]) -> contextlib.AbstractContextManager[Any]:
     """A context in which the kernels of ``specs`` are missing; does nothing for none."""
     withheld = parse_withheld(specs)
-    return Withhold(withheld) if withheld else contextlib.nullcontext()
+    return WithholdMode(withheld) if withheld else contextlib.nullcontext()

@@ -1,16 +1,19 @@
-"""What every format of a difference says: the verdict, and the cells of a pair of runs. Never imports torch."""
+"""The words that every format uses for the difference of two scans. Never imports torch."""
 
 from __future__ import annotations
 
-from lowprec_check.analysis.diff import Comparison, Pair
+from lowprec_check.analysis.diff import RunPair, ScanDiff
 from lowprec_check.report.summary import times
 
+TITLES = {"worse": "Worse", "better": "Better", "other": "Different"}
+"""Of the changes by direction."""
 
-def verdict(comparison: Comparison) -> str:
+
+def verdict(diff: ScanDiff) -> str:
     """How many regressions, how many improvements, how much was not compared."""
-    worse, better = comparison.regressions, comparison.improvements
-    gone = sum(pair.new_status is None for pair in comparison.runs)
-    if not comparison.changes:
+    worse, better = diff.regressions, diff.improvements
+    gone = sum(pair.new_status is None for pair in diff.runs)
+    if not diff.changes:
         return "No difference beyond noise"
     parts = [f"{worse} regression{'s' if worse != 1 else ''}" if worse else "No regression"]
     parts += [f"{better} improvement{'s' if better != 1 else ''}"] if better else []
@@ -18,7 +21,7 @@ def verdict(comparison: Comparison) -> str:
     return ", ".join(parts)
 
 
-def pair_cells(pair: Pair) -> list[str]:
+def pair_cells(pair: RunPair) -> list[str]:
     """Status, error, time and memory, old → new."""
     return [
         _arrow(pair.old_status or "–", pair.new_status or "–"),
@@ -28,9 +31,9 @@ def pair_cells(pair: Pair) -> list[str]:
     ]
 
 
-def _figure(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1e}"
-
-
 def _arrow(old: str, new: str) -> str:
     return old if old == new else f"{old} → {new}"
+
+
+def _figure(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1e}"

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lowprec_check.analysis.diff import Comparison
+from lowprec_check.analysis.diff import ScanDiff
 from lowprec_check.report.console import screen
 from lowprec_check.report.diff.summary import pair_cells, verdict
 from lowprec_check.report.escape import visible
@@ -16,20 +16,20 @@ SHOWN_WARNINGS = 12
 _STYLE = {"worse": "red", "better": "green", "other": "dim"}
 
 
-def render(comparison: Comparison, *, width: int = 100, color: bool = False) -> str:
+def render(diff: ScanDiff, *, width: int = 100, color: bool = False) -> str:
     """The screen as text, ``width`` columns wide, with ANSI colours if ``color``."""
-    style = "bold red" if comparison.regressions else "bold green"
+    style = "bold red" if diff.regressions else "bold green"
     with screen(width, color) as (console, printed):
-        console.print(Text(f"{verdict(comparison)} · {visible(comparison.new.model)}", style=style))
-        for name, side in (("old", comparison.old), ("new", comparison.new)):
+        console.print(Text(f"{verdict(diff)} · {visible(diff.new.model)}", style=style))
+        for name, side in (("old", diff.old), ("new", diff.new)):
             said = visible(f"{name}: {side.target}, torch {side.torch}, {side.device}")
             console.print(Text(said, style="dim"))
         console.print()
-        _print_warnings(console, comparison.warnings)
-        if comparison.changes:
-            _print_changes(console, comparison)
+        _print_warnings(console, diff.warnings)
+        if diff.changes:
+            _print_changes(console, diff)
         runs = _table("run", "status", "error", "time, ×", "memory, ×")
-        for pair in comparison.runs:
+        for pair in diff.runs:
             runs.add_row(Text(visible(pair.run)), *(cell.replace(" ×", "") for cell in pair_cells(pair)))
         console.print(runs)
     return printed.text
@@ -45,14 +45,14 @@ def _print_warnings(console: Console, warnings: list[str]) -> None:
         console.print()
 
 
-def _print_changes(console: Console, comparison: Comparison) -> None:
+def _print_changes(console: Console, diff: ScanDiff) -> None:
     table = _table("", "run", "what")
-    for change in comparison.changes[:SHOWN_CHANGES]:
+    for change in diff.changes[:SHOWN_CHANGES]:
         figures = f" ({change.old or '–'} → {change.new or '–'})" if change.old or change.new else ""
         direction = Text(change.direction, style=_STYLE[change.direction])
         table.add_row(direction, Text(visible(change.run)), Text(visible(change.what + figures)))
     console.print(table)
-    left_out = len(comparison.changes) - SHOWN_CHANGES
+    left_out = len(diff.changes) - SHOWN_CHANGES
     if left_out > 0:
         console.print(Text(f"{left_out} more changes: -o FILE.json has all", style="dim"))
     console.print()

@@ -10,10 +10,11 @@ from typing import Any
 import msgspec
 
 from lowprec_check.analysis.error_origin import origin
-from lowprec_check.analysis.rules.numerics import UNIT_ROUNDOFF
 from lowprec_check.report.escape import visible
 from lowprec_check.report.summary import label
-from lowprec_check.schema.scan_result import Place, Run
+from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.schema.precisions import FP32, FloatFormat, formats
+from lowprec_check.schema.scan_result import Run
 
 MOST_CALLS = 20_000
 """Of one run that are drawn; of more, the worst of each stretch."""
@@ -22,16 +23,18 @@ MOST_CALLS_IN_ALL = 160_000
 
 _TEXTS = ("op", "module", "source", "dtypes", "shape")
 
-LIMITS = {
-    "fp16": {"subnormal": 2.0**-24, "normal": 2.0**-14, "max": 65504.0},
-    "bf16": {"subnormal": 2.0**-133, "normal": 2.0**-126, "max": (2.0 - 2.0**-7) * 2.0**127},
-}
-"""Smallest subnormal, smallest normal and largest number of each dtype (IEEE 754 binary16; bfloat16)."""
+
+def limits() -> dict[str, dict[str, float]]:
+    """The smallest subnormal, smallest normal and largest number of each format."""
+    return {
+        known.short: {"subnormal": known.smallest_subnormal, "normal": known.smallest_normal, "max": known.largest}
+        for known in formats()
+    }
 
 
-def low_dtype(run: Run) -> str:
-    """``fp16`` or ``bf16``."""
-    return "bf16" if "bf" in (run.base or run.precision) else "fp16"
+def format_of(run: Run) -> FloatFormat:
+    """The narrowest format of a run; fp32 for a precision that this installation does not know."""
+    return run.basis.format if run.basis else FP32
 
 
 def pack(runs: Sequence[Run]) -> str:
@@ -40,14 +43,14 @@ def pack(runs: Sequence[Run]) -> str:
     numbers: dict[str, dict[str, int]] = {name: {} for name in _TEXTS}
     packed = [_run(run, most, numbers) for run in runs]
     strings = {name: list(known) for name, known in numbers.items()}
-    data = msgspec.json.encode({"strings": strings, "runs": packed, "limits": LIMITS})
+    data = msgspec.json.encode({"strings": strings, "runs": packed, "limits": limits()})
     return base64.b64encode(gzip.compress(data, 6, mtime=0)).decode()
 
 
 def _run(run: Run, most: int, numbers: dict[str, dict[str, int]]) -> dict[str, Any]:
     rows = list(run.op_calls.rows())
     born = origin(run)
-    kept = _thin(rows, most, born.call if born else -1)
+    kept = _thin(rows, most, born.position if born else -1)
     columns: dict[str, Any] = {"index": kept}
     for name in _TEXTS:
         column, known = getattr(run.op_calls, name), numbers[name]
@@ -59,17 +62,17 @@ def _run(run: Run, most: int, numbers: dict[str, dict[str, int]]) -> dict[str, A
     columns["rescued"] = [int(rows[index].outcome == "rescued") for index in kept]
     return {
         "label": label(run),
-        "dtype": low_dtype(run),
+        "format": format_of(run).short,
         "tolerance": run.tolerance,
-        "roundoff": UNIT_ROUNDOFF.get(run.base or run.precision),
+        "roundoff": run.basis.format.roundoff if run.basis else None,
         "total": len(rows),
-        "origin": {"call": born.call, "says": born.sentence(), "kind": born.kind} if born else None,
+        "origin": {"call": born.position, "says": born.sentence(), "kind": born.kind} if born else None,
         "calls": columns,
         "ranges": _ranges(rows),
     }
 
 
-def _thin(rows: list[Place], most: int, born: int) -> list[int]:
+def _thin(rows: list[OpCall], most: int, born: int) -> list[int]:
     """Indices to draw: all, or of each stretch the worst, and where the error is born."""
     if len(rows) <= most:
         return list(range(len(rows)))
@@ -81,22 +84,22 @@ def _thin(rows: list[Place], most: int, born: int) -> list[int]:
     return sorted(kept | ({born} if born >= 0 else set()))
 
 
-def _weight(place: Place) -> tuple[int, float]:
-    return place.introduced_inf + place.introduced_nan, place.accumulated_error or 0.0
+def _weight(row: OpCall) -> tuple[int, float]:
+    return row.introduced_inf + row.introduced_nan, row.accumulated_error or 0.0
 
 
-def _ranges(rows: list[Place]) -> dict[str, list[Any]]:
+def _ranges(rows: list[OpCall]) -> dict[str, list[Any]]:
     """By module, in the order in which they ran: typical and largest magnitude of its outputs, what was flushed."""
     found: dict[str, dict[str, Any]] = {}
-    for place in rows:
-        if not place.absmax and not place.rms:
+    for row in rows:
+        if not row.absmax and not row.rms:
             continue
-        known = found.setdefault(place.module, {"low": None, "high": 0.0, "flushed": 0.0, "calls": 0, "overflow": 0})
-        known["high"] = max(known["high"], place.absmax or 0.0)
-        typical = place.rms or place.absmax
+        known = found.setdefault(row.module, {"low": None, "high": 0.0, "flushed": 0.0, "calls": 0, "overflow": 0})
+        known["high"] = max(known["high"], row.absmax or 0.0)
+        typical = row.rms or row.absmax
         known["low"] = typical if known["low"] is None else min(known["low"], typical)
-        known["flushed"] = max(known["flushed"], place.flushed or 0.0)
-        known["overflow"] += place.introduced_inf
+        known["flushed"] = max(known["flushed"], row.flushed or 0.0)
+        known["overflow"] += row.introduced_inf
         known["calls"] += 1
     columns: dict[str, list[Any]] = {"module": [visible(module) or "(model)" for module in found]}
     for name in ("low", "high", "flushed", "calls", "overflow"):

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lowprec_check.report.escape import visible
-from lowprec_check.schema.scan_result import Place, Run
+from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.schema.scan_result import Run
 
 MOST_ROWS = 1200
 """Deepest modules beyond this many are left out: the page must open quickly."""
@@ -25,7 +26,7 @@ class Shade(NamedTuple):
     level: int
 
 
-class Cell(NamedTuple):
+class ModuleCell(NamedTuple):
     """One module in one run."""
 
     accumulated: Shade
@@ -46,7 +47,7 @@ class Node(NamedTuple):
     open: bool
     hidden: bool
     """Whether an ancestor is closed at first."""
-    cells: list[Cell]
+    cells: list[ModuleCell]
 
 
 class Tree(NamedTuple):
@@ -66,18 +67,18 @@ class _Worst:
         self.nonfinite = False
         self.gaps = self.calls = 0
 
-    def add(self, place: Place) -> None:
+    def add(self, row: OpCall) -> None:
         self.calls += 1
-        self.accumulated = _larger(self.accumulated, place.accumulated_error)
-        self.local = _larger(self.local, place.local_error)
-        self.nonfinite = self.nonfinite or bool(place.introduced_inf or place.introduced_nan)
-        if place.time_ms is not None and place.reference_ms is not None:
-            self.time_ms += place.time_ms
-            self.reference_ms += place.reference_ms
+        self.accumulated = _larger(self.accumulated, row.accumulated_error)
+        self.local = _larger(self.local, row.local_error)
+        self.nonfinite = self.nonfinite or bool(row.introduced_inf or row.introduced_nan)
+        if row.time_ms is not None and row.reference_ms is not None:
+            self.time_ms += row.time_ms
+            self.reference_ms += row.reference_ms
 
-    def cell(self) -> Cell:
+    def cell(self) -> ModuleCell:
         accumulated = Shade("Inf/NaN", NONFINITE) if self.nonfinite else error_shade(self.accumulated)
-        return Cell(accumulated, error_shade(self.local), _time_shade(self.time_ms, self.reference_ms), self.gaps)
+        return ModuleCell(accumulated, error_shade(self.local), _time_shade(self.time_ms, self.reference_ms), self.gaps)
 
 
 def _larger(known: float | None, value: float | None) -> float | None:
@@ -142,9 +143,9 @@ def parent_of(path: str) -> str:
 def _worst_by_path(run: Run) -> dict[str, _Worst]:
     """By path, what is below it included."""
     found: dict[str, _Worst] = {}
-    for place in run.op_calls.rows():
-        for path in lineage(place.module):
-            found.setdefault(path, _Worst()).add(place)
+    for row in run.op_calls.rows():
+        for path in lineage(row.module):
+            found.setdefault(path, _Worst()).add(row)
     for gap in run.gaps:
         for path in lineage(gap.module):
             found.setdefault(path, _Worst()).gaps += gap.calls

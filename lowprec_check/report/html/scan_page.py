@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from lowprec_check.analysis.recommend import memory_ratio, time_ratio
+from lowprec_check.analysis.run_summary import memory_ratio, time_ratio
 from lowprec_check.report import summary
 from lowprec_check.report.escape import visible, visible_lines
 from lowprec_check.report.html import bokeh_files as bokeh
 from lowprec_check.report.html import charts as payload
 from lowprec_check.report.html import module_tree as tree
 from lowprec_check.report.html.page import render_page, static
-from lowprec_check.report.summary import Group, Row
+from lowprec_check.report.summary import Group, RunRow
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 SCALE = ("≤1e-5", "≤1e-4", "≤1e-3", "≤5e-3", "≤2e-2", "≤0.1", ">0.1", "Inf")
@@ -24,7 +24,7 @@ MOST_GROUPS = 500
 
 def render(result: ScanResult) -> str:
     """The page for ``result``. Raises :class:`UsageError` if Bokeh is not installed."""
-    drawn = [run for run in result.runs if run.precision != "fp32" and len(run.op_calls)]
+    drawn = [run for run in result.runs if not run.is_reference and len(run.op_calls)]
     advice = result.recommendation
     modules = tree.build(drawn)
     groups = summary.group(result.diagnostics)
@@ -95,12 +95,13 @@ def _runs(result: ScanResult) -> Iterator[dict[str, Any]]:
 
 def _is_recommended(run: Run, result: ScanResult) -> bool:
     advice = result.recommendation
-    if advice is None or (run.backend, run.keep_fp32) != (advice.backend, advice.keep_fp32):
+    if advice is None or run.status != "ok":
         return False
-    return (run.base or run.precision) == advice.precision and run.status == "ok"
+    recommended = (advice.precision, advice.backend, advice.memory_format, advice.keep_fp32)
+    return (run.base or run.precision, run.backend, run.memory_format, run.keep_fp32) == recommended
 
 
-def _error_bar(row: Row) -> dict[str, Any]:
+def _error_bar(row: RunRow) -> dict[str, Any]:
     rel_l2 = row.run.output_error.rel_l2 if row.run.output_error else None
     if rel_l2 is None:
         infinite = row.run.status == "nonfinite" or row.error == "∞"
@@ -140,7 +141,7 @@ def _finding(item: Group) -> dict[str, Any]:
         "code": first.code,
         "name": first.name,
         "op": first.op,
-        "precisions": ", ".join(item.precisions),
+        "runs": ", ".join(item.runs),
         "message": first.message,
         "help": first.help,
         "url": first.url if first.url and first.url.startswith("https://") else None,

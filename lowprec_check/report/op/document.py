@@ -10,9 +10,10 @@ from tabulate import tabulate
 
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.measured import Sweep, history, sweep_of, sweeps
+from lowprec_check.catalog.missing_ops import gaps
 from lowprec_check.catalog.records import LOW, MODES, SHORT, Dtype, Mode, State, in_samples
-from lowprec_check.catalog.version_diff import difference, gaps
-from lowprec_check.catalog.xpu_support import declared_fare
+from lowprec_check.catalog.version_diff import difference
+from lowprec_check.catalog.xpu_support import declared_support
 
 _StateOf = Callable[[str, Dtype, Mode], State | None]
 SHOWN = 20
@@ -71,8 +72,8 @@ def _count(device: str, label: str, capability: str, ops: Iterable[str], state: 
 
 def _declared_count(release: str) -> list[object]:
     def state(op: str, dtype: Dtype, mode: Mode) -> State | None:
-        fare = None if mode.startswith("autocast") else declared_fare(op, release, dtype, mode)
-        return fare and fare.state
+        support = None if mode.startswith("autocast") else declared_support(op, release, dtype, mode)
+        return support and support.state
 
     return _count("xpu", release, "declared", sweep_of("cpu", release).records, state)
 

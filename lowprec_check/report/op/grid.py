@@ -10,7 +10,7 @@ import msgspec
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.measured import Sweep, sweeps
 from lowprec_check.catalog.records import LOW, MODES, Dtype, Mode, State, in_samples
-from lowprec_check.catalog.xpu_support import Fare, OnCpu, declared_fare
+from lowprec_check.catalog.xpu_support import OnCpu, OpSupport, declared_support
 from lowprec_check.report.op.document import render_report
 from lowprec_check.report.template import fill
 from lowprec_check.schema.base import Struct
@@ -29,21 +29,21 @@ class Column(NamedTuple):
     sweep: Sweep | None
 
     def letter(self, op: str, dtype: Dtype, mode: Mode) -> str:
-        """How an operator fares there: all, some, none, not in fp32 either, wholly or partly on the CPU, or unknown."""
+        """The state of an operator there: all, some, none, not in fp32 either, wholly or partly on the CPU, or unknown."""
         plain = MODES[MODES.index(mode) % 2]
-        fare, fp32 = (self.fare(op, d, m) for d, m in ((dtype, mode), ("float32", plain)))
-        if fare is None:
+        support, fp32 = (self.support(op, d, m) for d, m in ((dtype, mode), ("float32", plain)))
+        if support is None:
             return _LETTER[None]
-        if fare.state == "none" and (fp32 is None or fp32.state == "none"):
+        if support.state == "none" and (fp32 is None or fp32.state == "none"):
             return NOT_IN_FP32
-        return _ON_CPU[fare.on_cpu] if fare.state == "all" else _LETTER[fare.state]
+        return _ON_CPU[support.on_cpu] if support.state == "all" else _LETTER[support.state]
 
-    def fare(self, op: str, dtype: Dtype, mode: Mode) -> Fare | None:
-        """How it fares, as measured or as declared."""
+    def support(self, op: str, dtype: Dtype, mode: Mode) -> OpSupport | None:
+        """Its support, as measured or as declared."""
         if self.sweep is not None:
             state = self.sweep.state(op, dtype, mode)
-            return Fare(state) if state else None
-        return None if mode.startswith("autocast") else declared_fare(op, self.label, dtype, mode)
+            return OpSupport(state) if state else None
+        return None if mode.startswith("autocast") else declared_support(op, self.label, dtype, mode)
 
     def failures(self, op: str, dtype: Dtype) -> list[str]:
         """How it fails, each way once."""
@@ -51,8 +51,8 @@ class Column(NamedTuple):
             found = [failure.of(dtype) for failure in self.sweep.records[op].failures]
             said = [failure.message + in_samples(failure.condition) for failure in found if failure]
         else:
-            fares = [declared_fare(op, self.label, dtype, mode) for mode in MODES[:2]]
-            refused = [fare.failure for fare in fares if fare and fare.failure]
+            supports = [declared_support(op, self.label, dtype, mode) for mode in MODES[:2]]
+            refused = [support.failure for support in supports if support and support.failure]
             said = [f"{failure.at}: {failure.message}" if failure.at else failure.message for failure in refused]
         return list(dict.fromkeys(said))
 

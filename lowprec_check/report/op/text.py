@@ -8,9 +8,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lowprec_check.catalog.op_lookup import Cell, OpAnswer
+from lowprec_check.catalog.missing_ops import Gaps, MissingOp
+from lowprec_check.catalog.op_lookup import OpAnswer
 from lowprec_check.catalog.records import SHORT, STATES, Dtype, Mode, State, in_samples
-from lowprec_check.catalog.version_diff import Change, Difference, Gaps, MissingOp
+from lowprec_check.catalog.support_cells import SupportCell
+from lowprec_check.catalog.version_diff import Difference, OpChange
 from lowprec_check.catalog.xpu_support import OnCpu
 from lowprec_check.report.console import screen
 
@@ -43,7 +45,7 @@ def _print_answer(console: Console, answer: OpAnswer) -> None:
     if answer.note:
         console.print(Text(answer.note, style="yellow"))
     table = _table("device", "torch", "dtype", "forward", "backward", "autocast", "ulp", "time", "evidence")
-    rows: dict[tuple[str, str, Dtype], list[Cell]] = {}
+    rows: dict[tuple[str, str, Dtype], list[SupportCell]] = {}
     for cell in answer.cells:
         version = f"{cell.torch} ipex" if cell.extension else cell.torch
         rows.setdefault((cell.device, version, cell.dtype), []).append(cell)
@@ -61,7 +63,7 @@ def _print_answer(console: Console, answer: OpAnswer) -> None:
     console.print()
 
 
-def _support(cells: list[Cell]) -> Text:
+def _support(cells: list[SupportCell]) -> Text:
     """The worst of the cells: under autocast forward and backward share a column."""
     known = [cell for cell in cells if cell.state is not None]
     if not known:
@@ -77,7 +79,7 @@ def _support(cells: list[Cell]) -> Text:
     return Text(words + (f", from {cell.mended}" if cell.mended else ""), style=_STYLE[cell.state])
 
 
-def _ulp(cells: list[Cell]) -> str:
+def _ulp(cells: list[SupportCell]) -> str:
     error = next((cell.error for cell in cells if cell.error is not None and cell.mode == "forward"), None)
     if error is None:
         return "–"
@@ -88,17 +90,17 @@ def _short(value: float) -> str:
     return f"{value:.2g}" if value < 100 or value >= 1e4 else f"{value:.0f}"
 
 
-def _times(cells: list[Cell]) -> str:
+def _times(cells: list[SupportCell]) -> str:
     slower = next((cell.slower for cell in cells if cell.slower is not None), None)
     return "–" if slower is None else f"{slower:.2g} ×"
 
 
-def _evidence(cells: list[Cell]) -> str:
+def _evidence(cells: list[SupportCell]) -> str:
     registration = next((cell.registration for cell in cells if cell.registration), None)
     return f"declared {registration}" if registration not in (None, "composite") else cells[0].evidence
 
 
-def _failures(cells: list[Cell]) -> list[str]:
+def _failures(cells: list[SupportCell]) -> list[str]:
     """One line for each way to fail, and where."""
     where: dict[str, list[str]] = {}
     for cell in cells:
@@ -134,15 +136,15 @@ def render_difference(found: Difference, *, width: int = 100, color: bool = Fals
     return printed.text
 
 
-def _changes(changes: list[Change]) -> Table:
+def _changes(changes: list[OpChange]) -> Table:
     table = _table("operator", "dtype", "modes", "before", "after")
     for change in changes:
-        before, after = _fares(change.before, change.before_on_cpu), _fares(change.after, change.after_on_cpu)
+        before, after = _state_text(change.before, change.before_on_cpu), _state_text(change.after, change.after_on_cpu)
         table.add_row(change.op, SHORT[change.dtype], ", ".join(change.modes), before, after)
     return table
 
 
-def _fares(state: State, on_cpu: OnCpu | None) -> Text:
+def _state_text(state: State, on_cpu: OnCpu | None) -> Text:
     return Text(f"{state}, {_ON_CPU[on_cpu]}" if on_cpu else state, style=_STYLE[state])
 
 

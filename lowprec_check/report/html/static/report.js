@@ -133,7 +133,9 @@ class RangeChart extends Chart {
     });
   }
   show(data, run) {
-    const ranges = run.ranges, limits = data.limits[run.dtype], count = ranges.module.length;
+    // How much of the range, in powers of two, is subnormal: if little, the labels of both ends would overlap.
+    const share = (of) => Math.log2(of.normal / of.subnormal) / Math.log2(of.max / of.subnormal);
+    const ranges = run.ranges, limits = data.limits[run.format], count = ranges.module.length;
     const x = ranges.module.map((_, i) => i + 1);
     const thin = (i) => ranges.high[i] / Math.max(ranges.low[i], 1e-45) < 1.02;
     const low = ranges.low.map((value, i) => Math.min(value, ranges.high[i] || value) * (thin(i) ? 0.98 : 1));
@@ -154,10 +156,10 @@ class RangeChart extends Chart {
     for (const name of ["subnormal", "normal", "max"]) {
       this.get(name).location = limits[name];
       const words = { subnormal: "smallest subnormal", normal: "smallest normal", max: "maximum" }[name];
-      const crowded = name === "normal" && run.dtype === "bf16";
-      this.label(`${name}-label`, 0, limits[name], crowded ? "" : `${run.dtype} ${words} ${digits(limits[name])}`);
+      const crowded = name === "normal" && share(limits) < 0.1;
+      this.label(`${name}-label`, 0, limits[name], crowded ? "" : `${run.format} ${words} ${digits(limits[name])}`);
     }
-    const other = data.limits.fp16, wide = run.dtype === "bf16";
+    const other = data.limits.fp16, wide = limits.max > 1e3 * other.max;
     this.get("other").setv({ bottom: other.subnormal, top: other.max, visible: wide });
     this.label("other-label", 0, other.max, wide ? "what fp16 could hold" : "");
     this.says(ranges, limits, run);
@@ -171,7 +173,7 @@ class RangeChart extends Chart {
     says.classList.toggle("fine", !over && room(worst) > 16);
     const margin = room(worst) >= 1e4 ? room(worst).toExponential(0) : room(worst).toFixed(1);
     says.textContent = over
-      ? `${ranges.module[worst]} overflows ${run.dtype}: ${over} values.`
+      ? `${ranges.module[worst]} overflows ${run.format}: ${over} values.`
       : `Nearest to the top: ${ranges.module[worst]}, whose largest value ${digits(ranges.high[worst])} leaves room for a factor of ${margin}.`;
     fillTable("nearest", order.slice(0, 20).map((i) => [
       ranges.module[i], ranges.overflow[i] ? "Inf" : digits(ranges.high[i]), digits(ranges.low[i]), `${(ranges.flushed[i] * 100).toFixed(1)} %`,

@@ -1,0 +1,102 @@
+"""A run in a few words and figures: its label, its ratios to fp32, why it did not pass. Never imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lowprec_check.schema.run_key import qualified
+from lowprec_check.schema.scan_result import Run
+
+NOISE = 1.05
+"""Runs whose times differ by less than this factor are equally fast."""
+
+SHORT_MS = 1.0
+"""Below this latency the times of two processes on a busy machine cannot be compared."""
+
+_NO_KERNEL = ("missing-kernel", "unsupported-dtype", "no-backend-kernel", "crash")
+
+
+def label(run: Run) -> str:
+    """What reports call the run: ``half``, ``plan (half)``, ``half · inductor``, ``half · predicted``."""
+    precision = run.precision if run.base is None else f"{run.precision} ({run.base})"
+    name = qualified(precision, run.backend, run.memory_format)
+    return name if run.evidence == "measured" else f"{name} · {run.evidence}"
+
+
+def reference_of(runs: Sequence[Run]) -> Run | None:
+    """The fp32 run that the others are compared with."""
+    return next((run for run in runs if run.is_reference), None)
+
+
+def speedup(run: Run, runs: Sequence[Run]) -> float | None:
+    """fp32's latency over this run's."""
+    reference = reference_of(runs)
+    fp32 = reference.latency_ms if reference else None
+    return fp32 / run.latency_ms if fp32 and run.latency_ms else None
+
+
+def time_ratio(run: Run, runs: Sequence[Run]) -> float | None:
+    """This run's latency over fp32's."""
+    ratio = speedup(run, runs)
+    return 1 / ratio if ratio else None
+
+
+def memory_ratio(run: Run, runs: Sequence[Run]) -> float | None:
+    """This run's peak memory over fp32's."""
+    reference = reference_of(runs)
+    fp32 = reference.peak_memory_bytes if reference else None
+    return run.peak_memory_bytes / fp32 if fp32 and run.peak_memory_bytes else None
+
+
+def error_of(run: Run) -> float:
+    """The output's rel_l2 against fp32, for sorting: infinite if there is none."""
+    rel_l2 = run.output_error.rel_l2 if run.output_error else None
+    return rel_l2 if rel_l2 is not None else float("inf")
+
+
+def is_cast(run: Run) -> bool:
+    """Whether the run casts the whole model and keeps no module in fp32."""
+    return run.base is None and run.basis is not None and run.basis.kind == "cast"
+
+
+def missing_kernels(run: Run) -> list[str]:
+    """Ops without a kernel, each once."""
+    return list(dict.fromkeys(gap.op for gap in run.gaps if gap.kind in _NO_KERNEL))
+
+
+def explain_status(run: Run) -> str:
+    """Why a run did not pass, in a few words."""
+    ops = missing_kernels(run)
+    if run.status in ("error", "crashed") and ops:
+        names = ", ".join(short_op(op) for op in ops[:4]) + (", …" if len(ops) > 4 else "")
+        return f"{len(ops)} {'op has' if len(ops) == 1 else 'ops have'} no kernel: {names}"
+    if run.status == "error":
+        kinds = list(dict.fromkeys(gap.kind for gap in run.gaps))
+        text = shorten(run.exception.message if run.exception else "it raises")
+        return f"{', '.join(kinds)}: {text}" if kinds else text
+    if run.status == "inaccurate":
+        rel_l2 = run.output_error.rel_l2 if run.output_error else None
+        return f"error over tolerance {run.tolerance or 0:.0e}" if rel_l2 is not None else "; ".join(run.notes)
+    if run.status == "nonfinite":
+        first = next((row for row in run.op_calls.rows() if row.introduced_inf or row.introduced_nan), None)
+        where = f", first in {short_op(first.op)} of {first.module or 'the model'}" if first else ""
+        return f"NaN or Inf in the output{where}"
+    return run.reason or run.status
+
+
+def shorten(message: str, most: int = 110) -> str:
+    """A message on one line of a table."""
+    return message if len(message) <= most else f"{message[: most - 1]}…"
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    """The first few of many names."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def short_op(op: str) -> str:
+    """``cholesky_ex`` of ``aten.linalg_cholesky_ex.default``; ``quantile`` of ``torch.quantile``."""
+    parts = op.split(".")
+    name = parts[1] if parts[0] != "torch" and len(parts) == 3 else parts[-1]
+    return name.removeprefix("_").removeprefix("linalg_")

@@ -1,0 +1,89 @@
+"""The release of torch that fixes an operator, or the gap of a scan. Never imports torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lowprec_check.catalog import declared
+from lowprec_check.catalog.declared import overload_name
+from lowprec_check.catalog.measured import Sweep, history, sweep_of
+from lowprec_check.catalog.names import AnyDevice, AnyDtype, dtype_of, kind_of
+from lowprec_check.catalog.records import Dtype, Mode, OpRecord
+from lowprec_check.catalog.toml_tables import version_key
+from lowprec_check.catalog.xpu_support import takes
+from lowprec_check.errors import UsageError
+
+
+def mended_in(sweep: Sweep, ops: Sequence[str], dtype: Dtype, mode: Mode) -> str | None:
+    """The first later release from which on all ``ops`` run in all samples; ``None`` if there is none yet."""
+    since = None
+    for other in history(sweep.header.device, sweep.header.extension):
+        if other.key > sweep.key:
+            runs = [other.state(op, dtype, mode) == "all" for op in ops if op in other.records]
+            since = (since or other.release) if runs and all(runs) else None
+    return since
+
+
+class Mending(NamedTuple):
+    """Since when a gap is mended."""
+
+    torch: str | None
+    """The later release from which on it runs; ``None``: none measured has it."""
+    newest: str
+    """The newest release measured."""
+    ops: list[str]
+    """The operators that showed it."""
+
+    def __str__(self) -> str:
+        return f"runs since torch {self.torch}" if self.torch else f"fails up to torch {self.newest}"
+
+
+def mending(
+    op: str, *, device: AnyDevice, dtype: AnyDtype, torch: str, phase: str = "forward", autocast: bool = False
+) -> Mending | None:
+    """When the gap of an op call (``aten.linalg_inv_ex.default``, ``torch.fft.rfft``) is mended.
+
+    Told by the operators that fail in that very aten op in the sweep of the running version; on XPU by what is declared
+    of it. ``None`` where that version was not measured on the device, or nothing failed so.
+    """
+    kind, low = kind_of(device), dtype_of(dtype)
+    release = declared.release_of(torch)  # raises for what is no version
+    if kind == "xpu":
+        return _declared_mending(op, low, release)
+    try:
+        sweep = sweep_of(kind, torch)
+    except UsageError:
+        return None
+    plain: Mode = "backward" if phase == "backward" else "forward"
+    under_autocast: Mode = "autocast-backward" if phase == "backward" else "autocast"
+    for mode in (under_autocast, plain) if autocast else (plain,):
+        ops = [record.op for record in sweep.records.values() if _fails_so(record, op, low, mode)]
+        if ops:
+            return Mending(mended_in(sweep, ops, low, mode), history(kind)[-1].release, ops)
+    return None
+
+
+def _declared_mending(op: str, dtype: Dtype, release: str) -> Mending | None:
+    if release not in declared.releases():
+        return None
+    rows = {dated.torch: dated.row for dated in declared.history(op)}
+    runs = {other: row is not None and takes(row, dtype) is not False for other, row in rows.items()}
+    later = [other for other in declared.releases() if version_key(other) >= version_key(release)]
+    if rows[release] is None or runs[release]:
+        return None
+    since = None
+    for other in later:
+        since = (since or other) if runs[other] else None
+    return Mending(since, later[-1], [op])
+
+
+def _fails_so(record: OpRecord, op: str, dtype: Dtype, mode: Mode) -> bool:
+    """Whether the record's operator fails in the aten op ``op``, or is the function ``op`` and fails."""
+    failure = record.failure(dtype, mode)
+    if failure is None:
+        return False
+    function = re.sub(r"^torch\.(nn\.functional\.|functional\.|Tensor\.)?", "", op)
+    named = op.startswith("torch.") and record.op.removeprefix("nn.functional.") == function
+    return named or failure.at == overload_name(op)

@@ -1,0 +1,139 @@
+"""One operator in one dtype and mode on one device: whether it runs, since when, how exactly, how fast. Never imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from lowprec_check.catalog import declared
+from lowprec_check.catalog.declared import has_extension
+from lowprec_check.catalog.declared_file import Registration
+from lowprec_check.catalog.fixed_in import mended_in
+from lowprec_check.catalog.measured import Sweep, at_release, history
+from lowprec_check.catalog.records import MODES, Dtype, Failure, Mode, State, Ulp
+from lowprec_check.catalog.xpu_support import OnCpu, declared_support, dispatched
+from lowprec_check.schema.base import Struct
+
+Evidence = Literal["measured", "declared"]
+
+
+class SupportCell(Struct, frozen=True, kw_only=True):
+    """One operator in one dtype and mode, on one device under one version of torch."""
+
+    device: str
+    torch: str
+    """Release, ``2.13``."""
+    extension: str | None = None
+    dtype: Dtype
+    mode: Mode
+    state: State | None
+    """``None``: not measured, or no source says."""
+    evidence: Evidence
+    passed: int | None = None
+    samples: int | None = None
+    since: str | None = None
+    """The release from which on it has run without a break; on XPU, and in the same way (by a kernel, or on the CPU)."""
+    since_oldest: bool = False
+    """Whether that is the oldest release looked at, so that it may be older still."""
+    mended: str | None = None
+    """The later release from which on it runs, where it does not yet."""
+    error: Ulp | None = None
+    slower: float | None = None
+    """Time of a call, times that in fp32."""
+    failure: Failure | None = None
+    registration: Registration | None = None
+    """On XPU: how the worst op that it dispatches is registered there."""
+    on_cpu: OnCpu | None = None
+    """On XPU, where it runs: whether it is copied to the CPU and back for it."""
+    at: str | None = None
+    """On XPU: the aten op that does not run there, or only on the CPU."""
+    links: list[str] = []
+
+
+def measured_cell(sweep: Sweep, op: str, dtype: Dtype, mode: Mode) -> SupportCell:
+    """What the sweep saw, and since or until when, from the other versions measured on the device."""
+    record, header = sweep.records[op], sweep.header
+    state = sweep.state(op, dtype, mode)
+    count = record.count(dtype, mode) if state is not None else None
+    since, oldest = _since(sweep, op, dtype, mode) if state == "all" else (None, False)
+    return SupportCell(
+        device=header.device,
+        torch=sweep.release,
+        extension=header.extension,
+        dtype=dtype,
+        mode=mode,
+        state=state,
+        evidence="measured",
+        passed=count[0] if count else None,
+        samples=count[1] if count else None,
+        since=since,
+        since_oldest=oldest,
+        mended=mended_in(sweep, [op], dtype, mode) if state in ("some", "none") else None,
+        error=record.error(dtype, mode),
+        slower=_slower(sweep, op, dtype, mode),
+        failure=record.failure(dtype, mode) if state in ("some", "none") else None,
+    )
+
+
+def _since(sweep: Sweep, op: str, dtype: Dtype, mode: Mode) -> tuple[str, bool]:
+    """The release from which on all samples run up to this one, and whether that is the oldest measured."""
+    earlier = [
+        s for s in history(sweep.header.device, sweep.header.extension) if s.key <= sweep.key and op in s.records
+    ]
+    found = sweep
+    for other in reversed(earlier):
+        if other.state(op, dtype, mode) != "all":
+            return found.release, False
+        found = other
+    return found.release, True
+
+
+def _slower(sweep: Sweep, op: str, dtype: Dtype, mode: Mode) -> float | None:
+    times, index = sweep.times.get(op), MODES.index(mode)
+    ratios = times.slower.get(dtype, []) if times else []
+    return ratios[index] if index < len(ratios) else None
+
+
+def declared_cells(op: str, dtypes: Iterable[Dtype], torch: str | None) -> list[SupportCell]:
+    """What is declared for XPU, forward and backward; nothing for releases without declarations."""
+    known = declared.releases()
+    release = declared.release_of(torch) if torch else known[-1] if known else None
+    if release not in known or (torch and has_extension(torch)):
+        return []
+    return [_declared_cell(op, release, dtype, mode) for dtype in dtypes for mode in MODES[:2]]
+
+
+def _declared_cell(op: str, release: str, dtype: Dtype, mode: Mode) -> SupportCell:
+    releases, file = declared.releases(), declared.load(release)
+    supports = [declared_support(op, other, dtype, mode) for other in releases]
+    states = [support and support.state for support in supports]
+    here, mended = releases.index(release), None
+    first = _start_of_run([support and support.rank for support in supports], here)
+    if states[here] in ("some", "none") and states[-1] == "all":
+        mended = releases[_start_of_run(states, len(states) - 1)]
+    support, sweep = supports[here], at_release("cpu", release)
+    names = dispatched(sweep.records[op], mode, file) if sweep and op in sweep.records else []
+    telling = [support.at] if support and support.at else names
+    return SupportCell(
+        device="xpu",
+        torch=release,
+        dtype=dtype,
+        mode=mode,
+        state=states[here],
+        evidence="declared",
+        since=releases[first] if states[here] == "all" else None,
+        since_oldest=states[here] == "all" and first == 0,
+        mended=mended,
+        registration=file.worst(names) if names else None,
+        on_cpu=support.on_cpu if support else None,
+        at=support.at if support else None,
+        failure=support.failure if support else None,
+        links=list(dict.fromkeys(link for name in telling for link in file.evidence(file.ops[name])))[:3],
+    )
+
+
+def _start_of_run(values: Sequence[object], index: int) -> int:
+    """Where the unbroken run of equal values that ends at ``index`` begins."""
+    while index > 0 and values[index - 1] == values[index]:
+        index -= 1
+    return index

@@ -1,0 +1,23 @@
+"""Eager execution: the model is called as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lowprec_check.schema.backends import EAGER, Backend
+
+
+class Eager(Backend):
+    """Calls the model itself."""
+
+    name = EAGER
+    summary = "the model as it is"
+
+    def prepare(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        """The model."""
+        called: Callable[..., Any] = model
+        return called
+
+
+BACKEND = Eager()

@@ -1,0 +1,15 @@
+"""Reading exceptions that torch raises."""
+
+from __future__ import annotations
+
+import torch
+
+
+def first_line(message: str) -> str:
+    """The first non-empty line of ``message``: torch adds C++ stack traces below."""
+    return next((line.strip() for line in message.splitlines() if line.strip()), "")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that memory ran out, on any device."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)

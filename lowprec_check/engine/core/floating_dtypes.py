@@ -1,0 +1,36 @@
+"""Floating dtypes: which are narrow, and which dtype a reference in fp32 or fp64 has in their place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_NARROW_NAMES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+NARROW = frozenset(getattr(torch, name) for name in _NARROW_NAMES if hasattr(torch, name))
+"""Floating dtypes narrower than fp32."""
+
+_WIDE_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
+
+
+def is_float(tensor: Tensor) -> bool:
+    """Whether the dtype is floating or complex."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def is_narrow(tensor: Tensor) -> bool:
+    """Whether the dtype is floating and narrower than fp32 (or complex of such parts)."""
+    return tensor.dtype in NARROW or tensor.dtype == torch.complex32
+
+
+def widened_dtype(dtype: torch.dtype, wide: torch.dtype) -> torch.dtype:
+    """The dtype that stands for ``dtype`` in a reference computed in ``wide`` (fp32 or fp64)."""
+    if dtype.is_complex:
+        return _WIDE_COMPLEX[wide] if dtype != torch.complex128 else dtype
+    if dtype.is_floating_point and dtype != torch.float64:
+        return wide
+    return dtype
+
+
+def widen(tensor: Tensor, wide: torch.dtype = torch.float32) -> Tensor:
+    """``tensor`` in its widened dtype; itself where that is its own."""
+    return tensor.to(widened_dtype(tensor.dtype, wide))

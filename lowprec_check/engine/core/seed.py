@@ -1,0 +1,25 @@
+"""Seeding every generator that a model may draw from."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import torch
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch (the CPU, and accelerators that are initialized), ``random``, and NumPy if it is loaded.
+
+    ``torch.manual_seed`` would import ``torch._dynamo`` on its first call, which takes a second in each worker.
+    """
+    torch.default_generator.manual_seed(seed)
+    for module in (torch.cuda, torch.xpu):
+        if module.is_initialized():
+            module.manual_seed_all(seed)
+    if torch.backends.mps.is_available():
+        torch.mps.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)

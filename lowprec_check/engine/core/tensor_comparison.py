@@ -1,0 +1,168 @@
+"""How far one tensor is from its references, in what range it lies, what it lost: one pass over an op's output.
+
+The output is read once, in chunks that stay in cache: widening, range, difference and two dot products per chunk.
+Everything irregular (NaN, Inf, squares that overflow) takes a slower, exact path.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowprec_check.engine.core.floating_dtypes import NARROW
+
+CHUNK = 1 << 19
+"""Elements per chunk on a CPU: 2 MiB in fp32, long enough to hide the start of threads, short enough for the cache."""
+
+
+class TensorComparison(NamedTuple):
+    """What one pass over an output against its references tells."""
+
+    errors: list[float]
+    """rel_l2 against each reference; ``inf`` where a value is not finite or the reference is 0."""
+    absmax: float
+    """Largest finite magnitude."""
+    introduced_inf: int
+    introduced_nan: int
+    flushed: float | None
+    """Share of the first reference's non-zeros that are 0 here for want of range; ``None`` if not asked for."""
+    rms: float | None = None
+    """Root mean square of the first reference; ``None`` without one."""
+
+
+def compare_tensor(out: Tensor, references: Sequence[Tensor], *, count_flushed: bool = False) -> TensorComparison:
+    """Compare ``out`` (any floating dtype and shape) with ``references`` of its shape, widened dtypes.
+
+    Without references only the range is measured.
+    """
+    flat = _flat_together([as_real(out), *(as_real(reference) for reference in references)])
+    count = flat[0].numel()
+    if count == 0:
+        return TensorComparison([0.0] * len(references), 0.0, 0, 0, 0.0 if count_flushed else None, None)
+    size = CHUNK if out.device.type == "cpu" else count
+    totals = [0.0] * (2 * len(references))
+    low, high = math.inf, -math.inf
+    lost = nonzero = 0
+    for start in range(0, count, size):
+        parts = flat if count <= size else [tensor[start : start + size] for tensor in flat]
+        smallest, largest, *squares = _reduce(parts)
+        if not math.isfinite(sum(squares, largest - smallest)):
+            return _compare_exactly(flat[0], flat[1:], count_flushed)
+        low, high = min(low, smallest), max(high, largest)
+        for index, square in enumerate(squares):
+            totals[index] += square
+        if count_flushed and references:
+            nonzero += int(torch.count_nonzero(parts[1]))
+            lost += _count_flushed(parts[0], parts[1])
+    errors = [_relative(totals[index], totals[index + 1]) for index in range(0, len(totals), 2)]
+    flushed = (lost / nonzero if nonzero else 0.0) if count_flushed else None
+    rms = math.sqrt(totals[1] / count) if references else None
+    return TensorComparison(errors, max(-low, high), 0, 0, flushed, rms)
+
+
+def _relative(difference: float, reference: float) -> float:
+    if difference == 0:
+        return 0.0
+    return math.sqrt(difference / reference) if reference else math.inf
+
+
+def _reduce(parts: list[Tensor]) -> list[float]:
+    """Smallest and largest value of the first, then for each other the squares of the difference and of itself."""
+    first, *references = parts
+    wide = first
+    if first.dtype in NARROW:
+        wide = first.float() if first.numel() < CHUNK else _scratch(first, 0).copy_(first)
+    numbers = list(torch.aminmax(wide))
+    for reference in references:
+        if wide.dtype != reference.dtype:
+            wide, numbers = wide.to(reference.dtype), [number.to(reference.dtype) for number in numbers]
+        buffer = _scratch(reference, 1) if reference.numel() == CHUNK else None
+        difference = torch.sub(wide, reference, out=buffer)
+        numbers.append(torch.dot(difference, difference))
+        numbers.append(torch.dot(reference, reference))
+    values: list[float] = torch.stack(numbers).tolist()
+    return values
+
+
+def _count_flushed(out: Tensor, reference: Tensor) -> int:
+    """Zeros where the reference is not zero but below ``out``'s smallest normal number: lost to its range.
+
+    A zero where the reference is larger has another cause (a difference, a decision).
+    """
+    lost = (out == 0).logical_and_(reference != 0)
+    return int(lost.logical_and_(reference.abs() < torch.finfo(out.dtype).tiny).sum())
+
+
+_buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+
+
+def _scratch(like: Tensor, index: int) -> Tensor:
+    """A buffer of one chunk, kept: fresh memory for each chunk would cost more than the arithmetic in it."""
+    key = (index, torch.float32 if like.dtype in NARROW else like.dtype, like.device)
+    if key not in _buffers or _buffers[key].numel() != like.numel():
+        _buffers[key] = torch.empty(like.numel(), dtype=key[1], device=like.device)
+    return _buffers[key]
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """View a complex tensor as its real parts; resolves lazy conjugation and negation."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor.resolve_neg()
+
+
+def _flat_together(tensors: list[Tensor]) -> list[Tensor]:
+    """One-dimensional views in one element order, copied only where the layouts differ."""
+    first = tensors[0]
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return [tensor.view(-1) for tensor in tensors]
+    if all(t.stride() == first.stride() for t in tensors) and _is_dense(first):
+        return [t.as_strided((t.numel(),), (1,), t.storage_offset()) for t in tensors]
+    return [tensor.contiguous().view(-1) for tensor in tensors]
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _compare_exactly(out: Tensor, references: list[Tensor], count_flushed: bool) -> TensorComparison:
+    value = out.double()
+    finite = value.isfinite()
+    absmax = float(value[finite].abs().max()) if bool(finite.any()) else 0.0
+    errors = [_exact_error(value, finite, reference.double()) for reference in references]
+    expected = references[0].isfinite() if references else torch.ones_like(finite)
+    new_inf, new_nan = int((value.isinf() & expected).sum()), int((value.isnan() & expected).sum())
+    flushed = None
+    if count_flushed and references:
+        flushed = _count_flushed(out, references[0]) / max(1, int(torch.count_nonzero(references[0])))
+    rms = _exact_rms(references[0].double()) if references else None
+    return TensorComparison(errors, absmax, new_inf, new_nan, flushed, rms)
+
+
+def _exact_rms(reference: Tensor) -> float | None:
+    """Root mean square of what is finite; ``None`` where nothing is."""
+    finite = reference[reference.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else None
+    return scale * math.sqrt(float((finite / scale).square().mean())) if scale else scale
+
+
+def _exact_error(value: Tensor, finite: Tensor, reference: Tensor) -> float:
+    """rel_l2 in fp64 where both are finite; a non-finite value against a finite reference is infinitely far."""
+    expected = reference.isfinite()
+    if bool((~finite & expected).any()):
+        return math.inf
+    both = finite & expected
+    difference = torch.where(both, value - reference, 0.0)
+    kept = torch.where(both, reference, 0.0)
+    scale = max(float(kept.abs().max()) if kept.numel() else 0.0, 1e-300)
+    return _relative(float((difference / scale).square().sum()), float((kept / scale).square().sum()))

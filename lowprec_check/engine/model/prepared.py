@@ -1,0 +1,68 @@
+"""A model in one precision, ready to be called, and put back afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lowprec_check.engine.core.pytree import map_tensors
+from lowprec_check.engine.model.application import Application, application_of
+from lowprec_check.engine.model.snapshot import Snapshot
+from lowprec_check.schema.precisions import Precision
+
+
+class Prepared(NamedTuple):
+    """A model ready for one precision; call it with inputs in fp32."""
+
+    model: nn.Module
+    application: Application
+    device: torch.device
+    call: Callable[..., Any]
+    """What is called: the model, or the model and the user's loss."""
+
+    @property
+    def precision(self) -> Precision:
+        """The precision that was applied."""
+        return self.application.precision
+
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Fresh copies on the device, floating tensors cast if the precision casts them."""
+        cast_to = self.application.input_dtype
+
+        def ready(tensor: Tensor) -> Tensor:
+            dtype = cast_to if tensor.is_floating_point() and cast_to else tensor.dtype
+            return tensor.detach().to(self.device, dtype, copy=True)
+
+        return map_tensors(args, ready), map_tensors(kwargs, ready)
+
+    def context(self) -> contextlib.AbstractContextManager[Any]:
+        """A new context to call it in: autocast or nothing."""
+        return self.application.context(self.device.type)
+
+
+@contextlib.contextmanager
+def prepared(
+    model: nn.Module,
+    precision: Precision,
+    device: torch.device,
+    *,
+    keep_fp32: Sequence[str] = (),
+    call: Callable[..., Any] | None = None,
+) -> Iterator[Prepared]:
+    """Apply ``precision`` to ``model`` in place, and put the model back afterwards; no gradients in between.
+
+    ``keep_fp32`` names modules that stay in fp32. The model must already be on ``device``. ``call`` is what is called
+    in its place, such as the model and a loss.
+    """
+    snapshot = Snapshot(model)
+    application = application_of(precision)
+    try:
+        application.apply(model, device.type, keep_fp32)
+        with torch.no_grad():
+            yield Prepared(model, application, device, call or model)
+    finally:
+        snapshot.restore()

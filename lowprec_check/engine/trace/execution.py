@@ -1,0 +1,102 @@
+"""Runs an op call as given; where that fails, finds a way to continue, so that one pass finds every gap."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from lowprec_check.engine.core.dispatch_mode import reached_by_autocast
+from lowprec_check.engine.core.source_location import ModuleStack
+from lowprec_check.engine.trace.dispatched_call import DispatchedCall
+from lowprec_check.engine.trace.emulation import Emulation
+from lowprec_check.engine.trace.journal import Journal
+from lowprec_check.engine.trace.lockstep import Lockstep
+from lowprec_check.engine.trace.pending_complex import PendingComplex
+from lowprec_check.engine.trace.rescue import Rescue, Retry, find_rescue
+from lowprec_check.engine.trace.solver_failures import SolverFailures
+
+
+class Execution:
+    """Runs op calls of a model in ``low``; gaps go to ``journal``.
+
+    With ``follow_reference``, an op that fails on low-precision values continues with the result on the reference's.
+    """
+
+    def __init__(
+        self,
+        low: torch.dtype,
+        lockstep: Lockstep,
+        stack: ModuleStack,
+        journal: Journal,
+        emulation: Emulation,
+        *,
+        follow_reference: bool,
+    ) -> None:
+        self.low = low
+        self.pending = PendingComplex(lockstep.twins, low)
+        self.solver_failures = SolverFailures(lockstep.twins, journal)
+        self.raised: BaseException | None = None
+        """The last error that no rescue explains, raised to the model."""
+        self._lockstep, self._stack, self._journal = lockstep, stack, journal
+        self._emulation = emulation
+        self._follow_reference = follow_reference
+
+    def run(self, call: DispatchedCall) -> Any:
+        """Run ``call`` and return its result; sets its ``seconds`` and ``outcome``."""
+        if self._emulation.includes(call.traits.name):
+            retry = self._retry(call)
+            if retry.low_precision:
+                return self._emulate(call, retry)
+        started = time.perf_counter()
+        try:
+            if call.traits.fused and self._stack.autocast:
+                with reached_by_autocast(call.inputs[0].device.type):
+                    return call.run()
+            return call.run()
+        except Exception as error:
+            return self.rescue(call, error)
+        finally:
+            call.seconds = time.perf_counter() - started
+
+    def rescue(self, call: DispatchedCall, error: Exception) -> Any:
+        """The result to continue with after ``error``; raises ``error`` if the model itself is wrong."""
+        if self.solver_failures.recover(call, error):
+            return None
+        retry = self._retry(call)
+        with torch._C._DisableAutocast():
+            found = find_rescue(retry, error, "dispatch") or self._rescue_by_reference(call, retry)
+        if found is None:
+            self.raised = error
+            raise error
+        call.outcome = "rescued"
+        self._journal.add_call_gap(call, found.kind, str(error))
+        self.pending.add(found.result)
+        return found.result
+
+    def _retry(self, call: DispatchedCall) -> Retry:
+        return Retry(call.func, call.args, call.kwargs, self.low, call.written())
+
+    def _emulate(self, call: DispatchedCall, retry: Retry) -> Any:
+        """Compute the op in fp32 and round the result."""
+        call.outcome = "emulated"
+        with torch._C._DisableAutocast():
+            try:
+                out = retry.widened()
+            except Exception as error:
+                out = self.rescue(call, error)
+        crash = self._emulation.crashed.get(call.traits.name)
+        if crash is not None:
+            self._journal.add_call_gap(call, "crash", crash)
+        return out
+
+    def _rescue_by_reference(self, call: DispatchedCall, retry: Retry) -> Rescue | None:
+        """The result on the reference's values, for an op that fails on the low-precision ones."""
+        if not (self._follow_reference and call.involved and retry.low_precision) or call.traits.mutable:
+            return None
+        try:
+            args, kwargs = self._lockstep.arguments(call)
+            return Rescue("numeric-failure", retry.narrowed(call.func(*args, **kwargs)))
+        except Exception:
+            return None

@@ -1,0 +1,54 @@
+"""The op on its own low-precision inputs, widened: against it, an output shows the error that this op adds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow, widen, widened_dtype
+from lowprec_check.engine.trace.dispatched_call import DispatchedCall
+from lowprec_check.engine.trace.op_arguments import Args, Kwargs, map_args, outputs_of
+
+
+def widened_arguments(call: DispatchedCall, wide: torch.dtype) -> tuple[Args, Kwargs] | None:
+    """The arguments of ``call`` in ``wide``, to be taken before it runs: what it writes is copied.
+
+    ``None`` where there is no local error to compute: the op moves, casts or draws values, or no input is narrow.
+    """
+    if call.traits.moves or call.traits.casts or call.traits.random:
+        return None
+    if not any(is_narrow(tensor) for tensor in call.inputs):
+        return None
+    written = {id(tensor) for tensor in call.written()}
+    return map_args(call.args, call.kwargs, lambda value: _widened(value, wide, copy=id(value) in written))
+
+
+def _widened(value: Any, wide: torch.dtype, *, copy: bool) -> Any:
+    if isinstance(value, torch.dtype):
+        return widened_dtype(value, wide)
+    if not is_float(value):
+        return value.clone() if copy else value
+    widened = widen(value, wide)
+    return widened.clone() if copy and widened is value else widened
+
+
+def widened_outputs(
+    call: DispatchedCall, arguments: tuple[Args, Kwargs] | None, outputs: list[Tensor], wide: torch.dtype
+) -> list[Tensor] | None:
+    """What the op gives on ``arguments``; for a cast, what it should have preserved. ``None`` if it fails."""
+    if call.traits.casts:
+        return _preserved(call.inputs[0], outputs[0], wide)
+    if arguments is None:
+        return None
+    try:
+        return outputs_of(call.func(*arguments[0], **arguments[1]))
+    except Exception:
+        return None
+
+
+def _preserved(source: Tensor, out: Tensor, wide: torch.dtype) -> list[Tensor] | None:
+    if not is_float(source) or not is_float(out):
+        return None
+    return [widen(source, wide).to(widened_dtype(out.dtype, wide))]

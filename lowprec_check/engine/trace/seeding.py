@@ -1,0 +1,67 @@
+"""Seeds the lockstep reference: the fp32 values of weights, buffers and inputs become the twins of their casts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowprec_check.engine.core.floating_dtypes import is_float
+from lowprec_check.engine.core.pytree import leaves
+from lowprec_check.engine.core.tensor_comparison import compare_tensor
+from lowprec_check.engine.trace.lockstep import Lockstep
+from lowprec_check.engine.trace.op_arguments import dtype_flow, shape_text
+from lowprec_check.engine.trace.twins import storage_key
+from lowprec_check.schema.op_calls import OpCall
+
+_NOTABLE_FLUSHED = 0.01
+"""Share of a weight's non-zeros that its cast must flush to zero before it gets a row."""
+
+
+def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor]) -> list[OpCall]:
+    """Seed parameters and buffers from ``fp32``, by name.
+
+    Returns a row for each that its cast to fp16 damages, which no op shows: ``cast weight`` of the module.
+    """
+    rows = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout != torch.strided:
+            continue
+        lockstep.parameters.add(storage_key(tensor))
+        if name not in fp32 or not is_float(tensor):
+            continue
+        low, wide = tensor.detach(), fp32[name]
+        lockstep.twins.seed(low, wide)
+        if low.dtype == torch.float16 and wide.dtype != low.dtype:
+            row = _row_of_cast(lockstep, name, wide, low)
+            rows += [row] if row is not None else []
+    return rows
+
+
+def _row_of_cast(lockstep: Lockstep, name: str, wide: Tensor, low: Tensor) -> OpCall | None:
+    """What the cast of a weight to fp16 lost; ``None`` if that is not worth a row."""
+    compared = compare_tensor(low, [wide], count_flushed=True)
+    lost = bool(compared.introduced_inf or compared.introduced_nan)
+    if not lost and (compared.flushed or 0.0) <= _NOTABLE_FLUSHED:
+        return None
+    lockstep.twins.find_or_add(low).nonfinite = lost
+    module, _, attribute = name.rpartition(".")
+    return OpCall(
+        f"cast {attribute}",
+        module,
+        dtypes=dtype_flow([wide], [low]),
+        shape=shape_text([low]),
+        accumulated_error=compared.errors[0],
+        absmax=compared.absmax,
+        introduced_inf=compared.introduced_inf,
+        introduced_nan=compared.introduced_nan,
+        flushed=compared.flushed,
+    )
+
+
+def seed_inputs(lockstep: Lockstep, cast: Any, original: Any, device: torch.device) -> None:
+    """Seed the tensors in ``cast`` from those at the same places in ``original``."""
+    for (_, low), (_, wide) in zip(leaves(cast), leaves(original), strict=True):
+        if is_float(low) and low.dtype != wide.dtype:
+            lockstep.twins.seed(low, wide.detach().to(device))

@@ -1,0 +1,164 @@
+"""Twins: for each storage of the low-precision run, the same values as the fp32 (or fp64) reference has them.
+
+A twin belongs to a *storage*, not to a tensor: any view of the low-precision storage finds the same view of the
+twin, so views, in-place ops and ``out=`` stay aliased without being replayed. A storage without a twin is its own
+reference: nothing of low precision reached it. A twin dies with its storage.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowprec_check.engine.core.floating_dtypes import is_float, widen, widened_dtype
+
+
+class Twin:
+    """What is known of one storage."""
+
+    __slots__ = (
+        "cast_from",
+        "cast_to",
+        "error",
+        "flushed",
+        "nonfinite",
+        "pending_complex",
+        "shared",
+        "tensor",
+        "watch",
+    )
+
+    def __init__(self, tensor: Tensor | None, *, shared: bool = False) -> None:
+        self.tensor = tensor
+        """The reference values, in the layout of the storage; ``None``: the storage is its own reference."""
+        self.shared = shared
+        """Whether the caller owns these values: copied before the first write."""
+        self.error = 0.0
+        """Accumulated rel_l2 when last written."""
+        self.flushed = 0.0
+        """Share of the reference's non-zeros that underflowed to zero when last written."""
+        self.nonfinite = False
+        """Whether the low-precision side holds a NaN or Inf that the reference does not."""
+        self.pending_complex = False
+        """Stands for a narrow complex dtype that no kernel supports: real results return to the low dtype."""
+        self.cast_from: torch.dtype | None = None
+        """The dtype that a cast made these values from."""
+        self.cast_to: torch.dtype | None = None
+        """The dtype that a cast of these values gave last."""
+        self.watch: weakref.ref[Any] | None = None
+        """Removes the twin when its storage is freed."""
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Identity of the storage behind ``tensor``, valid while the storage lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+class Twins:
+    """The twins of all live storages; ``wide`` is the dtype of the reference."""
+
+    def __init__(self, wide: torch.dtype = torch.float32) -> None:
+        self.wide = wide
+        self.by_storage: dict[int, Twin] = {}
+        """By :func:`storage_key`."""
+
+    def seed(self, low: Tensor, reference: Tensor) -> None:
+        """Let ``reference`` (any wider dtype, owned by the caller, never written) stand for ``low``."""
+        if (
+            is_float(low)
+            and low.layout == torch.strided
+            and (low.data_ptr() != reference.data_ptr() or self.wide != reference.dtype)
+        ):
+            self.set_reference(low, widen(reference.detach(), self.wide), shared=True)
+
+    def find(self, tensor: Tensor) -> Twin | None:
+        """The twin of the storage of ``tensor``, if it has one."""
+        return self.by_storage.get(tensor.untyped_storage()._cdata)
+
+    def reference_of(self, tensor: Tensor) -> Tensor:
+        """The reference values for ``tensor``: of its shape, in its widened dtype. Other dtypes: itself."""
+        if not is_float(tensor):
+            return tensor
+        twin = self.find(tensor) if tensor.layout == torch.strided else None
+        if twin is None or twin.tensor is None:
+            return widen(tensor, self.wide)
+        base = twin.tensor
+        if base.is_complex() != tensor.is_complex():
+            base = _reinterpret(base)
+        if (
+            base.shape == tensor.shape
+            and base.stride() == tensor.stride()
+            and base.storage_offset() == tensor.storage_offset()
+        ):
+            return base
+        view = base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        view = view.conj() if tensor.is_conj() else view
+        return torch._neg_view(view) if tensor.is_neg() else view
+
+    def set_reference(self, out: Tensor, reference: Tensor, *, shared: bool = False) -> Twin:
+        """Make ``reference`` (shape of ``out``) the twin of the storage of ``out``."""
+        count = out.untyped_storage().nbytes() // out.element_size()
+        if not _same_layout(out, reference, count):
+            base = torch.zeros(count, dtype=reference.dtype, device=reference.device)
+            base.as_strided(out.shape, out.stride(), out.storage_offset()).copy_(reference)
+            reference, shared = base, False
+        return self._add(out, Twin(reference, shared=shared))
+
+    def find_or_add(self, tensor: Tensor) -> Twin:
+        """The twin of ``tensor``, added as its own reference where it had none."""
+        return self.find(tensor) or self._add(tensor, Twin(None))
+
+    def prepare_write(self, tensor: Tensor) -> None:
+        """Give ``tensor``'s storage a twin of its own, holding its present values, before an op writes to it."""
+        twin = self.find(tensor)
+        if twin is None or twin.tensor is None:
+            self._add(tensor, Twin(self._whole(tensor)))
+        elif twin.shared:
+            twin.tensor, twin.shared = _clone_storage(twin.tensor), False
+
+    def restart(self, tensor: Tensor) -> None:
+        """Restart the reference of ``tensor`` from the low-precision values."""
+        twin = self.find(tensor)
+        if twin is not None:
+            twin.tensor, twin.shared, twin.error, twin.flushed = self._whole(tensor), False, 0.0, 0.0
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        count = tensor.untyped_storage().nbytes() // tensor.element_size()
+        flat = tensor.detach().as_strided((count,), (1,), 0)
+        return flat.to(widened_dtype(tensor.dtype, self.wide), copy=True)
+
+    def _add(self, tensor: Tensor, twin: Twin) -> Twin:
+        storage = tensor.untyped_storage()
+        key, twins = storage._cdata, self.by_storage
+        known = twins.get(key)
+        twin.pending_complex = known is not None and known.pending_complex
+        twin.watch = weakref.ref(storage, lambda _: twins.pop(key, None))
+        twins[key] = twin
+        return twin
+
+
+def _same_layout(out: Tensor, reference: Tensor, count: int) -> bool:
+    return (
+        reference.stride() == out.stride()
+        and reference.storage_offset() == out.storage_offset()
+        and reference.untyped_storage().nbytes() // reference.element_size() >= count
+    )
+
+
+def _clone_storage(tensor: Tensor) -> Tensor:
+    """``tensor`` over a copy of its whole storage, so that other views of it can still be made."""
+    count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    flat = tensor.as_strided((count,), (1,), 0).clone()
+    return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _reinterpret(base: Tensor) -> Tensor:
+    """The same values as complex pairs, or as their real parts, over the whole storage."""
+    scale = 2 if base.is_complex() else 1
+    count = base.untyped_storage().nbytes() // base.element_size()
+    flat = base.as_strided((count,), (1,), 0)
+    real = torch.view_as_real(flat).view(-1) if scale == 2 else None
+    return real if real is not None else torch.view_as_complex(flat.view(-1, 2))

@@ -1,0 +1,30 @@
+"""Markdown, for a comment on a pull request."""
+
+from __future__ import annotations
+
+from lowprec_check.analysis.diff import ScanDiff
+from lowprec_check.report.registry import ReportFormat
+from lowprec_check.schema.scan_result import ScanResult
+
+
+class MarkdownFormat(ReportFormat):
+    """GitHub's Markdown."""
+
+    name = "md"
+    suffixes = (".md",)
+    renders_diffs = True
+
+    def render(self, result: ScanResult) -> str:
+        """The report."""
+        from lowprec_check.report.markdown import render
+
+        return render(result)
+
+    def render_diff(self, diff: ScanDiff) -> str:
+        """The difference."""
+        from lowprec_check.report.diff.markdown import render
+
+        return render(diff)
+
+
+FORMAT = MarkdownFormat()

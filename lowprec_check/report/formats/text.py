@@ -1,0 +1,30 @@
+"""Text: the first screen."""
+
+from __future__ import annotations
+
+from lowprec_check.analysis.diff import ScanDiff
+from lowprec_check.report.registry import ReportFormat
+from lowprec_check.schema.scan_result import ScanResult
+
+
+class TextFormat(ReportFormat):
+    """What a terminal shows."""
+
+    name = "text"
+    suffixes = (".txt",)
+    renders_diffs = True
+
+    def render(self, result: ScanResult) -> str:
+        """The report."""
+        from lowprec_check.report.text import render
+
+        return render(result)
+
+    def render_diff(self, diff: ScanDiff) -> str:
+        """The difference."""
+        from lowprec_check.report.diff.text import render
+
+        return render(diff)
+
+
+FORMAT = TextFormat()

@@ -1,0 +1,53 @@
+"""The backends: how a model that is in its precision is executed. Never imports torch.
+
+To add one, add a module with a ``BACKEND`` to :mod:`lowprec_check.engine.backends`, or register it from another package
+(CONTRIBUTING.md).
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+from lowprec_check.schema.precisions import Precision
+from lowprec_check.schema.registry import Registry
+
+EAGER = "eager"
+"""The name of the backend whose fp32 run is the reference."""
+
+
+class Backend:
+    """How a prepared model is executed. Subclasses import torch only inside :meth:`prepare`."""
+
+    name: ClassVar[str]
+    """``inductor``: in options, in saved results and in reports."""
+    summary: ClassVar[str]
+    """One line for ``--help``."""
+    aliases: ClassVar[tuple[str, ...]] = ()
+
+    def skip_reason(self, precision: Precision, device: str, memory_format: str) -> str | None:
+        """Why the backend cannot run a precision on a device, as the reason of a skipped run; ``None`` if it can."""
+        return None
+
+    def prepare(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        """What to call in place of ``model`` (a ``torch.nn.Module`` in its precision, on its device).
+
+        ``args`` and ``kwargs`` are an example of its inputs, cast as the precision asks.
+        """
+        raise NotImplementedError
+
+    def snippet(self) -> list[str]:
+        """Lines of code that turn ``model``, in its precision, into what is called."""
+        return []
+
+
+def _built_in() -> Iterator[Backend]:
+    package = importlib.import_module("lowprec_check.engine.backends")
+    found = [importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
+    yield from sorted((module.BACKEND for module in found), key=lambda backend: (backend.name != EAGER, backend.name))
+
+
+BACKENDS: Registry[Backend] = Registry("backend", Backend, _built_in)
+"""All of them, eager first."""

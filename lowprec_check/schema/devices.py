@@ -1,0 +1,74 @@
+"""The devices: every type of device that a scan, the catalog or a test may name. Never imports torch.
+
+To add one, add an entry to :func:`_built_in` and its data to the catalog, or register it from another package
+(CONTRIBUTING.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lowprec_check.errors import UsageError
+from lowprec_check.schema.registry import Registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A type of device, as ``torch.device(name).type`` has it."""
+
+    name: str
+    catalog: Literal["measured", "declared"] | None = None
+    """Where the catalog's answers come from: sweeps of real hardware, or what sources declare; ``None``: it has none."""
+    fallback_variable: str | None = None
+    """The environment variable that makes torch compute missing ops on the CPU."""
+    aliases: tuple[str, ...] = ()
+
+
+def _built_in() -> Sequence[Device]:
+    """The CPU, then accelerators in the order in which a scan prefers them."""
+    return (
+        Device(name="cpu", catalog="measured"),
+        Device(name="cuda", catalog="measured"),
+        Device(name="xpu", catalog="declared", fallback_variable="PYTORCH_ENABLE_XPU_FALLBACK"),
+        Device(name="mps", fallback_variable="PYTORCH_ENABLE_MPS_FALLBACK"),
+    )
+
+
+DEVICES: Registry[Device] = Registry("device", Device, _built_in)
+
+
+def device_type(device: str) -> str:
+    """``cuda`` of ``cuda:0``."""
+    return device.strip().lower().partition(":")[0]
+
+
+def device_of(name: str) -> Device:
+    """The device of a name such as ``cuda:0``; raises :class:`UsageError` for a type that is not known."""
+    found = DEVICES.find(device_type(name))
+    if found is None:
+        raise UsageError(f"Unknown device {name!r}.", f"Choose from {', '.join(DEVICES.names())}.")
+    return found
+
+
+def accelerators() -> list[str]:
+    """All but the CPU, in the order in which a scan prefers them."""
+    return [name for name in DEVICES.names() if name != "cpu"]
+
+
+def catalogued(kind: Literal["measured", "declared"] | None = None) -> list[str]:
+    """The devices that the catalog knows, or those that it knows in one way."""
+    return [device.name for device in DEVICES if device.catalog and kind in (None, device.catalog)]
+
+
+def is_declared(device: str) -> bool:
+    """Whether the catalog's answers for a device are declarations, not measurements."""
+    found = DEVICES.find(device_type(device))
+    return found is not None and found.catalog == "declared"
+
+
+def choices(names: Sequence[str], last: str = "or") -> str:
+    """``cpu, cuda, xpu or mps``."""
+    *others, final = names
+    return f"{', '.join(others)} {last} {final}" if others else final

@@ -1,0 +1,117 @@
+"""The op calls of an instrumented run: one row, :class:`OpCall`, and their columns as saved, :class:`OpCalls`.
+
+A column is declared once, as a field of :class:`OpCall`; the columnar :class:`OpCalls` is derived from it. To add one,
+add a field with a default (older files lack it) and set it where it is measured. Never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import isfinite
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from lowprec_check.schema.base import Struct
+
+CallOutcome = Literal["ok", "rescued", "emulated"]
+
+
+class OpCall(msgspec.Struct, gc=False):
+    """One operator call. A field is ``None`` where there was nothing to measure."""
+
+    op: str
+    """Overload name, ``aten.mm.default``."""
+    module: str = ""
+    """Dotted path in the model, ``""`` for the model itself."""
+    source: str | None = None
+    """``file.py:line`` of the model's code, not torch's."""
+    dtypes: str = ""
+    """Floating dtypes in, an arrow, floating dtypes out: ``bf16+f32→bf16``."""
+    shape: str = ""
+    """Shape of the first tensor out: ``4×64×56×56``."""
+    outcome: CallOutcome = "ok"
+    """``rescued``: it failed and was computed another way; ``emulated``: computed in fp32 and rounded."""
+    local_error: float | None = None
+    """rel_l2 of the op on its own inputs against the same inputs widened; the worst over its outputs."""
+    accumulated_error: float | None = None
+    """rel_l2 against the lockstep reference; the worst over its outputs."""
+    input_error: float | None = None
+    """The largest accumulated error among the inputs."""
+    absmax: float | None = None
+    """Largest finite magnitude out; ``None`` where nothing was compared."""
+    rms: float | None = None
+    """Root mean square of the reference's first output: with ``absmax``, where the values sit."""
+    introduced_inf: int = 0
+    """Elements that are Inf though the inputs and the reference are finite."""
+    introduced_nan: int = 0
+    """Elements that are NaN though the inputs and the reference are finite."""
+    flushed: float | None = None
+    """Share (0 to 1) of the reference's non-zeros that are zero here for want of range (fp16 runs only)."""
+    input_flushed: float | None = None
+    """The largest such share among the inputs."""
+    flips: int = 0
+    """Indices or booleans that the reference would have decided otherwise."""
+    recast: int = 0
+    """1 for a cast that repeats or undoes another of the same tensor."""
+    time_ms: float | None = None
+    """Milliseconds of the call; ``None`` where it was not run as given, or on an accelerator."""
+    reference_ms: float | None = None
+    """Milliseconds of the same op on the reference's tensors, just after."""
+
+
+_FIELDS = msgspec.structs.fields(OpCall)
+_FIRST = OpCall.__struct_fields__[0]
+
+
+class _Columns(Struct, frozen=True, kw_only=True):
+    """What :class:`OpCalls` does with its columns."""
+
+    def __post_init__(self) -> None:
+        """Fill the columns that an older file lacks; raise ``ValueError`` where columns differ in length."""
+        for field in _FIELDS:
+            column = getattr(self, field.name)
+            if column is msgspec.UNSET:
+                msgspec.structs.force_setattr(self, field.name, [field.default] * len(self))
+            elif len(column) != len(self):
+                raise ValueError(f"column {field.name!r} has {len(column)} entries, {_FIRST!r} has {len(self)}")
+
+    def __len__(self) -> int:
+        return len(getattr(self, _FIRST))
+
+    def rows(self) -> Iterator[OpCall]:
+        """Yield the calls in order, a fresh row each."""
+        return map(OpCall, *(getattr(self, field.name) for field in _FIELDS))
+
+
+if TYPE_CHECKING:
+
+    class OpCalls(_Columns, frozen=True):
+        """Every op call of an instrumented run: a list for each field of :class:`OpCall`, all of one length."""
+
+        def __init__(self, **columns: list[Any]) -> None: ...
+
+        def __getattr__(self, name: str) -> list[Any]: ...
+
+else:
+    OpCalls = msgspec.defstruct(
+        "OpCalls",
+        [(_FIRST, list[_FIELDS[0].type], [])]
+        + [(field.name, list[field.type] | msgspec.UnsetType, msgspec.UNSET) for field in _FIELDS[1:]],
+        bases=(_Columns,),
+        module=__name__,
+        namespace={"__doc__": "Every op call of an instrumented run: a list for each field of :class:`OpCall`."},
+        frozen=True,
+        kw_only=True,
+    )
+
+
+def to_columns(rows: Sequence[OpCall]) -> OpCalls:
+    """Transpose ``rows``; a float that is not finite becomes ``None``, since JSON has no infinity."""
+    columns = {field.name: list(map(attrgetter(field.name), rows)) for field in _FIELDS}
+    for field in _FIELDS:
+        if field.type == float | None:
+            values = columns[field.name]
+            columns[field.name] = [value if value is not None and isfinite(value) else None for value in values]
+    return OpCalls(**columns)

@@ -1,0 +1,180 @@
+"""The precisions: each a named way to run a model, with everything that differs from one to another. Never imports torch.
+
+To add one, add an entry to :func:`_built_in`, or register it from another package (CONTRIBUTING.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from lowprec_check.schema.registry import Registry
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """A binary floating-point format with subnormals, as IEEE 754 describes them."""
+
+    name: str
+    """torch's name of the dtype, ``float16``."""
+    short: str
+    """``fp16``."""
+    mark: str
+    """What tables of op calls write, ``f16``."""
+    precision_bits: int
+    """Bits of the significand, the implicit one included: 11 for fp16."""
+    min_exponent: int
+    """Exponent of the smallest normal number: -14 for fp16."""
+    max_exponent: int
+    """Exponent of the largest number: 15 for fp16."""
+    tolerance: float
+    """Default tolerance on rel_l2 of a model's output."""
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def roundoff(self) -> float:
+        """Unit roundoff, half the distance from 1 to the next number: 2⁻¹¹ for fp16."""
+        return 2.0**-self.precision_bits
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """The smallest positive number."""
+        return 2.0 ** (self.min_exponent - self.precision_bits + 1)
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest positive number of full precision."""
+        return 2.0**self.min_exponent
+
+    @property
+    def largest(self) -> float:
+        """The largest finite number: 65504 for fp16."""
+        return (2.0 - 2.0 ** (1 - self.precision_bits)) * 2.0**self.max_exponent
+
+    @property
+    def dtype(self) -> str:
+        """The dtype as code, ``torch.float16``."""
+        return f"torch.{self.name}"
+
+    @property
+    def underflows(self) -> bool:
+        """Whether its range ends above that of fp32, so that values of fp32 may become 0."""
+        return self.min_exponent > FP32.min_exponent
+
+
+FP32 = FloatFormat("float32", "fp32", "f32", 24, -126, 127, tolerance=1e-3, aliases=("float",))
+BF16 = FloatFormat("bfloat16", "bf16", "bf16", 8, -126, 127, tolerance=5e-2)
+FP16 = FloatFormat("float16", "fp16", "f16", 11, -14, 15, tolerance=1e-2, aliases=("half", "f16"))
+
+LOW_FORMATS = (BF16, FP16)
+"""The 16-bit formats that devices may accelerate."""
+
+Kind = Literal["reference", "cast", "autocast", "custom"]
+"""``reference``: the model as it is; ``cast``: weights and inputs cast, as ``model.half()`` does; ``autocast``: inside
+``torch.autocast``; ``custom``: by the precision's own ``application``."""
+
+
+class SnippetWriter(Protocol):
+    """Writes the code to paste for a precision that is neither a cast nor autocast."""
+
+    def __call__(self, device: str, keep_fp32: Sequence[str]) -> str:
+        """Code that prepares ``model`` and ``inputs`` in place, without the call; ``device`` is a type, ``cuda``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """A named way to run a model."""
+
+    name: str
+    """``autocast-bf16``: in options, in saved results and in reports."""
+    kind: Kind
+    format: FloatFormat
+    """The format of the narrowest values."""
+    short: str = ""
+    """For tables, ``ac-bf16``; by default the name."""
+    aliases: tuple[str, ...] = ()
+    """Other spellings that users may write, in lower case."""
+    method: str | None = None
+    """The method of ``torch.nn.Module`` that casts to it, ``half``; for a cast only."""
+    tolerance: float = -1.0
+    """Default tolerance on rel_l2 of the output; by default the format's."""
+    application: str | None = None
+    """``package.module:attribute`` of a :class:`~lowprec_check.engine.model.application.Application`; for ``custom`` only."""
+    snippet: SnippetWriter | None = None
+    """Writes the code to paste; for ``custom`` only."""
+    keeps_modules: bool = True
+    """Whether modules can stay in fp32 inside it, so that a plan can start from it."""
+
+    def __post_init__(self) -> None:
+        """Fill in the defaults; a ``custom`` precision without what only it can say is a ``ValueError``."""
+        if not self.short:
+            object.__setattr__(self, "short", self.name)
+        if self.tolerance < 0:
+            object.__setattr__(self, "tolerance", self.format.tolerance)
+        if (self.kind == "custom") != (self.application is not None and self.snippet is not None):
+            raise ValueError(f"{self.name}: a custom precision, and no other, needs an application and a snippet")
+
+
+def _built_in() -> Sequence[Precision]:
+    """In the order in which a scan shows them."""
+    return (
+        Precision(name="fp32", kind="reference", format=FP32, aliases=("float32", "float", "torch.float32")),
+        Precision(
+            name="bfloat16",
+            kind="cast",
+            format=BF16,
+            short="bf16",
+            aliases=("bf16", "torch.bfloat16"),
+            method="bfloat16",
+        ),
+        Precision(
+            name="autocast-bf16",
+            kind="autocast",
+            format=BF16,
+            short="ac-bf16",
+            aliases=("ac-bf16", "amp-bf16", "autocast-bfloat16"),
+        ),
+        Precision(
+            name="half",
+            kind="cast",
+            format=FP16,
+            aliases=("fp16", "f16", "float16", "torch.half", "torch.float16"),
+            method="half",
+        ),
+        Precision(
+            name="autocast-fp16",
+            kind="autocast",
+            format=FP16,
+            short="ac-fp16",
+            aliases=("ac-fp16", "amp-fp16", "autocast-half", "autocast-float16"),
+        ),
+    )
+
+
+PRECISIONS: Registry[Precision] = Registry("precision", Precision, _built_in)
+"""All of them, in the order in which a scan shows them."""
+
+REFERENCE = "fp32"
+"""The name of the precision that all others are compared with."""
+
+PLAN = "plan"
+"""What a run is called that keeps modules in fp32; its ``base`` is one of :data:`PRECISIONS`."""
+
+
+def low_precisions() -> list[Precision]:
+    """All but the reference, in order."""
+    return [precision for precision in PRECISIONS if precision.kind != "reference"]
+
+
+def plan_bases() -> list[Precision]:
+    """Those that a plan can start from, in the order in which they are searched: the widest range first, which forgives
+    most, and autocast before a cast.
+    """
+    bases = [precision for precision in low_precisions() if precision.keeps_modules]
+    return sorted(bases, key=lambda base: (-base.format.max_exponent, base.kind != "autocast"))
+
+
+def formats() -> list[FloatFormat]:
+    """The formats of all precisions, each once."""
+    return list(dict.fromkeys(precision.format for precision in PRECISIONS))

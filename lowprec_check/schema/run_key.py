@@ -1,0 +1,41 @@
+"""What identifies a run: precision × backend × device × memory format. Never imports torch."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+from lowprec_check.schema.backends import EAGER
+from lowprec_check.schema.precisions import REFERENCE
+
+MemoryFormat = Literal["contiguous", "channels_last"]
+MEMORY_FORMATS: tuple[MemoryFormat, ...] = get_args(MemoryFormat)
+
+Phase = Literal["forward", "backward", "optimizer"]
+"""The part of a step in which an op runs."""
+
+
+class RunKey(NamedTuple):
+    """Identifies one run of a scan."""
+
+    precision: str
+    """A name in :data:`~lowprec_check.schema.precisions.PRECISIONS`, or ``plan``."""
+    backend: str = EAGER
+    device: str = "cpu"
+    memory_format: MemoryFormat = "contiguous"
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is the run that all others are compared with."""
+        return (self.precision, self.backend, self.memory_format) == (REFERENCE, EAGER, "contiguous")
+
+    @property
+    def label(self) -> str:
+        """``half``, or ``half · inductor · channels_last``: without the device, and without what is the default."""
+        return qualified(self.precision, self.backend, self.memory_format)
+
+
+def qualified(precision: str, backend: str, memory_format: str) -> str:
+    """A precision with the backend and the memory format where they are not the default ones."""
+    extra = [backend] if backend != EAGER else []
+    extra += [memory_format] if memory_format != "contiguous" else []
+    return " · ".join([precision, *extra])
