@@ -30,7 +30,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 SCANS: dict[str, tuple[str, ...]] = {
@@ -52,18 +52,9 @@ SPEED = re.compile(
 )
 """What the reason of a recommendation says about speed, after :data:`MEASURED`."""
 
-
-class Changed(NamedTuple):
-    """A text that reads differently on purpose: ``old``, a regular expression, became ``new``."""
-
-    key: str
-    """Pattern of the key's path: ``runs.*.gaps.*.kind``."""
-    old: str
-    new: str
-    reason: str
-
-
-CHANGED: list[Changed] = []
+CHANGED: list[tuple[str, str, str, str]] = []
+"""Texts that read differently on purpose: pattern of the key's path (``runs.*.gaps.*.kind``), regular expression of the
+old text, new text, reason."""
 
 REMOVED: dict[str, str] = {}
 """Pattern of a key's path that only OLD has: the reason."""
@@ -75,8 +66,8 @@ ADDED: dict[str, str] = {}
 def scan(checkout: Path, arguments: tuple[str, ...], saved: Path) -> Any:
     """Scan with the code of ``checkout``; the JSON that it saved. Raises ``CalledProcessError`` if it fails."""
     command = [sys.executable, "-m", "lowprec_check", "scan", *arguments, "-q", "--device", "cpu"]
-    environment = os.environ | {"PYTHONPATH": str(checkout)}
     command += ["--fail-on", "never", "--json", str(saved)]
+    environment = os.environ | {"PYTHONPATH": str(checkout)}
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1):  # 1: there is no recommendation
         sys.stderr.write(done.stderr)
@@ -121,8 +112,7 @@ def without_times(value: Any) -> Any:
 
 def name_of(run: dict[str, Any]) -> str:
     """What identifies a run."""
-    parts = [run["precision"], run["backend"], run["device"], run["base"]]
-    return "/".join(part for part in parts if part)
+    return "/".join(filter(None, [run["precision"], run["backend"], run["device"], run["base"]]))
 
 
 def chosen(result: dict[str, Any]) -> str | None:
@@ -160,9 +150,9 @@ def as_new(value: Any, path: str = "") -> Any:
         return {key: as_new(inner, f"{path}.{key}" if path else key) for key, inner in value.items()}
     if isinstance(value, list):
         return [as_new(inner, f"{path}.{index}") for index, inner in enumerate(value)]
-    for change in CHANGED:
-        if isinstance(value, str) and fnmatchcase(path, change.key):
-            value = re.sub(change.old, change.new, value)
+    for pattern, old, new, _ in CHANGED:
+        if isinstance(value, str) and fnmatchcase(path, pattern):
+            value = re.sub(old, new, value)
     return value
 
 

@@ -579,6 +579,7 @@ def test_the_page_needs_nothing_else_and_holds_every_cell() -> None:
             assert lines[op]["states"][index][sweep] == letters[state]
 
 
+@pytest.mark.slow
 def test_the_shipped_reports_are_up_to_date() -> None:
     for name, render in (("op-support.md", render_report), ("op-support.html", render_grid)):
         written = (ROOT / "reports" / name).read_text(encoding="utf-8")

@@ -50,6 +50,7 @@ def test_exit_codes(write: Write, call: Call) -> None:
     assert call("scan", never).returncode == 2
 
 
+@pytest.mark.slow
 def test_report_on_stdout_the_rest_on_stderr(write: Write, call: Call) -> None:
     path = write(MODEL.format(body="self.linear(x)"))
     done = call_process("scan", path, "-p", "bfloat16", "--json", "-")
@@ -104,7 +105,10 @@ def test_select_and_ignore(write: Write, call: Call) -> None:
     assert "LP102" not in codes("--ignore", "LP1")
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(path, id=path.stem, marks=[] if path.stem == "whitening" else pytest.mark.slow) for path in EXAMPLES],
+)
 def test_examples_are_scanned_as_the_readme_shows(example: Path, call: Call) -> None:
     # The fp16 rows of the decoder take seconds: the README's command has them.
     options = ["-p", "bfloat16", "-p", "autocast-bf16"] if example.stem == "spade_decoder" else []
@@ -129,6 +133,7 @@ def test_explain_knows_every_code(call: Call) -> None:
     assert call("explain", "LP999").returncode == 2
 
 
+@pytest.mark.slow
 def test_env_answers(call: Call) -> None:
     assert "bf16 accelerated" in call_process("env").stdout
     assert json.loads(call("env", "--json").stdout)["device"] == "cpu"

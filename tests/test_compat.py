@@ -66,6 +66,7 @@ def states(found: Matrix) -> list[str]:
     return [row.state for row in found.rows]
 
 
+@pytest.mark.slow
 def test_each_model_costs_its_own_row(sound: str, gap: str, write: Write, tmp_path: Path) -> None:
     raises = str(write("raise ValueError('no weights here')", "raises.py"))
     dies = str(write("import os; os._exit(7)", "dies.py"))
@@ -85,6 +86,7 @@ def test_each_model_costs_its_own_row(sound: str, gap: str, write: Write, tmp_pa
     assert ScanResult.load(folder / "scans" / f"{found.rows[0].slug}.json").target == sound
 
 
+@pytest.mark.slow
 def test_a_scan_that_hangs_is_given_up_with_its_workers(write: Write, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     hangs = str(write(f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)", "hangs.py"))
@@ -110,6 +112,7 @@ def test_it_goes_on_where_it_was_interrupted(sound: str, gap: str, tmp_path: Pat
     assert compat.run(wanted, folder, on_row=lambda *_: pytest.fail("all is done")) == found
 
 
+@pytest.mark.slow
 def test_a_report_without_its_scans_can_be_gone_on_with(sound: str, tmp_path: Path) -> None:
     folder, wanted = tmp_path / "out", requests_of(sound)
     found = compat.run(wanted, folder)
@@ -123,6 +126,7 @@ def test_a_report_without_its_scans_can_be_gone_on_with(sound: str, tmp_path: Pa
     compat.run(wanted, folder, on_row=lambda *_: pytest.fail("all is done"))
 
 
+@pytest.mark.slow
 def test_only_what_failed_is_tried_again_and_only_on_request(write: Write, tmp_path: Path) -> None:
     flag = tmp_path / "ready"
     body = MODEL.format(body="self.linear(x)", extra=f"open({str(flag)!r})")
@@ -133,6 +137,7 @@ def test_only_what_failed_is_tried_again_and_only_on_request(write: Write, tmp_p
     assert states(compat.run(wanted, folder, retry_failed=True)) == ["scanned"]
 
 
+@pytest.mark.slow
 def test_an_edited_file_is_another_model(sound: str, gap: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     compat.run(requests_of(f"{sound}:model", gap), folder)
@@ -145,6 +150,7 @@ def test_an_edited_file_is_another_model(sound: str, gap: str, tmp_path: Path) -
     assert [row.cells[0].status for row in found.rows] == ["error", "error"]
 
 
+@pytest.mark.slow
 def test_a_longer_list_does_not_scan_twice_into_two_rows(sound: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     compat.run(requests_of(sound), folder)
@@ -152,6 +158,7 @@ def test_a_longer_list_does_not_scan_twice_into_two_rows(sound: str, tmp_path: P
     assert [len(row.options) for row in compat.run(both, folder).rows] == [len(FAST), len(FAST) + 2]
 
 
+@pytest.mark.slow
 def test_other_options_or_versions_are_another_scan(sound: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     found = compat.run(requests_of(sound), folder)
@@ -164,6 +171,7 @@ def test_other_options_or_versions_are_another_scan(sound: str, tmp_path: Path) 
     assert compat.run(other, folder).rows[0].made_with == found.rows[0].made_with
 
 
+@pytest.mark.slow
 def test_a_cluster_of_two_workers_does_it(sound: str, gap: str, write: Write, tmp_path: Path) -> None:
     distributed = pytest.importorskip("distributed")
     raises = str(write("raise ValueError('no weights here')", "raises.py"))
@@ -290,6 +298,7 @@ def test_the_index_page_sorts_and_filters(tmp_path: Path) -> None:
 # -- the command
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_report_and_says_what_failed(sound: str, gap: str, tmp_path: Path) -> None:
     listed, folder = tmp_path / "list.txt", tmp_path / "out"
     listed.write_text(f"{gap}\nnothing.py\n")
@@ -308,6 +317,7 @@ def test_the_command_writes_a_report_and_says_what_failed(sound: str, gap: str, 
     assert not [link for link in links if not (folder / link).exists()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_ended_from_outside_it_ends_its_scans(jobs: str, write: Write, tmp_path: Path) -> None:
     pid = tmp_path / "pid"

@@ -74,6 +74,7 @@ def show(page: Any, label: str) -> None:
 # -- in the browser
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_opens_silently_and_says_where_error_is_born(browser: Any, page_of: Any, scheme: str) -> None:
     with opened(browser, page_of(RESULT), color_scheme=scheme) as page:
@@ -91,6 +92,7 @@ def test_opens_silently_and_says_where_error_is_born(browser: Any, page_of: Any,
         assert label_in_chart(page).startswith("largest step: ")
 
 
+@pytest.mark.slow
 def test_hovering_tells_op_module_and_line(browser: Any, page_of: Any) -> None:
     with opened(browser, page_of(RESULT), viewport={"width": 1200, "height": 900}) as page:
         show(page, "bfloat16 (inaccurate)")
@@ -104,6 +106,7 @@ def test_hovering_tells_op_module_and_line(browser: Any, page_of: Any) -> None:
         assert module in tip
 
 
+@pytest.mark.slow
 def test_the_keyboard_walks_along_the_calls(browser: Any, page_of: Any) -> None:
     with opened(browser, page_of(RESULT)) as page:
         page.focus("#walk")
@@ -115,6 +118,7 @@ def test_the_keyboard_walks_along_the_calls(browser: Any, page_of: Any) -> None:
         assert page.get_attribute("#walk", "aria-valuetext") == said
 
 
+@pytest.mark.slow
 def test_the_module_tree_opens_and_closes_by_keyboard(browser: Any, page_of: Any) -> None:
     with opened(browser, page_of(RESULT)) as page:
         rows = page.locator("#heat tbody tr:visible")
@@ -130,6 +134,7 @@ def test_the_module_tree_opens_and_closes_by_keyboard(browser: Any, page_of: Any
         assert "×" in page.locator("#heat tbody tr").first.inner_text()
 
 
+@pytest.mark.slow
 def test_findings_are_filtered(browser: Any, page_of: Any) -> None:
     with opened(browser, page_of(RESULT)) as page:
         page.fill("#filter", "cholesky")
@@ -137,6 +142,7 @@ def test_findings_are_filtered(browser: Any, page_of: Any) -> None:
         assert page.inner_text("#shown").startswith("2 of ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_accessibility_rule_is_broken(browser: Any, page_of: Any, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
@@ -145,6 +151,7 @@ def test_no_accessibility_rule_is_broken(browser: Any, page_of: Any, scheme: str
         assert broken == []
 
 
+@pytest.mark.slow
 def test_prints_in_light_colours(browser: Any, page_of: Any, tmp_path: Path) -> None:
     with opened(browser, page_of(RESULT), color_scheme="dark") as page:
         page.emulate_media(media="print")
@@ -153,11 +160,13 @@ def test_prints_in_light_colours(browser: Any, page_of: Any, tmp_path: Path) -> 
         assert page.pdf(path=tmp_path / "report.pdf")[:4] == b"%PDF"
 
 
+@pytest.mark.slow
 def test_a_narrow_screen_does_not_scroll_sideways(browser: Any, page_of: Any) -> None:
     with opened(browser, page_of(RESULT), viewport={"width": 360, "height": 800}) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
+@pytest.mark.slow
 def test_hostile_strings_stay_text(browser: Any, page_of: Any) -> None:
     nasty = "<img src=x onerror=alert(1)><script>alert(2)</script>\"' javascript:alert(3) \u202e {{7*7}} " + "y" * 5000
     with opened(browser, page_of(shared_result(nasty)), viewport={"width": 1200, "height": 900}) as page:
@@ -168,6 +177,7 @@ def test_hostile_strings_stay_text(browser: Any, page_of: Any) -> None:
         assert page.evaluate("document.documentElement.scrollWidth") <= 1200
 
 
+@pytest.mark.slow
 def test_twenty_thousand_calls_a_run_are_shown(browser: Any, page_of: Any) -> None:
     runs = [run("fp32", tolerance=None)]
     for name in ("bfloat16", "autocast-bf16", "half", "autocast-fp16", "plan"):

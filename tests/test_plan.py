@@ -107,7 +107,12 @@ def test_plans_pass_are_minimal_and_no_larger_than_needed(seed: int) -> None:
 @pytest.mark.parametrize(
     ("example", "dtype"),
     [
-        pytest.param(path, dtype, id=f"{dtype}-{path.stem}")
+        pytest.param(
+            path,
+            dtype,
+            id=f"{dtype}-{path.stem}",
+            marks=[pytest.mark.slow] if path.stem in ("spade_decoder", "fourier_mixer") else [],
+        )
         for dtype in ("bf16", "fp16")
         for path in EXAMPLES
         if (path.stem, dtype) != ("spade_decoder", "fp16")  # four seconds a run here
@@ -127,6 +132,7 @@ def test_every_example_gets_a_plan_or_a_reason_and_its_code_is_the_plan(
         check_code_is_the_plan(spec, planning.plan)
 
 
+@pytest.mark.slow
 def test_the_case_that_started_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     spec = "examples/spade_decoder.py"
@@ -195,6 +201,7 @@ def test_equal_layers_of_a_transformer_off_its_fused_path() -> None:
     assert passes(model, x, plan, plan.keep_fp32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mobilenet_v3_small", "shufflenet_v2_x0_5"])
 def test_a_torchvision_model_gets_a_plan(name: str) -> None:
     import_torchvision()
@@ -441,6 +448,7 @@ def test_an_applied_plan_survives_copies_and_leaves_the_state_dict(base: str, ml
         assert not torch.equal(clone(x), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", BASES)
 def test_an_applied_plan_compiles_in_one_graph(base: str, mlp: nn.Module) -> None:
     x = torch.randn(4, 8)
