@@ -21,9 +21,10 @@ import torch
 from lowprec_check.engine.core.pytree import leaves, map_tensors
 from lowprec_check.engine.load import load_and_scan
 from lowprec_check.engine.machine import environment
-from lowprec_check.engine.model.target import Target, load_target
+from lowprec_check.engine.model.load_target import load_target
+from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.torchvision_zoo import import_torchvision
-from lowprec_check.engine.run.supervisor import isolated
+from lowprec_check.engine.run.isolation import isolated
 from lowprec_check.engine.scan import ScanOptions
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.precisions import PRECISIONS, low_precisions
@@ -75,7 +76,7 @@ def by_hand(target: Target, precision: str, device: torch.device) -> str:
 
 def checked_by_hand(target: Target, precision: str, device: str) -> str:
     """:func:`by_hand` in a process of its own, so that this one never wakes the device."""
-    return isolated(lambda: by_hand(target, precision, torch.device(device)), "fork")
+    return isolated(lambda: by_hand(target, precision, torch.device(device)), "fork", str)
 
 
 def scan_one(spec: str, inputs: tuple[str, ...], options: argparse.Namespace) -> tuple[ScanResult | None, str]:
@@ -211,7 +212,7 @@ def main() -> None:
     if options.merge:
         found, rows = merged(options.merge)
     else:
-        found, rows = isolated(lambda: environment(options.device), "fork"), collect(options)
+        found, rows = isolated(lambda: environment(options.device), "fork", dict[str, Any]), collect(options)
     text = markdown(rows, found, options)
     print(text)
     if options.output:

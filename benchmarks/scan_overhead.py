@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.plain_run import run_once
 from lowprec_check.engine.model.prepared import prepared
-from lowprec_check.engine.model.target import Target, load_target, make_target
+from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
 from lowprec_check.schema.precisions import PRECISIONS
 

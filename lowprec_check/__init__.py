@@ -11,30 +11,101 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lowprec_check import catalog
+    from lowprec_check.analysis.diff import ScanDiff, diff_scans
+    from lowprec_check.engine.model.application import Application
     from lowprec_check.engine.plan.apply import apply
     from lowprec_check.engine.plan.planner import find_plan
     from lowprec_check.engine.scan import scan
     from lowprec_check.errors import UsageError
-    from lowprec_check.schema.plan import Plan
-    from lowprec_check.schema.scan_result import ScanResult
+    from lowprec_check.report.registry import ReportFormat, render
+    from lowprec_check.schema.backends import Backend
+    from lowprec_check.schema.devices import Device
+    from lowprec_check.schema.op_calls import OpCall, OpCalls
+    from lowprec_check.schema.plan import Plan, Planning
+    from lowprec_check.schema.precisions import FloatFormat, Precision
+    from lowprec_check.schema.run_key import RunKey
+    from lowprec_check.schema.scan_result import (
+        Diagnostic,
+        ErrorStats,
+        ExceptionInfo,
+        Gap,
+        ModelInfo,
+        Recommendation,
+        ResultError,
+        Run,
+        ScanResult,
+    )
 
-__all__ = ["Plan", "ScanResult", "UsageError", "apply", "find_plan", "scan"]
-
-_HOMES = {
+_MODULES = {
+    "Application": "engine.model.application",
+    "Backend": "schema.backends",
+    "Device": "schema.devices",
+    "Diagnostic": "schema.scan_result",
+    "ErrorStats": "schema.scan_result",
+    "ExceptionInfo": "schema.scan_result",
+    "FloatFormat": "schema.precisions",
+    "Gap": "schema.scan_result",
+    "ModelInfo": "schema.scan_result",
+    "OpCall": "schema.op_calls",
+    "OpCalls": "schema.op_calls",
     "Plan": "schema.plan",
+    "Planning": "schema.plan",
+    "Precision": "schema.precisions",
+    "Recommendation": "schema.scan_result",
+    "ReportFormat": "report.registry",
+    "ResultError": "schema.scan_result",
+    "Run": "schema.scan_result",
+    "RunKey": "schema.run_key",
+    "ScanDiff": "analysis.diff",
     "ScanResult": "schema.scan_result",
     "UsageError": "errors",
     "apply": "engine.plan.apply",
+    "diff_scans": "analysis.diff",
     "find_plan": "engine.plan.planner",
+    "render": "report.registry",
     "scan": "engine.scan",
 }
+"""The module of every public name. Each is imported on first use: ``import lowprec_check`` imports nothing else."""
+
+__all__ = [
+    "Application",
+    "Backend",
+    "Device",
+    "Diagnostic",
+    "ErrorStats",
+    "ExceptionInfo",
+    "FloatFormat",
+    "Gap",
+    "ModelInfo",
+    "OpCall",
+    "OpCalls",
+    "Plan",
+    "Planning",
+    "Precision",
+    "Recommendation",
+    "ReportFormat",
+    "ResultError",
+    "Run",
+    "RunKey",
+    "ScanDiff",
+    "ScanResult",
+    "UsageError",
+    "apply",
+    "catalog",
+    "diff_scans",
+    "find_plan",
+    "render",
+    "scan",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """Load public names on first use: ``import lowprec_check`` costs nothing."""
-    if name not in _HOMES:
+    if name == "catalog":
+        return importlib.import_module("lowprec_check.catalog")
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"lowprec_check.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"lowprec_check.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowprec_check.engine.model.plain_run import Plain, run_plain
+from lowprec_check.engine.model.plain_run import PlainResult, run_plain
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.trace.instrument import Instrumented, Options, fp32_state, run_instrumented
@@ -27,20 +27,20 @@ def run(
     options: Options = DEFAULT,
     without_kernel: tuple[str, ...] = (),
     kwargs: dict[str, Any] | None = None,
-) -> tuple[Plain, Instrumented]:
+) -> tuple[PlainResult, Instrumented]:
     """Both parts of one run; the instruments must not have failed."""
     kwargs = kwargs or {}
     with prepared(model, PRECISIONS.get("fp32"), CPU) as ready:
-        reference = run_plain(ready, args, kwargs, seed=0)
-    assert reference.outputs is not None, reference.exception
+        in_fp32, reference = run_plain(ready, args, kwargs, seed=0)
+    assert reference is not None, in_fp32.exception
     fp32 = fp32_state(model)
     chosen = PRECISIONS.get(precision)
     with prepared(model, chosen, CPU) as ready, withholding(without_kernel):
         snapshot = Snapshot(model)
         tolerance = chosen.tolerance
-        plain = run_plain(ready, args, kwargs, seed=0, tolerance=tolerance, reference=reference.outputs)
+        plain, outputs = run_plain(ready, args, kwargs, seed=0, tolerance=tolerance, reference=reference)
         snapshot.restore()
-        found = run_instrumented(ready, args, kwargs, fp32, options, plain.outputs)
+        found = run_instrumented(ready, args, kwargs, fp32, options, outputs)
     assert not found.faults, found.faults
     return plain, found
 

@@ -11,7 +11,7 @@ import pytest
 from conftest import run_bare
 from helpers import run
 
-from lowprec_check.engine.model.target import load_target
+from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.torchvision_zoo import import_torchvision
 
 pytestmark = pytest.mark.slow

@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 from shared_result import gap as gap_of
 from shared_result import run, shared_result
 
-from lowprec_check.compat import runner as compat
 from lowprec_check.compat.rows import failed_row, row_of
+from lowprec_check.compat.runner import scan_all
+from lowprec_check.compat.target_list import Request, asked_for, read_list, with_slugs
 from lowprec_check.errors import UsageError
 from lowprec_check.report import matrix as pages
 from lowprec_check.schema import matrix
-from lowprec_check.schema.matrix import Matrix, Request, Row, named
+from lowprec_check.schema.matrix import Matrix, MatrixRow
 from lowprec_check.schema.scan_result import ScanResult
 
 RESULT = shared_result()
@@ -59,7 +60,7 @@ def gap(write: Write) -> str:
 
 
 def requests_of(*targets: str) -> list[Request]:
-    return compat.asked_for([Request(target) for target in targets], FAST, [])
+    return asked_for([Request(target) for target in targets], FAST, [])
 
 
 def states(found: Matrix) -> list[str]:
@@ -72,7 +73,7 @@ def test_each_model_costs_its_own_row(sound: str, gap: str, write: Write, tmp_pa
     dies = str(write("import os; os._exit(7)", "dies.py"))
     killed = str(write("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed.py"))
     folder = tmp_path / "out"
-    found = compat.run(requests_of(sound, raises, gap, dies, killed), folder, jobs=2)
+    found = scan_all(requests_of(sound, raises, gap, dies, killed), folder, jobs=2)
     assert states(found) == ["scanned", "failed", "scanned", "failed", "failed"]
     assert [row.reason for row in found.rows if row.state == "failed"] == [
         "ValueError at raises.py:1: no weights here",
@@ -90,7 +91,7 @@ def test_each_model_costs_its_own_row(sound: str, gap: str, write: Write, tmp_pa
 def test_a_scan_that_hangs_is_given_up_with_its_workers(write: Write, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     hangs = str(write(f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)", "hangs.py"))
-    found = compat.run(requests_of(hangs), tmp_path / "out", timeout=20)  # long enough to reach the file
+    found = scan_all(requests_of(hangs), tmp_path / "out", timeout=20)  # long enough to reach the file
     assert found.rows[0].reason == "not done after 20 s"
     assert not Path(f"/proc/{pid.read_text()}").exists()
 
@@ -99,31 +100,31 @@ def test_it_goes_on_where_it_was_interrupted(sound: str, gap: str, tmp_path: Pat
     folder, wanted = tmp_path / "out", requests_of(sound, gap)
     seen: list[str] = []
 
-    def stop_after_one(done: int, of: int, row: Row, result: ScanResult | None) -> None:
+    def stop_after_one(done: int, of: int, row: MatrixRow, result: ScanResult | None) -> None:
         seen.append(row.target)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        compat.run(wanted, folder, on_row=stop_after_one)
+        scan_all(wanted, folder, on_row=stop_after_one)
     assert [row.target for row in matrix.load(folder / "matrix.json").rows] == [sound]
-    found = compat.run(wanted, folder, on_row=lambda done, of, row, result: seen.append(f"{done}/{of} {row.target}"))
+    found = scan_all(wanted, folder, on_row=lambda done, of, row, result: seen.append(f"{done}/{of} {row.target}"))
     assert seen == [sound, f"2/2 {gap}"]
     assert states(found) == ["scanned", "scanned"]
-    assert compat.run(wanted, folder, on_row=lambda *_: pytest.fail("all is done")) == found
+    assert scan_all(wanted, folder, on_row=lambda *_: pytest.fail("all is done")) == found
 
 
 @pytest.mark.slow
 def test_a_report_without_its_scans_can_be_gone_on_with(sound: str, tmp_path: Path) -> None:
     folder, wanted = tmp_path / "out", requests_of(sound)
-    found = compat.run(wanted, folder)
+    found = scan_all(wanted, folder)
     (folder / "scans" / f"{found.rows[0].slug}.json").unlink()
     seen: list[str] = []
-    again = compat.run(wanted, folder, on_row=lambda done, of, row, result: seen.append(row.slug))
+    again = scan_all(wanted, folder, on_row=lambda done, of, row, result: seen.append(row.slug))
     assert seen == [found.rows[0].slug]
     (folder / "models").mkdir()
     (folder / "models" / f"{again.rows[0].slug}.md").touch()
     (folder / "scans" / f"{found.rows[0].slug}.json").unlink()
-    compat.run(wanted, folder, on_row=lambda *_: pytest.fail("all is done"))
+    scan_all(wanted, folder, on_row=lambda *_: pytest.fail("all is done"))
 
 
 @pytest.mark.slow
@@ -131,19 +132,19 @@ def test_only_what_failed_is_tried_again_and_only_on_request(write: Write, tmp_p
     flag = tmp_path / "ready"
     body = MODEL.format(body="self.linear(x)", extra=f"open({str(flag)!r})")
     folder, wanted = tmp_path / "out", requests_of(str(write(body, "later.py")))
-    assert states(compat.run(wanted, folder)) == ["failed"]
+    assert states(scan_all(wanted, folder)) == ["failed"]
     flag.touch()
-    assert states(compat.run(wanted, folder)) == ["failed"]
-    assert states(compat.run(wanted, folder, retry_failed=True)) == ["scanned"]
+    assert states(scan_all(wanted, folder)) == ["failed"]
+    assert states(scan_all(wanted, folder, retry_failed=True)) == ["scanned"]
 
 
 @pytest.mark.slow
 def test_an_edited_file_is_another_model(sound: str, gap: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    compat.run(requests_of(f"{sound}:model", gap), folder)
+    scan_all(requests_of(f"{sound}:model", gap), folder)
     Path(sound).write_text(Path(gap).read_text())
     seen: list[str] = []
-    found = compat.run(
+    found = scan_all(
         requests_of(f"{sound}:model"), folder, on_row=lambda done, of, row, result: seen.append(row.target)
     )
     assert seen == [f"{sound}:model"]
@@ -153,22 +154,22 @@ def test_an_edited_file_is_another_model(sound: str, gap: str, tmp_path: Path) -
 @pytest.mark.slow
 def test_a_longer_list_does_not_scan_twice_into_two_rows(sound: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    compat.run(requests_of(sound), folder)
-    both = named([Request(sound, FAST), Request(sound, (*FAST, "--seed", "1"))])
-    assert [len(row.options) for row in compat.run(both, folder).rows] == [len(FAST), len(FAST) + 2]
+    scan_all(requests_of(sound), folder)
+    both = with_slugs([Request(sound, FAST), Request(sound, (*FAST, "--seed", "1"))])
+    assert [len(row.options) for row in scan_all(both, folder).rows] == [len(FAST), len(FAST) + 2]
 
 
 @pytest.mark.slow
 def test_other_options_or_versions_are_another_scan(sound: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    found = compat.run(requests_of(sound), folder)
-    other = compat.asked_for([Request(sound)], (*FAST, "--seed", "1"), [])
-    again = compat.run(other, folder)
+    found = scan_all(requests_of(sound), folder)
+    other = asked_for([Request(sound)], (*FAST, "--seed", "1"), [])
+    again = scan_all(other, folder)
     assert [row.options[-1] for row in again.rows] == ["1"]
     data = json.loads((folder / "matrix.json").read_text())
     data["rows"][0]["made_with"]["torch"] = "1.0"
     (folder / "matrix.json").write_text(json.dumps(data))
-    assert compat.run(other, folder).rows[0].made_with == found.rows[0].made_with
+    assert scan_all(other, folder).rows[0].made_with == found.rows[0].made_with
 
 
 @pytest.mark.slow
@@ -177,7 +178,7 @@ def test_a_cluster_of_two_workers_does_it(sound: str, gap: str, write: Write, tm
     raises = str(write("raise ValueError('no weights here')", "raises.py"))
     with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
         engine = f"dask://{cluster.scheduler_address.partition('://')[2]}"
-        found = compat.run(requests_of(sound, gap, raises), tmp_path / "out", engine=engine)
+        found = scan_all(requests_of(sound, gap, raises), tmp_path / "out", engine=engine)
     assert states(found) == ["scanned", "scanned", "failed"]
     assert [cell.status for row in found.rows for cell in row.cells] == ["ok", "error"]
 
@@ -186,25 +187,25 @@ def test_a_cluster_of_two_workers_does_it(sound: str, gap: str, write: Write, tm
 def test_engines_that_cannot_be(engine: str, tmp_path: Path) -> None:
     pytest.importorskip("distributed")
     with pytest.raises(UsageError):
-        compat.run(requests_of("nothing.py"), tmp_path, engine=engine)
+        scan_all(requests_of("nothing.py"), tmp_path, engine=engine)
 
 
 def test_a_list_has_options_and_comments(tmp_path: Path) -> None:
     path = tmp_path / "list.txt"
     path.write_text("# zoo\ntorchvision:resnet18 --inputs 1x3x64x64  # small\n\n'my model.py'\n")
-    assert compat.read_list(path) == [
+    assert read_list(path) == [
         Request("torchvision:resnet18", ("--inputs", "1x3x64x64")),
         Request("my model.py"),
     ]
     path.write_text("a.py 'open")
     with pytest.raises(UsageError, match=r"list.txt:1"):
-        compat.read_list(path)
+        read_list(path)
     with pytest.raises(UsageError):
-        compat.read_list(tmp_path / "none.txt")
+        read_list(tmp_path / "none.txt")
 
 
 def test_slugs_are_file_names_one_for_each() -> None:
-    wanted = named(
+    wanted = with_slugs(
         [
             Request("torchvision:resnet18"),
             Request("torchvision:resnet18", device="cuda:0"),
@@ -225,7 +226,7 @@ def test_slugs_are_file_names_one_for_each() -> None:
 def test_a_folder_that_holds_something_else_is_refused(data: str, tmp_path: Path) -> None:
     (tmp_path / "matrix.json").write_text(data)
     with pytest.raises(UsageError, match=r"matrix\.json"):
-        compat.run([], tmp_path)
+        scan_all([], tmp_path)
 
 
 # -- the pages

@@ -81,6 +81,6 @@ def test_no_vendor_is_named_outside_the_device_room() -> None:
         engine / "load.py",  # a comment on an environment variable
         engine / "model" / "device.py",
         engine / "core" / "seed.py",
-        engine / "run" / "supervisor.py",
+        engine / "run" / "isolation.py",
         engine / "sweep" / "worker.py",  # knows nothing of this package but the sweep
     }

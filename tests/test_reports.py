@@ -235,7 +235,7 @@ def short_column(data: dict[str, object]) -> dict[str, object]:
         (b"", "truncated"),
         (b"\x00\xff", "not a scan result"),
         (b'{"schema":1,"runs":' + b"[" * 100_000, "recursion"),
-        (corrupt(lambda d: d | {"schema": 2}), "newer version wrote it"),
+        (corrupt(lambda d: d | {"schema": 2}), "upgrade lowprec-check"),
         (corrupt(lambda d: d | {"runs": None}), r"\$\.runs"),
         (corrupt(lambda d: d | {"runs": [{"precision": "half"}]}), r"\$\.runs\[0\]"),
         (corrupt(lambda d: d | {"model": {"name": 3}}), r"\$\.model\.name"),

@@ -10,7 +10,7 @@ import torch
 from conftest import Call
 
 from lowprec_check.engine.model.inputs import parse_inputs
-from lowprec_check.engine.model.target import load_target
+from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.errors import UsageError
 
 NET = """

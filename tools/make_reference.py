@@ -1,16 +1,20 @@
-"""Writes docs/cli.md and docs/diagnostics.md from the program itself: ``python tools/make_reference.py``.
+"""Writes the generated files in docs/ (see ``REFERENCES``) from the program itself: ``python tools/make_reference.py``.
 
-A test holds them to it.
+A test checks that they are up to date.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
+
 from lowprec_check.analysis.rules.registry import rules
+from lowprec_check.schema.scan_result import ScanResult
 
 DOCS = Path(__file__).parent.parent / "docs"
 COMMANDS = (
@@ -58,6 +62,20 @@ def diagnostics() -> str:
     return "\n".join(parts)
 
 
+def schema() -> str:
+    """The text of schema.json: the JSON Schema of a saved scan."""
+    described = msgspec.json.schema(ScanResult)
+    head = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A scan saved by lowprec-check",
+        "description": "Fields may be added without a new schema number: readers must skip those they do not know.",
+    }
+    return json.dumps(head | described, indent=1, ensure_ascii=False) + "\n"
+
+
+REFERENCES = {"cli.md": cli, "diagnostics.md": diagnostics, "schema.json": schema}
+"""What is written: the file in docs/ and what makes it."""
+
 if __name__ == "__main__":
-    (DOCS / "cli.md").write_text(cli(), encoding="utf-8")
-    (DOCS / "diagnostics.md").write_text(diagnostics(), encoding="utf-8")
+    for name, text in REFERENCES.items():
+        (DOCS / name).write_text(text(), encoding="utf-8")

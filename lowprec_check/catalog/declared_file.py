@@ -17,7 +17,7 @@ import msgspec
 
 from lowprec_check.catalog.change_lines import CatalogError, ChangeLine, ChangeLines, decode, read_head, split_lines
 from lowprec_check.catalog.toml_tables import version_key
-from lowprec_check.schema.base import Struct
+from lowprec_check.schema.base import StrictStruct
 
 SCHEMA = 2
 Registration = Literal["native", "fallback", "composite", "none"]
@@ -25,7 +25,7 @@ REBUILD = "Restore it, or build it again: docs/declared-xpu.md shows how."
 _BEGIN = re.compile(rb'\["([^"]+)","([^"]+)"(\]$)?')
 
 
-class Source(Struct, frozen=True, omit_defaults=True):
+class Source(StrictStruct, frozen=True, omit_defaults=True):
     """Where a row comes from."""
 
     what: str
@@ -34,7 +34,7 @@ class Source(Struct, frozen=True, omit_defaults=True):
     note: str | None = None
 
 
-class DeclaredRow(Struct, frozen=True, array_like=True):
+class DeclaredRow(StrictStruct, frozen=True, array_like=True):
     """What is declared of one op. In the file an array, cut after the last value that is not null."""
 
     registration: Registration
@@ -53,14 +53,14 @@ class DeclaredRow(Struct, frozen=True, array_like=True):
         return {"half": self.half, "bfloat16": self.bfloat16}[dtype]
 
 
-class _Head(Struct, frozen=True, kw_only=True):
+class _Head(StrictStruct, frozen=True, kw_only=True):
     schema: int = SCHEMA
     device: str
     sources: int
     changes: int
 
 
-class _SourceLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class _SourceLine(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
     torch: str
     source: str
     what: str
@@ -69,7 +69,7 @@ class _SourceLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     note: str | None = None
 
 
-class _RowLine(Struct, frozen=True, array_like=True):
+class _RowLine(StrictStruct, frozen=True, array_like=True):
     op: str
     since: str
     registration: Registration

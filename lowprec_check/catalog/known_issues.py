@@ -12,21 +12,20 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-import msgspec
-
 from lowprec_check.catalog.data_files import data_folder
 from lowprec_check.catalog.declared import release_of
 from lowprec_check.catalog.names import AnyDevice, AnyDtype, dtype_of, function_name, kind_of
 from lowprec_check.catalog.records import SHORT
 from lowprec_check.catalog.toml_tables import read_tables, version_key
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.base import StrictStruct
 
 LowDtype = Literal["half", "bfloat16"]
 Device = Literal["cpu", "xpu", "cuda", "mps"]
 Way = Literal["cast", "autocast"]
 
 
-class KnownIssue(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class KnownIssue(StrictStruct, frozen=True, kw_only=True):
     """One reported issue. A list that is empty, or a bound that is missing, says nothing: the issue is not limited by it."""
 
     id: str

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from lowprec_check.schema.base import Struct
+from lowprec_check.schema.base import StrictStruct
 from lowprec_check.schema.scan_result import GapKind
 
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -38,7 +38,7 @@ STATES: tuple[State, ...] = ("none", "some", "all")
 FailureKind = GapKind | Literal["timeout", "other"]
 
 
-class Header(Struct, frozen=True, kw_only=True):
+class Header(StrictStruct, frozen=True, kw_only=True):
     """What was measured, and on what."""
 
     device: str
@@ -70,7 +70,7 @@ class Header(Struct, frozen=True, kw_only=True):
         return f"measured-{self.device}-{self.capability.replace('_', '')}"
 
 
-class Failure(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Failure(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
     """One way in which an operator fails, and in which cells: ``float16/backward``."""
 
     cells: list[CellName]
@@ -110,7 +110,7 @@ class Ulp(NamedTuple):
     max: float | None
 
 
-class OpRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class OpRecord(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
     """One operator: how many of its samples run, by dtype and mode."""
 
     op: str
@@ -163,7 +163,7 @@ class OpRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return found[index] if index < len(found) else None
 
 
-class OpTimes(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class OpTimes(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
     """How long an operator's largest sample takes in fp32, and how many times as long in low precision."""
 
     op: str

@@ -26,7 +26,7 @@ from lowprec_check.catalog.change_lines import (
 )
 from lowprec_check.catalog.records import Header, OpRecord
 from lowprec_check.catalog.toml_tables import version_key
-from lowprec_check.schema.base import Struct
+from lowprec_check.schema.base import StrictStruct
 
 SCHEMA = 2
 _BEGIN = re.compile(rb'\{"op":"([^"]+)","since":"([^"]+)"(,"removed":true\}$)?')
@@ -36,7 +36,7 @@ _FIELDS = msgspec.json.Decoder(_Fields)
 _RECORD = msgspec.json.Decoder(OpRecord)
 
 
-class _Head(Struct, frozen=True, kw_only=True):
+class _Head(StrictStruct, frozen=True, kw_only=True):
     schema: int = SCHEMA
     sweeps: int
     changes: int

@@ -14,7 +14,7 @@ import msgspec
 from lowprec_check.catalog.change_lines import MEASURE_AGAIN, CatalogError, decode, read_head, split_lines
 from lowprec_check.catalog.records import LOW, OpTimes
 from lowprec_check.catalog.toml_tables import version_key
-from lowprec_check.schema.base import Struct
+from lowprec_check.schema.base import StrictStruct
 
 SCHEMA = 2
 _BEGIN = b'{"op":"'
@@ -22,14 +22,14 @@ _Column = list[float | None]
 _MODES = ("forward", "training")
 
 
-class _Head(Struct, frozen=True, kw_only=True):
+class _Head(StrictStruct, frozen=True, kw_only=True):
     schema: int = SCHEMA
     sweeps: list[str]
     """:attr:`Header.build` of each."""
     ops: int
 
 
-class _Line(Struct, frozen=True, kw_only=True):
+class _Line(StrictStruct, frozen=True, kw_only=True):
     op: str
     forward: dict[str, _Column] = {}
     training: dict[str, _Column] = {}

@@ -15,7 +15,7 @@ from lowprec_check.cli.options import Backends, Devices, Precisions, Quiet
 from lowprec_check.errors import UsageError
 
 if TYPE_CHECKING:
-    from lowprec_check.schema.matrix import Row
+    from lowprec_check.schema.matrix import MatrixRow
     from lowprec_check.schema.scan_result import ScanResult
 
 
@@ -57,26 +57,26 @@ def compat(
     quiet: Quiet = False,
 ) -> None:
     """Scan many models into a matrix of model, precision and device. Goes on where it was interrupted."""
-    from lowprec_check.compat import runner as work
-    from lowprec_check.compat.report_folder import Pages
-    from lowprec_check.schema.matrix import Request
+    from lowprec_check.compat.report_folder import ReportFolder
+    from lowprec_check.compat.runner import scan_all
+    from lowprec_check.compat.target_list import Request, asked_for, read_list
 
-    listed = work.read_list(from_file) if from_file else []
-    requests = work.asked_for(
+    listed = read_list(from_file) if from_file else []
+    requests = asked_for(
         [*map(Request, targets or []), *listed], _options(precision, backend, budget, scan_options), device or []
     )
     if not requests:
         raise UsageError("There is nothing to scan.", "Name targets, or give --from-file LIST.")
-    pages = Pages(output, title, html=html)
+    pages = ReportFolder(output, title, html=html)
 
-    def on_row(done: int, of: int, row: Row, result: ScanResult | None) -> None:
+    def on_row(done: int, of: int, row: MatrixRow, result: ScanResult | None) -> None:
         pages.model(row, result)
         if not quiet:
             print(f"[{done}/{of}] {_line(row)}", file=sys.stderr, flush=True)
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ended from outside: end the scans too
     try:
-        matrix = work.run(
+        matrix = scan_all(
             requests, output, jobs=jobs, engine=engine, timeout=timeout, retry_failed=retry_failed, on_row=on_row
         )
     except KeyboardInterrupt:
@@ -102,7 +102,7 @@ def _options(
     return (*named, *(("--budget", f"{budget:g}") if budget is not None else ()), *words)
 
 
-def _line(row: Row) -> str:
+def _line(row: MatrixRow) -> str:
     from lowprec_check.report.escape import visible
 
     name = row.target + (f" on {row.device}" if row.device else "")

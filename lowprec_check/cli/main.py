@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import io
+import pkgutil
 import sys
 import warnings
 
 import typer
 
-from lowprec_check.cli import (  # noqa: F401 - each registers its commands
-    catalog,
-    compat,
-    diff,
-    env,
-    explain,
-    op,
-    plan,
-    report,
-    scan,
-)
 from lowprec_check.cli.app import INTERRUPTED, TOOL_FAILED, WRONG_CALL, app
 from lowprec_check.errors import UsageError
 
@@ -31,6 +22,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
+        _import_commands()
         code = app(standalone_mode=False) or 0
         if code == INTERRUPTED:  # the parser's own way to pass it on
             raise KeyboardInterrupt
@@ -55,3 +47,10 @@ def main() -> None:
         traceback.print_exc()
         print("lowprec-check itself failed; please report this with the lines above.", file=sys.stderr)
         sys.exit(TOOL_FAILED)
+
+
+def _import_commands() -> None:
+    """Import the modules of this package, which register their commands and list what is registered in their help."""
+    package = __name__.rpartition(".")[0]
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+        importlib.import_module(f"{package}.{module.name}")

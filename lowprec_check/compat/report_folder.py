@@ -7,11 +7,11 @@ from pathlib import Path
 from lowprec_check.errors import UsageError
 from lowprec_check.report import matrix
 from lowprec_check.report.registry import FORMATS, write
-from lowprec_check.schema.matrix import Matrix, Row
+from lowprec_check.schema.matrix import Matrix, MatrixRow
 from lowprec_check.schema.scan_result import ResultError, ScanResult
 
 
-class Pages:
+class ReportFolder:
     """Writes below ``folder``; raises :class:`UsageError` at once where that cannot be."""
 
     def __init__(self, folder: Path, title: str, *, html: bool) -> None:
@@ -24,14 +24,14 @@ class Pages:
         except OSError as error:
             raise UsageError(f"Cannot write below {folder}: {error.strerror}.", "Give -o another folder.") from None
 
-    def model(self, row: Row, result: ScanResult | None) -> None:
-        """The pages of one model; none for one that failed."""
+    def model(self, row: MatrixRow, result: ScanResult | None) -> None:
+        """Write the pages of one model; none for one that failed."""
         if result is not None:
             for suffix in self.suffixes:
                 write(result, self.folder / "models" / f"{row.slug}{suffix}")
 
     def index(self, found: Matrix) -> None:
-        """The index, and the pages that an earlier, interrupted call left out."""
+        """Write the index, and the pages that an earlier, interrupted call left out."""
         for row in found.rows:
             missing = [s for s in self.suffixes if not (self.folder / "models" / f"{row.slug}{s}").exists()]
             if row.state == "scanned" and missing:
@@ -40,7 +40,7 @@ class Pages:
             text = matrix.markdown(found, self.title) if suffix == ".md" else matrix.page(found, self.title)
             (self.folder / f"index{suffix}").write_text(text, encoding="utf-8", newline="\n")
 
-    def _from_saved(self, row: Row) -> None:
+    def _from_saved(self, row: MatrixRow) -> None:
         try:
             self.model(row, ScanResult.load(self.folder / "scans" / f"{row.slug}.json"))
         except (OSError, ResultError) as error:

@@ -1,18 +1,24 @@
-"""The rows of the matrix, made from scans. Never imports torch."""
+"""The rows of the matrix: what a scan, or its failure, puts into one. Never imports torch."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from lowprec_check.analysis.run_summary import label, memory_ratio, missing_kernels, time_ratio
-from lowprec_check.schema.matrix import Cell, Request, Row
+from lowprec_check.compat.target_list import Request
+from lowprec_check.schema.matrix import MatrixCell, MatrixRow
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 _ENVIRONMENT = ("torch", "python", "device_name", "cpu_capability", "threads", "torchvision")
 
 
-def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict[str, str]) -> Row:
-    """The row that a scan makes."""
+def request_of(row: MatrixRow) -> Request:
+    """Return the request that a row answers."""
+    return Request(row.target, tuple(row.options), row.device, row.slug)
+
+
+def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict[str, str]) -> MatrixRow:
+    """Return the row of a model that was scanned."""
     advice = result.recommendation
     kept = f" + {len(advice.keep_fp32)} in fp32" if advice and advice.keep_fp32 else ""
     return _row(
@@ -26,18 +32,18 @@ def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict
         environment={
             key: str(result.environment[key]) for key in _ENVIRONMENT if result.environment.get(key) is not None
         },
-        cells=[_cell(run, result) for run in result.runs if run.precision != "fp32"],
+        cells=[_cell(run, result) for run in result.runs if not run.is_reference],
         recommended=f"{advice.precision}{kept}" if advice else None,
     )
 
 
-def failed_row(request: Request, reason: str, seconds: float, made_with: dict[str, str]) -> Row:
-    """The row of a model that could not be scanned."""
+def failed_row(request: Request, reason: str, seconds: float, made_with: dict[str, str]) -> MatrixRow:
+    """Return the row of a model that could not be scanned."""
     return _row(request, seconds, made_with, state="failed", reason=reason)
 
 
-def _row(request: Request, seconds: float, made_with: dict[str, str], **found: Any) -> Row:
-    return Row(
+def _row(request: Request, seconds: float, made_with: dict[str, str], **found: Any) -> MatrixRow:
+    return MatrixRow(
         target=request.target,
         options=list(request.options),
         device=request.device,
@@ -48,10 +54,10 @@ def _row(request: Request, seconds: float, made_with: dict[str, str], **found: A
     )
 
 
-def _cell(run: Run, result: ScanResult) -> Cell:
+def _cell(run: Run, result: ScanResult) -> MatrixCell:
     time, memory = time_ratio(run, result.runs), memory_ratio(run, result.runs)
     first = run.gaps[0] if run.gaps else None
-    return Cell(
+    return MatrixCell(
         precision=label(run),
         device=run.device,
         status=run.status,

@@ -1,4 +1,4 @@
-"""Scan many models, each in a process of its own; goes on where it was. Never imports torch."""
+"""Scan many models, each in a process of its own; resumes after an interruption. Never imports torch."""
 
 from __future__ import annotations
 
@@ -7,143 +7,21 @@ import functools
 import hashlib
 import os
 import re
-import shlex
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
 
 from lowprec_check.compat.executors import spread
-from lowprec_check.compat.rows import failed_row, row_of
-from lowprec_check.errors import UsageError
-from lowprec_check.schema.matrix import Matrix, Request, Row, load, named, save
+from lowprec_check.compat.rows import failed_row, request_of, row_of
+from lowprec_check.compat.scan_process import ScanLimits, ScanOutcome, end_running_scans, scan_one
+from lowprec_check.compat.target_list import Request
+from lowprec_check.schema.matrix import Matrix, MatrixRow, load, save
 from lowprec_check.schema.scan_result import ResultError, ScanResult
 
-OnRow = Callable[[int, int, Row, "ScanResult | None"], None]
+OnRow = Callable[[int, int, MatrixRow, "ScanResult | None"], None]
 
 
-class Limits(NamedTuple):
-    """What one scan may take."""
-
-    seconds: float
-    threads: int | None = None
-    """OpenMP threads of each scan; ``None`` leaves them alone."""
-
-
-class Outcome(NamedTuple):
-    """What came of one scan: the saved JSON, or the reason."""
-
-    request: Request
-    json: bytes
-    reason: str | None
-    seconds: float
-
-
-def read_list(path: Path) -> list[Request]:
-    """A target a line, with options of ``scan`` behind it if it needs any; ``#`` begins a comment."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"Cannot read {path}: {why}.", "It must be a text file with a target a line.") from None
-    requests = []
-    for number, line in enumerate(lines, 1):
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError as error:
-            raise UsageError(
-                f"{path}:{number} does not parse: {error}.", "Write a target, and options of scan behind it."
-            ) from None
-        if words:
-            requests.append(Request(words[0], tuple(words[1:])))
-    return requests
-
-
-def asked_for(requests: Iterable[Request], options: tuple[str, ...], devices: Iterable[str]) -> list[Request]:
-    """Each model on each device, once, with the options of all in front of its own."""
-    where: list[str | None] = [*devices] or [None]
-    return named(
-        request._replace(options=(*options, *request.options), device=device)
-        for request in requests
-        for device in where
-    )
-
-
-# -- one scan
-
-
-_running: set[subprocess.Popen[bytes]] = set()
-
-
-def scan_one(request: Request, limits: Limits) -> Outcome:
-    """Scan in a new process; whatever happens there is an outcome. Runs on any machine that has this package."""
-    device = ["--device", request.device] if request.device else []
-    command = [
-        sys.executable,
-        "-m",
-        "lowprec_check",
-        "scan",
-        request.target,
-        "--json",
-        "-",
-        "--quiet",
-        "--fail-on",
-        "never",
-    ]
-    environment = dict(os.environ)
-    if limits.threads is not None:
-        environment["OMP_NUM_THREADS"] = str(limits.threads)
-    started = time.monotonic()
-    with subprocess.Popen(
-        [*command, *device, *request.options],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment,
-        start_new_session=True,
-    ) as process:
-        _running.add(process)
-        try:
-            out, err = process.communicate(timeout=limits.seconds)
-            reason = None if process.returncode == 0 else _reason(err, process.returncode)
-        except subprocess.TimeoutExpired:
-            _kill(process)
-            out, reason = b"", f"not done after {limits.seconds:.0f} s"
-        except BaseException:  # interrupted
-            _kill(process)
-            raise
-        finally:
-            _running.discard(process)
-    return Outcome(request, out if reason is None else b"", reason, time.monotonic() - started)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End the scan and the workers it started; from any thread, as its pipes stay with the one that reads them."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        if hasattr(os, "killpg"):
-            os.killpg(process.pid, signal.SIGKILL)
-        else:
-            process.kill()
-    process.wait()
-
-
-def _reason(stderr: bytes, code: int) -> str:
-    """The error line of the scan, or the last that it wrote."""
-    lines = [line.strip() for line in stderr.decode("utf-8", "replace").splitlines() if line.strip()]
-    said = [line[len("error: ") :] for line in lines if line.lower().startswith("error: ")]
-    if code < 0:
-        return f"killed by signal {-code}"
-    return (said or lines or [f"exit code {code}"])[-1][:500]
-
-
-# -- all of them
-
-
-def run(
+def scan_all(
     requests: list[Request],
     folder: Path,
     *,
@@ -165,17 +43,18 @@ def run(
     versions = _versions()
     made_with = {request: versions | _file(request.target) for request in requests}
     rows = {
-        row.key: row
+        request_of(row): row
         for row in load(folder / "matrix.json").rows
-        if row.made_with == made_with.get(row.key, row.made_with | versions) and _is_done(row, folder, retry_failed)
+        if row.made_with == made_with.get(request_of(row), row.made_with | versions)
+        and _is_done(row, folder, retry_failed)
     }
     missing = [request for request in requests if request not in rows]
     threads = max(1, (os.cpu_count() or 1) // jobs) if jobs > 1 and engine is None else None
-    for outcome in _outcomes(missing, Limits(timeout, threads), jobs, engine):
+    for outcome in _outcomes(missing, ScanLimits(timeout, threads), jobs, engine):
         row, result = _row(outcome, made_with[outcome.request])
         if result is not None:
             result.save(folder / "scans" / f"{row.slug}.json")
-        rows[row.key] = row
+        rows[outcome.request] = row
         save(_ordered(rows, requests), folder / "matrix.json")
         if on_row is not None:
             on_row(sum(request in rows for request in requests), len(requests), row, result)
@@ -200,14 +79,14 @@ def _file(target: str) -> dict[str, str]:
     return {}
 
 
-def _is_done(row: Row, folder: Path, retry_failed: bool) -> bool:
+def _is_done(row: MatrixRow, folder: Path, retry_failed: bool) -> bool:
     """Whether a saved row can stay: its scan is there, or at least its page."""
     if row.state == "failed":
         return not retry_failed
     return any((folder / name).exists() for name in (f"scans/{row.slug}.json", f"models/{row.slug}.md"))
 
 
-def _ordered(rows: dict[Request, Row], requests: list[Request]) -> Matrix:
+def _ordered(rows: dict[Request, MatrixRow], requests: list[Request]) -> Matrix:
     """Those asked for now in their order; then those of earlier calls."""
     first = [rows[request] for request in requests if request in rows]
     slugs, asked = {request.slug for request in requests}, {request._replace(slug="") for request in requests}
@@ -215,7 +94,7 @@ def _ordered(rows: dict[Request, Row], requests: list[Request]) -> Matrix:
     return Matrix(rows=[*first, *others])
 
 
-def _row(outcome: Outcome, made_with: dict[str, str]) -> tuple[Row, ScanResult | None]:
+def _row(outcome: ScanOutcome, made_with: dict[str, str]) -> tuple[MatrixRow, ScanResult | None]:
     if outcome.reason is None:
         try:
             result = ScanResult.from_json(outcome.json)
@@ -226,10 +105,9 @@ def _row(outcome: Outcome, made_with: dict[str, str]) -> tuple[Row, ScanResult |
     return failed_row(outcome.request, outcome.reason or "no reason given", outcome.seconds, made_with), None
 
 
-def _outcomes(requests: list[Request], limits: Limits, jobs: int, engine: str | None) -> Iterator[Outcome]:
+def _outcomes(requests: list[Request], limits: ScanLimits, jobs: int, engine: str | None) -> Iterator[ScanOutcome]:
     """As they come. Ending early ends the scans that are still running here."""
     try:
         yield from spread(functools.partial(scan_one, limits=limits), requests, jobs, engine)
     finally:
-        for process in list(_running):
-            _kill(process)
+        end_running_scans()

@@ -8,9 +8,11 @@ import os
 import torch
 
 from lowprec_check.engine.core.seed import seed_everything
-from lowprec_check.engine.model.target import Target, load_target
+from lowprec_check.engine.model.load_target import load_target
+from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.plan.planner import PlanOptions, plan_target
-from lowprec_check.engine.run.supervisor import Isolation, Load, best_isolation
+from lowprec_check.engine.run.isolation import Isolation, best_isolation
+from lowprec_check.engine.run.job_worker import Load
 from lowprec_check.engine.run.target_runs import OnProgress
 from lowprec_check.engine.scan import ScanOptions, scan_target
 from lowprec_check.schema.plan import Planning

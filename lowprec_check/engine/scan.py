@@ -14,8 +14,15 @@ from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.engine.machine import environment, version
 from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.plan.planner import plan_for_scan
-from lowprec_check.engine.run.supervisor import Isolation, Load, best_isolation, isolated
-from lowprec_check.engine.run.target_runs import OnProgress, RunOptions, TargetRuns, describe_target, open_runs
+from lowprec_check.engine.run.isolation import Isolation, best_isolation, isolated
+from lowprec_check.engine.run.job_worker import Load
+from lowprec_check.engine.run.target_runs import (
+    OnProgress,
+    RunOptions,
+    TargetRuns,
+    describe_target,
+    open_runs,
+)
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.engine.trace.withheld_kernels import parse_withheld
 from lowprec_check.errors import UsageError
@@ -182,7 +189,7 @@ def scan_target(
 ) -> ScanResult:
     """As :func:`scan`, for a loaded target; ``load`` gives it to a worker, ``spec`` is what the user called it."""
     options.check()
-    machine = isolated(lambda: environment(options.device), isolation)
+    machine = isolated(lambda: environment(options.device), isolation, dict[str, Any])
     settings = options.for_runs(machine["device"])
     with open_runs(target, load, settings, isolation, on_progress) as session:
         fp32 = session.reference()

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from lowprec_check.catalog.toml_tables import read_tables
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.base import Struct
+from lowprec_check.schema.base import StrictStruct
 
 HEAD = "# Tests that are known to fail, each with its exception. Written by pytest --lowprec-update-manifest; reasons are yours.\n"
 NO_REASON = "not said yet"
 
 
-class Known(Struct, frozen=True, kw_only=True):
+class Known(StrictStruct, frozen=True, kw_only=True):
     """One test that fails."""
 
     test: str

@@ -12,7 +12,7 @@ from lowprec_check.analysis.run_summary import short_op, shorten
 from lowprec_check.report.escape import visible
 from lowprec_check.report.markdown import code, escape, table
 from lowprec_check.report.summary import count, times
-from lowprec_check.schema.matrix import Cell, Matrix, Row
+from lowprec_check.schema.matrix import Matrix, MatrixCell, MatrixRow
 
 _SIGNS = {"ok": "✅", "inaccurate": "⚠️", "skipped": "⏭️"}
 _MOST_OPS = 30
@@ -61,16 +61,16 @@ def precisions(matrix: Matrix) -> list[str]:
     return list(dict.fromkeys(visible(column_of(cell)) for row in matrix.rows for cell in row.cells))
 
 
-def column_of(cell: Cell) -> str:
+def column_of(cell: MatrixCell) -> str:
     """``plan`` of ``plan (half)``."""
     return "plan" if cell.precision.startswith("plan (") else cell.precision
 
 
-def _cells(row: Row) -> dict[str, Cell]:
+def _cells(row: MatrixRow) -> dict[str, MatrixCell]:
     return {visible(column_of(cell)): cell for cell in row.cells}
 
 
-def describe(cell: Cell | None) -> str:
+def describe(cell: MatrixCell | None) -> str:
     """``✅ 1.2e-03 · 0.62 ×``, or what stands in the way."""
     if cell is None:
         return "–"
@@ -90,7 +90,7 @@ def describe(cell: Cell | None) -> str:
 # -- Markdown
 
 
-def _row(row: Row, columns: list[str], common: int) -> list[str]:
+def _row(row: MatrixRow, columns: list[str], common: int) -> list[str]:
     name = _name(row, common)
     if row.state == "failed":
         return [code(name), "", *([""] * len(columns)), f"❌ {escape(shorten(visible(row.reason or ''), 160))}"]
@@ -100,7 +100,7 @@ def _row(row: Row, columns: list[str], common: int) -> list[str]:
     return [link, count(row.parameters or 0), *shown, escape(visible(row.recommended or "fp32"))]
 
 
-def _name(row: Row, common: int) -> str:
+def _name(row: MatrixRow, common: int) -> str:
     """The target, the options that are not those of all rows, the device."""
     own = f" {shlex.join(row.options[common:])}" if row.options[common:] else ""
     return visible(f"{row.target}{own}{f' on {row.device}' if row.device else ''}")
@@ -121,7 +121,7 @@ def _machines(matrix: Matrix) -> list[str]:
     return ["  \n".join(map(escape, lines))]
 
 
-def _one_of_each(matrix: Matrix) -> list[Row]:
+def _one_of_each(matrix: Matrix) -> list[MatrixRow]:
     found = {(tuple(row.environment.items()), _device(row)): row for row in matrix.rows if row.state == "scanned"}
     return list(found.values())
 
@@ -140,11 +140,11 @@ def _common_options(matrix: Matrix) -> list[str]:
     return common
 
 
-def _device(row: Row) -> str:
+def _device(row: MatrixRow) -> str:
     return row.cells[0].device if row.cells else ""
 
 
-def _machine(row: Row) -> str:
+def _machine(row: MatrixRow) -> str:
     env = row.environment
     parts = [
         f"torch {env.get('torch', '?')}",
@@ -184,7 +184,7 @@ def _missing(matrix: Matrix) -> list[list[str]]:
 # -- HTML
 
 
-def _html_row(row: Row, columns: list[str], common: int) -> dict[str, Any]:
+def _html_row(row: MatrixRow, columns: list[str], common: int) -> dict[str, Any]:
     cells = _cells(row)
     shown = [
         (describe(cells.get(column)), _kind(cells.get(column)), _sort_key(cells.get(column))) for column in columns
@@ -200,13 +200,13 @@ def _html_row(row: Row, columns: list[str], common: int) -> dict[str, Any]:
     }
 
 
-def _kind(cell: Cell | None) -> str:
+def _kind(cell: MatrixCell | None) -> str:
     if cell is None or cell.status == "skipped":
         return "none"
     return {"ok": "ok", "inaccurate": "warn"}.get(cell.status, "bad")
 
 
-def _sort_key(cell: Cell | None) -> float:
+def _sort_key(cell: MatrixCell | None) -> float:
     if cell is None:
         return 1e9
     return _STATUSES.index(cell.status) * 1e6 + (cell.rel_l2 if cell.rel_l2 is not None else 1e5)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
-from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.base import Struct, decode, encode
@@ -17,38 +13,7 @@ from lowprec_check.schema.scan_result import Evidence, GapKind, Status
 SCHEMA = 1
 
 
-class Request(NamedTuple):
-    """One model to scan on one device."""
-
-    target: str
-    options: tuple[str, ...] = ()
-    """Further options of ``scan``."""
-    device: str | None = None
-    slug: str = ""
-    """A file name for it, unlike any other of the same list."""
-
-
-def named(requests: Iterable[Request]) -> list[Request]:
-    """Each request once, with a slug: the target and the device; where two share that, a digest of the options too."""
-    plain = {request: _plain(request) for request in requests}
-    taken = Counter(plain.values())
-    return [
-        request._replace(slug=name if taken[name] == 1 else f"{name}-{_digest(request)}")
-        for request, name in plain.items()
-    ]
-
-
-def _plain(request: Request) -> str:
-    name = re.sub(r"[^A-Za-z0-9._]+", "-", request.target).strip("-.")[-80:] or "model"
-    return f"{name}-{request.device.replace(':', '')}" if request.device else name
-
-
-def _digest(request: Request) -> str:
-    text = "\0".join([request.target, *request.options])
-    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:6]
-
-
-class Cell(Struct, frozen=True, kw_only=True):
+class MatrixCell(Struct, frozen=True, kw_only=True):
     """One run of one model."""
 
     precision: str
@@ -68,7 +33,7 @@ class Cell(Struct, frozen=True, kw_only=True):
     first_gap_source: str | None = None
 
 
-class Row(Struct, frozen=True, kw_only=True):
+class MatrixRow(Struct, frozen=True, kw_only=True):
     """One model on one device, scanned or not."""
 
     target: str
@@ -85,20 +50,15 @@ class Row(Struct, frozen=True, kw_only=True):
     parameters: int | None = None
     inputs: list[str] = []
     environment: dict[str, str] = {}
-    cells: list[Cell] = []
+    cells: list[MatrixCell] = []
     recommended: str | None = None
-
-    @property
-    def key(self) -> Request:
-        """What was asked for."""
-        return Request(self.target, tuple(self.options), self.device, self.slug)
 
 
 class Matrix(Struct, frozen=True, kw_only=True):
     """All rows, in the order in which they were asked for."""
 
     schema: int = SCHEMA
-    rows: list[Row] = []
+    rows: list[MatrixRow] = []
 
 
 def load(path: Path) -> Matrix:

@@ -18,8 +18,13 @@ def module_of(device: torch.device) -> Any:
 
 
 def is_available(kind: str) -> bool:
-    """Whether a device of that type is there."""
-    return kind == "cpu" or bool(module_of(torch.device(kind)).is_available())
+    """Whether this torch has a device of that type."""
+    if kind == "cpu":
+        return True
+    try:
+        return bool(module_of(torch.device(kind)).is_available())
+    except RuntimeError:  # a type that this build of torch does not know
+        return False
 
 
 def resolve(name: str | None) -> torch.device:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +22,20 @@ PASTE_INPUTS = """Add to the file (a tensor, a tuple, a dict of keyword argument
 or give shapes: --inputs 1x3x224x224, or --inputs input_ids=1x128:int64"""
 
 _SPEC = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>scalar|\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
+
+
+def is_function(value: Any) -> bool:
+    """Whether inputs are given as a function that makes them."""
+    return callable(value) and not isinstance(value, (Tensor, Mapping))
+
+
+def call_with_number(given: Callable[..., Any], index: int) -> Any:
+    """Return ``given(index)`` if it takes an argument, else ``given()``."""
+    try:
+        inspect.signature(given).bind(index)
+    except (TypeError, ValueError):
+        return given()
+    return given(index)
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -9,8 +9,9 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from lowprec_check.engine.core.source_location import traceback_line
 from lowprec_check.engine.model import device as devices
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import WithLoss
+from lowprec_check.schema.base import Struct
 from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo, Status
 
 SAMPLES = 7
@@ -31,17 +33,16 @@ MANY_SAMPLES, MANY_SECONDS = 50, 0.3
 _FALLBACK = re.compile(r"fall(ing|s)?[ -]?back.*cpu|fallback from \w+ to cpu", re.IGNORECASE)
 
 
-class Plain(NamedTuple):
-    """What the plain part found; ``outputs`` are the leaves of the first call, ``None`` if it raised."""
+class PlainResult(Struct, frozen=True, kw_only=True):
+    """What the plain part found, without the output itself; a worker sends it."""
 
     status: Status
-    outputs: list[Tensor] | None = None
     exception: ExceptionInfo | None = None
     output_error: ErrorStats | None = None
-    latency_ms: float | None = None
-    peak_memory_bytes: int | None = None
     seconds: float = 0.0
+    """Of the first call."""
     random: bool = False
+    """Whether the model drew random numbers."""
     notes: tuple[str, ...] = ()
     fallbacks: tuple[str, ...] = ()
     loss: float | None = None
@@ -80,8 +81,8 @@ def run_plain(
     seed: int,
     tolerance: float | None = None,
     reference: list[Tensor] | None = None,
-) -> Plain:
-    """First call: status and output. An exception is a result, not an end."""
+) -> tuple[PlainResult, list[Tensor] | None]:
+    """First call: what was found, and the leaves of the output, ``None`` if it raised."""
     seed_everything(seed)
     state_before = torch.get_rng_state()
     with warnings.catch_warnings(record=True) as caught:
@@ -90,35 +91,34 @@ def run_plain(
             output, seconds = run_once(ready, args, kwargs, seed)
         except BaseException as error:
             reraise_interrupt(error)
-            return Plain("error", exception=describe_error(error, ready.model))
+            return PlainResult(status="error", exception=describe_error(error, ready.model)), None
     drew = not torch.equal(state_before, torch.get_rng_state())
     outputs = output_tensors(output)
     fallbacks = tuple(dict.fromkeys(first_line(str(w.message)) for w in caught if _FALLBACK.search(str(w.message))))
     floating = [tensor for tensor in outputs if is_float(tensor)]
-    found = Plain(
-        "ok",
-        outputs,
+    found = PlainResult(
+        status="ok",
         seconds=seconds,
         random=drew,
         fallbacks=fallbacks,
         loss=_loss(output),
         output_is_zero=bool(floating) and not any(bool(tensor.any()) for tensor in floating),
     )
-    if reference is None or drew:
-        return found
-    return judge(found, reference, tolerance)
+    if reference is not None and not drew:
+        found = _judge(found, outputs, reference, tolerance)
+    return found, outputs
 
 
-def judge(plain: Plain, reference: list[Tensor], tolerance: float | None) -> Plain:
-    """``plain`` with the status and error that its outputs have against ``reference``."""
-    compared = compare_outputs([tensor.cpu() for tensor in plain.outputs or []], reference)
+def _judge(plain: PlainResult, outputs: list[Tensor], reference: list[Tensor], tolerance: float | None) -> PlainResult:
+    """Return ``plain`` with the status and error that ``outputs`` have against ``reference``."""
+    compared = compare_outputs([tensor.cpu() for tensor in outputs], reference)
     status: Status = "ok"
     if compared.nonfinite:
         status = "nonfinite"
     elif tolerance is not None and not compared.rel_l2 <= tolerance:
         status = "inaccurate"
     notes = (*plain.notes, compared.note) if compared.note else plain.notes
-    return plain._replace(status=status, output_error=compared.error, notes=notes)
+    return msgspec.structs.replace(plain, status=status, output_error=compared.error, notes=notes)
 
 
 def _loss(output: Any) -> float | None:

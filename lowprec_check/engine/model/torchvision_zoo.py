@@ -10,6 +10,7 @@ import torch
 
 from lowprec_check.engine.model import torchvision_ops as zoo_ops
 from lowprec_check.engine.model.inputs import as_call, call_form, parse_inputs
+from lowprec_check.engine.model.target import Target
 from lowprec_check.errors import UsageError
 
 
@@ -33,10 +34,8 @@ def import_torchvision() -> tuple[Any, str | None]:
     return module, zoo_ops.NOTE
 
 
-def load_torchvision(name: str, inputs: tuple[str, ...] = ()) -> Any:
-    """A :class:`~lowprec_check.engine.model.target.Target` for ``torchvision:name``, in eval mode, seed 0."""
-    from lowprec_check.engine.model.target import Target
-
+def load_torchvision(name: str, inputs: tuple[str, ...] = ()) -> Target:
+    """Return the target for ``torchvision:name``, in eval mode, seed 0."""
     torchvision, note = import_torchvision()
     models = torchvision.models
     if name not in models.list_models():

@@ -17,7 +17,8 @@ from lowprec_check.engine.machine import environment, version
 from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.plan.apply import describe_modules
 from lowprec_check.engine.plan.trials import Limits, Objective, Proposal, Proposer, best
-from lowprec_check.engine.run.supervisor import Isolation, Load, best_isolation, isolated
+from lowprec_check.engine.run.isolation import Isolation, best_isolation, isolated
+from lowprec_check.engine.run.job_worker import Load
 from lowprec_check.engine.run.target_runs import OnProgress, RunOptions, TargetRuns, describe_target, open_runs
 from lowprec_check.engine.trace.withheld_kernels import parse_withheld
 from lowprec_check.errors import UsageError
@@ -153,7 +154,7 @@ def plan_target(
 ) -> Planning:
     """As :func:`find_plan`, for a loaded target; ``load`` gives it to a worker, ``spec`` is what the user called it."""
     options.check(target)
-    machine = isolated(lambda: environment(options.device), isolation)
+    machine = isolated(lambda: environment(options.device), isolation, dict[str, Any])
     settings = RunOptions(
         device=machine["device"],
         tolerance=options.tolerance,

@@ -8,34 +8,49 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.breadcrumb import Crumb
 from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.floating_dtypes import NARROW
 from lowprec_check.engine.core.output_comparison import compare_outputs
 from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.model.memory import measure_memory
-from lowprec_check.engine.model.plain_run import Plain, measure_latency, output_tensors, run_once, run_plain
+from lowprec_check.engine.model.plain_run import (
+    PlainResult,
+    measure_latency,
+    output_tensors,
+    run_once,
+    run_plain,
+)
 from lowprec_check.engine.model.prepared import Prepared, prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.run.messages import (
+    Explained,
+    FromJob,
+    GapFound,
+    InstrumentFault,
+    Measures,
+    MeasuresDone,
+    PlainDone,
+)
 from lowprec_check.engine.trace.emulation import Emulation
 from lowprec_check.engine.trace.first_nonfinite import first_nonfinite
 from lowprec_check.engine.trace.instrument import Instrumented, Options, fp32_state, run_instrumented
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.engine.trace.withheld_kernels import withholding
+from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.backends import BACKENDS, EAGER, Backend
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import RunKey
-from lowprec_check.schema.scan_result import ErrorStats
 
 NOT_FP32 = NARROW | {torch.float64}
 """Dtypes of parameters that make a model be scanned as fp32, with a note."""
 
-Send = Callable[[str, Any], None]
-"""Takes a kind of message (``plain``, ``measured``, ``gap``, ``instrumented``, ``fault``) and its content."""
+Send = Callable[[FromJob], None]
+"""Takes a message as soon as there is one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,28 +80,22 @@ class Job:
     @property
     def is_reference(self) -> bool:
         """Whether this is the fp32 run, whose output is the reference of all others."""
-        return RunKey(self.precision, self.backend).is_reference
+        return self.key.is_reference
 
     @property
-    def crumb_path(self) -> Path:
-        """The file in which the worker says where it is."""
-        return Path(self.workdir) / "crumb"
+    def key(self) -> RunKey:
+        """What identifies the run."""
+        return RunKey(self.precision, self.backend, self.device)
+
+    @property
+    def breadcrumb_path(self) -> Path:
+        """The file in which the worker notes where it is."""
+        return Path(self.workdir) / "breadcrumb"
 
     @property
     def reference_path(self) -> Path:
         """The file with the reference's output leaves."""
         return Path(self.workdir) / "reference.pt"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Measures:
-    """Time and memory of the plain run, and for the reference whether it agrees with itself."""
-
-    latency_ms: float | None = None
-    peak_memory_bytes: int | None = None
-    self_error: ErrorStats | None = None
-    nonfinite_at: tuple[str, str, str | None] | None = None
-    metric: float | None = None
 
 
 def run_job(job: Job, target: Target, send: Send) -> None:
@@ -134,20 +143,22 @@ def _run_parts(
     if job.backend != EAGER:
         ready = eager._replace(call=_OnBackend(BACKENDS.get(job.backend), target, eager.model))
     snapshot = Snapshot(ready.model)
-    outputs, too_slow = None, job.measure_once
+    outputs: list[Tensor] | None = None
+    too_slow = job.measure_once
     try:
         if job.plain:
-            plain = _plain(job, ready, args, kwargs)
-            outputs, too_slow = plain.outputs, plain.status == "error" or _is_hopeless(job, plain.seconds)
-            send("plain", plain._replace(outputs=None))
+            plain, outputs = _plain(job, ready, args, kwargs)
+            too_slow = plain.status == "error" or _is_hopeless(job, plain.seconds)
+            send(PlainDone(plain))
             if outputs is not None and (job.measured or target.metric is not None):
                 snapshot.rewind()
                 with _faults_noted("measuring", send):
-                    send("measured", _measure(job, target, ready, args, kwargs, plain, snapshot))
+                    send(MeasuresDone(_measure(job, target, ready, args, kwargs, plain, outputs, snapshot)))
         if job.instrumented:
             snapshot.rewind()
             with _faults_noted("instrumenting", send):
-                send("instrumented", _instrument(job, eager, args, kwargs, fp32, outputs, send, too_slow))
+                comparable = outputs if ready is eager else None
+                send(Explained(_instrument(job, eager, args, kwargs, fp32, comparable, send, too_slow)))
     finally:
         snapshot.restore()
 
@@ -158,7 +169,7 @@ def _faults_noted(what: str, send: Send) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        send("fault", f"{what} failed: {type(error).__name__}: {first_line(str(error))}")
+        send(InstrumentFault(f"{what} failed: {type(error).__name__}: {first_line(str(error))}"))
 
 
 def _wide_inputs(target: Target) -> tuple[Any, Any]:
@@ -171,25 +182,32 @@ def _wide_inputs(target: Target) -> tuple[Any, Any]:
     return map_tensors(target.args, wide), map_tensors(target.kwargs, wide)
 
 
-def _plain(job: Job, ready: Prepared, args: Any, kwargs: Any) -> Plain:
+def _plain(job: Job, ready: Prepared, args: Any, kwargs: Any) -> tuple[PlainResult, list[Tensor] | None]:
     if not job.is_reference:
         reference = torch.load(job.reference_path, weights_only=True)
         return run_plain(ready, args, kwargs, seed=job.seed, tolerance=job.tolerance, reference=reference)
-    plain = run_plain(ready, args, kwargs, seed=job.seed)
-    if plain.outputs is not None:
-        torch.save([tensor.cpu().clone() for tensor in plain.outputs], job.reference_path)
-        if any(tensor.is_floating_point() and not bool(tensor.isfinite().all()) for tensor in plain.outputs):
-            plain = plain._replace(status="nonfinite")
-    return plain
+    plain, outputs = run_plain(ready, args, kwargs, seed=job.seed)
+    if outputs is not None:
+        torch.save([tensor.cpu().clone() for tensor in outputs], job.reference_path)
+        if any(tensor.is_floating_point() and not bool(tensor.isfinite().all()) for tensor in outputs):
+            plain = msgspec.structs.replace(plain, status="nonfinite")
+    return plain, outputs
 
 
 def _measure(
-    job: Job, target: Target, ready: Prepared, args: Any, kwargs: Any, plain: Plain, snapshot: Snapshot
+    job: Job,
+    target: Target,
+    ready: Prepared,
+    args: Any,
+    kwargs: Any,
+    plain: PlainResult,
+    outputs: list[Tensor],
+    snapshot: Snapshot,
 ) -> Measures:
     self_error = where = None
     if job.is_reference:
         again, _ = run_once(ready, args, kwargs, job.seed)
-        compared = compare_outputs(output_tensors(again), plain.outputs or [])
+        compared = compare_outputs(output_tensors(again), outputs)
         self_error = compared.error if compared.rel_l2 else None
         if plain.status == "nonfinite":
             snapshot.rewind()
@@ -240,8 +258,8 @@ def _instrument(
         errors="none" if job.is_reference else job.errors,
         wide=torch.float64 if job.reference == "fp64" else torch.float32,
         emulation=emulation,
-        crumb=Crumb(job.crumb_path),
-        on_gap=lambda gap: send("gap", gap),
+        crumb=Breadcrumb(job.breadcrumb_path),
+        on_gap=lambda gap: send(GapFound(gap)),
         seed=job.seed,
         count_memory=too_slow,
     )

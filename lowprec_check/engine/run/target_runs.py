@@ -13,19 +13,22 @@ import msgspec
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from lowprec_check.engine.core.breadcrumb import Position
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.model.inputs import describe_inputs
-from lowprec_check.engine.model.plain_run import Plain
+from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.run.job import NOT_FP32, Job, Measures
-from lowprec_check.engine.run.supervisor import Isolation, Load, Outcome, execute
+from lowprec_check.engine.run.isolation import Isolation
+from lowprec_check.engine.run.job import NOT_FP32, Job
+from lowprec_check.engine.run.job_worker import Load, execute
+from lowprec_check.engine.run.messages import Measures
+from lowprec_check.engine.run.outcome import JobOutcome
 from lowprec_check.engine.trace.instrument import Instrumented
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.errors import UsageError
+from lowprec_check.process.breadcrumb import Position
 from lowprec_check.schema.backends import BACKENDS, EAGER
 from lowprec_check.schema.op_calls import OpCalls
-from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.precisions import PRECISIONS, REFERENCE
 from lowprec_check.schema.scan_result import ModelInfo, Run, Status
 
 REFERENCE_BUDGET = 600.0
@@ -78,20 +81,20 @@ class TargetRuns:
     def reference(self) -> Run:
         """Run fp32; raises :class:`UsageError` if the model fails, hangs or is non-finite there."""
         budget = self.options.budget or REFERENCE_BUDGET
-        outcome = self._execute(self._job("fp32", budget=budget))
-        plain: Plain | None = outcome.messages.get("plain")
+        job = self._job(REFERENCE, budget=budget)
+        outcome = self._execute(job)
+        plain, measures = outcome.plain, outcome.measures
         if plain is None:
             raise UsageError(*_no_reference(outcome, budget))
         if plain.exception is not None:
             raise UsageError(*_failed_reference(plain, self.target, self.options.device))
-        measures: Measures | None = outcome.messages.get("measured")
         if plain.status == "nonfinite":
             raise UsageError(*_nonfinite_reference(measures))
         self._self_error = _self_error(measures)
         if self._self_error > HOPELESS_SELF_ERROR:
             raise UsageError(*_erratic_reference(self._self_error))
         self.random = plain.random
-        run = self._assemble("fp32", None, outcome, plain)
+        run = self._assemble(job, outcome)
         self.fp32 = msgspec.structs.replace(run, nondeterministic=self._self_error > 0)
         return self.fp32
 
@@ -117,7 +120,7 @@ class TargetRuns:
         measured: bool = True,
         instrumented: bool = True,
     ) -> Run:
-        """Run ``precision`` on ``backend``, with time and memory ``measured``, with every op explained (``instrumented``), or without.
+        """Run ``precision`` on ``backend``; ``measured``: with time and memory; ``instrumented``: with every op explained.
 
         A crash, a hang or an exception is a status.
         """
@@ -128,19 +131,19 @@ class TargetRuns:
             )
         job = self._job(precision, backend=backend, keep_fp32=keep_fp32, measured=measured, instrumented=instrumented)
         outcome = self._execute(job)
-        plain: Plain | None = outcome.messages.get("plain")
-        if instrumented and "instrumented" not in outcome.messages and not outcome.faults:
+        plain = outcome.plain
+        if instrumented and outcome.explained is None and not outcome.faults:
             explained = self._explain(
                 dataclasses.replace(job, plain=False, measure_once=plain is None or plain.status == "error"), outcome
             )
-            outcome.messages["instrumented"] = explained.messages.get("instrumented")
+            outcome.explained = explained.explained
             outcome.gaps = explained.gaps or outcome.gaps
             outcome.position = outcome.position or explained.position
-        return self._assemble(precision, job, outcome, plain)
+        return self._assemble(job, outcome)
 
-    def _explain(self, job: Job, outcome: Outcome) -> Outcome:
+    def _explain(self, job: Job, outcome: JobOutcome) -> JobOutcome:
         """The instrumented part alone, again and again without the op in which it died, until it gets through."""
-        position = outcome.position if "plain" in outcome.messages else None
+        position = outcome.position if outcome.plain is not None else None
         ended, reason = outcome.ended, outcome.reason
         for _ in range(RELAUNCHES):
             if position is not None and position.in_op:
@@ -176,42 +179,42 @@ class TargetRuns:
         }
         return Job(**settings | changes)
 
-    def _execute(self, job: Job) -> Outcome:
-        def on_progress(position: Position | None) -> None:
+    def _execute(self, job: Job) -> JobOutcome:
+        def on_position(position: Position | None) -> None:
             if self._on_progress is not None:
-                self._on_progress(job.precision, _describe(position) if position else "plain run")
+                self._on_progress(job.key.label, _describe(position) if position else "plain run")
 
-        return execute(job, self.load, self.isolation, on_progress=on_progress, op_limit=self._op_limit())
+        return execute(job, self.load, self.isolation, on_position=on_position, op_limit=self._op_limit())
 
     # -- putting a run together
 
-    def _assemble(self, precision: str, job: Job | None, outcome: Outcome, plain: Plain | None) -> Run:
-        measures: Measures | None = outcome.messages.get("measured")
-        explained: Instrumented | None = outcome.messages.get("instrumented")
-        status, reason = self._status(outcome, plain, explained, precision)
+    def _assemble(self, job: Job, outcome: JobOutcome) -> Run:
+        plain, measures, explained = outcome.plain, outcome.measures, outcome.explained
+        status, reason = self._status(job, outcome)
         error = plain.output_error if plain else None
         if plain and plain.random and explained:
             error = explained.lockstep_error
         return Run(
-            precision=precision,
-            device=self.options.device,
+            precision=job.precision,
+            backend=job.backend,
+            device=job.device,
             status=status,
             reason=reason,
             exception=plain.exception if plain else None,
-            output_error=error if precision != "fp32" else None,
+            output_error=error if not job.is_reference else None,
             latency_ms=measures.latency_ms if measures else None,
             peak_memory_bytes=_peak_memory(measures, explained) if status != "error" else None,
             gaps=explained.gaps if explained else outcome.gaps,
             op_calls=explained.op_calls if explained else OpCalls(),
             uncalled_modules=explained.uncalled_modules if explained else [],
             called_modules=explained.called_modules if explained else [],
-            keep_fp32=list(job.keep_fp32) if job else [],
-            tolerance=self.tolerance(precision) if precision != "fp32" else None,
+            keep_fp32=list(job.keep_fp32),
+            tolerance=self.tolerance(job.precision) if not job.is_reference else None,
             loss=plain.loss if plain else None,
             metric=_finite(measures.metric) if measures else None,
             perturbed=explained.perturbed if explained else None,
             function_mode=explained.function_mode if explained else False,
-            complete=explained.complete if explained else bool(job and not job.instrumented),
+            complete=explained.complete if explained else not job.instrumented,
             stopped_by=explained.exception if explained else None,
             emulated=explained.emulated if explained else {},
             notes=[*(plain.notes if plain else ()), *(explained.faults if explained else ()), *outcome.faults],
@@ -220,12 +223,11 @@ class TargetRuns:
             output_is_zero=bool(plain and plain.output_is_zero),
         )
 
-    def _status(
-        self, outcome: Outcome, plain: Plain | None, explained: Instrumented | None, precision: str
-    ) -> tuple[Status, str | None]:
+    def _status(self, job: Job, outcome: JobOutcome) -> tuple[Status, str | None]:
+        plain, explained = outcome.plain, outcome.explained
         if plain is not None:
-            if plain.status == "ok" and plain.random and explained and precision != "fp32":
-                return _status_in_lockstep(explained, self.tolerance(precision)), None
+            if plain.status == "ok" and plain.random and explained and not job.is_reference:
+                return _status_in_lockstep(explained, self.tolerance(job.precision)), None
             return plain.status, None
         if outcome.ended == "crashed":
             return "crashed", f"{outcome.reason or 'the process died'}{_in_which_op(outcome, explained)}"
@@ -263,7 +265,7 @@ def _erratic_reference(error: float) -> tuple[str, str]:
     )
 
 
-def _in_which_op(outcome: Outcome, explained: Instrumented | None) -> str:
+def _in_which_op(outcome: JobOutcome, explained: Instrumented | None) -> str:
     """The op that killed the process: the one set aside for it, or the last one seen."""
     for gap in explained.gaps if explained else ():
         if gap.kind == "crash":
@@ -288,7 +290,7 @@ def _describe(position: Position) -> str:
     return f"op {position.ops}: {position.op}{module}{source}"
 
 
-def _no_reference(outcome: Outcome, budget: float) -> tuple[str, str]:
+def _no_reference(outcome: JobOutcome, budget: float) -> tuple[str, str]:
     if outcome.ended == "timeout":
         return f"The model did not finish in fp32 within {budget:.0f} s.", "Raise --budget, or give smaller inputs."
     return (
@@ -297,7 +299,7 @@ def _no_reference(outcome: Outcome, budget: float) -> tuple[str, str]:
     )
 
 
-def _failed_reference(plain: Plain, target: Target, device: str) -> tuple[str, str]:
+def _failed_reference(plain: PlainResult, target: Target, device: str) -> tuple[str, str]:
     error = plain.exception
     assert error is not None
     place = f" in {error.module}" if error.module else ""

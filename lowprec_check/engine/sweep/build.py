@@ -7,13 +7,10 @@ tells) is noted as lost, another worker takes its place, and the operator is mea
 from __future__ import annotations
 
 import collections
+import math
 import os
-import selectors
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,10 +18,13 @@ import msgspec
 
 from lowprec_check.catalog.measured_sweep import MeasuredSweep
 from lowprec_check.catalog.records import Failure, Header, OpRecord, OpTimes
-from lowprec_check.engine.core.breadcrumb import Crumb
 from lowprec_check.engine.sweep.failures import Raised
-from lowprec_check.engine.sweep.messages import POISONED, Answer, Fault, FromWorker, Hello, Refusal, Task
+from lowprec_check.engine.sweep.messages import POISONED, Answer, Fault, FromWorker, Hello, Refusal, Task, decode
 from lowprec_check.errors import UsageError
+from lowprec_check.process.breadcrumb import Breadcrumb
+from lowprec_check.process.command_worker import LineWorker
+from lowprec_check.process.exit_code import describe_exit, signal_name
+from lowprec_check.process.supervisor import Said, Seen, Supervisor
 
 SAMPLES = 24
 CALL_SECONDS = 30.0
@@ -60,64 +60,10 @@ def build(
     command = [python, "-m", worker, "--device", device, "--samples", str(samples)]
     command += ["--extension", extension] if extension else []
     with tempfile.TemporaryDirectory(prefix="lowprec-check-") as workdir:
-        sweep = _Sweep(command, Path(workdir), only, call_seconds, on_progress)
-        try:
-            return sweep.run(jobs or os.cpu_count() or 1)
-        finally:
-            sweep.close()
+        return _Sweep(command, Path(workdir), only, call_seconds, on_progress).run(jobs or os.cpu_count() or 1)
 
 
-class _Worker:
-    """One process, and the operator it has."""
-
-    def __init__(self, command: list[str], crumb: Path) -> None:
-        self.crumb = Crumb.create(crumb)
-        self.log = crumb.with_suffix(".log")
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*command, "--crumb", str(crumb)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=os.environ | REPRODUCIBLE,
-            )
-        self.op: str | None = None
-        self.since = time.time()
-        self._read = b""
-
-    def give(self, task: Task) -> None:
-        """Hand it an operator; a dead worker is noticed when it is read."""
-        assert self.process.stdin is not None
-        self.op, self.since = task.op, time.time()
-        try:
-            self.process.stdin.write(msgspec.json.encode(task) + b"\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass
-
-    def read(self) -> list[FromWorker] | None:
-        """What it said; ``None`` when it has ended."""
-        assert self.process.stdout is not None
-        data = os.read(self.process.stdout.fileno(), 1 << 16)
-        if not data:
-            return None
-        *lines, self._read = (self._read + data).split(b"\n")
-        return [msgspec.json.decode(line, type=FromWorker) for line in lines]
-
-    def where(self) -> tuple[str, float]:
-        """The cell it is in, and seconds since the call in it began."""
-        position = self.crumb.read()
-        if position is None or position.op != self.op or position.started < self.since:
-            return "samples", time.time() - self.since
-        return position.module, time.time() - position.started
-
-    def kill(self) -> None:
-        """End it."""
-        self.process.kill()
-        self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                stream.close()
+SweepWorker = LineWorker[FromWorker]
 
 
 class _Sweep:
@@ -133,7 +79,9 @@ class _Sweep:
     ) -> None:
         self.command, self.workdir, self.only, self.on_progress = command, workdir, only, on_progress
         self.call_seconds = call_seconds
-        self.selector = selectors.DefaultSelector()
+        self.supervisor: Supervisor[SweepWorker, FromWorker] = Supervisor(tick=0.2)
+        self.measuring: dict[SweepWorker, str] = {}
+        """The operator that each busy worker has."""
         self.header: Header | None = None
         self.waiting: collections.deque[str] = collections.deque()
         self.lost: dict[str, dict[str, Raised]] = collections.defaultdict(dict)
@@ -142,46 +90,48 @@ class _Sweep:
 
     def run(self, jobs: int) -> MeasuredSweep:
         """Work until every operator is answered."""
-        for _ in range(jobs):
-            self._start()
-        while self.header is None or len(self.found) < self.total:
-            for key, _ in self.selector.select(timeout=0.2):
-                self._listen(key.data)
-            for worker in self._workers():
-                self._check(worker)
+        with self.supervisor:
+            for _ in range(jobs):
+                self._start()
+            for event in self.supervisor.events():
+                if isinstance(event, Said):
+                    self._hear(event.worker, event.message)
+                elif event.state != "running":
+                    self._replace(event)
+                if self.header is not None and len(self.found) >= self.total:
+                    return self._measured(self.header)
+        raise AssertionError("a worker that ends is replaced")
+
+    def _measured(self, header: Header) -> MeasuredSweep:
         answers = [answer for _, answer in sorted(self.found.items())]
-        header = msgspec.structs.replace(self.header, ops=len(answers))
+        header = msgspec.structs.replace(header, ops=len(answers))
         return MeasuredSweep(header, [a.record for a in answers], [a.times for a in answers if a.times.float32_us])
-
-    def close(self) -> None:
-        """End the workers."""
-        for worker in self._workers():
-            worker.kill()
-        self.selector.close()
-
-    def _workers(self) -> list[_Worker]:
-        return [key.data for key in list(self.selector.get_map().values())]
 
     def _start(self) -> None:
         self.started += 1
-        worker = _Worker(self.command, self.workdir / f"{self.started}.crumb")
-        self.selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
+        path = self.workdir / f"{self.started}.breadcrumb"
+        breadcrumb = Breadcrumb.create(path)
+        worker = LineWorker(
+            [*self.command, "--breadcrumb", str(path)],
+            decode,
+            environment=os.environ | REPRODUCIBLE,
+            log=path.with_suffix(".log"),
+            breadcrumb=breadcrumb,
+        )
+        worker.allow(START_SECONDS)
+        self.supervisor.add(worker)
 
-    def _listen(self, worker: _Worker) -> None:
-        messages = worker.read()
-        if messages is None:
-            self._ended(worker)
-            return
-        for message in messages:
-            if isinstance(message, Refusal):
-                raise UsageError(message.message, message.hint)
-            if isinstance(message, Fault):
-                raise RuntimeError(f"the sweep failed at {message.op}:\n{message.traceback}")
-            if isinstance(message, Hello):
-                self._greeted(message)
-            else:
-                self.found[message.record.op] = message
-            self._feed(worker)
+    def _hear(self, worker: SweepWorker, message: FromWorker) -> None:
+        if isinstance(message, Refusal):
+            raise UsageError(message.message, message.hint)
+        if isinstance(message, Fault):
+            raise RuntimeError(f"the sweep failed at {message.op}:\n{message.traceback}")
+        if isinstance(message, Hello):
+            worker.allow(math.inf)
+            self._greeted(message)
+        else:
+            self.found[message.record.op] = message
+        self._feed(worker)
 
     def _greeted(self, hello: Hello) -> None:
         if self.header is not None:
@@ -193,53 +143,47 @@ class _Sweep:
         self.waiting.extend(self.only or hello.operators)
         self.total = len(self.waiting)
 
-    def _feed(self, worker: _Worker) -> None:
-        """Give it the next operator."""
-        worker.op = None
-        if self.waiting:
-            op = self.waiting.popleft()
-            worker.give(Task(op, self.lost.get(op, {})))
-            if self.on_progress is not None:
-                self.on_progress(len(self.found), self.total, op)
+    def _feed(self, worker: SweepWorker) -> None:
+        """Give it the next operator, if there is one."""
+        self.measuring.pop(worker, None)
+        worker.op_limit = math.inf
+        if not self.waiting:
+            return
+        op = self.waiting.popleft()
+        self.measuring[worker] = op
+        if worker.breadcrumb is not None:
+            worker.breadcrumb.enter(op, "samples", None)  # where it is until its first call
+        worker.op_limit = self.call_seconds
+        worker.give(msgspec.json.encode(Task(op, self.lost.get(op, {}))))
+        if self.on_progress is not None:
+            self.on_progress(len(self.found), self.total, op)
 
-    def _check(self, worker: _Worker) -> None:
-        """Kill a worker that is stuck."""
-        if worker.op is not None:
-            cell, seconds = worker.where()
-            if seconds > self.call_seconds:
-                self._drop(worker, cell, Raised("timeout", f"took longer than {self.call_seconds:.0f} s", died=True))
-        elif self.header is None and time.time() - worker.since > START_SECONDS:
-            raise RuntimeError(f"a worker of the sweep did not start within {START_SECONDS:.0f} s")
-
-    def _ended(self, worker: _Worker) -> None:
-        """A worker died by itself."""
-        code = worker.process.wait()
-        if worker.op is None:
-            log = worker.log.read_text(errors="replace")
-            raise RuntimeError(f"a worker of the sweep ended with exit code {code}:\n{log[-2000:]}")
-        self._drop(worker, worker.where()[0], _how_it_died(code))
-
-    def _drop(self, worker: _Worker, cell: str, raised: Raised) -> None:
-        """Put another in its place, and its operator back in the queue without that cell."""
-        op = worker.op
-        assert op is not None
-        self.selector.unregister(worker.process.stdout)  # type: ignore[arg-type]
-        worker.kill()
-        self.lost[op][cell] = raised
+    def _replace(self, gone: Seen[SweepWorker]) -> None:
+        """Start another worker, and put the operator of this one back in the queue without the cell it was in."""
+        op = self.measuring.pop(gone.worker, None)
+        if op is None or gone.position is None:
+            raise RuntimeError(_never_worked(gone))
+        cell = gone.position.module
+        self.lost[op][cell] = self._why(gone)
         if len(self.lost[op]) < DEATHS and cell != "float32/forward":
             self.waiting.appendleft(op)
         else:
             self.found[op] = _given_up(op, self.lost[op])
         self._start()
 
+    def _why(self, gone: Seen[SweepWorker]) -> Raised:
+        if gone.exit_code is None:
+            return Raised("timeout", f"took longer than {self.call_seconds:.0f} s", died=True)
+        if gone.exit_code == POISONED:
+            return Raised("assertion", "an assertion failed on the device, which then refused every call", died=True)
+        return Raised(signal_name(gone.exit_code) or "exit", describe_exit(gone.exit_code), died=True)
 
-def _how_it_died(code: int) -> Raised:
-    if code < 0:
-        name = signal.Signals(-code).name
-        return Raised(name, f"the process died of {name}", died=True)
-    if code == POISONED:
-        return Raised("assertion", "an assertion failed on the device, which then refused every call", died=True)
-    return Raised("exit", f"the process ended with exit code {code}", died=True)
+
+def _never_worked(gone: Seen[SweepWorker]) -> str:
+    if gone.exit_code is None:
+        return f"a worker of the sweep did not start within {START_SECONDS:.0f} s"
+    log = gone.worker.log.read_text(errors="replace")
+    return f"a worker of the sweep ended with exit code {gone.exit_code}:\n{log[-2000:]}"
 
 
 def _given_up(op: str, lost: dict[str, Raised]) -> Answer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from lowprec_check.catalog.records import Header, OpRecord, OpTimes
 from lowprec_check.engine.sweep.failures import Raised
 from lowprec_check.schema.base import Struct
@@ -46,3 +48,11 @@ class Fault(Struct, frozen=True, tag="fault"):
 
 
 FromWorker = Hello | Refusal | Answer | Fault
+
+
+def decode(line: bytes) -> FromWorker:
+    """Decode a line of a worker; raises ``msgspec.DecodeError`` for anything else."""
+    return _DECODER.decode(line)
+
+
+_DECODER: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)

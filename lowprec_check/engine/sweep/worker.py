@@ -16,12 +16,12 @@ import msgspec
 import torch
 
 from lowprec_check.catalog.records import LOW, Dtype, Header
-from lowprec_check.engine.core.breadcrumb import Crumb
 from lowprec_check.engine.sweep.calls import Setting
 from lowprec_check.engine.sweep.measure import Subject
 from lowprec_check.engine.sweep.messages import Answer, Fault, Hello, Refusal, Task
 from lowprec_check.engine.sweep.samples import load_operators
 from lowprec_check.errors import UsageError
+from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.base import Struct
 
 FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "avx_ne_convert")
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--device", required=True)
     parser.add_argument("--samples", type=int, required=True)
     parser.add_argument("--extension")
-    parser.add_argument("--crumb", required=True)
+    parser.add_argument("--breadcrumb", required=True)
     options = parser.parse_args()
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
@@ -44,12 +44,12 @@ def main() -> None:
         _send(answers, Refusal(error.message, error.hint))
         return
     _send(answers, Hello(header, list(operators)))
-    crumb = Crumb(options.crumb)
+    breadcrumb = Breadcrumb(options.breadcrumb)
     for line in sys.stdin.buffer:
         task = msgspec.json.decode(line, type=Task)
 
         def enter(cell: str, detail: str, name: str = task.op) -> None:
-            crumb.enter(name, cell, detail)
+            breadcrumb.enter(name, cell, detail)
 
         try:
             found = Subject(task.op, operators[task.op], setting, task.lost, enter).measure()

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.engine.core.breadcrumb import Crumb
 from lowprec_check.engine.core.output_comparison import compare_outputs, same_bits
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import ModuleStack
@@ -25,12 +25,14 @@ from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.recorder import Errors, Recorder
 from lowprec_check.engine.trace.seeding import seed_inputs, seed_state
 from lowprec_check.engine.trace.twins import storage_key
+from lowprec_check.process.breadcrumb import Breadcrumb
+from lowprec_check.schema.base import Struct
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo, Gap
 
 
-class Instrumented(NamedTuple):
-    """What the instrumented part found."""
+class Instrumented(Struct, frozen=True, kw_only=True):
+    """What the instrumented part found; a worker sends it."""
 
     gaps: list[Gap]
     op_calls: OpCalls
@@ -56,7 +58,7 @@ class Options(NamedTuple):
     errors: Errors = "both"
     wide: torch.dtype = torch.float32
     emulation: Emulation = Emulation()
-    crumb: Crumb | None = None
+    crumb: Breadcrumb | None = None
     on_gap: Callable[[Gap], None] | None = None
     seed: int = 0
     count_memory: bool = False
@@ -133,10 +135,10 @@ def _pass(
     )
     if error is not None:
         above = error is not recorder.execution.raised and isinstance(error, Exception)
-        return found._replace(exception=describe_error(error, ready.model)), above
+        return msgspec.structs.replace(found, exception=describe_error(error, ready.model)), above
     as_given = plain_outputs if not (found.gaps or found.emulated or function_mode) else None
     found = _with_output(found, output_tensors(output), as_given, lockstep)
-    return found._replace(peak_memory_bytes=counter.peak if counter is not None else None), False
+    return msgspec.structs.replace(found, peak_memory_bytes=counter.peak if counter is not None else None), False
 
 
 def _with_output(
@@ -144,7 +146,8 @@ def _with_output(
 ) -> Instrumented:
     """``found`` with what the output says: against the lockstep reference, and against the plain run's bits."""
     compared = compare_outputs(tensors, [lockstep.twins.reference_of(tensor) for tensor in tensors])
-    return found._replace(
+    return msgspec.structs.replace(
+        found,
         perturbed=None if plain_outputs is None else not same_bits(tensors, plain_outputs),
         lockstep_error=compared.error,
         lockstep_nonfinite=compared.nonfinite,

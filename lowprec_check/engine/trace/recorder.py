@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from lowprec_check.engine.core.breadcrumb import Crumb
 from lowprec_check.engine.core.dispatch_mode import DispatchMode
 from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.floating_dtypes import NARROW, is_narrow
@@ -30,6 +29,7 @@ from lowprec_check.engine.trace.op_arguments import Args, Kwargs, asks_narrow, o
 from lowprec_check.engine.trace.op_errors import OpErrors
 from lowprec_check.engine.trace.op_traits import draws
 from lowprec_check.engine.trace.twins import storage_key
+from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.op_calls import OpCall
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class Recorder(DispatchMode):
         *,
         errors: Errors = "both",
         emulation: Emulation | None = None,
-        crumb: Crumb | None = None,
+        crumb: Breadcrumb | None = None,
         counter: StorageCounter | None = None,
         timed: bool = True,
     ) -> None:

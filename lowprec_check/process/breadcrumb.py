@@ -1,7 +1,7 @@
 """A breadcrumb that survives the death of a process: which op is running, where, since when.
 
-A small file mapped by both sides. The worker writes it before and after every op; the parent reads it to show
-progress, to see that one op takes too long, and to name the op in which a process died.
+A small file mapped into both processes. The worker writes it before and after every op; its supervisor reads it to show
+progress, to see that one op takes too long, and to name the op in which the process died.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ IDLE, IN_OP, AFTER_OP = 0, 1, 2
 
 
 class Position(NamedTuple):
-    """What the crumb says."""
+    """What a breadcrumb says."""
 
     state: int
     started: float
+    """When the op began, as ``time.time()`` gives it."""
     ops: int
     op: str
     module: str
@@ -33,9 +34,13 @@ class Position(NamedTuple):
         """Whether an op had begun and not ended."""
         return self.state == IN_OP
 
+    def seconds_in_op(self) -> float:
+        """Seconds since the running op began; 0 between ops."""
+        return time.time() - self.started if self.in_op else 0.0
 
-class Crumb:
-    """The mapped file; ``path`` is made (or cleared) by :meth:`create` and opened by both sides."""
+
+class Breadcrumb:
+    """The mapped file at ``path``, which must exist; :meth:`create` makes or clears it."""
 
     def __init__(self, path: str | Path) -> None:
         with open(path, "r+b") as file:
@@ -43,24 +48,24 @@ class Crumb:
         self._ops = 0
 
     @classmethod
-    def create(cls, path: str | Path) -> Crumb:
-        """Make an empty crumb."""
+    def create(cls, path: str | Path) -> Breadcrumb:
+        """Make an empty breadcrumb."""
         Path(path).write_bytes(bytes(_SIZE))
         return cls(path)
 
     def enter(self, op: str, module: str, source: str | None) -> None:
-        """An op begins."""
+        """Note that an op begins."""
         text = f"{op}\0{module}\0{source or ''}".encode()[: _SIZE - _HEAD.size]
         self._ops += 1
         head = _HEAD.pack(IN_OP, time.time(), self._ops, len(text))
         self._map[: _HEAD.size + len(text)] = head + text
 
     def leave(self) -> None:
-        """The op has ended."""
+        """Note that the op has ended."""
         self._map[0] = AFTER_OP
 
     def read(self) -> Position | None:
-        """The last position written; ``None`` before the first op."""
+        """Return the last position written; ``None`` before the first op."""
         state, started, ops, length = _HEAD.unpack_from(self._map)
         if state == IDLE:
             return None

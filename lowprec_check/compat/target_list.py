@@ -1,0 +1,77 @@
+"""Which models to scan: a list in a file, the options and devices of each, a file name for each. Never imports torch."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from lowprec_check.errors import UsageError
+
+
+class Request(NamedTuple):
+    """One model to scan on one device."""
+
+    target: str
+    options: tuple[str, ...] = ()
+    """Further options of ``scan``."""
+    device: str | None = None
+    slug: str = ""
+    """A file name for it, unlike any other of the same list."""
+
+
+def read_list(path: Path) -> list[Request]:
+    """Read one target per line, followed by options of ``scan``; ``#`` begins a comment."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"Cannot read {path}: {why}.", "It must be a text file with a target a line.") from None
+    requests = []
+    for number, line in enumerate(lines, 1):
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise UsageError(
+                f"{path}:{number} does not parse: {error}.", "Write a target, and options of scan behind it."
+            ) from None
+        if words:
+            requests.append(Request(words[0], tuple(words[1:])))
+    return requests
+
+
+def asked_for(requests: Iterable[Request], options: tuple[str, ...], devices: Iterable[str]) -> list[Request]:
+    """Return each model on each device, once, with the options of all in front of its own."""
+    where: list[str | None] = [*devices] or [None]
+    return with_slugs(
+        request._replace(options=(*options, *request.options), device=device)
+        for request in requests
+        for device in where
+    )
+
+
+def with_slugs(requests: Iterable[Request]) -> list[Request]:
+    """Return each request once, with its slug: the target and the device.
+
+    Where several share that, a digest of the options is added.
+    """
+    plain = {request: _plain_slug(request) for request in requests}
+    taken = Counter(plain.values())
+    return [
+        request._replace(slug=slug if taken[slug] == 1 else f"{slug}-{_digest(request)}")
+        for request, slug in plain.items()
+    ]
+
+
+def _plain_slug(request: Request) -> str:
+    name = re.sub(r"[^A-Za-z0-9._]+", "-", request.target).strip("-.")[-80:] or "model"
+    return f"{name}-{request.device.replace(':', '')}" if request.device else name
+
+
+def _digest(request: Request) -> str:
+    text = "\0".join([request.target, *request.options])
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:6]

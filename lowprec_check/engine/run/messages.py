@@ -1,0 +1,102 @@
+"""What the worker of a job says, as msgspec encodes it: nothing that a worker sends is unpickled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from lowprec_check.engine.model.plain_run import PlainResult
+from lowprec_check.engine.trace.instrument import Instrumented
+from lowprec_check.schema.base import Struct
+from lowprec_check.schema.op_calls import OpCalls
+from lowprec_check.schema.scan_result import ErrorStats, Gap
+
+
+class Measures(Struct, frozen=True, kw_only=True):
+    """Time and memory of the plain run, and for the reference whether it agrees with itself."""
+
+    latency_ms: float | None = None
+    peak_memory_bytes: int | None = None
+    self_error: ErrorStats | None = None
+    nonfinite_at: tuple[str, str, str | None] | None = None
+    """Op, module and source line that made the first NaN or Inf."""
+    metric: float | None = None
+
+
+class PlainDone(Struct, frozen=True, tag="plain"):
+    """The plain part is done."""
+
+    result: PlainResult
+
+
+class MeasuresDone(Struct, frozen=True, tag="measures"):
+    """Time and memory are measured."""
+
+    measures: Measures
+
+
+class GapFound(Struct, frozen=True, tag="gap"):
+    """The instrumented part met a new gap; sent at once, in case that the process dies later."""
+
+    gap: Gap
+
+
+class Explained(Struct, frozen=True, tag="explained"):
+    """The instrumented part is done."""
+
+    result: Instrumented
+
+
+class InstrumentFault(Struct, frozen=True, tag="fault"):
+    """The tool failed after the plain run: that costs the explanation, not the row."""
+
+    message: str
+
+
+class Finished(Struct, frozen=True, tag="finished"):
+    """The job is done."""
+
+
+class ToolFailed(Struct, frozen=True, tag="failed"):
+    """The tool itself failed; the text is its traceback."""
+
+    traceback: str
+
+
+FromJob = PlainDone | MeasuresDone | GapFound | Explained | InstrumentFault | Finished | ToolFailed
+
+_DECODER: msgspec.msgpack.Decoder[FromJob] = msgspec.msgpack.Decoder(FromJob)
+
+
+def encode(message: FromJob) -> bytes:
+    """Encode as MessagePack, in which a float may be infinite or NaN; a lone surrogate in a text becomes ``?``."""
+    try:
+        return msgspec.msgpack.encode(message)
+    except UnicodeEncodeError:
+        return msgspec.msgpack.encode(_encodable(msgspec.to_builtins(message)))
+
+
+def decode(data: bytes) -> FromJob:
+    """Decode what :func:`encode` made; raises ``msgspec.DecodeError`` for anything else."""
+    message = _DECODER.decode(data)
+    if isinstance(message, Explained):
+        _share_texts(message.result.op_calls)
+    return message
+
+
+def _share_texts(op_calls: OpCalls) -> None:
+    """Keep each text of the columns once: there are a hundred thousand rows and a hundred names."""
+    known: dict[str | None, str | None] = {}
+    for column in (op_calls.op, op_calls.module, op_calls.source, op_calls.dtypes, op_calls.shape):
+        texts: list[Any] = column
+        texts[:] = [known.setdefault(text, text) for text in texts]
+
+
+def _encodable(value: Any) -> Any:
+    """Return ``value`` with every text as UTF-8 can hold it: a file name or a message need not be valid Unicode."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(item) for key, item in value.items()}
+    return [_encodable(item) for item in value] if isinstance(value, (list, tuple)) else value

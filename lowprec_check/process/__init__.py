@@ -1,0 +1,1 @@
+"""Worker processes: how they start, talk, overrun, end and are described. Never imports torch."""

@@ -1,0 +1,125 @@
+"""Workers that run a command: one that exchanges lines with its supervisor, one that is read when it has ended.
+
+Never imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.connection
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, NoReturn
+
+from lowprec_check.process.breadcrumb import Breadcrumb
+from lowprec_check.process.worker import Decode, Message, Worker
+
+_CHUNK = 1 << 16
+
+
+class LineWorker(Worker[Message]):
+    """A command that takes tasks from its standard input and writes messages to its standard output, a line each."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        decode: Decode[Message],
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        breadcrumb: Breadcrumb | None = None,
+    ) -> None:
+        """``log`` is the file for its standard error."""
+        super().__init__(breadcrumb)
+        self.log = log
+        self._decode = decode
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment
+            )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._tasks, self._messages = self._process.stdin, self._process.stdout
+        self._at_end = False
+        self._begun = b""
+
+    def give(self, task: bytes) -> None:
+        """Write a task; a worker that is dead is noticed when it is looked at."""
+        with contextlib.suppress(BrokenPipeError):
+            self._tasks.write(task + b"\n")
+            self._tasks.flush()
+
+    def waitables(self) -> list[int]:
+        """Return the standard output, while it is open."""
+        return [] if self._at_end else [self._messages.fileno()]
+
+    def receive(self) -> list[Message]:
+        """Return the messages of one chunk of the output; an unfinished line waits for its rest."""
+        if self._at_end or not multiprocessing.connection.wait([self._messages.fileno()], timeout=0):
+            return []
+        chunk = os.read(self._messages.fileno(), _CHUNK)
+        self._at_end = not chunk
+        *lines, self._begun = (self._begun + chunk).split(b"\n")
+        return [self._decode(line) for line in lines]
+
+    @property
+    def exit_code(self) -> int | None:
+        """How the process ended; ``None`` while it runs."""
+        return self._process.poll()
+
+    def end(self) -> None:
+        """Kill the process if it still runs, and wait until it is gone."""
+        self._process.kill()
+        self._process.wait()
+        self._at_end = True
+        for stream in (self._tasks, self._messages):
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+
+class CommandWorker(Worker[NoReturn]):
+    """A command in a process group of its own, whose output is read when it has ended."""
+
+    def __init__(
+        self, command: Sequence[str], *, environment: Mapping[str, str], output: IO[bytes], errors: IO[bytes]
+    ) -> None:
+        """``output`` and ``errors`` are files, not pipes: nothing must be read from them while the command runs."""
+        super().__init__()
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def waitables(self) -> list[int]:
+        """Return nothing: only a look tells that it has ended."""
+        return []
+
+    def receive(self) -> list[NoReturn]:
+        """Return nothing: it sends no messages."""
+        return []
+
+    @property
+    def exit_code(self) -> int | None:
+        """How the process ended; ``None`` while it runs."""
+        return self._process.poll()
+
+    def end(self) -> None:
+        """Kill the process, if it still runs, with those that it started; may be called from any thread."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                _kill_group(self._process)
+        self._process.wait()
+
+
+def _kill_group(leader: subprocess.Popen[bytes]) -> None:
+    if hasattr(os, "killpg"):
+        os.killpg(leader.pid, signal.SIGKILL)
+    else:
+        leader.kill()

@@ -1,0 +1,265 @@
+"""A precision, a backend and a report format from another package work everywhere, as CONTRIBUTING.md says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOY = '''
+"""The axes of another package: two precisions, a backend, a device and a report format."""
+
+from lowprec_check import Backend, Device, FloatFormat, Precision, ReportFormat
+
+FP12 = FloatFormat("float16", "fp12", "f16", 7, -14, 15, tolerance=0.2)
+
+
+def snippet(device, keep_fp32):
+    return f"import toy\\ntoy.round_weights(model, keep={list(keep_fp32)})"
+
+
+ROUNDED = Precision(
+    name="rounded", kind="custom", format=FP12, short="rnd", aliases=("toy-rounded",),
+    application="toy_torch:Rounded", snippet=snippet,
+)
+STRICT = Precision(name="strict-half", kind="cast", format=FP12, method="half", tolerance=1e-9)
+
+
+class Doubled(Backend):
+    """Returns twice what the model returns, so that its error is known: 1."""
+
+    name = "doubled"
+    summary = "twice the model"
+
+    def skip_reason(self, precision, device, memory_format):
+        return "doubled cannot run autocast" if precision.kind == "autocast" else None
+
+    def prepare(self, model, args, kwargs):
+        from toy_torch import doubled
+
+        return doubled(model)
+
+    def snippet(self):
+        return ["model = toy.doubled(model)"]
+
+
+class Shout(ReportFormat):
+    name = "shout"
+    suffixes = (".shout",)
+    renders_diffs = True
+
+    def render(self, result):
+        return " ".join(run.key.label for run in result.runs).upper()
+
+    def render_diff(self, diff):
+        return f"{len(diff.changes)} CHANGES"
+
+
+BACKEND, FORMAT, DEVICE = Doubled(), Shout(), Device(name="tpu")
+'''
+
+TOY_TORCH = '''
+import torch
+from lowprec_check import Application
+
+
+class Rounded(Application):
+    """Rounds the weights to 7 bits and leaves the arithmetic alone."""
+
+    def apply(self, model, device_type, keep_fp32):
+        for name, parameter in model.named_parameters():
+            if not any(name.startswith(f"{kept}.") for kept in keep_fp32):
+                mantissa, exponent = torch.frexp(parameter.data)
+                parameter.data = torch.ldexp((mantissa * 128).round() / 128, exponent)
+
+
+def doubled(model):
+    return lambda *args, **kwargs: 2 * model(*args, **kwargs)
+'''
+
+ENTRY_POINTS = """[lowprec_check.axes]
+rounded = toy:ROUNDED
+strict = toy:STRICT
+doubled = toy:BACKEND
+shout = toy:FORMAT
+tpu = toy:DEVICE
+"""
+
+MODEL = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+inputs = torch.randn(8, 16)
+"""
+
+TEST = """
+import pytest
+import torch
+from mymodel import model, inputs
+
+@pytest.mark.lowprec("toy-rounded", "half")
+def test_marked(lowprec):
+    assert lowprec.precision in ("rounded", "half")
+    lowprec.check(model, inputs)
+
+@pytest.mark.lowprec("half", backend="doubled")
+def test_on_a_backend(lowprec):
+    with pytest.raises(AssertionError, match="half · doubled"):
+        lowprec.check(model, inputs)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the other package, installed as far as Python can tell, and a model."""
+    path = tmp_path_factory.mktemp("toy")
+    info = path / "toy-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    for name, text in (("toy.py", TOY), ("toy_torch.py", TOY_TORCH), ("mymodel.py", MODEL), ("test_mine.py", TEST)):
+        (path / name).write_text(text, encoding="utf-8")
+    return path
+
+
+def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": paths, "COLUMNS": "200"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return python(folder, "-m", "lowprec_check", *arguments)
+
+
+@pytest.fixture(scope="module")
+def scanned(folder: Path) -> Path:
+    """A scan of two precisions of the other package and one built in, on two backends."""
+    done = call(
+        folder, "scan", "mymodel.py", "-p", "toy-rounded,strict-half", "-p", "autocast-bf16",
+        "--backend", "eager,doubled", "--json", "scan.json", "--no-plan", "--fail-on", "never",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder / "scan.json"
+
+
+def test_help_lists_what_is_registered(folder: Path) -> None:
+    shown = call(folder, "scan", "--help").stdout
+    for name in ("rounded", "strict-half", "doubled (twice the model)", "tpu", ".shout"):
+        assert name in shown, name
+    assert "rounded" in python(folder, "-m", "pytest", "--markers").stdout
+
+
+def test_a_scan_runs_every_precision_on_every_backend(scanned: Path) -> None:
+    saved = json.loads(scanned.read_text())
+    found = {(run["precision"], run["backend"]): run for run in saved["runs"]}
+    assert list(found) == [
+        ("fp32", "eager"), ("rounded", "eager"), ("strict-half", "eager"), ("autocast-bf16", "eager"),
+        ("rounded", "doubled"), ("strict-half", "doubled"), ("autocast-bf16", "doubled"),
+    ]  # fmt: skip
+    rounded = found["rounded", "eager"]
+    assert rounded["status"] == "ok"
+    assert rounded["tolerance"] == 0.2
+    assert 1e-4 < rounded["output_error"]["rel_l2"] < 0.05
+    assert found["strict-half", "eager"]["status"] == "inaccurate"
+    doubled = found["rounded", "doubled"]
+    assert doubled["status"] == "inaccurate"
+    assert doubled["output_error"]["rel_l2"] == pytest.approx(1.0, abs=0.05)
+    assert found["autocast-bf16", "doubled"]["status"] == "skipped"
+    assert found["autocast-bf16", "doubled"]["reason"] == "doubled cannot run autocast"
+    assert all(len(run["op_calls"]["op"]) >= 3 for run in saved["runs"] if run["status"] != "skipped")
+    mismatch = [d for d in saved["diagnostics"] if d["code"] == "LP301" and d["backend"] == "doubled"]
+    assert {d["precision"] for d in mismatch} == {"rounded", "strict-half"}
+
+
+def test_what_is_recommended_has_its_own_snippet(folder: Path) -> None:
+    done = call(folder, "scan", "mymodel.py", "-p", "rounded", "--json", "-", "--no-plan")
+    advice = json.loads(done.stdout)["recommendation"]
+    assert advice["precision"] == "rounded"
+    assert "toy.round_weights(model, keep=[])" in advice["code"]
+
+
+@pytest.mark.parametrize("format", ["text", "md", "html", "sarif", "junit", "json", "shout"])
+def test_every_report_names_the_run(folder: Path, scanned: Path, format: str) -> None:
+    done = call(folder, "report", str(scanned), "--format", format)
+    assert done.returncode == 0, done.stderr
+    assert ("ROUNDED · DOUBLED" in done.stdout) if format == "shout" else ("rounded" in done.stdout)
+    if format in ("text", "md", "html", "junit"):
+        assert "rounded · doubled" in done.stdout
+
+
+def test_a_report_can_be_made_without_the_package(folder: Path, scanned: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "scan.json"
+    copy.write_bytes(scanned.read_bytes())
+    for name in ("text", "md", "html", "sarif", "junit"):
+        done = call(tmp_path, "report", str(copy), "--format", name)
+        assert done.returncode == 0, done.stderr
+        assert "rounded" in done.stdout
+
+
+def test_a_difference_tells_backends_apart(folder: Path, scanned: Path) -> None:
+    saved = json.loads(scanned.read_text())
+    changed = next(run for run in saved["runs"] if (run["precision"], run["backend"]) == ("rounded", "doubled"))
+    changed["status"] = "ok"
+    (folder / "other.json").write_text(json.dumps(saved))
+    diff = json.loads(call(folder, "diff", str(scanned), "other.json", "-f", "json").stdout)
+    assert [(change["run"], change["new"]) for change in diff["changes"]] == [("rounded · doubled", "ok")]
+    assert call(folder, "diff", str(scanned), "other.json", "-f", "shout").stdout == "1 CHANGES"
+
+
+def test_a_baseline_accepts_one_backend_and_not_the_other(folder: Path, scanned: Path) -> None:
+    options = ("scan", "mymodel.py", "-p", "strict-half", "--select", "LP3", "--no-plan", "--baseline", "known.json")
+    assert call(folder, *options, "--update-baseline", "--fail-on", "never").returncode == 0
+    done = call(folder, *options, "--backend", "eager,doubled", "--json", "-", "--fail-on", "never")
+    found = {d["backend"]: d["accepted"] for d in json.loads(done.stdout)["diagnostics"] if d["code"] == "LP301"}
+    assert found == {"eager": True, "doubled": False}
+
+
+def test_a_plan_starts_from_it_and_is_applied(folder: Path) -> None:
+    done = call(
+        folder, "plan", "mymodel.py", "--base", "custom", "--tolerance", "0.002", "--save", "plan.json", "--json"
+    )
+    planning = json.loads(done.stdout)
+    assert [attempt["base"] for attempt in planning["attempts"]] == ["rounded"]
+    plan = planning["plan"]
+    assert plan["keep_fp32"]
+    assert 0 < plan["rel_l2"] <= 0.002
+    assert f"toy.round_weights(model, keep={plan['keep_fp32']})" in plan["code"]
+    code = "import mymodel, lowprec_check; print(float(lowprec_check.apply(mymodel.model, 'plan.json')(mymodel.inputs).sum()))"
+    applied = python(folder, "-c", code)
+    assert applied.returncode == 0, applied.stderr
+    on_backend = call(folder, "plan", "mymodel.py", "--dtype", "bf16", "--backend", "doubled", "--json")
+    assert all(attempt["status"] in ("inaccurate", "skipped") for attempt in json.loads(on_backend.stdout)["attempts"])
+
+
+def test_the_marker_and_check_take_them(folder: Path) -> None:
+    done = python(folder, "-m", "pytest", "-p", "no:cacheprovider", "test_mine.py", "-v")
+    assert done.returncode == 0, done.stdout
+    for name in ("test_marked[rounded-cpu]", "test_marked[half-cpu]", "test_on_a_backend[half-doubled-cpu]"):
+        assert f"{name} PASSED" in done.stdout
+
+
+def test_a_package_that_fails_to_load_is_named(folder: Path, tmp_path: Path) -> None:
+    info = tmp_path / "broken-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[lowprec_check.axes]\nx = nowhere:X\n")
+    done = call(tmp_path, "scan", "--help")
+    assert done.returncode == 2
+    assert "broken registers 'x'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_typing_mistake_gets_a_suggestion(folder: Path) -> None:
+    done = call(folder, "scan", "mymodel.py", "-p", "bflaot16")
+    assert done.returncode == 2
+    assert "Unknown precision 'bflaot16'" in done.stderr
+    assert "Did you mean bfloat16?" in done.stderr

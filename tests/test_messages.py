@@ -1,0 +1,152 @@
+"""What the worker of a job says arrives as it was said."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+from conftest import Mlp
+from shared_result import gap
+
+from lowprec_check.engine.model.plain_run import PlainResult
+from lowprec_check.engine.run.isolation import WorkerError, isolated
+from lowprec_check.engine.run.messages import (
+    Explained,
+    Finished,
+    FromJob,
+    GapFound,
+    InstrumentFault,
+    Measures,
+    MeasuresDone,
+    PlainDone,
+    ToolFailed,
+    decode,
+    encode,
+)
+from lowprec_check.engine.run.outcome import JobOutcome
+from lowprec_check.engine.trace.instrument import Instrumented
+from lowprec_check.errors import UsageError
+from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo, OpCalls, Place
+
+ERROR = ErrorStats(rel_l2=math.inf, max_abs=-math.inf, cosine=0.5, sqnr_db=None, top1=1.0)
+RAISED = ExceptionInfo(type="RuntimeError", message="„no” kernel", module="layer", source="model.py:3")
+ROW = Place(
+    op="aten.mm.default",
+    module="layer",
+    source=None,
+    dtypes="f16→f16",
+    shape="2×3",
+    outcome="rescued",
+    local_error=math.inf,
+    accumulated_error=1e-3,
+    input_error=None,
+    absmax=65504.0,
+    rms=1.0,
+    introduced_inf=1 << 40,
+    introduced_nan=0,
+    flushed=0.25,
+    input_flushed=None,
+    flips=0,
+    recast=1,
+    time_ms=0.1,
+    reference_ms=None,
+)
+
+
+def op_calls(rows: int) -> OpCalls:
+    """``rows`` calls, whose texts are equal and not identical, as they are in a worker's columns."""
+    again = [msgspec.json.decode(msgspec.json.encode(ROW), type=Place) for _ in range(rows - 1)]
+    return OpCalls(**{name: [getattr(row, name) for row in (ROW, *again)] for name in Place._fields})
+
+
+FOUND = Instrumented(
+    gaps=[gap("aten.dot.default")],
+    op_calls=op_calls(3),
+    uncalled_modules=["a.b"],
+    called_modules=["a", ""],
+    complete=False,
+    exception=RAISED,
+    perturbed=False,
+    lockstep_error=ERROR,
+    lockstep_nonfinite=True,
+    emulated={"aten.mm.default": "slow"},
+    peak_memory_bytes=1 << 40,
+    faults=("one", "two"),
+)
+PLAIN = PlainResult(
+    status="error", exception=RAISED, output_error=ERROR, seconds=0.5, random=True, notes=("n",), loss=-math.inf
+)
+MESSAGES: list[FromJob] = [
+    PlainDone(PLAIN),
+    MeasuresDone(
+        Measures(latency_ms=math.inf, peak_memory_bytes=3, self_error=ERROR, nonfinite_at=("op", "", None), metric=1.0)
+    ),
+    GapFound(gap("aten.fill_.Scalar", kind="scalar-overflow", constant=-math.inf)),
+    Explained(FOUND),
+    InstrumentFault("measuring failed"),
+    Finished(),
+    ToolFailed("Traceback"),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_every_message_arrives_as_it_was_sent(message: FromJob) -> None:
+    received = decode(encode(message))
+    assert type(received) is type(message)
+    assert received == message
+
+
+def test_a_nan_arrives_as_a_nan() -> None:
+    received = decode(encode(MeasuresDone(Measures(metric=math.nan))))
+    assert isinstance(received, MeasuresDone)
+    assert received.measures.metric is not None
+    assert math.isnan(received.measures.metric)
+
+
+def test_a_text_that_is_no_unicode_does_not_stop_a_message() -> None:
+    odd = msgspec.structs.replace(PLAIN, exception=msgspec.structs.replace(RAISED, message="\udcff.bin"), loss=math.inf)
+    received = decode(encode(PlainDone(odd)))
+    assert isinstance(received, PlainDone)
+    assert received.result.exception is not None
+    assert received.result.exception.message == "?.bin"
+    assert received.result.loss == math.inf
+
+
+def test_equal_texts_of_a_column_are_kept_once() -> None:
+    received = decode(encode(Explained(FOUND)))
+    assert isinstance(received, Explained)
+    for name in ("op", "module", "dtypes", "shape"):
+        assert len({id(text) for text in getattr(received.result.op_calls, name)}) == 1
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80", msgspec.msgpack.encode({"type": "gap"}), encode(Finished())[:-1]])
+def test_anything_else_is_refused(data: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        decode(data)
+
+
+def test_an_outcome_is_what_was_said() -> None:
+    outcome = JobOutcome()
+    for message in MESSAGES:
+        outcome.note(message)
+    assert (outcome.plain, outcome.explained, outcome.faults) == (PLAIN, FOUND, ["measuring failed"])
+    assert outcome.measures is not None
+    assert [found.op for found in outcome.gaps] == ["aten.fill_.Scalar"]
+
+
+def wrong_call() -> Mlp:
+    raise UsageError("No.", "Do this.")
+
+
+@pytest.mark.parametrize("isolation", ["fork", "none"])
+def test_a_function_far_away_returns_and_raises_as_here(isolation: str) -> None:
+    assert isolated(lambda: {"x": [1, None, math.inf]}, isolation, dict) == {"x": [1, None, math.inf]}  # type: ignore[arg-type]
+    with pytest.raises(UsageError) as caught:
+        isolated(wrong_call, isolation, Mlp)  # type: ignore[arg-type]
+    assert (caught.value.message, caught.value.hint) == ("No.", "Do this.")
+
+
+def test_another_exception_of_a_worker_comes_with_its_traceback() -> None:
+    with pytest.raises(WorkerError, match="ZeroDivisionError"):
+        isolated(lambda: 1 // 0, "fork", int)
