@@ -74,6 +74,7 @@ def show(page: Any, label: str) -> None:
 # -- in the browser
 
 
+@pytest.mark.xdist_group("browser of html")
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_opens_silently_and_says_where_error_is_born(browser: Any, page_of: Any, scheme: str) -> None:
@@ -92,6 +93,7 @@ def test_opens_silently_and_says_where_error_is_born(browser: Any, page_of: Any,
         assert label_in_chart(page).startswith("largest step: ")
 
 
+@pytest.mark.xdist_group("browser of html")
 @pytest.mark.slow
 def test_hovering_tells_op_module_and_line(browser: Any, page_of: Any) -> None:
     with opened(browser, page_of(RESULT), viewport={"width": 1200, "height": 900}) as page:
@@ -106,6 +108,7 @@ def test_hovering_tells_op_module_and_line(browser: Any, page_of: Any) -> None:
         assert module in tip
 
 
+@pytest.mark.xdist_group("browser of html")
 @pytest.mark.slow
 def test_the_keyboard_walks_along_the_calls(browser: Any, page_of: Any) -> None:
     with opened(browser, page_of(RESULT)) as page:
@@ -118,6 +121,7 @@ def test_the_keyboard_walks_along_the_calls(browser: Any, page_of: Any) -> None:
         assert page.get_attribute("#walk", "aria-valuetext") == said
 
 
+@pytest.mark.xdist_group("browser of html")
 @pytest.mark.slow
 def test_the_module_tree_opens_and_closes_by_keyboard(browser: Any, page_of: Any) -> None:
     with opened(browser, page_of(RESULT)) as page:
@@ -134,6 +138,7 @@ def test_the_module_tree_opens_and_closes_by_keyboard(browser: Any, page_of: Any
         assert "×" in page.locator("#heat tbody tr").first.inner_text()
 
 
+@pytest.mark.xdist_group("browser of html")
 @pytest.mark.slow
 def test_findings_are_filtered(browser: Any, page_of: Any) -> None:
     with opened(browser, page_of(RESULT)) as page:
@@ -142,6 +147,7 @@ def test_findings_are_filtered(browser: Any, page_of: Any) -> None:
         assert page.inner_text("#shown").startswith("2 of ")
 
 
+@pytest.mark.xdist_group("browser of html")
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_accessibility_rule_is_broken(browser: Any, page_of: Any, scheme: str) -> None:
@@ -151,6 +157,7 @@ def test_no_accessibility_rule_is_broken(browser: Any, page_of: Any, scheme: str
         assert broken == []
 
 
+@pytest.mark.xdist_group("browser of html")
 @pytest.mark.slow
 def test_prints_in_light_colours(browser: Any, page_of: Any, tmp_path: Path) -> None:
     with opened(browser, page_of(RESULT), color_scheme="dark") as page:
@@ -160,12 +167,14 @@ def test_prints_in_light_colours(browser: Any, page_of: Any, tmp_path: Path) -> 
         assert page.pdf(path=tmp_path / "report.pdf")[:4] == b"%PDF"
 
 
+@pytest.mark.xdist_group("browser of html")
 @pytest.mark.slow
 def test_a_narrow_screen_does_not_scroll_sideways(browser: Any, page_of: Any) -> None:
     with opened(browser, page_of(RESULT), viewport={"width": 360, "height": 800}) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
+@pytest.mark.xdist_group("browser of html")
 @pytest.mark.slow
 def test_hostile_strings_stay_text(browser: Any, page_of: Any) -> None:
     nasty = "<img src=x onerror=alert(1)><script>alert(2)</script>\"' javascript:alert(3) \u202e {{7*7}} " + "y" * 5000
@@ -177,6 +186,7 @@ def test_hostile_strings_stay_text(browser: Any, page_of: Any) -> None:
         assert page.evaluate("document.documentElement.scrollWidth") <= 1200
 
 
+@pytest.mark.xdist_group("browser of html")
 @pytest.mark.slow
 def test_twenty_thousand_calls_a_run_are_shown(browser: Any, page_of: Any) -> None:
     runs = [run("fp32", tolerance=None)]

@@ -121,6 +121,7 @@ def deadly() -> MeasuredSweep:
         os.environ["PYTHONPATH"] = before
 
 
+@pytest.mark.xdist_group("deadly sweep")
 @pytest.mark.slow
 def test_a_worker_that_dies_costs_that_operator_only(deadly: MeasuredSweep) -> None:
     records = {record.op: record for record in deadly.records}
@@ -135,6 +136,7 @@ def test_a_worker_that_dies_costs_that_operator_only(deadly: MeasuredSweep) -> N
     assert records["dies"].state("bfloat16", "backward") == "all"
 
 
+@pytest.mark.xdist_group("deadly sweep")
 @pytest.mark.slow
 def test_an_operator_that_always_kills_is_given_up(deadly: MeasuredSweep) -> None:
     record = deadly.records[0]
@@ -144,6 +146,7 @@ def test_an_operator_that_always_kills_is_given_up(deadly: MeasuredSweep) -> Non
     assert record.state("float32", "forward") == "none"
 
 
+@pytest.mark.xdist_group("deadly sweep")
 @pytest.mark.slow
 def test_a_call_that_hangs_is_a_timeout(deadly: MeasuredSweep) -> None:
     hanging = next(record for record in deadly.records if record.op == "hangs")
@@ -153,6 +156,7 @@ def test_a_call_that_hangs_is_a_timeout(deadly: MeasuredSweep) -> None:
     assert hanging.state("float16", "backward") == "all"
 
 
+@pytest.mark.xdist_group("deadly sweep")
 @pytest.mark.slow
 def test_what_depends_on_size_is_found_with_its_condition(deadly: MeasuredSweep) -> None:
     record = next(record for record in deadly.records if record.op == "refuses_large")
