@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+
+from lowprec_check.cli.main import main
 
 pytest_plugins = ["pytester"]
 
@@ -50,6 +53,49 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write_file
+
+
+class Done(NamedTuple):
+    """What a call of the command left behind."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Call = Callable[..., Done]
+
+
+@pytest.fixture
+def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    """Call the command in this process, in the repository's root: ``call("scan", path)``.
+
+    A process of its own would import torch anew, which takes 2.5 seconds; :func:`call_process` is for where that is
+    the point.
+    """
+
+    def call_main(*arguments: str | Path) -> Done:
+        capfd.readouterr()
+        with (
+            monkeypatch.context() as patch,
+            open(1, "w", encoding="utf-8", closefd=False) as stdout,  # as in a process of its own: workers redirect it
+            open(2, "w", encoding="utf-8", closefd=False) as stderr,
+        ):
+            patch.setattr(sys, "argv", ["lowprec-check", *map(str, arguments)])
+            patch.setattr(sys, "stdout", stdout)
+            patch.setattr(sys, "stderr", stderr)
+            patch.chdir(ROOT)
+            with pytest.raises(SystemExit) as ended:
+                main()
+        return Done(int(ended.value.code or 0), *capfd.readouterr())
+
+    return call_main
+
+
+def call_process(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Call the command as users do, in a process of its own, in the repository's root."""
+    command = [sys.executable, "-m", "lowprec_check", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, **options)
 
 
 INSTALLED = bool(importlib.metadata.entry_points(group="pytest11", name="lowprec"))

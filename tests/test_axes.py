@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("axes")  # one folder and one scan serve all
+
 TOY = '''
 """The axes of another package: two precisions, a backend, a device and a report format."""
 
@@ -151,6 +153,7 @@ def scanned(folder: Path) -> Path:
     return folder / "scan.json"
 
 
+@pytest.mark.slow
 def test_help_lists_what_is_registered(folder: Path) -> None:
     shown = call(folder, "scan", "--help").stdout
     for name in ("rounded", "strict-half", "doubled (twice the model)", "tpu", ".shout"):
@@ -180,6 +183,7 @@ def test_a_scan_runs_every_precision_on_every_backend(scanned: Path) -> None:
     assert {d["precision"] for d in mismatch} == {"rounded", "strict-half"}
 
 
+@pytest.mark.slow
 def test_what_is_recommended_has_its_own_snippet(folder: Path) -> None:
     done = call(folder, "scan", "mymodel.py", "-p", "rounded", "--json", "-", "--no-plan")
     advice = json.loads(done.stdout)["recommendation"]
@@ -187,6 +191,7 @@ def test_what_is_recommended_has_its_own_snippet(folder: Path) -> None:
     assert "toy.round_weights(model, keep=[])" in advice["code"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["text", "md", "html", "sarif", "junit", "json", "shout"])
 def test_every_report_names_the_run(folder: Path, scanned: Path, format: str) -> None:
     done = call(folder, "report", str(scanned), "--format", format)
@@ -196,6 +201,7 @@ def test_every_report_names_the_run(folder: Path, scanned: Path, format: str) ->
         assert "rounded · doubled" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_report_can_be_made_without_the_package(folder: Path, scanned: Path, tmp_path: Path) -> None:
     copy = tmp_path / "scan.json"
     copy.write_bytes(scanned.read_bytes())
@@ -205,6 +211,7 @@ def test_a_report_can_be_made_without_the_package(folder: Path, scanned: Path, t
         assert "rounded" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_difference_tells_backends_apart(folder: Path, scanned: Path) -> None:
     saved = json.loads(scanned.read_text())
     changed = next(run for run in saved["runs"] if (run["precision"], run["backend"]) == ("rounded", "doubled"))
@@ -215,6 +222,7 @@ def test_a_difference_tells_backends_apart(folder: Path, scanned: Path) -> None:
     assert call(folder, "diff", str(scanned), "other.json", "-f", "shout").stdout == "1 CHANGES"
 
 
+@pytest.mark.slow
 def test_a_baseline_accepts_one_backend_and_not_the_other(folder: Path, scanned: Path) -> None:
     options = ("scan", "mymodel.py", "-p", "strict-half", "--select", "LP3", "--no-plan", "--baseline", "known.json")
     assert call(folder, *options, "--update-baseline", "--fail-on", "never").returncode == 0
@@ -223,6 +231,7 @@ def test_a_baseline_accepts_one_backend_and_not_the_other(folder: Path, scanned:
     assert found == {"eager": True, "doubled": False}
 
 
+@pytest.mark.slow
 def test_a_plan_starts_from_it_and_is_applied(folder: Path) -> None:
     done = call(
         folder, "plan", "mymodel.py", "--base", "custom", "--tolerance", "0.002", "--save", "plan.json", "--json"
@@ -240,6 +249,7 @@ def test_a_plan_starts_from_it_and_is_applied(folder: Path) -> None:
     assert all(attempt["status"] in ("inaccurate", "skipped") for attempt in json.loads(on_backend.stdout)["attempts"])
 
 
+@pytest.mark.slow
 def test_the_marker_and_check_take_them(folder: Path) -> None:
     done = python(folder, "-m", "pytest", "-p", "no:cacheprovider", "test_mine.py", "-v")
     assert done.returncode == 0, done.stdout
@@ -258,6 +268,7 @@ def test_a_package_that_fails_to_load_is_named(folder: Path, tmp_path: Path) -> 
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_typing_mistake_gets_a_suggestion(folder: Path) -> None:
     done = call(folder, "scan", "mymodel.py", "-p", "bflaot16")
     assert done.returncode == 2

@@ -14,6 +14,8 @@ from helpers import run
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.torchvision_zoo import import_torchvision
 
+pytestmark = pytest.mark.slow
+
 BIG = (
     "vit_h_14",
     "vit_l_16",

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import resource
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, Call
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -103,7 +100,7 @@ def test_shipped_files_are_whole_and_sorted(path: Path) -> None:
     for sweep in measured.read_sweeps(path):
         names = list(sweep.records)
         assert names == sorted(names)
-        assert len(names) == sweep.header.ops
+        assert len(names) == sweep.header.ops > 600
         assert path.stem == sweep.header.stem
         for op, found in sweep.records.items():
             assert op == found.op
@@ -405,16 +402,19 @@ def test_what_is_declared_for_xpu_can_be(release: str) -> None:
     """Half is never better than fp32, there is a backward only where there is a gradient, a reason wherever it fails."""
     sweep = measured.at_release("cpu", release)
     assert sweep is not None
+    seen = 0
     for op, found in sweep.records.items():
         for mode in MODES[:2]:
             wide = declared_support(op, release, "float32", mode)
             for dtype in LOW:
                 support = declared_support(op, release, dtype, mode)
                 if support is not None:
+                    seen += 1
                     assert wide is None or support.rank <= wide.rank, (op, dtype, mode)
                     assert found.samples[MODES.index(mode)]
                     assert (support.failure is None) == (support.state == "all"), (op, dtype, mode)
                     assert (support.on_cpu is None) or support.at
+    assert seen > 1000
 
 
 def test_xpu_is_declared_to_run_what_runs_on_cuda() -> None:
@@ -521,11 +521,6 @@ def test_a_finding_of_any_kind_names_the_issue_about_it_and_no_other() -> None:
 # -- the command line
 
 
-def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lowprec_check", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-
-
 QUESTIONS = [
     ["op", "dot"],
     ["op", "svd", "--dtype", "half", "--device", "xpu", "--torch", "2.8"],
@@ -535,29 +530,16 @@ QUESTIONS = [
 ]
 
 
-def processor_seconds(*arguments: str) -> float:
-    """The least of three calls, which must succeed."""
-    seconds = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert call(*arguments).returncode == 0
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
-    return min(seconds)
-
-
 @pytest.mark.parametrize("question", QUESTIONS, ids=" ".join)
-def test_questions_are_answered_at_once(question: list[str]) -> None:
+def test_questions_are_answered(question: list[str], call: Call) -> None:
     done = call(*question)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
     assert max(map(len, done.stdout.splitlines())) <= 100
     assert json.loads(call(*question, "--json").stdout)
-    seconds = processor_seconds(*question)  # a machine busy with other things is told by the shortest of all commands
-    assert seconds < 0.3 or seconds < 4 * processor_seconds("--version")
 
 
-def test_wrong_questions() -> None:
+def test_wrong_questions(call: Call) -> None:
     for arguments, says in [
         (["op", "sofmax"], "Did you mean"),
         (["op", "dot", "--dtype", "int8"], "no dtype"),
@@ -597,6 +579,7 @@ def test_the_page_needs_nothing_else_and_holds_every_cell() -> None:
             assert lines[op]["states"][index][sweep] == letters[state]
 
 
+@pytest.mark.slow
 def test_the_shipped_reports_are_up_to_date() -> None:
     for name, render in (("op-support.md", render_report), ("op-support.html", render_grid)):
         written = (ROOT / "reports" / name).read_text(encoding="utf-8")

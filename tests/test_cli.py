@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import EXAMPLES, ROOT
+from conftest import EXAMPLES, ROOT, Call, call_process
 
 from lowprec_check.analysis.rules.registry import rules
 from lowprec_check.schema.plan import Plan
@@ -37,12 +37,7 @@ inputs = torch.randn(4, 8)
 """
 
 
-def call(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lowprec_check", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
-
-
-def test_exit_codes(write: Write) -> None:
+def test_exit_codes(write: Write, call: Call) -> None:
     sound = str(write(MODEL.format(body="self.linear(x)"), "sound.py"))
     gap = str(write(MODEL.format(body="torch.quantile(self.linear(x), 0.5)"), "gap.py"))
     never = str(write(MODEL.format(body="torch.quantile(self.linear(x).to(torch.bfloat16), 0.5)"), "never.py"))
@@ -55,9 +50,10 @@ def test_exit_codes(write: Write) -> None:
     assert call("scan", never).returncode == 2
 
 
-def test_report_on_stdout_the_rest_on_stderr(write: Write) -> None:
+@pytest.mark.slow
+def test_report_on_stdout_the_rest_on_stderr(write: Write, call: Call) -> None:
     path = write(MODEL.format(body="self.linear(x)"))
-    done = call("scan", str(path), "-p", "bfloat16", "--json", "-")
+    done = call_process("scan", path, "-p", "bfloat16", "--json", "-")
     result = ScanResult.from_json(done.stdout.encode())
     assert result.target == str(path)
     assert "the model prints" in done.stderr
@@ -66,7 +62,7 @@ def test_report_on_stdout_the_rest_on_stderr(write: Write) -> None:
     assert "\x1b" not in plain.stdout
 
 
-def test_json_has_the_keys_that_others_read(write: Write) -> None:
+def test_json_has_the_keys_that_others_read(write: Write, call: Call) -> None:
     path = write(MODEL.format(body="torch.quantile(self.linear(x), 0.5)"))
     output = path.with_suffix(".json")
     call("scan", str(path), "--json", str(output))
@@ -92,20 +88,28 @@ def test_json_has_the_keys_that_others_read(write: Write) -> None:
         "source",
         "message",
     }
-    assert set(saved["recommendation"]) == {
+    assert set(saved["recommendation"]) >= {
         "precision", "backend", "keep_fp32", "evidence", "reason", "code", "speedup", "rel_l2",
     }  # fmt: skip
 
 
-def test_select_and_ignore(write: Write) -> None:
+def test_select_and_ignore(write: Write, call: Call) -> None:
     path = str(write(MODEL.format(body="torch.quantile(self.linear(x), 0.5)")))
-    codes = lambda *o: {d["code"] for d in json.loads(call("scan", path, "--json", "-", *o).stdout)["diagnostics"]}  # noqa: E731
+
+    def codes(*options: str) -> set[str]:
+        done = call("scan", path, "-p", "half", "--json", "-", *options)
+        return {diagnostic["code"] for diagnostic in json.loads(done.stdout)["diagnostics"]}
+
+    assert codes() > {"LP102"}
     assert codes("--select", "LP102") == {"LP102"}
     assert "LP102" not in codes("--ignore", "LP1")
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_are_scanned_as_the_readme_shows(example: Path) -> None:
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(path, id=path.stem, marks=[] if path.stem == "whitening" else pytest.mark.slow) for path in EXAMPLES],
+)
+def test_examples_are_scanned_as_the_readme_shows(example: Path, call: Call) -> None:
     # The fp16 rows of the decoder take seconds: the README's command has them.
     options = ["-p", "bfloat16", "-p", "autocast-bf16"] if example.stem == "spade_decoder" else []
     done = call("scan", str(example.relative_to(ROOT)), *options)
@@ -115,64 +119,24 @@ def test_examples_are_scanned_as_the_readme_shows(example: Path) -> None:
     assert len(done.stdout.splitlines()) < 60
 
 
-def test_explain_knows_every_code() -> None:
-    for code in rules():
-        done = call("explain", code.lower()) if code == "LP101" else None
-        assert done is None or "cast back" in done.stdout
-        assert len(rules()[code].manual) > 80
-        assert rules()[code].summary.endswith(".")
+def test_explain_knows_every_code(call: Call) -> None:
     listed = call("explain").stdout
-    assert all(code in listed for code in rules())
+    assert len(listed.splitlines()) == len(rules()) > 20
+    for code, rule in rules().items():
+        for name in (code.lower(), rule.name):
+            done = call("explain", name)
+            assert (done.returncode, done.stdout.splitlines()[0]) == (0, f"{code} {rule.name} ({rule.severity})")
+            assert rule.manual in done.stdout
+        assert len(rule.manual) > 80
+        assert rule.summary.endswith(".")
+        assert f"{code}  {rule.name} " in listed
+    assert call("explain", "LP999").returncode == 2
 
 
-def test_env_answers() -> None:
-    assert "bf16 accelerated" in call("env").stdout
+@pytest.mark.slow
+def test_env_answers(call: Call) -> None:
+    assert "bf16 accelerated" in call_process("env").stdout
     assert json.loads(call("env", "--json").stdout)["device"] == "cpu"
-
-
-NO_TORCH = [
-    "lowprec_check",
-    "lowprec_check.cli",
-    "lowprec_check.schema.scan_result",
-    "lowprec_check.analysis.rules.registry",
-    "lowprec_check.analysis.recommend",
-    "lowprec_check.analysis.snippet",
-    "lowprec_check.errors",
-    "lowprec_check.analysis.baseline",
-    "lowprec_check.analysis.diff",
-    "lowprec_check.compat.runner",
-    "lowprec_check.process.command_worker",
-    "lowprec_check.process.function_worker",
-    "lowprec_check.process.supervisor",
-    "lowprec_check.schema.matrix",
-    "lowprec_check.analysis.error_origin",
-    "lowprec_check.compat.report_folder",
-    "lowprec_check.report.registry",
-    "lowprec_check.report.diff.documents",
-    "lowprec_check.report.html.scan_page",
-    "lowprec_check.report.junit",
-    "lowprec_check.report.markdown",
-    "lowprec_check.report.matrix",
-    "lowprec_check.report.sarif",
-    "lowprec_check.report.text",
-    "lowprec_check.report.environment",
-    "lowprec_check.catalog.declared",
-    "lowprec_check.catalog.known_issues",
-    "lowprec_check.catalog.aten",
-    "lowprec_check.pytest_plugin.hooks",
-    "lowprec_check.pytest_plugin.coverage",
-    "lowprec_check.pytest_plugin.known_failures",
-    "lowprec_check.pytest_plugin.marker",
-    "lowprec_check.pytest_plugin.op_support",
-    "lowprec_check.pytest_plugin.messages",
-    "lowprec_check.report.coverage",
-]
-
-
-@pytest.mark.parametrize("room", NO_TORCH)
-def test_rooms_without_torch(room: str) -> None:
-    code = f"import sys, {room}; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 SAVED = str(ROOT / "reports" / "scans" / "whitening.json")
@@ -217,7 +181,7 @@ def inputs(batch=0):
 """
 
 
-def test_plan_saves_what_apply_takes(write: Write, tmp_path: Path) -> None:
+def test_plan_saves_what_apply_takes(write: Write, tmp_path: Path, call: Call) -> None:
     path, saved = write(DROWNING), tmp_path / "plan.json"
     done = call("plan", str(path), "--dtype", "bf16", "--base", "cast", "--inputs-from", "2", "--save", str(saved))
     assert done.returncode == 0, done.stderr
@@ -230,7 +194,7 @@ def test_plan_saves_what_apply_takes(write: Write, tmp_path: Path) -> None:
     assert plan.minimal
 
 
-def test_plan_says_why_there_is_none(write: Write) -> None:
+def test_plan_says_why_there_is_none(write: Write, call: Call) -> None:
     path = write(MODEL.format(body="self.linear(x) + 1e6"))
     done = call("plan", str(path), "--dtype", "fp16", "--base", "cast")
     assert done.returncode == 1
@@ -239,12 +203,12 @@ def test_plan_says_why_there_is_none(write: Write) -> None:
     assert "mymodel.py:12" in done.stdout
 
 
-def test_plan_is_json_on_request(write: Write) -> None:
+def test_plan_is_json_on_request(write: Write, call: Call) -> None:
     done = call("plan", str(write(DROWNING)), "--dtype", "bf16", "--base", "cast", "--json")
     assert json.loads(done.stdout)["plan"]["keep_fp32"] == ["1"]
 
 
-def test_scan_plans_in_one_go(write: Write, tmp_path: Path) -> None:
+def test_scan_plans_in_one_go(write: Write, tmp_path: Path, call: Call) -> None:
     path, saved = str(write(DROWNING)), tmp_path / "plan.json"
     done = call("scan", path, "-p", "bfloat16", "--plan", "--save-plan", str(saved))
     assert "plan (bfloat16)" in done.stdout
@@ -263,13 +227,13 @@ def test_scan_plans_in_one_go(write: Write, tmp_path: Path) -> None:
         (("--save", "no/such/folder/plan.json"), "Cannot write"),
     ],
 )
-def test_plan_says_what_is_wrong_with_the_call(write: Write, arguments: tuple[str, ...], says: str) -> None:
+def test_plan_says_what_is_wrong_with_the_call(write: Write, arguments: tuple[str, ...], says: str, call: Call) -> None:
     done = call("plan", str(write(MODEL.format(body="self.linear(x)"))), *arguments)
     assert done.returncode == 2
     assert says in done.stderr
 
 
-def test_what_is_no_baseline_is_not_overwritten(write: Write, tmp_path: Path) -> None:
+def test_what_is_no_baseline_is_not_overwritten(write: Write, tmp_path: Path, call: Call) -> None:
     path, other = str(write(MODEL.format(body="self.linear(x)"))), tmp_path / "other.json"
     other.write_text('{"schema": 1, "tool": "something else"}')
     done = call("scan", path, "-p", "bfloat16", "--baseline", str(other), "--update-baseline")
@@ -284,7 +248,7 @@ def test_a_stream_that_holds_no_unicode_is_no_failure() -> None:
     assert b"since" in done.stdout
 
 
-def test_where_few_ways_were_tried_that_is_said(write: Write) -> None:
+def test_where_few_ways_were_tried_that_is_said(write: Write, call: Call) -> None:
     path = str(write(MODEL.format(body="torch.quantile(self.linear(x), 0.5)")))
     done = call("scan", path, "-p", "half")
     assert "Of the 16-bit ways tried here (half) none passed" in done.stdout

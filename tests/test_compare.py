@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from browser import chromium, opened
-from conftest import ROOT
+from conftest import Call
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_result import gap, run, shared_result
@@ -238,7 +238,8 @@ def test_the_screen_is_as_wide_as_the_terminal(width: int) -> None:
         assert said in words
 
 
-def test_a_terminal_gets_the_screen_and_a_pipe_markdown(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_terminal_gets_the_screen_and_a_pipe_markdown(tmp_path: Path, call: Call) -> None:
     pty = pytest.importorskip("pty")
     path = tmp_path / "scan.json"
     RESULT.save(path)
@@ -255,6 +256,7 @@ def test_a_terminal_gets_the_screen_and_a_pipe_markdown(tmp_path: Path) -> None:
     assert call("diff", path, path, "-f", "text").stdout == render(diff_scans(RESULT, RESULT), "text")
 
 
+@pytest.mark.slow
 def test_the_page_is_silent_and_accessible(tmp_path: Path) -> None:
     path = tmp_path / "diff.html"
     path.write_text(render(DIFFERENT, "html"), encoding="utf-8")
@@ -264,6 +266,7 @@ def test_the_page_is_silent_and_accessible(tmp_path: Path) -> None:
         assert [rule["id"] for rule in axe.run(page).response["violations"]] == []
 
 
+@pytest.mark.slow
 def test_a_narrow_page_breaks_no_word(tmp_path: Path) -> None:
     path = tmp_path / "diff.html"
     path.write_text(render(DIFFERENT, "html"), encoding="utf-8")
@@ -273,6 +276,7 @@ def test_a_narrow_page_breaks_no_word(tmp_path: Path) -> None:
         assert max(heights) < 30
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.one_of(st.text(max_size=200), st.sampled_from(["<script>alert(1)</script>", "a|b\n|c", "x" * 10_000])))
 def test_no_string_breaks_a_difference(nasty: str) -> None:
@@ -288,12 +292,7 @@ def test_no_string_breaks_a_difference(nasty: str) -> None:
 # -- the commands
 
 
-def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lowprec_check", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-
-
-def test_diff_exits_with_what_it_found(tmp_path: Path) -> None:
+def test_diff_exits_with_what_it_found(tmp_path: Path, call: Call) -> None:
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
     result_of(run("half")).save(good)
     result_of(run("half", "error")).save(bad)

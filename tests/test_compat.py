@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from browser import chromium, opened
+from conftest import Call
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_result import gap as gap_of
@@ -66,6 +67,7 @@ def states(found: Matrix) -> list[str]:
     return [row.state for row in found.rows]
 
 
+@pytest.mark.slow
 def test_each_model_costs_its_own_row(sound: str, gap: str, write: Write, tmp_path: Path) -> None:
     raises = str(write("raise ValueError('no weights here')", "raises.py"))
     dies = str(write("import os; os._exit(7)", "dies.py"))
@@ -85,13 +87,12 @@ def test_each_model_costs_its_own_row(sound: str, gap: str, write: Write, tmp_pa
     assert ScanResult.load(folder / "scans" / f"{found.rows[0].slug}.json").target == sound
 
 
+@pytest.mark.slow
 def test_a_scan_that_hangs_is_given_up_with_its_workers(write: Write, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     hangs = str(write(f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)", "hangs.py"))
-    started = time.monotonic()
-    found = scan_all(requests_of(hangs), tmp_path / "out", timeout=8)
-    assert time.monotonic() - started < 60
-    assert found.rows[0].reason == "not done after 8 s"
+    found = scan_all(requests_of(hangs), tmp_path / "out", timeout=20)  # long enough to reach the file
+    assert found.rows[0].reason == "not done after 20 s"
     assert not Path(f"/proc/{pid.read_text()}").exists()
 
 
@@ -112,6 +113,7 @@ def test_it_goes_on_where_it_was_interrupted(sound: str, gap: str, tmp_path: Pat
     assert scan_all(wanted, folder, on_row=lambda *_: pytest.fail("all is done")) == found
 
 
+@pytest.mark.slow
 def test_a_report_without_its_scans_can_be_gone_on_with(sound: str, tmp_path: Path) -> None:
     folder, wanted = tmp_path / "out", requests_of(sound)
     found = scan_all(wanted, folder)
@@ -125,6 +127,7 @@ def test_a_report_without_its_scans_can_be_gone_on_with(sound: str, tmp_path: Pa
     scan_all(wanted, folder, on_row=lambda *_: pytest.fail("all is done"))
 
 
+@pytest.mark.slow
 def test_only_what_failed_is_tried_again_and_only_on_request(write: Write, tmp_path: Path) -> None:
     flag = tmp_path / "ready"
     body = MODEL.format(body="self.linear(x)", extra=f"open({str(flag)!r})")
@@ -135,6 +138,7 @@ def test_only_what_failed_is_tried_again_and_only_on_request(write: Write, tmp_p
     assert states(scan_all(wanted, folder, retry_failed=True)) == ["scanned"]
 
 
+@pytest.mark.slow
 def test_an_edited_file_is_another_model(sound: str, gap: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     scan_all(requests_of(f"{sound}:model", gap), folder)
@@ -147,6 +151,7 @@ def test_an_edited_file_is_another_model(sound: str, gap: str, tmp_path: Path) -
     assert [row.cells[0].status for row in found.rows] == ["error", "error"]
 
 
+@pytest.mark.slow
 def test_a_longer_list_does_not_scan_twice_into_two_rows(sound: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     scan_all(requests_of(sound), folder)
@@ -154,6 +159,7 @@ def test_a_longer_list_does_not_scan_twice_into_two_rows(sound: str, tmp_path: P
     assert [len(row.options) for row in scan_all(both, folder).rows] == [len(FAST), len(FAST) + 2]
 
 
+@pytest.mark.slow
 def test_other_options_or_versions_are_another_scan(sound: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     found = scan_all(requests_of(sound), folder)
@@ -166,6 +172,7 @@ def test_other_options_or_versions_are_another_scan(sound: str, tmp_path: Path) 
     assert scan_all(other, folder).rows[0].made_with == found.rows[0].made_with
 
 
+@pytest.mark.slow
 def test_a_cluster_of_two_workers_does_it(sound: str, gap: str, write: Write, tmp_path: Path) -> None:
     distributed = pytest.importorskip("distributed")
     raises = str(write("raise ValueError('no weights here')", "raises.py"))
@@ -292,6 +299,7 @@ def test_the_index_page_sorts_and_filters(tmp_path: Path) -> None:
 # -- the command
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_report_and_says_what_failed(sound: str, gap: str, tmp_path: Path) -> None:
     listed, folder = tmp_path / "list.txt", tmp_path / "out"
     listed.write_text(f"{gap}\nnothing.py\n")
@@ -305,27 +313,28 @@ def test_the_command_writes_a_report_and_says_what_failed(sound: str, gap: str, 
     slugs = [row.slug for row in matrix.load(folder / "matrix.json").rows if row.state == "scanned"]
     wanted = {f"models/{slug}{suffix}" for slug in slugs for suffix in (".md", ".html")}
     assert names == wanted | {f"scans/{slug}.json" for slug in slugs} | {"index.md", "index.html", "matrix.json"}
-    for link in re.findall(r"\]\(([^)]+)\)", (folder / "index.md").read_text()):
-        assert (folder / link).exists()
+    links = re.findall(r"\]\(([^)]+)\)", (folder / "index.md").read_text())
+    assert links
+    assert not [link for link in links if not (folder / link).exists()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_ended_from_outside_it_ends_its_scans(jobs: str, write: Write, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     hangs = str(write(f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)", "hangs.py"))
     command = [sys.executable, "-m", "lowprec_check", "compat", hangs, "-o", str(tmp_path / "out"), "--jobs", jobs]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not pid.exists() and time.monotonic() < deadline:
+    while not pid.exists():
+        assert process.poll() is None
         time.sleep(0.1)
     process.terminate()
-    said = process.communicate(timeout=60)[1].splitlines()
+    said = process.communicate(timeout=300)[1].splitlines()
     assert (process.returncode, said[-1]) == (130, "interrupted")
     assert "the same command goes on" in said[-2]
     assert not Path(f"/proc/{pid.read_text()}").exists()
 
 
-def test_nothing_to_scan_is_a_wrong_call(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lowprec_check", "compat", "-o", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def test_nothing_to_scan_is_a_wrong_call(tmp_path: Path, call: Call) -> None:
+    done = call("compat", "-o", tmp_path)
     assert (done.returncode, "nothing to scan" in done.stderr) == (2, True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
 import torch
@@ -56,7 +55,6 @@ def test_every_device_call_exists_in_torch_xpu() -> None:
 def test_mps_has_what_is_not_optional() -> None:
     assert hasattr(torch.mps, "synchronize")
     assert hasattr(torch.mps, "is_available")
-    assert not hasattr(torch.mps, "reset_peak_memory_stats") or hasattr(torch.mps, "max_memory_allocated")
 
 
 def test_resolve() -> None:
@@ -77,7 +75,12 @@ def test_cpu_through_the_same_path() -> None:
 
 
 def test_no_vendor_is_named_outside_the_device_room() -> None:
-    allowed = {"device.py", "isolation.py", "seed.py", "worker.py", "load.py"}
-    for path in Path(ROOT / "lowprec_check").rglob("*.py"):
-        if path.name not in allowed:
-            assert "torch.cuda" not in path.read_text(encoding="utf-8"), path
+    engine = ROOT / "lowprec_check" / "engine"
+    named = {path for path in engine.parent.rglob("*.py") if "torch.cuda" in path.read_text(encoding="utf-8")}
+    assert named == {
+        engine / "load.py",  # a comment on an environment variable
+        engine / "model" / "device.py",
+        engine / "core" / "seed.py",
+        engine / "run" / "isolation.py",
+        engine / "sweep" / "worker.py",  # knows nothing of this package but the sweep
+    }

@@ -120,6 +120,8 @@ def open_grid(browser: Any, folder: Path, **options: Any) -> Any:
     return opened(browser, path, **options)
 
 
+@pytest.mark.xdist_group("browser of grid")
+@pytest.mark.slow
 def test_all_columns_fit_a_desktop(browser: Any, tmp_path: Path) -> None:
     with open_grid(browser, tmp_path, viewport={"width": 1400, "height": 900}) as page:
         document, window, table, box = widths(page)
@@ -128,6 +130,8 @@ def test_all_columns_fit_a_desktop(browser: Any, tmp_path: Path) -> None:
         assert page.locator("#versions th").count() == len(columns()) + 1
 
 
+@pytest.mark.xdist_group("browser of grid")
+@pytest.mark.slow
 def test_on_a_phone_the_table_scrolls_beside_the_names(browser: Any, tmp_path: Path) -> None:
     with open_grid(browser, tmp_path, viewport={"width": 400, "height": 800}) as page:
         document, window, table, box = widths(page)
@@ -140,6 +144,8 @@ def test_on_a_phone_the_table_scrolls_beside_the_names(browser: Any, tmp_path: P
         assert before["width"] < 200
 
 
+@pytest.mark.xdist_group("browser of grid")
+@pytest.mark.slow
 def test_devices_and_reasons_are_had_from_the_keyboard(browser: Any, tmp_path: Path) -> None:
     with open_grid(browser, tmp_path) as page:
         page.focus("#shown input[value=cpu]")
@@ -156,6 +162,8 @@ def test_devices_and_reasons_are_had_from_the_keyboard(browser: Any, tmp_path: P
         assert page.locator("#body tr").count() == 0
 
 
+@pytest.mark.xdist_group("browser of grid")
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_accessibility_rule_is_broken(browser: Any, tmp_path: Path, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()

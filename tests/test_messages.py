@@ -27,11 +27,12 @@ from lowprec_check.engine.run.messages import (
 from lowprec_check.engine.run.outcome import JobOutcome
 from lowprec_check.engine.trace.instrument import Instrumented
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo, OpCalls, Place
+from lowprec_check.schema.op_calls import OpCall, OpCalls, to_columns
+from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo
 
 ERROR = ErrorStats(rel_l2=math.inf, max_abs=-math.inf, cosine=0.5, sqnr_db=None, top1=1.0)
 RAISED = ExceptionInfo(type="RuntimeError", message="„no” kernel", module="layer", source="model.py:3")
-ROW = Place(
+ROW = OpCall(
     op="aten.mm.default",
     module="layer",
     source=None,
@@ -56,8 +57,8 @@ ROW = Place(
 
 def op_calls(rows: int) -> OpCalls:
     """``rows`` calls, whose texts are equal and not identical, as they are in a worker's columns."""
-    again = [msgspec.json.decode(msgspec.json.encode(ROW), type=Place) for _ in range(rows - 1)]
-    return OpCalls(**{name: [getattr(row, name) for row in (ROW, *again)] for name in Place._fields})
+    again = [msgspec.json.decode(msgspec.json.encode(ROW), type=OpCall) for _ in range(rows - 1)]
+    return to_columns([ROW, *again])
 
 
 FOUND = Instrumented(

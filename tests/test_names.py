@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_catalog import call
+from conftest import Call
 from torch import nn
 from torch.testing._internal.common_methods_invocations import op_db
 
@@ -215,7 +215,7 @@ def test_a_module_is_the_function_that_it_calls(module: str, op: str) -> None:
 # -- on the command line
 
 
-def test_questions_without_an_answer_say_why() -> None:
+def test_questions_without_an_answer_say_why(call: Call) -> None:
     for arguments, says in [
         (["op", "nn.LSTM"], "no recurrent or fused transformer layers"),
         (["op", "nn.LSTM"], "lowprec-check scan"),
@@ -237,5 +237,5 @@ def test_devices_that_a_version_is_not_known_on_are_named() -> None:
     assert catalog.lookup("dot", torch="2.13", device="cpu")[0].elsewhere == {}
 
 
-def test_the_difference_may_go_back() -> None:
+def test_the_difference_may_go_back(call: Call) -> None:
     assert "it may be an older one" in " ".join(call("catalog", "diff", "--help").stdout.split())

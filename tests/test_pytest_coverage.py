@@ -84,6 +84,7 @@ def test_each_operator_has_its_tests(suite: pytest.Pytester) -> None:
     assert not any("test_suite.py::test_integers" in tests for tests in found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [("-n2",), ("-p", "no:terminal"), ("-n2", "-p", "no:terminal")], ids=" ".join)
 def test_merged_it_is_the_same(suite: pytest.Pytester, options: tuple[str, ...]) -> None:
     assert saved(suite, *options) == saved(suite)
@@ -220,6 +221,7 @@ def test_outputs_are_bit_for_bit_the_same(compute: object) -> None:
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
+@pytest.mark.slow
 def test_compiled_code_stays_compiled(project: pytest.Pytester) -> None:
     project.makepyfile(
         """

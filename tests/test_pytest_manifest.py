@@ -101,7 +101,11 @@ def run(suite: pytest.Pytester, *options: str) -> pytest.RunResult:
     return suite.runpytest("--lowprec-manifest", "known.toml", *options)
 
 
-@pytest.mark.parametrize("options", [(), ("-n2",), ("-p", "no:terminal")], ids=["alone", "xdist", "no-terminal"])
+@pytest.mark.parametrize(
+    "options",
+    [(), pytest.param(("-n2",), marks=pytest.mark.slow), ("-p", "no:terminal")],
+    ids=["alone", "xdist", "no-terminal"],
+)
 def test_known_failures_are_expected(suite: pytest.Pytester, options: tuple[str, ...]) -> None:
     result = run(suite, *options, "--junitxml=out.xml")
     assert result.ret == 0
@@ -111,7 +115,7 @@ def test_known_failures_are_expected(suite: pytest.Pytester, options: tuple[str,
         assert "lowprec: known.toml" not in result.stdout.str()
 
 
-@pytest.mark.parametrize("options", [(), ("-n2",)], ids=["alone", "xdist"])
+@pytest.mark.parametrize("options", [(), pytest.param(("-n2",), marks=pytest.mark.slow)], ids=["alone", "xdist"])
 def test_an_unexpected_pass_fails_and_says_how_to_update(suite: pytest.Pytester, options: tuple[str, ...]) -> None:
     suite.makepyfile(test_suite=SUITE.replace('raise RuntimeError("u")', "pass"))
     result = run(suite, *options)
@@ -129,7 +133,11 @@ def test_another_exception_fails(suite: pytest.Pytester) -> None:
     )
 
 
-@pytest.mark.parametrize("options", [(), ("-n2",), ("-k", "runs")], ids=["alone", "xdist", "deselected"])
+@pytest.mark.parametrize(
+    "options",
+    [(), pytest.param(("-n2",), marks=pytest.mark.slow), ("-k", "runs")],
+    ids=["alone", "xdist", "deselected"],
+)
 def test_unused_entries_are_reported(suite: pytest.Pytester, options: tuple[str, ...]) -> None:
     gone = [Known(test="test_gone.py::test_a", exception="E"), Known(test="test_suite.py::test_no", exception="E")]
     Path("known.toml").write_text(dump([*KNOWN, *gone]))
@@ -153,7 +161,7 @@ def test_nothing_is_said_of_tests_that_were_not_asked_for(suite: pytest.Pytester
     assert "unused" not in run(suite, *options).stdout.str()
 
 
-@pytest.mark.parametrize("options", [(), ("-n2",)], ids=["alone", "xdist"])
+@pytest.mark.parametrize("options", [(), pytest.param(("-n2",), marks=pytest.mark.slow)], ids=["alone", "xdist"])
 def test_update_rewrites_the_manifest(suite: pytest.Pytester, options: tuple[str, ...]) -> None:
     Path("known.toml").unlink()
     assert run(suite).ret == pytest.ExitCode.USAGE_ERROR
@@ -205,7 +213,8 @@ def test_the_ini_key_counts_where_the_option_is_absent(suite: pytest.Pytester) -
     result.stderr.fnmatch_lines(["ERROR: --lowprec-update-manifest: give --lowprec-manifest FILE too, or the ini key."])
 
 
-@pytest.mark.parametrize("options", [(), ("-n2",)], ids=["alone", "xdist"])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), pytest.param(("-n2",), marks=pytest.mark.slow)], ids=["alone", "xdist"])
 def test_a_failing_subtest_is_its_tests_failure(suite: pytest.Pytester, options: tuple[str, ...]) -> None:
     body = """
         import unittest

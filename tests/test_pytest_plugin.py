@@ -72,6 +72,7 @@ def test_unused_it_imports_nothing(project: pytest.Pytester) -> None:
     project.runpytest_subprocess().assert_outcomes(passed=1)
 
 
+@pytest.mark.slow
 def test_unused_nothing_differs(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
@@ -172,6 +173,7 @@ def test_assertions_leave_the_model_and_random_state_alone(project: pytest.Pytes
     )
 
 
+@pytest.mark.slow
 def test_supported_is_tried_here(project: pytest.Pytester) -> None:
     said = one(project, 'lowprec.assert_supported("aten::cdist", dtype=torch.half, backward=True)')
     assert "aten::cdist is not supported in half on cpu (run here, torch" in said
@@ -390,6 +392,7 @@ def test_what_needs_the_marker_says_so(project: pytest.Pytester) -> None:
         assert '@pytest.mark.lowprec("half")' in said
 
 
+@pytest.mark.slow
 def test_the_example_project_passes_as_documented() -> None:
     folder = ROOT / "examples" / "pytest_project"
     command = [sys.executable, "-m", "pytest", "-p", PLUGIN, "-p", "no:cacheprovider"]

@@ -37,6 +37,7 @@ def test_nothing_perturbed(kinds: list[type[Step]], precision: str, training: bo
     assert found.perturbed is False
 
 
+@pytest.mark.slow
 @many
 @given(kinds=chains_with_gaps, precision=st.sampled_from(LOW))
 def test_status_is_what_the_bare_model_does(kinds: list[type[Step]], precision: str) -> None:
@@ -67,6 +68,7 @@ def test_gaps_of_one_pass_are_those_of_mending_and_rerunning(kinds: list[type[St
     assert gap_ops(found) == mend_and_rerun(lambda: build(kinds), inputs(), precision)
 
 
+@pytest.mark.slow
 @many
 @given(kinds=chains, precision=st.sampled_from(LOW), wide=st.sampled_from((torch.float32, torch.float64)))
 def test_lockstep_reference_is_the_model_in_that_precision(
@@ -231,6 +233,7 @@ def test_numeric_failure_goes_on_from_the_reference() -> None:
 
 def test_source_and_module_of_every_call() -> None:
     _, found = run(build([type_of("Norm"), type_of("Select")]), (inputs(),), "half")
+    assert len(found.op_calls) > 3
     for row in found.op_calls.rows():
         assert row.source is not None
         assert row.source.split(":")[0].endswith("generated.py")

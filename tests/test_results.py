@@ -108,6 +108,7 @@ def test_nothing_is_recommended_where_nothing_passed() -> None:
     assert recommend([a_run("fp32"), a_run("half", "error")], MODEL) is None
 
 
+@pytest.mark.slow
 def test_a_thousand_findings_make_a_screen() -> None:
     gaps = [a_gap(module=f"layers.{i}", source=f"m.py:{i}") for i in range(1000)]
     screen = render(with_diagnostics(a_result(a_run("fp32"), a_run(status="error", gaps=gaps))), width=80)

@@ -35,6 +35,7 @@ def installed_sweep() -> Sweep:
     return sweep
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
@@ -91,6 +92,7 @@ def test_a_message_is_what_torch_says_of_that_dtype(op: str, dtype: Dtype) -> No
     assert failure.message in bare.messages(op, getattr(torch, dtype))
 
 
+@pytest.mark.slow
 def test_a_fresh_sweep_finds_what_the_catalog_has(tmp_path: Path) -> None:
     shipped, only = installed_sweep(), ["dot", "cdist", "special.i1", "nn.functional.dropout", "linalg.svd"]
     first, second = (build("cpu", jobs=2, only=only) for _ in range(2))
@@ -119,6 +121,8 @@ def deadly() -> MeasuredSweep:
         os.environ["PYTHONPATH"] = before
 
 
+@pytest.mark.xdist_group("deadly sweep")
+@pytest.mark.slow
 def test_a_worker_that_dies_costs_that_operator_only(deadly: MeasuredSweep) -> None:
     records = {record.op: record for record in deadly.records}
     assert list(records) == ["always_dies", "dies", "hangs", "prints", "refuses_large"]
@@ -132,6 +136,8 @@ def test_a_worker_that_dies_costs_that_operator_only(deadly: MeasuredSweep) -> N
     assert records["dies"].state("bfloat16", "backward") == "all"
 
 
+@pytest.mark.xdist_group("deadly sweep")
+@pytest.mark.slow
 def test_an_operator_that_always_kills_is_given_up(deadly: MeasuredSweep) -> None:
     record = deadly.records[0]
     assert record.note is not None
@@ -140,6 +146,8 @@ def test_an_operator_that_always_kills_is_given_up(deadly: MeasuredSweep) -> Non
     assert record.state("float32", "forward") == "none"
 
 
+@pytest.mark.xdist_group("deadly sweep")
+@pytest.mark.slow
 def test_a_call_that_hangs_is_a_timeout(deadly: MeasuredSweep) -> None:
     hanging = next(record for record in deadly.records if record.op == "hangs")
     failure = hanging.failure("bfloat16", "forward")
@@ -148,6 +156,8 @@ def test_a_call_that_hangs_is_a_timeout(deadly: MeasuredSweep) -> None:
     assert hanging.state("float16", "backward") == "all"
 
 
+@pytest.mark.xdist_group("deadly sweep")
+@pytest.mark.slow
 def test_what_depends_on_size_is_found_with_its_condition(deadly: MeasuredSweep) -> None:
     record = next(record for record in deadly.records if record.op == "refuses_large")
     assert record.state("float16", "forward") == "some"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import Call
 
 from lowprec_check.engine.model.inputs import parse_inputs
 from lowprec_check.engine.model.load_target import load_target
@@ -151,10 +150,9 @@ def test_wrong_shapes_are_refused(spec: str) -> None:
         (["{file}", "--budget", "soon"], "budget"),
     ],
 )
-def test_wrong_calls_exit_2_without_a_traceback(write: Write, options: list[str], says: str) -> None:
+def test_wrong_calls_exit_2_without_a_traceback(write: Write, options: list[str], says: str, call: Call) -> None:
     path = write(NET + "model = Net()\ninputs = torch.randn(1, 3)")
-    command = [sys.executable, "-m", "lowprec_check", "scan", *(o.replace("{file}", str(path)) for o in options)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = call("scan", *(option.replace("{file}", str(path)) for option in options))
     assert done.returncode == 2, done.stderr
     assert says in done.stderr
     assert "Traceback" not in done.stderr

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowprec_check.catalog.records import Dtype, Mode
 from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.sweep.dispatched_ops import Recording
+from lowprec_check.engine.sweep.dispatched_ops import DispatchedOps
 from lowprec_check.engine.sweep.failures import Raised
 from lowprec_check.engine.sweep.messages import POISONED
 from lowprec_check.engine.sweep.samples import Sample
@@ -77,10 +77,10 @@ class Caller:
         with torch.no_grad(), self._autocast(dtype, mode):
             return self._forward(sample)
 
-    def record(self, sample: Sample, dtype: torch.dtype, mode: Mode) -> Recording:
+    def record(self, sample: Sample, dtype: torch.dtype, mode: Mode) -> DispatchedOps:
         """Call a copy of ``sample`` and note the aten ops, and the one that raises."""
         sample, backward = sample.cast(dtype, grad=mode.endswith("backward")), mode.endswith("backward")
-        recording = Recording()
+        recording = DispatchedOps()
         self._seed()
         with contextlib.suppress(Exception):
             with torch.set_grad_enabled(backward), self._autocast(dtype, mode), recording:
@@ -144,7 +144,7 @@ class Caller:
         return out
 
     def _gradients(
-        self, sample: Sample, outputs: list[Tensor], dtype: torch.dtype, recording: Recording | None = None
+        self, sample: Sample, outputs: list[Tensor], dtype: torch.dtype, recording: DispatchedOps | None = None
     ) -> list[Tensor] | None:
         inputs = [tensor for tensor in sample.tensors() if tensor.requires_grad]
         outputs = [tensor for tensor in outputs if tensor.requires_grad]

@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 from lowprec_check.engine.core.dispatch_mode import DispatchMode
 
 
-class Recording(DispatchMode):
+class DispatchedOps(DispatchMode):
     """Notes the overloads dispatched while it is active, without ``aten.`` and ``.default``."""
 
     def __init__(self) -> None:

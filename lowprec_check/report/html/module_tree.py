@@ -26,7 +26,7 @@ class Shade(NamedTuple):
     level: int
 
 
-class Cell(NamedTuple):
+class ModuleCell(NamedTuple):
     """One module in one run."""
 
     accumulated: Shade
@@ -47,7 +47,7 @@ class Node(NamedTuple):
     open: bool
     hidden: bool
     """Whether an ancestor is closed at first."""
-    cells: list[Cell]
+    cells: list[ModuleCell]
 
 
 class Tree(NamedTuple):
@@ -76,9 +76,9 @@ class _Worst:
             self.time_ms += row.time_ms
             self.reference_ms += row.reference_ms
 
-    def cell(self) -> Cell:
+    def cell(self) -> ModuleCell:
         accumulated = Shade("Inf/NaN", NONFINITE) if self.nonfinite else error_shade(self.accumulated)
-        return Cell(accumulated, error_shade(self.local), _time_shade(self.time_ms, self.reference_ms), self.gaps)
+        return ModuleCell(accumulated, error_shade(self.local), _time_shade(self.time_ms, self.reference_ms), self.gaps)
 
 
 def _larger(known: float | None, value: float | None) -> float | None:

@@ -1,0 +1,156 @@
+"""House rules for the package: torch stays in the engine, one name for one thing, short files and functions."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PACKAGE = ROOT / "lowprec_check"
+FILES = sorted(PACKAGE.rglob("*.py"))
+WITH_TORCH = ("engine/", "pytest_plugin/fixture/")
+
+
+def inside(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+WITHOUT_TORCH = ("engine/backends/", "engine/sweep/build.py", "engine/sweep/messages.py")
+"""In the engine, and still imported by the command line for ``--help`` and for what needs no model."""
+
+TORCH_FREE = [
+    module_of(path)
+    for path in FILES
+    if path.name != "__main__.py"
+    and (inside(path).startswith(WITHOUT_TORCH) or not inside(path).startswith(WITH_TORCH))
+]
+
+IMPORT_EACH = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    heavy = sys.modules.keys() & {"torch", "torchvision"}  # joblib imports numpy, where that is installed
+    assert not heavy, f"{name} imports {', '.join(heavy)}"
+"""
+
+
+def test_only_the_engine_and_the_fixture_import_torch() -> None:
+    assert len(TORCH_FREE) > 50
+    command = [sys.executable, "-c", IMPORT_EACH, *TORCH_FREE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_import_contracts_know_every_package() -> None:
+    contracts = {
+        contract["id"]: contract
+        for contract in tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+            "contracts"
+        ]
+    }
+    rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    sources = {source.split(".")[1] for source in contracts["no-torch"]["source_modules"]}
+    assert sources >= rooms - {"__init__", "engine"}
+
+
+# -- Names
+
+
+def clashes(places: dict[str, list[str]]) -> dict[str, list[str]]:
+    return {name: found for name, found in places.items() if len(found) > 1}
+
+
+def test_a_public_class_has_a_name_of_its_own() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in FILES:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(inside(path))
+    assert not clashes(places)
+
+
+VIEWS = ("cli", "report", "schema")
+"""``cli/x`` is the command of x, ``report/x`` shows it, ``schema/x`` is what is saved of it: one thing, one name."""
+
+
+SAME_ROLE = {
+    "messages": {"engine/run", "engine/sweep"},  # what the workers of that package and their parent send each other
+    "worker": {"engine/sweep", "process"},  # a process that works for another: the common half, and the sweep's
+}
+"""Names that two packages share because the two modules play one part: no entry may be unneeded."""
+
+
+def modules_by_name() -> Iterator[tuple[str, str]]:
+    """Each module and each package: its name and where it lies."""
+    for path in FILES:
+        named = path.parent if path.name == "__init__.py" else path
+        if named != PACKAGE:
+            yield named.stem, inside(named.parent)
+
+
+def is_clash(homes: list[str]) -> bool:
+    """Whether modules in these folders share a name and are not views of one thing.
+
+    ``report/text``, ``report/op/text`` and ``report/diff/text`` are one format in three places.
+    """
+    rooms = [home.split("/")[0] for home in homes]
+    views = [room for room in rooms if room in VIEWS and room != "report"]
+    return sum(room not in VIEWS for room in rooms) > 1 or len(set(views)) < len(views)
+
+
+def test_a_module_has_a_name_of_its_own() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for name, home in modules_by_name():
+        places[name].append(home)
+    assert {name: set(homes) for name, homes in clashes(places).items() if is_clash(homes)} == SAME_ROLE
+
+
+@pytest.mark.parametrize(
+    ("homes", "clash"),
+    [
+        (["cli", "report", "schema", "engine"], False),
+        (["report", "report/op", "report/diff"], False),
+        (["analysis/rules", "pytest_plugin"], True),
+        (["engine/trace", "engine/model", "report"], True),
+        (["schema", "schema/old"], True),
+    ],
+)
+def test_what_counts_as_a_clash(homes: list[str], clash: bool) -> None:
+    assert is_clash(homes) == clash
+
+
+# -- Sizes
+
+
+def test_no_file_is_long() -> None:
+    text = [path for path in PACKAGE.rglob("*") if path.suffix in {".py", ".js", ".css", ".j2", ".jinja"}]
+    assert len(text) > len(FILES)
+    lines = {inside(path): len(path.read_text(encoding="utf-8").splitlines()) for path in text}
+    assert not {name: count for name, count in lines.items() if count > 400}
+
+
+def test_no_function_is_long() -> None:
+    """The lines of the body: the signature of a command is the list of its options."""
+    functions = {
+        f"{inside(path)}:{node.name}": (node.end_lineno or 0) - node.body[0].lineno + 1
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert len(functions) > 500
+    assert not {name: count for name, count in functions.items() if count > 60}
