@@ -1,12 +1,13 @@
-"""What is the caller's to mend. Never imports torch."""
+"""Errors the user can fix. Never imports torch."""
 
 from __future__ import annotations
 
 
 class UsageError(Exception):
-    """The call or the user's file is wrong: one or two sentences and the next step. Exit code 2.
+    """The call or the user's file is wrong; exit code 2.
 
-    ``hint`` is what to do or to paste, shown below the message as it is.
+    ``message`` says what happened and where, in one or two sentences. ``hint`` is the next step or code to paste,
+    printed below the message unchanged.
     """
 
     def __init__(self, message: str, hint: str | None = None) -> None:

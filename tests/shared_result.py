@@ -34,15 +34,15 @@ MODULES = ("", "encoder", "encoder.blocks.0", "encoder.blocks.0.norm", "encoder.
 
 
 def op_calls(
-    count: int, *, born: int | None = None, nan: int | None = None, text: str = "", half: bool = True
+    count: int, *, jump: int | None = None, nan: int | None = None, text: str = "", half: bool = True
 ) -> OpCalls:
-    """``count`` calls whose accumulated error creeps up and falls back; jumps at ``born``, is Inf from ``nan`` on."""
+    """``count`` calls whose accumulated error creeps up and falls back; jumps at ``jump``, is Inf from ``nan`` on."""
     draw = random.Random(0)
     columns: dict[str, list[Any]] = {name: [] for name in OpCalls.__struct_fields__}
     error, limit = (2**-11, 8e-3) if half else (2**-8, 3e-2)
     for index in range(count):
-        before, error = error, error * (100.0 if index == born else 1.0 + draw.random() / 20)
-        error = error if index == born or error < limit else error / 10
+        before, error = error, error * (100.0 if index == jump else 1.0 + draw.random() / 20)
+        error = error if index == jump or error < limit else error / 10
         finite = nan is None or index < nan
         row = {
             "op": ("aten.convolution.default", "aten.native_layer_norm.default", "aten.gelu.default")[index % 3],
@@ -102,7 +102,7 @@ def shared_result(text: str = "") -> ScanResult:
     )
     runs = [
         run("fp32", latency_ms=10.0, peak_memory_bytes=6 << 20, tolerance=None),
-        run("bfloat16", "inaccurate", 0.31, tolerance=5e-2, op_calls=op_calls(48, born=20, text=text, half=False)),
+        run("bfloat16", "inaccurate", 0.31, tolerance=5e-2, op_calls=op_calls(48, jump=20, text=text, half=False)),
         run(
             "autocast-bf16", "ok", 4.7e-3, tolerance=5e-2, latency_ms=7.25, op_calls=op_calls(60, text=text, half=False)
         ),

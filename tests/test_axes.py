@@ -119,7 +119,7 @@ def test_on_a_backend(lowprec):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the other package, installed as far as Python can tell, and a model."""
+    """A folder with the other package, including its metadata, and a model."""
     path = tmp_path_factory.mktemp("toy")
     info = path / "toy-1.0.dist-info"
     info.mkdir()
@@ -144,7 +144,7 @@ def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def scanned(folder: Path) -> Path:
-    """A scan of two precisions of the other package and one built in, on two backends."""
+    """A scan of two precisions of the other package and a built-in one, on two backends."""
     done = call(
         folder, "scan", "mymodel.py", "-p", "toy-rounded,strict-half", "-p", "autocast-bf16",
         "--backend", "eager,doubled", "--json", "scan.json", "--no-plan", "--fail-on", "never",
@@ -184,7 +184,7 @@ def test_a_scan_runs_every_precision_on_every_backend(scanned: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_recommended_has_its_own_snippet(folder: Path) -> None:
+def test_a_recommended_precision_prints_its_own_snippet(folder: Path) -> None:
     done = call(folder, "scan", "mymodel.py", "-p", "rounded", "--json", "-", "--no-plan")
     advice = json.loads(done.stdout)["recommendation"]
     assert advice["precision"] == "rounded"
@@ -202,7 +202,7 @@ def test_every_report_names_the_run(folder: Path, scanned: Path, format: str) ->
 
 
 @pytest.mark.slow
-def test_a_report_can_be_made_without_the_package(folder: Path, scanned: Path, tmp_path: Path) -> None:
+def test_reports_do_not_need_the_package(folder: Path, scanned: Path, tmp_path: Path) -> None:
     copy = tmp_path / "scan.json"
     copy.write_bytes(scanned.read_bytes())
     for name in ("text", "md", "html", "sarif", "junit"):
@@ -212,7 +212,7 @@ def test_a_report_can_be_made_without_the_package(folder: Path, scanned: Path, t
 
 
 @pytest.mark.slow
-def test_a_difference_tells_backends_apart(folder: Path, scanned: Path) -> None:
+def test_diff_compares_each_backend_separately(folder: Path, scanned: Path) -> None:
     saved = json.loads(scanned.read_text())
     changed = next(run for run in saved["runs"] if (run["precision"], run["backend"]) == ("rounded", "doubled"))
     changed["status"] = "ok"
@@ -223,7 +223,7 @@ def test_a_difference_tells_backends_apart(folder: Path, scanned: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_baseline_accepts_one_backend_and_not_the_other(folder: Path, scanned: Path) -> None:
+def test_a_baseline_accepts_findings_per_backend(folder: Path, scanned: Path) -> None:
     options = ("scan", "mymodel.py", "-p", "strict-half", "--select", "LP3", "--no-plan", "--baseline", "known.json")
     assert call(folder, *options, "--update-baseline", "--fail-on", "never").returncode == 0
     done = call(folder, *options, "--backend", "eager,doubled", "--json", "-", "--fail-on", "never")
@@ -250,7 +250,7 @@ def test_a_plan_starts_from_it_and_is_applied(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_marker_and_check_take_them(folder: Path) -> None:
+def test_the_pytest_marker_and_check_accept_them(folder: Path) -> None:
     done = python(folder, "-m", "pytest", "-p", "no:cacheprovider", "test_mine.py", "-v")
     assert done.returncode == 0, done.stdout
     for name in ("test_marked[rounded-cpu]", "test_marked[half-cpu]", "test_on_a_backend[half-doubled-cpu]"):

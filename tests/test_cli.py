@@ -1,4 +1,4 @@
-"""The command line: exit codes, where output goes, how fast it answers, what it imports."""
+"""The command line: exit codes, output streams, messages, and which commands import torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_exit_codes(write: Write, call: Call) -> None:
 
 
 @pytest.mark.slow
-def test_report_on_stdout_the_rest_on_stderr(write: Write, call: Call) -> None:
+def test_the_report_goes_to_stdout_and_the_rest_to_stderr(write: Write, call: Call) -> None:
     path = write(MODEL.format(body="self.linear(x)"))
     done = call_process("scan", path, "-p", "bfloat16", "--json", "-")
     result = ScanResult.from_json(done.stdout.encode())
@@ -62,7 +62,7 @@ def test_report_on_stdout_the_rest_on_stderr(write: Write, call: Call) -> None:
     assert "\x1b" not in plain.stdout
 
 
-def test_json_has_the_keys_that_others_read(write: Write, call: Call) -> None:
+def test_json_has_the_documented_keys(write: Write, call: Call) -> None:
     path = write(MODEL.format(body="torch.quantile(self.linear(x), 0.5)"))
     output = path.with_suffix(".json")
     call("scan", str(path), "--json", str(output))
@@ -109,8 +109,8 @@ def test_select_and_ignore(write: Write, call: Call) -> None:
     "example",
     [pytest.param(path, id=path.stem, marks=[] if path.stem == "whitening" else pytest.mark.slow) for path in EXAMPLES],
 )
-def test_examples_are_scanned_as_the_readme_shows(example: Path, call: Call) -> None:
-    # The fp16 rows of the decoder take seconds: the README's command has them.
+def test_every_example_gets_a_recommendation(example: Path, call: Call) -> None:
+    # The fp16 runs of the decoder take seconds; the README's command includes them.
     options = ["-p", "bfloat16", "-p", "autocast-bf16"] if example.stem == "spade_decoder" else []
     done = call("scan", str(example.relative_to(ROOT)), *options)
     assert done.returncode == 0, done.stderr
@@ -134,7 +134,7 @@ def test_explain_knows_every_code(call: Call) -> None:
 
 
 @pytest.mark.slow
-def test_env_answers(call: Call) -> None:
+def test_env_shows_the_machine(call: Call) -> None:
     assert "bf16 accelerated" in call_process("env").stdout
     assert json.loads(call("env", "--json").stdout)["device"] == "cpu"
 
@@ -181,12 +181,12 @@ def inputs(batch=0):
 """
 
 
-def test_plan_saves_what_apply_takes(write: Write, tmp_path: Path, call: Call) -> None:
+def test_plan_saves_a_plan_for_apply(write: Write, tmp_path: Path, call: Call) -> None:
     path, saved = write(DROWNING), tmp_path / "plan.json"
     done = call("plan", str(path), "--dtype", "bf16", "--base", "cast", "--inputs-from", "2", "--save", str(saved))
     assert done.returncode == 0, done.stderr
     assert "Use bfloat16 with 1 module in fp32" in done.stdout
-    assert "giving back any of them fails" in done.stdout
+    assert "moving any of them to 16 bits fails" in done.stdout
     assert "on each of 2 batches" in done.stdout
     assert "model.get_submodule" in done.stdout
     plan = Plan.load(saved)
@@ -194,7 +194,7 @@ def test_plan_saves_what_apply_takes(write: Write, tmp_path: Path, call: Call) -
     assert plan.minimal
 
 
-def test_plan_says_why_there_is_none(write: Write, call: Call) -> None:
+def test_plan_shows_why_no_plan_passes(write: Write, call: Call) -> None:
     path = write(MODEL.format(body="self.linear(x) + 1e6"))
     done = call("plan", str(path), "--dtype", "fp16", "--base", "cast")
     assert done.returncode == 1
@@ -203,12 +203,12 @@ def test_plan_says_why_there_is_none(write: Write, call: Call) -> None:
     assert "mymodel.py:12" in done.stdout
 
 
-def test_plan_is_json_on_request(write: Write, call: Call) -> None:
+def test_plan_prints_json_on_request(write: Write, call: Call) -> None:
     done = call("plan", str(write(DROWNING)), "--dtype", "bf16", "--base", "cast", "--json")
     assert json.loads(done.stdout)["plan"]["keep_fp32"] == ["1"]
 
 
-def test_scan_plans_in_one_go(write: Write, tmp_path: Path, call: Call) -> None:
+def test_scan_can_search_and_save_a_plan(write: Write, tmp_path: Path, call: Call) -> None:
     path, saved = str(write(DROWNING)), tmp_path / "plan.json"
     done = call("scan", path, "-p", "bfloat16", "--plan", "--save-plan", str(saved))
     assert "plan (bfloat16)" in done.stdout
@@ -220,20 +220,20 @@ def test_scan_plans_in_one_go(write: Write, tmp_path: Path, call: Call) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("--metric",), "defines no metric"),
         (("--inputs-from", "2"), "only one batch"),
         (("--save", "no/such/folder/plan.json"), "Cannot write"),
     ],
 )
-def test_plan_says_what_is_wrong_with_the_call(write: Write, arguments: tuple[str, ...], says: str, call: Call) -> None:
+def test_plan_reports_usage_errors(write: Write, arguments: tuple[str, ...], message: str, call: Call) -> None:
     done = call("plan", str(write(MODEL.format(body="self.linear(x)"))), *arguments)
     assert done.returncode == 2
-    assert says in done.stderr
+    assert message in done.stderr
 
 
-def test_what_is_no_baseline_is_not_overwritten(write: Write, tmp_path: Path, call: Call) -> None:
+def test_update_baseline_does_not_overwrite_other_files(write: Write, tmp_path: Path, call: Call) -> None:
     path, other = str(write(MODEL.format(body="self.linear(x)"))), tmp_path / "other.json"
     other.write_text('{"schema": 1, "tool": "something else"}')
     done = call("scan", path, "-p", "bfloat16", "--baseline", str(other), "--update-baseline")
@@ -242,13 +242,13 @@ def test_what_is_no_baseline_is_not_overwritten(write: Write, tmp_path: Path, ca
     assert "something else" in other.read_text()
 
 
-def test_a_stream_that_holds_no_unicode_is_no_failure() -> None:
+def test_output_to_a_stream_without_unicode_does_not_fail() -> None:
     command = [sys.executable, "-m", "lowprec_check", "op", "dot"]
     done = subprocess.run(command, capture_output=True, check=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
     assert b"since" in done.stdout
 
 
-def test_where_few_ways_were_tried_that_is_said(write: Write, call: Call) -> None:
+def test_the_verdict_names_the_precisions_tried(write: Write, call: Call) -> None:
     path = str(write(MODEL.format(body="torch.quantile(self.linear(x), 0.5)")))
     done = call("scan", path, "-p", "half")
-    assert "Of the 16-bit ways tried here (half) none passed" in done.stdout
+    assert "No precision passed here; tried: half." in done.stdout

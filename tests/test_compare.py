@@ -1,4 +1,4 @@
-"""Differences: what counts, what is noise, how it is said."""
+"""Differences between scans: what counts as a change, what is noise, how it is shown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from shared_result import gap, run, shared_result
 
 from lowprec_check.analysis.diff import ScanChange, ScanDiff, diff_scans
-from lowprec_check.report.diff import text as comparison_screen
+from lowprec_check.report.diff import text as diff_text
 from lowprec_check.report.diff.summary import verdict
 from lowprec_check.report.registry import FORMATS, diff_formats
 from lowprec_check.schema.scan_result import Run, ScanResult
@@ -64,7 +64,7 @@ def test_status(old: str, new: str, direction: str) -> None:
     assert ("status", direction) in changes(run("half", old), run("half", new))
 
 
-def test_gaps_gained_and_mended() -> None:
+def test_gaps_gained_and_fixed() -> None:
     had, has = run("half", "error", gaps=[gap()]), run("half", "error", gaps=[gap(op="torch.quantile")])
     assert changes(had, has) == [("gap", "worse"), ("gap", "better")]
     what = [change.what for change in diff_scans(result_of(had), result_of(has)).changes]
@@ -86,7 +86,7 @@ def test_one_op_in_many_places_is_one_change() -> None:
     ]
 
 
-def test_what_was_not_looked_at_is_neither_gained_nor_mended() -> None:
+def test_gaps_of_incomplete_runs_are_neither_gained_nor_fixed() -> None:
     seen, unseen = run("half", "error", gaps=[gap()]), run("half", "error", complete=False)
     assert changes(seen, unseen) == []
     assert changes(unseen, seen) == [("gap", "other")]
@@ -104,7 +104,9 @@ def test_what_was_not_looked_at_is_neither_gained_nor_mended() -> None:
         (None, 1e-3, []),
     ],
 )
-def test_errors_beyond_a_bit(old: float | None, new: float | None, expected: list[tuple[str, str]]) -> None:
+def test_errors_that_changed_beyond_noise(
+    old: float | None, new: float | None, expected: list[tuple[str, str]]
+) -> None:
     assert changes(run("half", "ok", old), run("half", "ok", new)) == expected
 
 
@@ -137,11 +139,11 @@ def test_on_another_machine_only_the_ratio_counts() -> None:
     assert speeds(timed(10, 10), timed(1000, 1000, device_name="another")) == []
 
 
-def test_times_below_a_millisecond_say_nothing() -> None:
+def test_times_below_a_millisecond_are_ignored() -> None:
     assert speeds(timed(0.2, 0.1), timed(0.2, 0.9)) == []
 
 
-def test_time_can_be_left_out() -> None:
+def test_times_can_be_ignored() -> None:
     assert not diff_scans(timed(10, 10), timed(10, 1000), time_factor=float("inf")).regressions
 
 
@@ -149,7 +151,7 @@ def test_memory() -> None:
     assert changes(run("half"), run("half", peak_memory_bytes=6 << 20)) == [("memory", "worse")]
 
 
-def test_no_way_any_more_is_a_regression() -> None:
+def test_losing_the_recommendation_is_a_regression() -> None:
     found = diff_scans(result_of(recommendation=RESULT.recommendation), result_of())
     assert [(change.kind, change.direction, change.new) for change in found.changes] == [
         ("recommendation", "worse", "no way")
@@ -165,9 +167,7 @@ def test_no_way_any_more_is_a_regression() -> None:
         ("error", None, "other", "it is missing"),
     ],
 )
-def test_a_run_that_is_gone_is_not_passed_over(
-    status: str, precisions: list[str] | None, direction: str, why: str
-) -> None:
+def test_a_missing_run_is_reported(status: str, precisions: list[str] | None, direction: str, why: str) -> None:
     options = {"precisions": precisions} if precisions else {}
     found = diff_scans(result_of(run("half", status)), result_of(run("bfloat16"), options=options))
     assert {(change.run, change.kind, change.direction, change.what) for change in found.changes} == {
@@ -175,17 +175,17 @@ def test_a_run_that_is_gone_is_not_passed_over(
         ("half", "run", direction, f"not run any more: {why}"),
     }
     assert found.regressions == (direction == "worse")
-    assert verdict(found).endswith("1 run not run any more")
+    assert verdict(found).endswith("1 run missing from the new scan")
 
 
-def test_a_plan_or_a_way_that_was_not_asked_for_is_no_regression() -> None:
+def test_a_plan_or_precision_that_was_not_requested_is_no_regression() -> None:
     planned = result_of(run("plan", base="half"), recommendation=RESULT.recommendation)
     assert diff_scans(planned, result_of(recommendation=RESULT.recommendation)).regressions == 0
     assert diff_scans(planned, result_of()).regressions == 1
     assert diff_scans(planned, result_of(options={"precisions": ["bfloat16"]})).regressions == 0
 
 
-def test_different_environments_are_warned_of() -> None:
+def test_different_environments_cause_warnings() -> None:
     other = msgspec.structs.replace(
         RESULT,
         environment=RESULT.environment | {"torch": "2.14.0", "device": "xpu"},
@@ -213,7 +213,7 @@ def test_json_holds_all_of_it() -> None:
     assert msgspec.json.decode(render(DIFFERENT, "json"), type=ScanDiff) == DIFFERENT
 
 
-def test_markdown_says_it() -> None:
+def test_markdown_shows_changes_and_warnings() -> None:
     shown = render(DIFFERENT, "md")
     assert "2 regressions" in shown
     assert "option budget" in shown
@@ -224,32 +224,32 @@ def test_markdown_of_thousands_of_changes_fits() -> None:
     many = [ScanChange(kind="gap", direction="worse", run="half", what=f"{i} " + "m" * 200) for i in range(2000)]
     shown = render(msgspec.structs.replace(DIFFERENT, changes=many, regressions=2000), "md")
     assert len(shown) <= 60_000
-    assert "more changes are left out here" in shown
+    assert "more changes are not shown" in shown
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
-def test_the_screen_is_as_wide_as_the_terminal(width: int) -> None:
+def test_the_text_is_as_wide_as_the_terminal(width: int) -> None:
     found = diff_scans(RESULT, result_of(run("half", "ok", 1e-3), run("bfloat16", "nonfinite"), options={"seed": 1}))
-    lines = comparison_screen.render(found, width=width).splitlines()
+    lines = diff_text.render(found, width=width).splitlines()
     assert max(map(len, lines)) <= width
     assert lines[0].startswith(verdict(found)[:30])
     words = " ".join(" ".join(lines).split())
-    for said in ("worse", "better", "not run any more", "The two were not made alike"):
-        assert said in words
+    for phrase in ("worse", "better", "missing from the new scan", "The two scans ran under different conditions"):
+        assert phrase in words
 
 
 @pytest.mark.slow
-def test_a_terminal_gets_the_screen_and_a_pipe_markdown(tmp_path: Path, call: Call) -> None:
+def test_diff_prints_text_to_a_terminal_and_markdown_to_a_pipe(tmp_path: Path, call: Call) -> None:
     pty = pytest.importorskip("pty")
     path = tmp_path / "scan.json"
     RESULT.save(path)
     command = [sys.executable, "-m", "lowprec_check", "diff", str(path), str(path)]
-    ours, theirs = pty.openpty()
+    controller, terminal = pty.openpty()
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
-    subprocess.run(command, stdout=theirs, check=True, env=environment)
-    os.close(theirs)
-    shown = os.read(ours, 1 << 16).decode()
-    os.close(ours)
+    subprocess.run(command, stdout=terminal, check=True, env=environment)
+    os.close(terminal)
+    shown = os.read(controller, 1 << 16).decode()
+    os.close(controller)
     assert "No difference beyond noise" in shown
     assert "|" not in shown
     assert call("diff", path, path).stdout == render(diff_scans(RESULT, RESULT), "md")
@@ -267,7 +267,7 @@ def test_the_page_is_silent_and_accessible(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_narrow_page_breaks_no_word(tmp_path: Path) -> None:
+def test_a_narrow_page_does_not_break_words(tmp_path: Path) -> None:
     path = tmp_path / "diff.html"
     path.write_text(render(DIFFERENT, "html"), encoding="utf-8")
     with chromium() as browser, opened(browser, path, viewport={"width": 360, "height": 800}) as page:
@@ -292,7 +292,7 @@ def test_no_string_breaks_a_difference(nasty: str) -> None:
 # -- the commands
 
 
-def test_diff_exits_with_what_it_found(tmp_path: Path, call: Call) -> None:
+def test_exit_codes_of_diff(tmp_path: Path, call: Call) -> None:
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
     result_of(run("half")).save(good)
     result_of(run("half", "error")).save(bad)

@@ -1,4 +1,4 @@
-"""The documents say what the program does."""
+"""The documents match the program."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_references_are_up_to_date(name: str) -> None:
 
 
 @pytest.mark.parametrize("target", LINKS)
-def test_links_lead_somewhere(target: Path) -> None:
+def test_links_are_valid(target: Path) -> None:
     assert target.exists()
 
 
@@ -51,7 +51,7 @@ def test_every_package_and_module_of_the_engine_is_on_the_map() -> None:
     assert not {name for name in names if not re.search(rf"\b{name}\b", text)}
 
 
-def test_the_readme_is_what_ci_runs() -> None:
+def test_ci_runs_the_command_in_the_readme() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert re.search(r"<!-- tests -->\n    python3 -m venv \.venv && .*pytest", readme)
     assert "<!-- tests -->" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The HTML report in a real browser: silent, offline, usable with mouse, keyboard and screen reader, on paper too."""
+"""The HTML report in a real browser: no errors, no network, usable with mouse, keyboard, screen reader and on paper."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def hover(page: Any, chart: str, x: float, y: float) -> str:
 
 
 def label_in_chart(page: Any) -> str:
-    return str(page.evaluate("Bokeh.documents[0].get_model_by_name('born-label').text"))
+    return str(page.evaluate("Bokeh.documents[0].get_model_by_name('origin-label').text"))
 
 
 def show(page: Any, label: str) -> None:
@@ -77,25 +77,27 @@ def show(page: Any, label: str) -> None:
 @pytest.mark.xdist_group("browser of html")
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_opens_silently_and_says_where_error_is_born(browser: Any, page_of: Any, scheme: str) -> None:
+def test_the_page_opens_without_errors_and_shows_the_origin_of_the_error(
+    browser: Any, page_of: Any, scheme: str
+) -> None:
     with opened(browser, page_of(RESULT), color_scheme=scheme) as page:
         assert page.locator("html").get_attribute("data-theme") == scheme
         assert "Use half with 2 modules in fp32" in page.locator(".verdict").inner_text()
         assert (
-            "Born in aten.gelu.default in head at net.py:26 (call 42): the first Inf (12 values)."
-            in page.inner_text("#born")
+            "The error originates in aten.gelu.default in head at net.py:26 (call 42): the first Inf (12 values)."
+            in page.inner_text("#origin")
         )
-        assert label_in_chart(page) == "born here: aten.gelu.default"
+        assert label_in_chart(page) == "origin: aten.gelu.default"
         show(page, "bfloat16 (inaccurate)")
-        assert "(call 21): error grows from" in page.inner_text("#born")
+        assert "(call 21): error grows from" in page.inner_text("#origin")
         show(page, "half (error)")
-        assert page.inner_text("#born").startswith("Nothing stands out: ")
+        assert page.inner_text("#origin").startswith("No op stands out: ")
         assert label_in_chart(page).startswith("largest step: ")
 
 
 @pytest.mark.xdist_group("browser of html")
 @pytest.mark.slow
-def test_hovering_tells_op_module_and_line(browser: Any, page_of: Any) -> None:
+def test_a_tooltip_shows_op_module_and_line(browser: Any, page_of: Any) -> None:
     with opened(browser, page_of(RESULT), viewport={"width": 1200, "height": 900}) as page:
         show(page, "bfloat16 (inaccurate)")
         calls = RESULT.run("bfloat16").op_calls
@@ -110,15 +112,15 @@ def test_hovering_tells_op_module_and_line(browser: Any, page_of: Any) -> None:
 
 @pytest.mark.xdist_group("browser of html")
 @pytest.mark.slow
-def test_the_keyboard_walks_along_the_calls(browser: Any, page_of: Any) -> None:
+def test_the_keyboard_steps_through_the_calls(browser: Any, page_of: Any) -> None:
     with opened(browser, page_of(RESULT)) as page:
-        page.focus("#walk")
+        page.focus("#call-slider")
         page.keyboard.press("Home")
-        assert page.inner_text("#walked").startswith("Call 1: aten.convolution.default in encoder, line –")
+        assert page.inner_text("#call-details").startswith("Call 1: aten.convolution.default in encoder, line –")
         page.keyboard.press("ArrowRight")
-        said = page.inner_text("#walked")
-        assert said.startswith("Call 2: aten.native_layer_norm.default in encoder, line net.py:21")
-        assert page.get_attribute("#walk", "aria-valuetext") == said
+        shown = page.inner_text("#call-details")
+        assert shown.startswith("Call 2: aten.native_layer_norm.default in encoder, line net.py:21")
+        assert page.get_attribute("#call-slider", "aria-valuetext") == shown
 
 
 @pytest.mark.xdist_group("browser of html")
@@ -191,7 +193,7 @@ def test_hostile_strings_stay_text(browser: Any, page_of: Any) -> None:
 def test_twenty_thousand_calls_a_run_are_shown(browser: Any, page_of: Any) -> None:
     runs = [run("fp32", tolerance=None)]
     for name in ("bfloat16", "autocast-bf16", "half", "autocast-fp16", "plan"):
-        calls = op_calls(20_000, born=12_345)
+        calls = op_calls(20_000, jump=12_345)
         calls = msgspec.structs.replace(calls, module=[f"layers.{i // 40}.block.{i // 10 % 4}" for i in range(20_000)])
         runs.append(run(name, "ok", 1e-3, op_calls=calls))
     result = msgspec.structs.replace(RESULT, runs=runs)
@@ -206,7 +208,7 @@ def test_twenty_thousand_calls_a_run_are_shown(browser: Any, page_of: Any) -> No
 # -- without a browser
 
 
-def test_the_policy_allows_these_scripts_alone() -> None:
+def test_the_policy_allows_only_the_scripts_of_the_page() -> None:
     page = render(RESULT)
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]  # type: ignore[index]
     assert "default-src &#39;none&#39;" in policy
@@ -231,7 +233,7 @@ def unpacked(result: ScanResult) -> dict[str, Any]:
     return dict(json.loads(gzip.decompress(base64.b64decode(payload.pack(drawn)))))
 
 
-def test_the_payload_holds_what_was_measured() -> None:
+def test_the_chart_data_holds_the_measured_values() -> None:
     data = unpacked(RESULT)
     calls, first = data["runs"][0]["calls"], RESULT.run("bfloat16").op_calls
     assert [data["strings"]["op"][number] for number in calls["op"]] == first.op
@@ -240,7 +242,7 @@ def test_the_payload_holds_what_was_measured() -> None:
 
 
 def test_thinning_keeps_the_worst_and_the_origin() -> None:
-    calls = op_calls(50_000, born=31_007)
+    calls = op_calls(50_000, jump=31_007)
     result = msgspec.structs.replace(RESULT, runs=[run("half", "inaccurate", 0.5, op_calls=calls)])
     found = unpacked(result)["runs"][0]
     assert found["total"] == 50_000
@@ -249,17 +251,17 @@ def test_thinning_keeps_the_worst_and_the_origin() -> None:
     assert found["origin"]["call"] == 31_007
 
 
-def test_thousands_of_findings_are_cut_and_counted() -> None:
+def test_findings_that_are_not_shown_are_counted() -> None:
     first = RESULT.diagnostics[0]
     many = [msgspec.structs.replace(first, op=f"aten.op_{i}.default", message="m" * 300) for i in range(20_000)]
     page = render(msgspec.structs.replace(RESULT, diagnostics=many))
     assert len(page) <= LARGEST
-    assert "19500 more groups of findings are left out here" in page
+    assert "19500 more groups of findings are not shown" in page
 
 
-def test_origin_is_the_first_nonfinite_then_the_jump_over_tolerance_then_the_largest_step() -> None:
+def test_the_origin_is_the_first_nonfinite_else_the_jump_over_tolerance_else_the_largest_step() -> None:
     at = lambda **more: origin(run("half", op_calls=op_calls(60, **more)))  # noqa: E731
-    overflow, jump, calm = at(nan=41, born=10), at(born=10), at()
+    overflow, jump, calm = at(nan=41, jump=10), at(jump=10), at()
     assert overflow is not None
     assert jump is not None
     assert calm is not None
@@ -269,7 +271,7 @@ def test_origin_is_the_first_nonfinite_then_the_jump_over_tolerance_then_the_lar
     assert origin(run("half")) is None
 
 
-def test_the_tree_takes_the_worst_of_what_is_below() -> None:
+def test_the_tree_shows_the_worst_call_in_each_subtree() -> None:
     built = tree.build([RESULT.run("bfloat16"), RESULT.run("half")])
     by_path: dict[str, Node] = {node.path: node for node in built.nodes}
     assert [node.path for node in built.nodes[:3]] == ["(model)", "encoder", "encoder.blocks"]
@@ -280,7 +282,7 @@ def test_the_tree_takes_the_worst_of_what_is_below() -> None:
     assert by_path["head"].cells[1].gaps == 0
 
 
-def test_a_tree_of_thousands_of_modules_is_cut_at_depth() -> None:
+def test_a_tree_of_thousands_of_modules_leaves_out_the_deepest() -> None:
     calls = msgspec.structs.replace(op_calls(5000), module=[f"a.{i // 100}.{i}" for i in range(5000)])
     built = tree.build([run("half", op_calls=calls)])
     assert len(built.nodes) <= tree.MOST_ROWS

@@ -1,4 +1,4 @@
-"""Every format, from one shared result: goldens, the standards they follow, and what hostile strings do to them."""
+"""Every report format of one shared result: goldens, conformance to standards, hostile strings."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_every_format_is_found_by_its_suffix() -> None:
     names = {"a.txt": "text", "a.md": "md", "a.html": "html", "a.sarif": "sarif", "a.xml": "junit", "a.json": "json"}
     assert {name: format_of(Path(name)).name for name in names} == names
     assert format_of(Path("A.SARIF.JSON")).name == "sarif"
-    with pytest.raises(UsageError, match="does not say which format"):
+    with pytest.raises(UsageError, match="no suffix of a report format"):
         format_of(Path("report.docx"))
 
 
@@ -91,7 +91,7 @@ def test_sarif_is_valid_and_names_the_users_line() -> None:
     assert {rule["id"] for rule in rules} == {diagnostic.code for diagnostic in RESULT.diagnostics}
 
 
-def test_sarif_has_one_result_for_one_place_whatever_the_precisions() -> None:
+def test_sarif_merges_the_precisions_of_one_place() -> None:
     flips = [entry for entry in sarif_of(RESULT)["results"] if entry["ruleId"] == "LP304"]  # type: ignore[attr-defined]
     assert len(flips) == 1
     assert len(flips[0]["properties"]["precisions"]) == 4
@@ -145,7 +145,7 @@ def test_junit_has_a_case_for_each_run() -> None:
 # -- Markdown
 
 
-def test_markdown_of_thousands_of_findings_fits_and_says_what_is_missing() -> None:
+def test_markdown_counts_the_findings_that_do_not_fit() -> None:
     first = RESULT.diagnostics[0]
     many = [
         msgspec.structs.replace(first, op=f"aten.op_{i}.default", message="m" * 150, source=f"net.py:{i}")
@@ -154,8 +154,8 @@ def test_markdown_of_thousands_of_findings_fits_and_says_what_is_missing() -> No
     long = msgspec.structs.replace(RESULT, diagnostics=many)
     shown = markdown.render(long)
     assert 50_000 < len(shown) <= markdown.LONGEST
-    left_out = int(re.search(r"\*(\d+) more groups of findings are left out", shown)[1])  # type: ignore[index]
-    assert left_out + shown.count("LP101 missing-kernel") == 3000
+    missing = int(re.search(r"\*(\d+) more groups of findings are not shown", shown)[1])  # type: ignore[index]
+    assert missing + shown.count("LP101 missing-kernel") == 3000
 
 
 def test_markdown_code_can_be_pasted() -> None:
@@ -243,7 +243,7 @@ def short_column(data: dict[str, object]) -> dict[str, object]:
     ],
     ids=["truncated", "empty", "binary", "deep", "newer", "null", "missing", "type", "columns"],
 )
-def test_broken_files_are_refused_with_the_key(data: bytes, names: str, tmp_path: Path, call: Call) -> None:
+def test_errors_about_broken_files_name_the_key(data: bytes, names: str, tmp_path: Path, call: Call) -> None:
     path = tmp_path / "scan.json"
     path.write_bytes(data)
     done = call("report", str(path))
@@ -287,7 +287,7 @@ def test_report_prints_without_a_file(tmp_path: Path, call: Call) -> None:
 @pytest.mark.parametrize(
     "arguments", [["-o", "no/such/folder/x.html"], ["-o", "x.docx"], ["-f", "md", "-o", "a", "-o", "b"]]
 )
-def test_wrong_calls_of_report(arguments: list[str], tmp_path: Path, call: Call) -> None:
+def test_usage_errors_of_report(arguments: list[str], tmp_path: Path, call: Call) -> None:
     scan = tmp_path / "scan.json"
     RESULT.save(scan)
     done = call("report", str(scan), *arguments)
@@ -295,14 +295,14 @@ def test_wrong_calls_of_report(arguments: list[str], tmp_path: Path, call: Call)
     assert len(done.stderr.splitlines()) == 2
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full")
-def test_a_full_disk_is_not_our_fault(tmp_path: Path, call: Call) -> None:
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_a_user_error(tmp_path: Path, call: Call) -> None:
     RESULT.save(tmp_path / "scan.json")
     done = call("report", str(tmp_path / "scan.json"), "-f", "md", "-o", "/dev/full")
     assert (done.returncode, done.stderr) == (2, "error: No space left on device.\n")
 
 
-def test_an_old_bokeh_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_bokeh_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowprec_check.report.html.bokeh_files.version", lambda name: "3.8.2")
     with pytest.raises(UsageError, match=r"3\.9 or later"):
         render(RESULT, "html")
@@ -320,10 +320,10 @@ def test_html_without_bokeh_names_the_extra(tmp_path: Path) -> None:
     assert "lowprec-check[report]" in done.stderr
 
 
-# -- results at the edge
+# -- edge cases
 
 
-def test_results_with_nothing_in_them_render() -> None:
+def test_empty_results_render() -> None:
     bare = msgspec.structs.replace(RESULT, runs=[run("fp32")], diagnostics=[], recommendation=None)
     none = msgspec.structs.replace(bare, runs=[])
     for result in (bare, none):
@@ -339,7 +339,7 @@ def test_runs_without_measured_errors_render() -> None:
     assert all(render(result, wanted) for wanted in FORMATS.names())
 
 
-def test_the_ci_snippet_calls_what_there_is(call: Call) -> None:
+def test_the_ci_snippet_uses_existing_options(call: Call) -> None:
     yaml = pytest.importorskip("yaml")
     text = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
     workflow = yaml.safe_load(re.search(r"(?s)```yaml\n(.*?)```", text)[1])  # type: ignore[index]
@@ -355,7 +355,7 @@ def test_the_ci_snippet_calls_what_there_is(call: Call) -> None:
     assert workflow["permissions"]["security-events"] == "write"
 
 
-def test_a_scan_comes_through_a_pipe() -> None:
+def test_report_reads_a_scan_from_stdin() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "lowprec_check", "report", "-", "--format", "md"],
         input=RESULT.to_json(),

@@ -1,4 +1,4 @@
-"""The saved artefact: strict, stable, free of infinities; and the screen made from it."""
+"""The saved result: round trips, errors about broken files, no infinities; and its text report."""
 
 from __future__ import annotations
 
@@ -71,19 +71,19 @@ def test_round_trip() -> None:
         (lambda d: d | {"runs": [{"precision": 3}]}, r"runs\[0\]|runs\[\.\.\.\]"),
     ],
 )
-def test_bad_files_name_the_key(change: object, names: str) -> None:
+def test_errors_about_bad_files_name_the_key(change: object, names: str) -> None:
     data = json.loads(a_result(a_run()).to_json())
     with pytest.raises(ResultError, match=names):
         ScanResult.from_json(json.dumps(change(data)).encode())  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff\xfe", b'{"schema": "one"}'])
-def test_what_is_no_result_is_refused(data: bytes) -> None:
+def test_other_files_are_not_a_scan_result(data: bytes) -> None:
     with pytest.raises(ResultError, match="not a scan result"):
         ScanResult.from_json(data)
 
 
-def test_fastest_of_what_passed_is_recommended() -> None:
+def test_the_fastest_passing_run_is_recommended() -> None:
     runs = [a_run("fp32", ms=2.0), a_run("half", ms=1.0), a_run("bfloat16", "inaccurate", ms=0.1)]
     advice = recommend(runs, MODEL)
     assert advice is not None
@@ -91,25 +91,25 @@ def test_fastest_of_what_passed_is_recommended() -> None:
     assert "Not bfloat16" in advice.reason
 
 
-def test_among_equally_fast_the_more_exact() -> None:
+def test_among_equally_fast_runs_the_most_accurate_is_recommended() -> None:
     runs = [a_run("fp32"), a_run("half", ms=1.0, rel_l2=1e-3), a_run("autocast-fp16", ms=1.01, rel_l2=1e-4)]
     advice = recommend(runs, MODEL)
     assert advice is not None
     assert advice.precision == "autocast-fp16"
 
 
-def test_slower_than_fp32_is_said() -> None:
+def test_the_reason_mentions_if_fp32_is_faster() -> None:
     advice = recommend([a_run("fp32", ms=1.0), a_run("half", ms=57.0)], MODEL)
     assert advice is not None
     assert "57.0 times slower" in advice.reason
 
 
-def test_nothing_is_recommended_where_nothing_passed() -> None:
+def test_nothing_is_recommended_if_nothing_passed() -> None:
     assert recommend([a_run("fp32"), a_run("half", "error")], MODEL) is None
 
 
 @pytest.mark.slow
-def test_a_thousand_findings_make_a_screen() -> None:
+def test_a_thousand_findings_fit_on_a_screen() -> None:
     gaps = [a_gap(module=f"layers.{i}", source=f"m.py:{i}") for i in range(1000)]
     screen = render(with_diagnostics(a_result(a_run("fp32"), a_run(status="error", gaps=gaps))), width=80)
     assert len(screen.splitlines()) < 30
@@ -121,7 +121,7 @@ text = st.text(min_size=1, max_size=60)
 
 
 @given(name=text, module=text, message=text, source=text)
-def test_any_name_survives(name: str, module: str, message: str, source: str) -> None:
+def test_any_name_survives_a_round_trip(name: str, module: str, message: str, source: str) -> None:
     gap = a_gap(op=name, module=module, message=message, source=source)
     result = with_diagnostics(a_result(a_run("fp32"), a_run(status="error", gaps=[gap])))
     assert ScanResult.from_json(result.to_json()) == result
@@ -141,7 +141,7 @@ rows_of_calls = st.lists(
 
 
 @given(rows=rows_of_calls)
-def test_rows_survive_as_columns(rows: list[OpCall]) -> None:
+def test_rows_survive_a_round_trip_as_columns(rows: list[OpCall]) -> None:
     calls = to_columns(rows)
     assert len(calls) == len(rows)
     assert list(calls.rows()) == rows
@@ -175,7 +175,7 @@ def test_columns_that_an_older_file_lacks_get_their_defaults(missing: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"rms": []}, "column 'rms' has 0 entries, 'op' has 2"),
         ({"flips": [1, 2, 3]}, "column 'flips' has 3 entries"),
@@ -188,9 +188,9 @@ def test_columns_that_an_older_file_lacks_get_their_defaults(missing: str) -> No
         ({"surprise": []}, "surprise"),
     ],
 )
-def test_columns_that_do_not_fit_are_refused(change: dict[str, object], says: str) -> None:
+def test_errors_about_bad_columns_name_the_column(change: dict[str, object], message: str) -> None:
     saved = json.loads(msgspec.json.encode(to_columns([OpCall("a"), OpCall("b")])))
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         msgspec.json.decode(json.dumps(saved | change), type=OpCalls)
 
 

@@ -1,4 +1,4 @@
-"""The application that commands register with, and what they share. Never imports torch."""
+"""The application that commands register with, and code they share. Never imports torch."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from lowprec_check.errors import UsageError
 if TYPE_CHECKING:
     from lowprec_check.schema.scan_result import ScanResult
 
-FOUND, WRONG_CALL, TOOL_FAILED, INTERRUPTED = 1, 2, 3, 130
-"""Exit codes besides 0."""
+FINDINGS, USAGE_ERROR, TOOL_FAILED, INTERRUPTED = 1, 2, 3, 130
+"""The exit codes other than 0."""
 
-ORDER = ("scan", "plan", "compat", "report", "diff", "op", "catalog", "explain", "env")
-"""Of the commands in the help, the most used first."""
+COMMAND_ORDER = ("scan", "plan", "compat", "report", "diff", "op", "catalog", "explain", "env")
+"""The order of the commands in the help, most used first."""
 
 
-class _Ordered(TyperGroup):
+class _OrderedCommands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
-        return sorted(super().list_commands(ctx), key=ORDER.index)
+        return sorted(super().list_commands(ctx), key=COMMAND_ORDER.index)
 
 
 app = typer.Typer(
     name="lowprec-check",
-    cls=_Ordered,
-    help="Tells what happens to a PyTorch model in fp16 and bf16: does it run, is it right, is it worth it, what to do.",
+    cls=_OrderedCommands,
+    help="Check a PyTorch model in fp16 and bf16: does it run, is it accurate, is it faster, and what to do.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -50,7 +50,7 @@ def _version(value: bool) -> None:
 
 
 @app.callback()
-def _options(
+def _global_options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
@@ -59,12 +59,12 @@ def _options(
 
 
 def check_writable(path: Path | None, option: str) -> None:
-    """Raise :class:`UsageError` before the work, not after; ``option`` is what gave the path."""
+    """Raise :class:`UsageError` before the work starts if ``path``, the value of ``option``, cannot be written."""
     if path is None or (str(path) == "-" and option == "--json"):
         return
     if str(path) == "-":
-        hint = "Leave it out to print." if option == "-o" else "--json - prints all of it."
-        raise UsageError(f"{option} needs a file.", hint)
+        hint = "Leave -o out to print to stdout." if option == "-o" else "To print to stdout, use --json."
+        raise UsageError(f"{option} needs a file name, not -.", hint)
     try:
         existed = path.exists()
         with path.open("ab"):
@@ -73,33 +73,33 @@ def check_writable(path: Path | None, option: str) -> None:
             path.unlink()
     except OSError as error:
         raise UsageError(
-            f"Cannot write {path}: {error.strerror}.", f"Give {option} a path in a folder that exists."
+            f"Cannot write {path}: {error.strerror}.", f"Give {option} a path in an existing, writable folder."
         ) from None
 
 
 def check_folder(path: Path, option: str) -> None:
-    """Raise :class:`UsageError` before the work where ``path`` is no folder."""
+    """Raise :class:`UsageError` before the work starts if ``path`` is not a folder."""
     if not path.is_dir():
-        raise UsageError(f"There is no folder {path}.", f"Make it, or give {option} another.")
+        raise UsageError(f"The folder {path} does not exist.", f"Create it, or give {option} another folder.")
 
 
 def print_json(value: Any) -> None:
-    """Print a struct, a list of them or a dictionary, indented."""
+    """Print a struct, a list of structs or a dictionary as indented JSON."""
     from lowprec_check.schema.base import encode
 
     print(encode(value).decode(), end="")
 
 
 def screen_size(least: int = 100) -> dict[str, Any]:
-    """Width and colour of a screen: the terminal's, but at least ``least`` columns, below which figures would be cut."""
+    """The terminal's width and whether it has colours; at least ``least`` columns, so that no figure is cut."""
     terminal = sys.stdout.isatty()
     columns = shutil.get_terminal_size((100, 40)).columns if terminal else 100
     return {"width": max(least, columns), "color": terminal}
 
 
 @contextlib.contextmanager
-def step_progress(what: str, quiet: bool) -> Iterator[Any]:
-    """A bar on stderr, told (done, of how many, which comes next); nothing where stderr is no terminal."""
+def step_progress(title: str, quiet: bool) -> Iterator[Any]:
+    """A progress bar on stderr, updated with (done, total, name of the next step); ``None`` if stderr is not a terminal."""
     if quiet or not sys.stderr.isatty():
         yield None
         return
@@ -108,7 +108,7 @@ def step_progress(what: str, quiet: bool) -> Iterator[Any]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
+        task = bar.add_task(title, total=None)
 
         def on_progress(done: int, total: int, name: str) -> None:
             bar.update(task, completed=done, total=total, description=f"{name:<32.32}")
@@ -117,7 +117,7 @@ def step_progress(what: str, quiet: bool) -> Iterator[Any]:
 
 
 def load_result(path: Path) -> ScanResult:
-    """The saved scan at ``path`` (``-``: stdin); raises :class:`UsageError` that says what is wrong with it."""
+    """Read the saved scan at ``path`` (``-``: stdin); raises :class:`UsageError` if it cannot be read."""
     from lowprec_check.schema.scan_result import ResultError, ScanResult
 
     try:
@@ -125,16 +125,16 @@ def load_result(path: Path) -> ScanResult:
         return ScanResult.from_json(data)
     except OSError as error:
         raise UsageError(
-            f"Cannot read {path}: {error.strerror}.", "lowprec-check scan … --json FILE makes one."
+            f"Cannot read {path}: {error.strerror}.", "Save a scan with: lowprec-check scan TARGET --json FILE"
         ) from None
     except ResultError as error:
-        hint = "It must be what lowprec-check scan … --json FILE wrote, whole and unchanged."
+        hint = "Pass an unchanged file that lowprec-check scan TARGET --json FILE saved."
         raise UsageError(f"{path}: {error}.", hint) from None
 
 
 @contextlib.contextmanager
 def progress(target: str, quiet: bool) -> Iterator[Any]:
-    """A status line on stderr while work is going on; nothing where stderr is no terminal."""
+    """A status line on stderr while a scan or search runs; ``None`` if stderr is not a terminal."""
     if quiet or not sys.stderr.isatty():
         yield None
         return

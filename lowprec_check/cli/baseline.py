@@ -1,4 +1,4 @@
-"""What ``scan --baseline`` and ``--update-baseline`` do, before and after the scan."""
+"""``scan --baseline`` and ``--update-baseline``: the parts before and after the scan."""
 
 from __future__ import annotations
 
@@ -17,37 +17,41 @@ if TYPE_CHECKING:
 
 
 BaselineFile = Annotated[
-    Path | None, typer.Option("--baseline", help="A file of accepted findings: --fail-on passes over them.")
+    Path | None, typer.Option("--baseline", help="File of accepted findings, which --fail-on ignores.")
 ]
 UpdateBaseline = Annotated[
-    bool, typer.Option("--update-baseline", help="Accept what this scan finds: write it to the baseline.")
+    bool, typer.Option("--update-baseline", help="Accept all findings of this scan: write them to the baseline.")
 ]
 
 
 def known_findings(path: Path | None, update: bool) -> Baseline | None:
-    """The baseline to hold the scan to; raises :class:`UsageError` before the work."""
+    """Load the baseline at ``path``; raises :class:`UsageError` before the scan starts if it cannot be used."""
     from lowprec_check.analysis.baseline import load
 
     if update:
         if path is None:
-            raise UsageError("--update-baseline needs to know the file.", "Add --baseline FILE.")
+            raise UsageError("--update-baseline needs a file to write.", "Add --baseline FILE.")
         check_writable(path, "--baseline")
-        return load(path) if path.exists() and path.stat().st_size else None  # what is no baseline is not overwritten
+        return load(path) if path.exists() and path.stat().st_size else None  # never overwrite another file
     return load(path) if path is not None else None
 
 
 def apply_baseline(result: ScanResult, accepted: Baseline | None, path: Path | None, update: bool) -> ScanResult:
-    """``result`` with known findings marked; says on stderr what was written, or what no longer occurs."""
+    """Mark accepted findings in ``result``; report on stderr what was written and which findings no longer occur."""
     from lowprec_check.analysis.baseline import accept, baseline_of, save
 
     if update and path is not None:
         accepted = baseline_of(result, accepted)
         save(accepted, path)
-        print(f"{path}: {len(accepted.findings)} findings accepted", file=sys.stderr)
+        print(f"{len(accepted.findings)} findings accepted in {path}", file=sys.stderr)
     if accepted is None:
         return result
     result, stale = accept(result, accepted)
     if stale:
-        what = "finding of the baseline does" if len(stale) == 1 else "findings of the baseline do"
-        print(f"{len(stale)} {what} not occur any more: --update-baseline leaves them out", file=sys.stderr)
+        what = (
+            "finding in the baseline no longer occurs"
+            if len(stale) == 1
+            else "findings in the baseline no longer occur"
+        )
+        print(f"{len(stale)} {what}; --update-baseline removes them", file=sys.stderr)
     return result

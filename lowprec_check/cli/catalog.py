@@ -12,23 +12,25 @@ from lowprec_check.cli.op import Torch
 from lowprec_check.cli.options import Json, Quiet
 from lowprec_check.schema.devices import catalogued, choices
 
-catalog = typer.Typer(no_args_is_help=True, help="What is known of operators, by dtype, device and version of torch.")
+catalog = typer.Typer(no_args_is_help=True, help="Operator support by dtype, device and torch release.")
 app.add_typer(catalog, name="catalog")
 
-OneDevice = Annotated[str, typer.Option(help=f"{choices(catalogued())}.")]
+OneDevice = Annotated[str, typer.Option(help=f"Device: {choices(catalogued())}.")]
 
 
 @catalog.command()
 def build(
-    device: Annotated[str, typer.Option(help=f"{choices(catalogued())}: the device to measure.")] = "cpu",
-    jobs: Annotated[int | None, typer.Option(min=1, help="Worker processes; by default one a core.")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Samples of an operator at the most, before larger ones.")] = 24,
-    only: Annotated[list[str] | None, typer.Option(help="Only this operator; repeatable.")] = None,
-    ipex: Annotated[bool, typer.Option("--ipex", help="With Intel's extension loaded.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder of the files.")] = Path("catalog"),
+    device: Annotated[str, typer.Option(help=f"Device to measure: {choices(catalogued())}.")] = "cpu",
+    jobs: Annotated[int | None, typer.Option(min=1, help="Number of worker processes. Default: one per core.")] = None,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Maximum samples per operator, not counting the large ones.")
+    ] = 24,
+    only: Annotated[list[str] | None, typer.Option(help="Measure only this operator; repeatable.")] = None,
+    ipex: Annotated[bool, typer.Option("--ipex", help="Load Intel Extension for PyTorch first.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("catalog"),
     quiet: Quiet = False,
 ) -> None:
-    """Run every operator that torch describes in fp32, half and bfloat16; write what was found, sorted."""
+    """Run every operator of torch's OpInfo database in fp32, half and bfloat16, and save the results."""
     from lowprec_check.engine.sweep.build import build as sweep
 
     check_folder(out, "--out")
@@ -42,13 +44,13 @@ def build(
 
 @catalog.command()
 def diff(
-    before: Annotated[str, typer.Argument(metavar="BEFORE", help="A release of torch, 2.8.")],
-    after: Annotated[str, typer.Argument(metavar="AFTER", help="Another, 2.13; it may be an older one.")],
+    before: Annotated[str, typer.Argument(metavar="BEFORE", help="A torch release, e.g. 2.8.")],
+    after: Annotated[str, typer.Argument(metavar="AFTER", help="The torch release to compare with, e.g. 2.13.")],
     device: OneDevice = "cpu",
-    dtype: Annotated[str | None, typer.Option(help="half or bfloat16; both by default.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="half or bfloat16. Default: both.")] = None,
     json: Json = False,
 ) -> None:
-    """Say what operators gained and lost from one torch to another."""
+    """Show which operators gained or lost support between two torch releases."""
     from lowprec_check.catalog.version_diff import difference
 
     found = difference(before, after, device, dtype)
@@ -67,7 +69,7 @@ def gaps(
     torch: Torch = None,
     json: Json = False,
 ) -> None:
-    """List the operators that run in fp32 and not, or not always, in a lower precision."""
+    """List the operators that run in fp32 but fail, always or sometimes, in a lower precision."""
     from lowprec_check.catalog.missing_ops import gaps as find_gaps
 
     found = find_gaps(device, dtype, torch)
@@ -83,7 +85,7 @@ def gaps(
 def report(
     out: Annotated[Path, typer.Option(help="Folder for op-support.md and op-support.html.")] = Path("reports"),
 ) -> None:
-    """Write what is known as a document and as a coloured grid: operators × versions."""
+    """Write the catalog as a document and as a coloured grid of operators and torch releases."""
     from lowprec_check.report.op.grid import write_reports
 
     check_folder(out, "--out")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowprec_check.cli.app import FOUND, app
+from lowprec_check.cli.app import FINDINGS, app
 from lowprec_check.cli.options import Backends, Devices, Precisions, Quiet
 from lowprec_check.errors import UsageError
 
@@ -21,42 +21,52 @@ if TYPE_CHECKING:
 
 FromFile = Annotated[
     Path | None,
-    typer.Option("--from-file", metavar="LIST", help="A target a line, options of scan behind it, # for comments."),
+    typer.Option(
+        "--from-file",
+        metavar="LIST",
+        help="File with one target per line, followed by scan options; # starts a comment.",
+    ),
 ]
 ScanOptions = Annotated[
-    str, typer.Option("--scan-options", help='Further options of each scan: "--seed 1 --errors none".')
+    str, typer.Option("--scan-options", help='More options for each scan, e.g. "--seed 1 --errors none".')
 ]
 Engine = Annotated[
     str | None,
-    typer.Option(help="dask://HOST:PORT or ray://HOST:PORT: spread over machines (extra cluster); dask, ray: here."),
+    typer.Option(
+        help="Run the scans on a cluster: dask://HOST:PORT or ray://HOST:PORT (extra cluster); dask or ray: locally."
+    ),
 ]
 
 
 @app.command()
 def compat(
-    targets: Annotated[list[str] | None, typer.Argument(metavar="[TARGET]...", help="As scan takes them.")] = None,
+    targets: Annotated[
+        list[str] | None, typer.Argument(metavar="[TARGET]...", help="Models to scan, written as for scan.")
+    ] = None,
     from_file: FromFile = None,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the report goes.")] = Path(
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Folder for the report.")] = Path(
         "reports"
     ),
     device: Devices = None,
     precision: Precisions = None,
     backend: Backends = None,
-    budget: Annotated[float | None, typer.Option(min=0.1, help="As in scan.")] = None,
+    budget: Annotated[float | None, typer.Option(min=0.1, help="Seconds for each part of a run, as in scan.")] = None,
     scan_options: ScanOptions = "",
     jobs: Annotated[
-        int, typer.Option("--jobs", "-j", min=1, help="Scans at once; they disturb each other's times.")
+        int, typer.Option("--jobs", "-j", min=1, help="Number of parallel scans; they distort each other's times.")
     ] = 1,
     engine: Engine = None,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds after which a model is given up.")] = 1800.0,
+    timeout: Annotated[
+        float, typer.Option(min=1.0, help="Seconds after which the scan of a model is stopped.")
+    ] = 1800.0,
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Try again what could not be scanned before.")
+        bool, typer.Option("--retry-failed", help="Scan the models that failed before again.")
     ] = False,
-    html: Annotated[bool, typer.Option("--html", help="HTML pages too (extra report).")] = False,
-    title: Annotated[str, typer.Option(help="Heading of the index.")] = "Compatibility",
+    html: Annotated[bool, typer.Option("--html", help="Also write HTML pages (extra report).")] = False,
+    title: Annotated[str, typer.Option(help="Title of the index page.")] = "Compatibility",
     quiet: Quiet = False,
 ) -> None:
-    """Scan many models into a matrix of model, precision and device. Goes on where it was interrupted."""
+    """Scan many models and write a compatibility matrix. Resumes after an interruption."""
     from lowprec_check.compat.report_folder import ReportFolder
     from lowprec_check.compat.runner import scan_all
     from lowprec_check.compat.target_list import Request, asked_for, read_list
@@ -66,7 +76,7 @@ def compat(
         [*map(Request, targets or []), *listed], _options(precision, backend, budget, scan_options), device or []
     )
     if not requests:
-        raise UsageError("There is nothing to scan.", "Name targets, or give --from-file LIST.")
+        raise UsageError("There is nothing to scan.", "Pass at least one target, or --from-file LIST.")
     pages = ReportFolder(output, title, html=html)
 
     def on_row(done: int, of: int, row: MatrixRow, result: ScanResult | None) -> None:
@@ -74,29 +84,29 @@ def compat(
         if not quiet:
             print(f"[{done}/{of}] {_line(row)}", file=sys.stderr, flush=True)
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ended from outside: end the scans too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # terminated: stop the scans too
     try:
         matrix = scan_all(
             requests, output, jobs=jobs, engine=engine, timeout=timeout, retry_failed=retry_failed, on_row=on_row
         )
     except KeyboardInterrupt:
-        print("What is scanned is saved: the same command goes on from here.", file=sys.stderr)
+        print("Progress is saved; run the same command to resume.", file=sys.stderr)
         raise
     pages.index(matrix)
     failed = sum(row.state == "failed" for row in matrix.rows)
     print(
         f"{len(matrix.rows)} row{'s' if len(matrix.rows) != 1 else ''}, {failed} could not be scanned: {output / 'index.md'}"
     )
-    raise typer.Exit(FOUND if failed else 0)
+    raise typer.Exit(FINDINGS if failed else 0)
 
 
 def _options(
-    precision: list[str] | None, backend: list[str] | None, budget: float | None, further: str
+    precision: list[str] | None, backend: list[str] | None, budget: float | None, more: str
 ) -> tuple[str, ...]:
     try:
-        words = shlex.split(further)
+        words = shlex.split(more)
     except ValueError as error:
-        raise UsageError(f"--scan-options does not parse: {error}.", "Quote it as a shell would.") from None
+        raise UsageError(f"Cannot parse --scan-options: {error}.", "Quote it as in a shell.") from None
     named = [word for name in precision or [] for word in ("-p", name)]
     named += [word for name in backend or [] for word in ("--backend", name)]
     return (*named, *(("--budget", f"{budget:g}") if budget is not None else ()), *words)

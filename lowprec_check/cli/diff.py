@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from lowprec_check.analysis.diff import ERROR_FACTOR, TIME_FACTOR, ScanDiff, diff_scans
-from lowprec_check.cli.app import FOUND, app, check_writable, load_result, screen_size
+from lowprec_check.cli.app import FINDINGS, app, check_writable, load_result, screen_size
 from lowprec_check.errors import UsageError
 from lowprec_check.report.registry import FORMATS, ReportFormat, diff_formats, format_of, suffixes
 from lowprec_check.schema.devices import choices
@@ -17,14 +17,14 @@ from lowprec_check.schema.devices import choices
 
 @app.command()
 def diff(
-    old: Annotated[Path, typer.Argument(metavar="OLD.json", help="What scan --json saved before.")],
-    new: Annotated[Path, typer.Argument(metavar="NEW.json", help="What it saved now.")],
+    old: Annotated[Path, typer.Argument(metavar="OLD.json", help="A scan saved with scan --json.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW.json", help="The scan to compare with it.")],
     format: Annotated[
         str | None,
         typer.Option(
             "--format",
             "-f",
-            help=f"{choices(diff_formats())}. Default: by the suffix of FILE; text on a terminal, md in a pipe.",
+            help=f"{choices(diff_formats())}. Default: by the suffix of FILE; without -o, text on a terminal and md in a pipe.",
         ),
     ] = None,
     output: Annotated[
@@ -34,21 +34,26 @@ def diff(
         ),
     ] = None,
     error_factor: Annotated[
-        float, typer.Option(min=1.0, help="An output error that grows by more than this is a regression.")
+        float, typer.Option(min=1.0, help="An output error that grows by more than this factor is a regression.")
     ] = ERROR_FACTOR,
     time_factor: Annotated[
         float,
-        typer.Option(min=1.0, help="A time (against fp32's) that grows by more than this is a regression; inf: none."),
+        typer.Option(
+            min=1.0,
+            help="A time relative to fp32 that grows by more than this factor is a regression; inf: ignore times.",
+        ),
     ] = TIME_FACTOR,
 ) -> None:
-    """Compare two saved scans: another torch, device or commit. Exits 1 if something got worse."""
+    """Compare two saved scans. They may differ in torch release, device or commit. Exits 1 if something got worse."""
     from lowprec_check.report.escape import visible
 
     files = output or []
     if format is not None and len(files) > 1:
-        raise UsageError("--format is for one file.", "Leave it out: the suffix of each file says its format.")
+        raise UsageError(
+            "--format works with only one output file.", "Leave --format out: the suffix of each file sets its format."
+        )
     if str(old) == str(new) == "-":
-        raise UsageError("Only one of the two scans can come from stdin.")
+        raise UsageError("Only one of the two scans can come from stdin.", "Save the other to a file.")
     chosen = _diff_format(FORMATS.get(format)) if format else None
     formats = [chosen or _diff_format(format_of(file)) for file in files]
     for file in files:
@@ -63,7 +68,7 @@ def diff(
             f"warning: the two scans ran under different conditions: {'; '.join(map(visible, found.warnings))}",
             file=sys.stderr,
         )
-    raise typer.Exit(FOUND if found.regressions else 0)
+    raise typer.Exit(FINDINGS if found.regressions else 0)
 
 
 def _print(found: ScanDiff, format: ReportFormat | None) -> None:
@@ -77,5 +82,5 @@ def _print(found: ScanDiff, format: ReportFormat | None) -> None:
 
 def _diff_format(format: ReportFormat) -> ReportFormat:
     if not format.renders_diffs:
-        raise UsageError(f"A difference has no {format.name} format.", f"Choose from {', '.join(diff_formats())}.")
+        raise UsageError(f"diff cannot write the format {format.name}.", f"Choose from {', '.join(diff_formats())}.")
     return format

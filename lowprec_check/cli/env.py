@@ -11,7 +11,7 @@ def env(
     json: Json = False,
     device: Device = None,
 ) -> None:
-    """Say what this machine has and accelerates."""
+    """Show the hardware and which precisions it accelerates."""
     from lowprec_check.engine.machine import environment
 
     found = environment(device)

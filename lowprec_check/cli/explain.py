@@ -12,7 +12,10 @@ from lowprec_check.errors import UsageError
 
 @app.command()
 def explain(
-    code: Annotated[str | None, typer.Argument(metavar="[CODE]", help="LP101, or its name; all without it.")] = None,
+    code: Annotated[
+        str | None,
+        typer.Argument(metavar="[CODE]", help="Code or name, e.g. LP101 or missing-kernel. Default: list all."),
+    ] = None,
 ) -> None:
     """Print the manual page of a diagnostic code."""
     from lowprec_check.analysis.rules.registry import rules
@@ -23,5 +26,5 @@ def explain(
         return
     found = rules().get(code.upper()) or next((rule for rule in rules().values() if rule.name == code.lower()), None)
     if found is None:
-        raise UsageError(f"There is no diagnostic {code!r}.", f"There are: {', '.join(sorted(rules()))}.")
+        raise UsageError(f"Unknown diagnostic code {code!r}.", f"Choose from {', '.join(sorted(rules()))}.")
     print(f"{found.code} {found.name} ({found.severity})\n\n{found.manual}")

@@ -1,4 +1,4 @@
-"""The command line: parse, call, render, exit code. No logic of its own; torch is imported when a model is."""
+"""The entry point of the command line. It imports torch only for commands that run a model or query the machine."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ import warnings
 
 import typer
 
-from lowprec_check.cli.app import INTERRUPTED, TOOL_FAILED, WRONG_CALL, app
+from lowprec_check.cli.app import INTERRUPTED, TOOL_FAILED, USAGE_ERROR, app
 from lowprec_check.errors import UsageError
 
 
 def main() -> None:
     """Entry point: exit 0, 1 (findings), 2 (the call or the user's file is wrong), 3 (the tool failed)."""
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch's, at import; nothing here needs it
-    for stream in (sys.stdout, sys.stderr):  # a pipe or console that holds no "≤" shows "?" there
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # from importing torch; NumPy is not needed
+    for stream in (sys.stdout, sys.stderr):  # "?" for "≤" if the stream cannot encode it
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
         _import_commands()
         code = app(standalone_mode=False) or 0
-        if code == INTERRUPTED:  # the parser's own way to pass it on
+        if code == INTERRUPTED:  # how the parser reports Ctrl+C
             raise KeyboardInterrupt
         sys.exit(code)
     except UsageError as error:
         print(f"error: {error.message}", file=sys.stderr)
         if error.hint:
             print(error.hint, file=sys.stderr)
-        sys.exit(WRONG_CALL)
+        sys.exit(USAGE_ERROR)
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except Exception as error:
-        if hasattr(error, "show") and hasattr(error, "exit_code"):  # what the parser says of a wrong call
+        if hasattr(error, "show") and hasattr(error, "exit_code"):  # a usage error that the parser found
             error.show()
             sys.exit(error.exit_code)
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             print(f"error: {error.strerror}.", file=sys.stderr)
-            sys.exit(WRONG_CALL)
+            sys.exit(USAGE_ERROR)
         import traceback
 
         traceback.print_exc()
-        print("lowprec-check itself failed; please report this with the lines above.", file=sys.stderr)
+        print("lowprec-check failed. Please report this bug with the traceback above.", file=sys.stderr)
         sys.exit(TOOL_FAILED)
 
 
 def _import_commands() -> None:
-    """Import the modules of this package, which register their commands and list what is registered in their help."""
+    """Import every module of this package, so that each registers its command."""
     package = __name__.rpartition(".")[0]
     for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
         importlib.import_module(f"{package}.{module.name}")

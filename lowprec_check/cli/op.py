@@ -10,20 +10,22 @@ from lowprec_check.cli.app import app, print_json, screen_size
 from lowprec_check.cli.options import Json
 from lowprec_check.schema.devices import catalogued, choices
 
-Dtype = Annotated[str | None, typer.Option(help="half, bfloat16 or fp32; by default half and bfloat16.")]
-Torch = Annotated[str | None, typer.Option(help="A release, 2.8; by default the newest known.")]
-CatalogDevice = Annotated[str | None, typer.Option(help=f"{choices(catalogued())}. Default: all.")]
+Dtype = Annotated[str | None, typer.Option(help="half, bfloat16 or fp32. Default: half and bfloat16.")]
+Torch = Annotated[str | None, typer.Option(help="Torch release, e.g. 2.8. Default: the newest in the catalog.")]
+CatalogDevice = Annotated[str | None, typer.Option(help=f"Device: {choices(catalogued())}. Default: all.")]
 
 
 @app.command()
 def op(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="dot, torch.dot, aten::dot, linalg.svd, F.conv2d.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Operator, e.g. dot, torch.dot, aten::dot, linalg.svd or F.conv2d.")
+    ],
     dtype: Dtype = None,
     device: CatalogDevice = None,
     torch: Torch = None,
     json: Json = False,
 ) -> None:
-    """Say whether an operator runs in a dtype on a device, since which torch, how exactly and how fast."""
+    """Show whether an operator runs in a dtype on a device. Also shows since which torch release, how accurately and how fast."""
     from lowprec_check.catalog.op_lookup import lookup
 
     answers = lookup(name, device=device, dtype=dtype, torch=torch)

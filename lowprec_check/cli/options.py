@@ -1,4 +1,4 @@
-"""Options that several commands share; their help lists what is registered. Never imports torch."""
+"""Options that several commands share; their help lists all registered names. Never imports torch."""
 
 from __future__ import annotations
 
@@ -19,17 +19,22 @@ _TOLERANCES = ", ".join(f"{f.tolerance:g} for {f.short}" for f in formats() if f
 Target = Annotated[
     str,
     typer.Argument(
-        metavar="TARGET", help="mymodel.py, mymodel.py:make_model, package.module:attr or torchvision:resnet50."
+        metavar="TARGET", help="Model: mymodel.py, mymodel.py:make_model, package.module:attr or torchvision:resnet50."
     ),
 ]
 Inputs = Annotated[
     list[str] | None,
-    typer.Option("--inputs", help="Shape of an input if the file defines none: 1x3x224x224, ids=1x128:int64."),
+    typer.Option(
+        "--inputs", help="Shape of an input, if the file defines no inputs: 1x3x224x224 or ids=1x128:int64; repeatable."
+    ),
 ]
 Precisions = Annotated[
     list[str] | None,
     typer.Option(
-        "--precision", "-p", metavar="NAME", help=f"{_PRECISIONS}; repeatable or comma-separated. Default: all."
+        "--precision",
+        "-p",
+        metavar="NAME",
+        help=f"{_PRECISIONS}, or an alias such as fp16 (half); repeatable or comma-separated. Default: all.",
     ),
 ]
 Backends = Annotated[
@@ -37,21 +42,24 @@ Backends = Annotated[
     typer.Option(
         "--backend",
         metavar="NAME",
-        help=f"How the model is executed: {_BACKENDS}; repeatable or comma-separated. Default: eager.",
+        help=f"How to execute the model: {_BACKENDS}; repeatable or comma-separated. Default: eager.",
     ),
 ]
-Backend = Annotated[str, typer.Option("--backend", metavar="NAME", help=f"How the model is executed: {_BACKENDS}.")]
-Device = Annotated[str | None, typer.Option(help=f"{_DEVICES}. Default: an accelerator if there is one, else cpu.")]
-Devices = Annotated[list[str] | None, typer.Option(help=f"{_DEVICES}; repeatable: each is a row.")]
-Tolerance = Annotated[
-    float | None, typer.Option(min=0.0, help=f"Largest rel_l2 of the output that passes. Default: {_TOLERANCES}.")
+Backend = Annotated[str, typer.Option("--backend", metavar="NAME", help=f"How to execute the model: {_BACKENDS}.")]
+Device = Annotated[
+    str | None, typer.Option(help=f"Device: {_DEVICES}. Default: an accelerator if there is one, else cpu.")
 ]
-Seed = Annotated[int, typer.Option(help="Seed of every run.")]
+Devices = Annotated[list[str] | None, typer.Option(help=f"Device: {_DEVICES}; repeatable, one row per device.")]
+Tolerance = Annotated[
+    float | None,
+    typer.Option(min=0.0, help=f"Largest relative L2 error of the output that passes. Default: {_TOLERANCES}."),
+]
+Seed = Annotated[int, typer.Option(help="Random seed of every run.")]
 WithoutKernel = Annotated[
     list[str] | None,
-    typer.Option("--without-kernel", help="Run as if torch lacked a kernel: aten.dot:half; repeatable."),
+    typer.Option("--without-kernel", help="Simulate a missing kernel, e.g. aten.dot:half; repeatable."),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Do not show progress.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

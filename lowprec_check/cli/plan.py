@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lowprec_check.cli.app import FOUND, app, check_writable, progress, screen_size
+from lowprec_check.cli.app import FINDINGS, app, check_writable, progress, screen_size
 from lowprec_check.cli.options import Backend, Device, Inputs, Quiet, Seed, Target, Tolerance, WithoutKernel
 from lowprec_check.schema.backends import EAGER
 from lowprec_check.schema.devices import choices
@@ -22,32 +22,38 @@ _KINDS = list(dict.fromkeys(base.kind for base in plan_bases()))
 def plan(
     target: Target,
     inputs: Inputs = None,
-    dtype: Annotated[str | None, typer.Option(help=f"{choices(_FORMATS)}. Default: the better of them.")] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"{choices(_FORMATS)}. Default: try all, keep the best.")] = None,
     base: Annotated[
-        str | None, typer.Option(help=f"How the other modules run: {choices(_KINDS)}. Default: the better of them.")
+        str | None, typer.Option(help=f"How the other modules run: {choices(_KINDS)}. Default: try all, keep the best.")
     ] = None,
     backend: Backend = EAGER,
     device: Device = None,
     tolerance: Tolerance = None,
     metric: Annotated[
         bool,
-        typer.Option("--metric", help="Judge by the file's metric(model), higher is better, not by the tolerance."),
+        typer.Option(
+            "--metric", help="Judge by metric(model) from the file (higher is better) instead of the tolerance."
+        ),
     ] = False,
     max_drop: Annotated[
-        float | None, typer.Option(min=0.0, help="By how much the metric may fall; by default a hundredth of fp32's.")
+        float | None,
+        typer.Option(min=0.0, help="Largest drop of the metric that passes. Default: 1% of the metric in fp32."),
     ] = None,
     inputs_from: Annotated[
-        int, typer.Option("--inputs-from", metavar="N", min=1, help="Batches that must pass: inputs(0), inputs(1), …")
+        int,
+        typer.Option(
+            "--inputs-from", metavar="N", min=1, help="Number of batches that must pass: inputs(0), inputs(1), …"
+        ),
     ] = 1,
-    max_trials: Annotated[int, typer.Option(min=1, help="Runs of the model for each base.")] = 200,
+    max_trials: Annotated[int, typer.Option(min=1, help="Maximum number of trial runs per base.")] = 200,
     budget: Annotated[float, typer.Option(min=0.1, help="Seconds for the whole search.")] = 600.0,
     seed: Seed = 0,
     without_kernel: WithoutKernel = None,
     save: Annotated[Path | None, typer.Option("--save", help="Save the plan, for lowprec_check.apply.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="All that was tried, as JSON on stdout.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the plan and all attempts as JSON.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Find the fewest modules that must stay in fp32 for the rest to run in 16 bits, and prove it."""
+    """Find the modules that must stay in fp32. Verifies that the model passes with all others in 16 bits."""
     check_writable(save, "--save")
     with progress(target, quiet) as on_progress:
         from lowprec_check.engine.load import load_and_plan
@@ -71,11 +77,13 @@ def plan(
     if save is not None:
         if found.plan is not None:
             found.plan.save(save)
-        print(f"saved to {save}" if found.plan is not None else "no plan was found: nothing saved", file=sys.stderr)
+        print(
+            f"plan saved to {save}" if found.plan is not None else "no plan was found; nothing saved", file=sys.stderr
+        )
     if json:
         sys.stdout.write(found.to_json().decode())
     else:
         from lowprec_check.report.plan import render
 
         sys.stdout.write(render(found, **screen_size(least=0)))
-    raise typer.Exit(0 if found.plan is not None else FOUND)
+    raise typer.Exit(0 if found.plan is not None else FINDINGS)

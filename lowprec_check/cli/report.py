@@ -22,18 +22,18 @@ Reports = Annotated[
     typer.Option(
         "--report",
         metavar="FILE",
-        help=f"Write a report in the format of its suffix: {choices(suffixes())} (.xml is JUnit); repeatable.",
+        help=f"Write a report; the suffix sets its format: {choices(suffixes())} (.xml is JUnit); repeatable.",
     ),
 ]
 
 
 @app.command()
 def report(
-    scan: Annotated[Path, typer.Argument(metavar="SCAN.json", help="What scan --json saved; - for stdin.")],
+    scan: Annotated[Path, typer.Argument(metavar="SCAN.json", help="A scan saved with scan --json; - for stdin.")],
     format: Annotated[
         str | None,
         typer.Option(
-            "--format", "-f", help=f"{choices(FORMATS.names())}. Default: by the suffix of FILE; text on stdout."
+            "--format", "-f", help=f"{choices(FORMATS.names())}. Default: by the suffix of FILE; without -o, text."
         ),
     ] = None,
     output: Annotated[
@@ -42,14 +42,17 @@ def report(
             "--output",
             "-o",
             metavar="FILE",
-            help=f"Write to FILE: {choices(suffixes())} (.xml is JUnit); repeatable. Default: stdout.",
+            help=f"Write to FILE; the suffix sets the format: {choices(suffixes())} (.xml is JUnit); repeatable. "
+            "Default: stdout.",
         ),
     ] = None,
 ) -> None:
-    """Render a saved scan as a page, a comment or a file for machines. Needs neither the model nor torch."""
+    """Write a saved scan as a web page, Markdown, SARIF, JUnit or text. Needs neither the model nor torch."""
     files = output or []
     if format is not None and len(files) > 1:
-        raise UsageError("--format is for one file.", "Leave it out: the suffix of each file says its format.")
+        raise UsageError(
+            "--format works with only one output file.", "Leave --format out: the suffix of each file sets its format."
+        )
     check_reports(files, format, "-o")
     if not files:
         FORMATS.get(format or "text").check_available()
@@ -61,18 +64,18 @@ def report(
 
 
 def check_reports(files: list[Path], format: str | None = None, option: str = "--report") -> None:
-    """Raise :class:`UsageError` before the work if a report could not be made or written."""
+    """Raise :class:`UsageError` before the work starts if a report cannot be rendered or written."""
     for file in files:
         check_writable(file, option)
         (FORMATS.get(format) if format else format_of(file)).check_available()
 
 
 def print_report(result: ScanResult, format: str, findings: int | None = None) -> None:
-    """Write it to stdout; text as wide and colourful as the terminal."""
+    """Print ``result`` to stdout; text in the width and colours of the terminal, at most ``findings`` groups of findings."""
     if format != "text":
         sys.stdout.write(render(result, format))
         return
     from lowprec_check.report import text
 
-    most = text.SHOWN_FINDINGS if findings is None else findings
-    sys.stdout.write(text.render(result, findings=most, **screen_size(least=0)))
+    shown = text.SHOWN_FINDINGS if findings is None else findings
+    sys.stdout.write(text.render(result, findings=shown, **screen_size(least=0)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from lowprec_check.cli.app import FOUND, app, check_writable, progress
+from lowprec_check.cli.app import FINDINGS, app, check_writable, progress
 from lowprec_check.cli.baseline import BaselineFile, UpdateBaseline, apply_baseline, known_findings
 from lowprec_check.cli.options import (
     Backends,
@@ -29,7 +29,7 @@ from lowprec_check.report.registry import write
 if TYPE_CHECKING:
     from lowprec_check.schema.scan_result import ScanResult
 
-FailOn = Literal["no-way", "error", "warning", "note", "never"]
+FailOn = Literal["no-pass", "error", "warning", "note", "never"]
 
 
 @app.command()
@@ -41,13 +41,18 @@ def scan(
     device: Device = None,
     budget: Annotated[
         float | None,
-        typer.Option(min=0.1, help="Seconds for each part of a run; by default 20, or ten fp32 forwards if more."),
+        typer.Option(
+            min=0.1,
+            help="Seconds for each part of a run. Default: 20, or the time of ten fp32 forward passes if longer.",
+        ),
     ] = None,
     errors: Annotated[
         Literal["both", "accumulated", "none"],
-        typer.Option(help="What to compute per op: local and accumulated error, or less, faster."),
+        typer.Option(help="Errors to compute for each op; accumulated and none are faster."),
     ] = "both",
-    reference: Annotated[Literal["fp32", "fp64"], typer.Option(help="What each op is compared with.")] = "fp32",
+    reference: Annotated[
+        Literal["fp32", "fp64"], typer.Option(help="Precision of the reference for the errors of each op.")
+    ] = "fp32",
     tolerance: Tolerance = None,
     seed: Seed = 0,
     without_kernel: WithoutKernel = None,
@@ -55,27 +60,33 @@ def scan(
         bool | None,
         typer.Option(
             "--plan/--no-plan",
-            help="Search for modules to keep in fp32 from every precision that fails; by default where none passes.",
+            help="For each precision that fails, search for modules to keep in fp32. Default: only if none passes.",
         ),
     ] = None,
     save_plan: Annotated[
-        Path | None, typer.Option("--save-plan", help="Save the plan, for lowprec_check.apply.")
+        Path | None, typer.Option("--save-plan", help="Save the plan found, for lowprec_check.apply.")
     ] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="Save everything found; - for stdout.")] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Save the full result as JSON; - for stdout.")] = None,
     report: Reports = None,
     baseline: BaselineFile = None,
     update_baseline: UpdateBaseline = False,
     select: Annotated[
-        list[str] | None, typer.Option(help="Only findings whose code begins so: LP1; repeatable.")
+        list[str] | None,
+        typer.Option(help="Only findings whose code starts with this prefix, e.g. LP1; repeatable."),
     ] = None,
-    ignore: Annotated[list[str] | None, typer.Option(help="No findings whose code begins so; repeatable.")] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(help="No findings whose code starts with this prefix; repeatable.")
+    ] = None,
     fail_on: Annotated[
-        FailOn, typer.Option(help="Exit 1 if no way passes (no-way), or on findings of that severity or graver.")
-    ] = "no-way",
-    findings: Annotated[int, typer.Option(min=0, help="Groups of findings on the screen.")] = 12,
+        FailOn,
+        typer.Option(
+            help="Exit 1 if no precision passes (no-pass), or also on findings of the given severity or higher."
+        ),
+    ] = "no-pass",
+    findings: Annotated[int, typer.Option(min=0, help="Maximum number of groups of findings to print.")] = 12,
     quiet: Quiet = False,
 ) -> None:
-    """Run a model in fp32, half, bfloat16 and under autocast; say what runs, what is right, what is fast, what to do."""
+    """Run a model in fp32, half, bfloat16 and autocast. Shows which of them run, how accurate and fast they are, and what to do."""
     check_writable(json, "--json")
     check_reports(report or [])
     accepted = known_findings(baseline, update_baseline)
@@ -102,14 +113,14 @@ def scan(
         result = load_and_scan(target, tuple(inputs or ()), options, on_progress)
     if save_plan is not None:
         if result.plan is None:
-            print("no plan was needed or found: nothing saved", file=sys.stderr)
+            print("no plan was needed or found; nothing saved", file=sys.stderr)
         else:
             result.plan.save(save_plan)
     result = apply_baseline(result, accepted, baseline, update_baseline)
     _report(result, json, findings)
     for file in report or []:
         write(result, file)
-    raise typer.Exit(FOUND if _fails(result, fail_on) else 0)
+    raise typer.Exit(FINDINGS if _fails(result, fail_on) else 0)
 
 
 def _check_codes(prefixes: list[str]) -> None:
@@ -117,7 +128,7 @@ def _check_codes(prefixes: list[str]) -> None:
 
     for prefix in prefixes:
         if not any(code.startswith(prefix) for code in rules()):
-            raise UsageError(f"No diagnostic code begins with {prefix!r}.", "lowprec-check explain lists them.")
+            raise UsageError(f"No diagnostic code starts with {prefix!r}.", "List them with: lowprec-check explain")
 
 
 def _report(result: ScanResult, json: Path | None, findings: int) -> None:
@@ -136,7 +147,7 @@ def _fails(result: ScanResult, fail_on: FailOn) -> bool:
         return False
     if result.recommendation is None:
         return True
-    if fail_on == "no-way":
+    if fail_on == "no-pass":
         return False
     failing = SEVERITIES[SEVERITIES.index(fail_on) :]
     return any(diagnostic.severity in failing and not diagnostic.accepted for diagnostic in result.diagnostics)

@@ -1,4 +1,4 @@
-"""A console that writes to a text: what every screen is printed on."""
+"""A Rich console that prints to a string."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rich.console import Console
 
 
 class Screen:
-    """What was printed."""
+    """The printed text; complete once the block of :func:`screen` ends."""
 
     text = ""
 
 
 @contextlib.contextmanager
 def screen(width: int, color: bool) -> Iterator[tuple[Console, Screen]]:
-    """A console ``width`` columns wide; its text is complete behind the block, without spaces at the ends of lines."""
+    """A console ``width`` columns wide, and its text, from which trailing spaces are removed."""
     out, printed = io.StringIO(), Screen()
     yield (
         Console(file=out, width=width, force_terminal=color, color_system="auto" if color else None, highlight=False),

@@ -1,4 +1,4 @@
-"""The operators that a project's tests use, and which lack a low precision: screen, JSON, Markdown, HTML. Never imports torch."""
+"""The operators that a test suite uses and their support in low precision, as text, JSON, Markdown and HTML. Never imports torch."""
 
 from __future__ import annotations
 
@@ -33,38 +33,38 @@ class OpUse(Struct, frozen=True, kw_only=True):
 
     @property
     def worst(self) -> int:
-        """0 where it does not run in one of the dtypes, 3 where it runs in all."""
+        """0 if it does not run in one of the dtypes, 3 if it runs in all."""
         return min(_ORDER.index(support.state) for support in self.support.values())
 
 
 class Coverage(Struct, frozen=True, kw_only=True):
-    """What a run of a test suite used."""
+    """The operators that a run of a test suite used."""
 
     schema: int = 1
     device: str
     torch: str
-    """The release that the answers are about."""
+    """The torch release whose support is shown."""
     evidence: str
     """``measured`` or ``declared``."""
     recorded_torch: str
-    """The version that the tests ran with."""
+    """The torch version that the tests ran with."""
     dtypes: list[Dtype]
     tests: int
     ops: list[OpUse]
 
     @property
     def gaps(self) -> list[OpUse]:
-        """Operators that do not, or not always, run; the worst first."""
+        """Operators that fail always or sometimes, the worst first."""
         return sorted((use for use in self.ops if use.worst < 2), key=lambda use: (use.worst, use.op))
 
     @property
     def unknown(self) -> list[OpUse]:
-        """Operators of which the catalog cannot tell."""
+        """Operators that are not in the catalog."""
         return [use for use in self.ops if use.worst == 2]
 
 
 def coverage_text(found: Coverage, *, every: bool = False) -> str:
-    """What was used, a table of what lacks a dtype (of ``every`` operator if asked), and the tests that use it."""
+    """The counts, a table of the operators with gaps (of all if ``every``), and the tests that use each gap."""
     with screen(WIDTH, color=False) as (console, printed):
         for line in _head(found):
             console.print(line)
@@ -76,7 +76,7 @@ def coverage_text(found: Coverage, *, every: bool = False) -> str:
             _print_use(console, use)
         if found.unknown and not every:
             names = [overload_name(use.op) for use in found.unknown]
-            console.print(f"Not in the catalog: {some(names, 8)} (all with -v)")
+            console.print(f"Not in the catalog: {some(names, 8)} (-v lists all)")
     return printed.text
 
 
@@ -85,7 +85,7 @@ def _head(found: Coverage) -> list[str]:
         f"{len(found.ops)} operators used by {found.tests} tests · {found.device}, torch {found.torch}, {found.evidence}"
     ]
     if not found.recorded_torch.startswith(f"{found.torch}."):
-        lines.append(f"The tests ran with torch {found.recorded_torch}, of which the catalog knows nothing there.")
+        lines.append(f"The tests ran with torch {found.recorded_torch}, which the catalog lacks for this device.")
     for dtype in found.dtypes:
         states = [use.support[dtype].state for use in found.ops]
         counts = ", ".join(f"{states.count(state)} {_COUNTED[state]}" for state in reversed(_ORDER))
@@ -120,24 +120,24 @@ def _print_use(console: Console, use: OpUse) -> None:
 
 
 def _why(use: OpUse) -> str:
-    """How it fails, in the first dtype in which it does."""
+    """How it fails, in the first dtype in which it fails."""
     support = next((s for s in use.support.values() if s.state in ("none", "some")), None)
     if support is None:
         return ""
-    said = f"{support.kind}: {shorten(support.message or '')}{in_samples(support.condition)}"
-    return said if support.kind else support.message or ""
+    failure = f"{support.kind}: {shorten(support.message or '')}{in_samples(support.condition)}"
+    return failure if support.kind else support.message or ""
 
 
 # -- files
 
 
 def coverage_json(found: Coverage) -> str:
-    """All of it."""
+    """All fields as JSON."""
     return encode(found).decode()
 
 
 def coverage_markdown(found: Coverage) -> str:
-    """A table of all operators, the worst first, and the tests that use gaps."""
+    """A table of all operators, the worst first, and the tests that use each gap."""
     lines = ["# Low precision in the tests", "", *(f"{line}  " for line in _head(found)), ""]
     lines += [tabulate(_rows(found), headers=_columns(found), tablefmt="github")] if found.ops else []
     for use in found.gaps:
@@ -146,7 +146,7 @@ def coverage_markdown(found: Coverage) -> str:
 
 
 def coverage_html(found: Coverage) -> str:
-    """The same as a page that needs nothing else."""
+    """The same as a self-contained page."""
     gaps = [(overload_name(use.op), _why(use), use.tests) for use in found.gaps]
     return fill("coverage.html.jinja", head=_head(found), columns=_columns(found), rows=_rows(found), gaps=gaps)
 
@@ -168,4 +168,4 @@ RENDERERS: dict[str, Callable[[Coverage], str]] = {
     ".md": coverage_markdown,
     ".html": coverage_html,
 }
-"""By suffix of the file."""
+"""By the suffix of the file."""

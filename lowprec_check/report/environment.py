@@ -10,7 +10,7 @@ _ANSWERS = {True: "yes", False: "no", None: "unknown"}
 
 
 def render(environment: dict[str, Any]) -> str:
-    """A table of two columns."""
+    """A table with two columns: name and value."""
     features = ", ".join(environment["cpu_features"]) or "none known"
     threads = f"{environment['threads']} of {environment['cores']} cores"
     rows = [
@@ -20,7 +20,7 @@ def render(environment: dict[str, Any]) -> str:
         ("device", f"{environment['device']} ({environment['device_name']})"),
         ("bf16 accelerated", _ANSWERS[environment["bf16_accelerated"]]),
         ("fp16 accelerated", _ANSWERS[environment["fp16_accelerated"]]),
-        ("autocast casts to", environment["default_autocast"]),
+        ("autocast dtype", environment["default_autocast"]),
         ("CPU", f"{environment['cpu_capability']}; {features}; {threads}"),
         ("accelerators", ", ".join(environment["accelerators"]) or "none"),
         ("torchvision", environment["torchvision"] or "not installed"),
@@ -32,5 +32,7 @@ def render(environment: dict[str, Any]) -> str:
 def _ipex(environment: dict[str, Any]) -> str:
     if environment["ipex"] is None:
         return "not installed"
-    verdict = "fits this torch" if environment["ipex_fits"] else "does not fit this torch, do not import it"
+    verdict = (
+        "compatible with this torch" if environment["ipex_fits"] else "not compatible with this torch, do not import it"
+    )
     return f"{environment['ipex']}: {verdict}"

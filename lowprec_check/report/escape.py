@@ -1,4 +1,4 @@
-"""Names and messages are other people's text: made harmless for a line of any format. Never imports torch."""
+"""Makes names and messages from users' code safe to print on one line of any format. Never imports torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import msgspec
 from lowprec_check.schema.scan_result import Diagnostic
 
 _SUSPECT = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\uffff\ud800-\udfff]")
-"""Controls, line separators, marks and overrides of direction, zero-width characters, non-characters."""
+"""Control characters, line separators, direction marks and overrides, zero-width characters, non-characters."""
 
 LONGEST = 300
 
 
 def visible(text: str, most: int = LONGEST) -> str:
-    r"""``text`` on one line of at most ``most`` characters, what cannot be seen as an escape: ``a\n``, ``\u202e``."""
+    r"""``text`` on one line of at most ``most`` characters, with invisible characters escaped: ``a\n``, ``\u202e``."""
     if len(text) > most:
         text = f"{text[: most - 1]}…"
     return _SUSPECT.sub(_escape, text)
@@ -26,18 +26,18 @@ def _escape(match: re.Match[str]) -> str:
     character = match[0]
     if character in "\n\r\t":
         return {"\n": "\\n", "\r": "\\r", "\t": " "}[character]
-    if character == "\u200d" or unicodedata.category(character) == "Mn":  # joins emoji, turns nothing round
+    if character == "\u200d" or unicodedata.category(character) == "Mn":  # joins emoji, does not change the direction
         return character
     return f"\\x{ord(character):02x}" if ord(character) < 256 else f"\\u{ord(character):04x}"
 
 
 def visible_lines(text: str, most: int = LONGEST) -> list[str]:
-    """Each line of a code block through :func:`visible`, indentation kept."""
+    """The lines of a code block, each passed through :func:`visible`, with their indentation."""
     return [visible(line.expandtabs(4), most) for line in text.splitlines()]
 
 
 def visible_diagnostic(diagnostic: Diagnostic) -> Diagnostic:
-    """A diagnostic whose strings can go on a line."""
+    """The diagnostic with every string passed through :func:`visible`."""
     fields = {
         name: visible(value)
         for name in ("code", "name", "precision", "module", "op", "source", "message", "help", "url")

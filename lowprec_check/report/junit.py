@@ -1,4 +1,4 @@
-"""JUnit XML: one case per run, for CI systems that draw test results."""
+"""JUnit XML: one test case per run, for CI systems that show test results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_LINES = 200
 
 
 def render(result: ScanResult) -> str:
-    """A document with one suite: the target. A run that is not ``ok`` is a failure; that died or hung, an error."""
+    """A document with one suite, the target. A run that crashed or timed out is an error, any other that is not ``ok`` a failure."""
     root = Element("testsuites", name="lowprec-check")
     suite = SubElement(root, "testsuite", name=visible(result.target), **_counts(result))
     properties = SubElement(suite, "properties")

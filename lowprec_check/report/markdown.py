@@ -1,4 +1,4 @@
-"""Markdown for a pull request comment: the verdict and the runs in sight, the rest folded, never too long."""
+"""Markdown for a pull request comment: the verdict and the runs visible, details folded, limited in length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowprec_check.report.summary import Group, and_more
 from lowprec_check.schema.scan_result import ScanResult
 
 LONGEST = 60_000
-"""Characters; GitHub refuses comments of more than 65,536."""
+"""Characters; GitHub rejects comments of more than 65,536."""
 
 _LONGEST_CODE = 12_000
 _SIGNS = {"ok": "✅", "reference": "", "inaccurate": "⚠️", "skipped": "⏭️"}
@@ -24,7 +24,7 @@ _SEVERITY = {"error": "🔴", "warning": "🟡", "note": "🔵"}
 
 
 def render(result: ScanResult, longest: int = LONGEST) -> str:
-    """The report, of at most ``longest`` characters; what did not fit is counted at its end."""
+    """The report in at most ``longest`` characters; it states how many findings did not fit."""
     head = "\n\n".join(_head(result))
     tail = _environment(result)
     findings = _findings(result, longest - len(head) - len(tail) - 200)
@@ -40,15 +40,15 @@ def _head(result: ScanResult) -> Iterator[str]:
         yield f"> {escape(visible(note))}"
     if result.recommendation is not None:
         yield escape(visible(result.recommendation.reason, 1500))
-        yield fold("The code to paste", fence(result.recommendation.code))
+        yield fold("Code to paste", fence(result.recommendation.code))
     why = summary.kept(result)
     if why:
         more = [f"- and {len(why) - 40} more"] if len(why) > 40 else []
         yield fold("Why these modules stay in fp32", "\n".join([*(f"- {escape(line)}" for line in why[:40]), *more]))
     yield _runs(result)
-    born = list(_origins(result))
-    if born:
-        yield fold("Where error is born", "\n".join(born))
+    origins = list(_origins(result))
+    if origins:
+        yield fold("Where the error originates", "\n".join(origins))
 
 
 def _runs(result: ScanResult) -> str:
@@ -68,11 +68,11 @@ def _runs(result: ScanResult) -> str:
 
 def _origins(result: ScanResult) -> Iterator[str]:
     for run in result.runs[:40]:
-        born = origin(run) if not run.is_reference else None
-        if born is not None:
-            source = f" at {code(born.op_call.source)}" if born.op_call.source else ""
-            where = f"{code(born.op_call.op)} in {code(born.op_call.module or 'the model')}{source}"
-            yield f"- {escape(summary.label(run))}: {where}, {born.sentence()}"
+        found = origin(run) if not run.is_reference else None
+        if found is not None:
+            source = f" at {code(found.op_call.source)}" if found.op_call.source else ""
+            where = f"{code(found.op_call.op)} in {code(found.op_call.module or 'the model')}{source}"
+            yield f"- {escape(summary.label(run))}: {where}, {found.sentence()}"
 
 
 def _findings(result: ScanResult, room: int) -> str:
@@ -93,7 +93,7 @@ def _folded(tally: str, rows: Sequence[list[str]], left_out: int) -> str:
     parts = [table(rows, ["", "finding", "precision", "op", "where", "what"], "llllll")] if rows else []
     if left_out:
         parts.append(
-            f"*{left_out} more groups of findings are left out here, the gravest are above; the JSON has all.*"
+            f"*{left_out} more groups of findings are not shown; the most severe are above. The saved JSON has all.*"
         )
     return fold(tally, "\n\n".join(parts))
 
@@ -127,7 +127,7 @@ def _environment(result: ScanResult) -> str:
 
 
 def escape(text: str) -> str:
-    """Text that Markdown takes literally; as code where GitHub would make a mention or a reference of it."""
+    """Text that Markdown shows literally; as code if GitHub would turn it into a mention, a reference or a link."""
     if re.search(r"@\w|#\d|https?:", text):
         return code(text, len(text))
     return re.sub(r"([\\`*_\[\]<>#~&$])", r"\\\1", text)
@@ -142,16 +142,16 @@ def code(text: str, most: int = LONGEST_NAME) -> str:
 
 
 def fence(text: str) -> str:
-    """A block of Python, cut where it is very long."""
+    """A block of Python, truncated if it is very long."""
     shown = "\n".join(visible_lines(text, 2000))
     if len(shown) > _LONGEST_CODE:
-        shown = shown[:_LONGEST_CODE].rpartition("\n")[0] + "\n# … cut here: the whole code is in the JSON"
+        shown = shown[:_LONGEST_CODE].rpartition("\n")[0] + "\n# … truncated: the saved JSON has the full code"
     ticks = "`" * max(3, max((len(run) for run in re.findall("`+", shown)), default=0) + 1)
     return f"{ticks}python\n{shown}\n{ticks}"
 
 
 def fold(title: str, body: str) -> str:
-    """Details that open on a click."""
+    """Details that a click opens."""
     shown = title.replace("&", "&amp;").replace("<", "&lt;")
     return f"<details><summary>{shown}</summary>\n\n{body}\n\n</details>"
 

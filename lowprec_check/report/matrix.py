@@ -1,4 +1,4 @@
-"""The matrix model × precision × device as Markdown and as a page, with what is missing most often."""
+"""The matrix of models, precisions and devices as Markdown and HTML, with the ops that most often lack a kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from lowprec_check.analysis.run_summary import short_op, shorten
 from lowprec_check.report.escape import visible
 from lowprec_check.report.markdown import code, escape, table
-from lowprec_check.report.summary import count, times
+from lowprec_check.report.summary import format_count, format_ratio
 from lowprec_check.schema.matrix import Matrix, MatrixCell, MatrixRow
 
 _SIGNS = {"ok": "✅", "inaccurate": "⚠️", "skipped": "⏭️"}
@@ -35,7 +35,7 @@ def markdown(matrix: Matrix, title: str = "Compatibility") -> str:
 
 
 def page(matrix: Matrix, title: str = "Compatibility") -> str:
-    """The index as HTML, sorted and filtered in the browser; each model links to ``models/<slug>.html``."""
+    """The index as HTML, which can be sorted and filtered; each model links to ``models/<slug>.html``."""
     from lowprec_check.report.html.page import render_page, static
 
     columns, shared = precisions(matrix), shared_options(matrix)
@@ -57,7 +57,7 @@ def page(matrix: Matrix, title: str = "Compatibility") -> str:
 
 
 def precisions(matrix: Matrix) -> list[str]:
-    """The columns, each once, in the order of the scans; what a plan started from is not a column of its own."""
+    """The columns, each once, in the order of the scans; all plans share one column."""
     return list(dict.fromkeys(visible(column_of(cell)) for row in matrix.rows for cell in row.cells))
 
 
@@ -71,7 +71,7 @@ def _cells(row: MatrixRow) -> dict[str, MatrixCell]:
 
 
 def describe(cell: MatrixCell | None) -> str:
-    """``✅ 1.2e-03 · 0.62 ×``, or what stands in the way."""
+    """``✅ 1.2e-03 · 0.62 ×``, or why it fails."""
     if cell is None:
         return "–"
     sign = _SIGNS.get(cell.status, "❌")
@@ -83,7 +83,7 @@ def describe(cell: MatrixCell | None) -> str:
     if cell.status not in ("ok", "inaccurate"):
         return f"{sign} {cell.status}"
     error = f"{cell.rel_l2:.1e}" if cell.rel_l2 is not None else "∞"
-    speed = f" · {times(cell.time)}" if cell.time is not None else ""
+    speed = f" · {format_ratio(cell.time)}" if cell.time is not None else ""
     return f"{sign} {error}{speed}"
 
 
@@ -97,19 +97,20 @@ def _row(row: MatrixRow, columns: list[str], common: int) -> list[str]:
     cells = _cells(row)
     shown = [escape(describe(cells.get(column))) for column in columns]
     link = f"[{escape(name)}](models/{row.slug}.md)"
-    return [link, count(row.parameters or 0), *shown, escape(visible(row.recommended or "fp32"))]
+    return [link, format_count(row.parameters or 0), *shown, escape(visible(row.recommended or "fp32"))]
 
 
 def _name(row: MatrixRow, common: int) -> str:
-    """The target, the options that are not those of all rows, the device."""
+    """The target, the options that not all rows share, and the device."""
     own = f" {shlex.join(row.options[common:])}" if row.options[common:] else ""
     return visible(f"{row.target}{own}{f' on {row.device}' if row.device else ''}")
 
 
 def _legend() -> str:
     return (
-        "✅ passes · ⚠️ over tolerance · ❌ fails, with its first op without a kernel and how many more there are, or what else is in the way · "
-        "error is rel\\_l2 of the output against fp32 · × is the time over fp32's, measured while other work may have run"
+        "✅ passes, with its error and time · ⚠️ error over tolerance · ❌ fails, with the first op that has no kernel and the "
+        "number of further ones, or with another reason · error: relative L2 error of the output against fp32 · ×: time "
+        "relative to fp32, measured while other work may have run"
     )
 
 
@@ -127,16 +128,16 @@ def _one_of_each(matrix: Matrix) -> list[MatrixRow]:
 
 
 def shared_options(matrix: Matrix) -> str:
-    """The options of ``scan`` that all rows begin with, as they were given."""
+    """The ``scan`` options that all rows start with."""
     return visible(shlex.join(_common_options(matrix)))
 
 
 def _common_options(matrix: Matrix) -> list[str]:
     lists = [row.options for row in matrix.rows]
     common = [words[0] for words in itertools.takewhile(lambda words: len(set(words)) == 1, zip(*lists, strict=False))]
-    behind = [words[len(common)] for words in lists if len(words) > len(common)]
-    if common and common[-1].startswith("-") and any(not word.startswith("-") for word in behind):
-        common.pop()  # an option whose value is not common
+    following = [words[len(common)] for words in lists if len(words) > len(common)]
+    if common and common[-1].startswith("-") and any(not word.startswith("-") for word in following):
+        common.pop()  # an option whose value differs
     return common
 
 
@@ -161,7 +162,7 @@ def _totals(matrix: Matrix, columns: list[str]) -> str:
         counted = _counted(matrix, column)
         rows.append([escape(column), *(str(counted[name] or "") for name in _STATUSES)])
     failed = sum(row.state == "failed" for row in matrix.rows)
-    note = f"\n\n{failed} of {len(matrix.rows)} models could not be scanned: their rows say why." if failed else ""
+    note = f"\n\n{failed} of {len(matrix.rows)} models could not be scanned; their rows show why." if failed else ""
     return table(rows, ["precision", *_STATUSES], "l" + "r" * len(_STATUSES)) + note
 
 
@@ -193,7 +194,7 @@ def _html_row(row: MatrixRow, columns: list[str], common: int) -> dict[str, Any]
         "name": _name(row, common),
         "reason": visible(row.reason or ""),
         "href": f"models/{row.slug}.html" if row.state == "scanned" else None,
-        "parameters": count(row.parameters) if row.parameters else "",
+        "parameters": format_count(row.parameters) if row.parameters else "",
         "parameters_key": row.parameters or 0,
         "cells": shown if row.state == "scanned" else [],
         "recommended": visible(row.recommended or "fp32") if row.state == "scanned" else "",

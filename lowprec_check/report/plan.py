@@ -1,4 +1,4 @@
-"""A plan on the screen: what was tried from each base, what is kept in fp32 and why, the code to paste."""
+"""A plan as text: the attempt from each base, the modules kept in fp32 and why, the code to paste."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def _print_plan(console: Console, plan: Plan) -> None:
 
 def _nothing(attempts: list[Attempt]) -> str:
     if any(attempt.outcome.startswith("nothing passed before") for attempt in attempts):
-        return "No plan was found in time: raise --max-trials or --budget."
-    return "No plan passes: stay in fp32, or see above what stands in the way."
+        return "No plan was found in time. Raise --max-trials or --budget."
+    return "No plan passes. Stay in fp32, or fix the causes shown above."
 
 
 def _proof(plan: Plan) -> str:
@@ -79,9 +79,9 @@ def _proof(plan: Plan) -> str:
     if plan.trials:
         parts.append(f"{_count(plan.trials, 'trial')} in {plan.seconds:.1f} s")
     if plan.stopped is not None:
-        parts.append(f"the search stopped {plan.stopped}: fewer modules may do")
+        parts.append(f"the search stopped {plan.stopped}; fewer modules may suffice")
     elif plan.keep_fp32:
-        parts.append("giving back any of them fails")
+        parts.append("moving any of them to 16 bits fails")
     return "; ".join(parts) + "."
 
 
@@ -90,7 +90,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def kept_lines(plan: Plan) -> Iterator[Text]:
-    """One line for each kept module: the op to blame and its place."""
+    """One line per kept module: the op that causes the failure, and its place."""
     for blame in plan.blame[:SHOWN_MODULES]:
         what = f"{short_op(blame.op)} {blame.why}" if blame.op else blame.why
         place = f"  {visible(blame.source)}" if blame.source else ""
@@ -100,7 +100,7 @@ def kept_lines(plan: Plan) -> Iterator[Text]:
 
 
 def constant_lines(attempts: list[Attempt]) -> Iterator[Text]:
-    """Constants that do not fit, each once."""
+    """One line per constant that exceeds the range of the dtype."""
     seen = set()
     for attempt in attempts:
         for constant in attempt.constants:
@@ -108,4 +108,4 @@ def constant_lines(attempts: list[Attempt]) -> Iterator[Text]:
                 seen.add((constant.source, constant.use))
                 value = f"{constant.value:g}" if constant.value is not None else "a constant"
                 place = constant.source or constant.module or "the model"
-                yield Text(f"{place}: {value} does not fit ({attempt.base}); write {constant.use}", style="yellow")
+                yield Text(f"{place}: {value} exceeds the range of {attempt.base}; use {constant.use}", style="yellow")

@@ -1,4 +1,4 @@
-"""The formats of a report, by name and by suffix. Never imports torch.
+"""The report formats, by name and by suffix. Never imports torch.
 
 To add one, add a module with a ``FORMAT`` to :mod:`lowprec_check.report.formats`, or register it from another package
 (CONTRIBUTING.md).
@@ -19,23 +19,23 @@ from lowprec_check.schema.scan_result import ScanResult
 
 
 class ReportFormat:
-    """One format, made from a saved result alone. Subclasses import what they need inside their methods."""
+    """A format, rendered from a saved result alone. Subclasses import what they need inside their methods."""
 
     name: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]]
-    """Of files in this format, in lower case, the preferred one first."""
+    """The suffixes of files in this format, in lower case, the preferred one first."""
     aliases: ClassVar[tuple[str, ...]] = ()
     renders_diffs: ClassVar[bool] = False
 
     def check_available(self) -> None:
-        """Raise :class:`UsageError` if what the format needs is not installed: called before the work."""
+        """Raise :class:`UsageError` if a package that the format needs is not installed; called before a scan starts."""
 
     def render(self, result: ScanResult) -> str:
-        """The report of a scan."""
+        """Render the report of a scan."""
         raise NotImplementedError
 
     def render_diff(self, diff: ScanDiff) -> str:
-        """The report of the difference of two scans; only if :attr:`renders_diffs`."""
+        """Render the differences between two scans; only if :attr:`renders_diffs`."""
         raise NotImplementedError
 
 
@@ -49,12 +49,12 @@ FORMATS: Registry[ReportFormat] = Registry("format", ReportFormat, _built_in)
 
 
 def diff_formats() -> list[str]:
-    """Names of the formats that the difference of two scans has."""
+    """Names of the formats that can show the differences between two scans."""
     return [known.name for known in FORMATS if known.renders_diffs]
 
 
 def suffixes(*, of_diffs: bool = False) -> list[str]:
-    """All suffixes, or those of the formats that the difference of two scans has."""
+    """All suffixes, or those of the formats that can show the differences between two scans."""
     return [suffix for known in FORMATS if known.renders_diffs or not of_diffs for suffix in known.suffixes]
 
 
@@ -65,17 +65,15 @@ def format_of(path: Path) -> ReportFormat:
     for suffix in sorted(known, key=len, reverse=True):
         if name.endswith(suffix):
             return known[suffix]
-    raise UsageError(
-        f"The name {path.name} does not say which format is meant.", f"End it in one of {', '.join(known)}."
-    )
+    raise UsageError(f"{path.name} has no suffix of a report format.", f"Choose from {', '.join(known)}.")
 
 
 def render(result: ScanResult, format: str) -> str:
-    """``result`` in the format of that name; raises :class:`UsageError` if what it needs is not installed."""
+    """Render ``result`` in a format; raises :class:`UsageError` if a package that it needs is not installed."""
     return FORMATS.get(format).render(result)
 
 
 def write(result: ScanResult, path: Path, format: str | None = None) -> None:
-    """Write the report to ``path``, in UTF-8, in the format of its suffix unless ``format`` is given."""
+    """Write the report to ``path`` in UTF-8, in ``format`` or else in the format of the suffix."""
     chosen = FORMATS.get(format) if format else format_of(path)
     path.write_text(chosen.render(result), encoding="utf-8", newline="\n")

@@ -1,4 +1,4 @@
-"""SARIF 2.1.0 (OASIS standard): findings at the user's file and line, as code scanning takes them."""
+"""SARIF 2.1.0 (OASIS standard): findings at the user's file and line, for code scanning."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lowprec_check.schema.scan_result import Diagnostic, ScanResult
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 MOST_RESULTS = 5000
-"""Code scanning shows no more of one run; the gravest come first."""
+"""GitHub code scanning shows at most this many per run; the most severe come first."""
 
 
 def render(result: ScanResult) -> str:
-    """One SARIF run with a result per finding at one place, whatever the number of precisions it shows in."""
+    """One SARIF run, with one result per finding and place, even if several precisions show it."""
     merged = _merged(result)
     codes = sorted({members[0].code for members in merged})
     tool, _, version = visible(result.tool).rpartition(" ")
@@ -49,7 +49,7 @@ def _merged(result: ScanResult) -> list[list[Diagnostic]]:
     for d in result.diagnostics:
         key = (d.code, d.op, d.module, d.source, "" if d.op or d.module else d.message)
         found.setdefault(key, []).append(d)
-    return sorted(found.values(), key=lambda members: summary.GRAVEST_FIRST[members[0].severity])
+    return sorted(found.values(), key=lambda members: summary.SEVERITY_ORDER[members[0].severity])
 
 
 def _rule(code: str, merged: list[list[Diagnostic]]) -> dict[str, Any]:
@@ -73,7 +73,9 @@ def _rule(code: str, merged: list[list[Diagnostic]]) -> dict[str, Any]:
 def _result(members: list[Diagnostic], codes: list[str], result: ScanResult) -> dict[str, Any]:
     first = members[0]
     runs = list(dict.fromkeys(visible(d.run_label) for d in members if d.run_label))
-    message = visible(first.message, 1000) + (f" Do: {visible(first.help, 1000)}." if first.help else "")
+    message = visible(first.message, 1000)
+    if first.help:
+        message = f"{message.rstrip('.')}. What to do: {visible(first.help, 1000)}."
     where = f"{', '.join(runs)}: " if runs else ""
     op = f"{visible(first.op)}: " if first.op else ""
     described: dict[str, Any] = {

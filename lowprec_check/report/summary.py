@@ -1,6 +1,6 @@
-"""What every format says of a result, as plain strings: the head, a row per run, findings merged, the verdict.
+"""The texts that all formats share, as plain strings: title, one row per run, merged findings, verdict.
 
-All of them are on one line and hold nothing invisible (:mod:`~lowprec_check.report.escape`).
+Each is one line without invisible characters (:mod:`~lowprec_check.report.escape`).
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from lowprec_check.schema.precisions import LOW_FORMATS, PRECISIONS, low_precisi
 from lowprec_check.schema.run_key import qualified
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
 
-GRAVEST_FIRST = {"error": 0, "warning": 1, "note": 2}
+SEVERITY_ORDER = {"error": 0, "warning": 1, "note": 2}
 
 
-def no_way(result: ScanResult) -> str:
-    """What is said where nothing passed: of all ways, or of those that were tried."""
+def no_pass(result: ScanResult) -> str:
+    """The verdict if no precision passed; names those tried if not all were."""
     tried = [label(run) for run in result.runs if not run.is_reference and run.base is None]
     if not {precision.name for precision in low_precisions()} <= {run.precision for run in result.runs}:
-        return f"Of the 16-bit ways tried here ({', '.join(tried) or 'none'}) none passed. Scan without -p to try them all."
-    return "No 16-bit way to run this model passed here. Stay in fp32."
+        return f"No precision passed here; tried: {', '.join(tried) or 'none'}. Scan without -p to try all."
+    return "No 16-bit precision passed here. Stay in fp32."
 
 
 def title(result: ScanResult) -> str:
     """Model, size, inputs: the first line of a report."""
     model = result.model
     inputs = f"input {', '.join(model.inputs[:3])}{', …' if len(model.inputs) > 3 else ''}"
-    return visible(" · ".join([model.name, f"{count(model.parameters)} parameters", inputs]))
+    return visible(" · ".join([model.name, f"{format_count(model.parameters)} parameters", inputs]))
 
 
 def machine(result: ScanResult) -> str:
-    """The torch and the device, with what the device accelerates: the second line."""
+    """The torch version and the device, with the formats it accelerates: the second line of a report."""
     env = result.environment
     accelerated = [(low.short, env.get(f"{low.short}_accelerated")) for low in LOW_FORMATS]
     device = ", ".join(f"{name} {'accelerated' if yes else 'not'}" for name, yes in accelerated if yes is not None)
@@ -42,7 +42,7 @@ def machine(result: ScanResult) -> str:
     return visible(f"torch {str(env.get('torch')).partition('+')[0]} · {where}")
 
 
-def count(number: int) -> str:
+def format_count(number: int) -> str:
     """``11.7 M`` of 11 689 512."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e4, "k")):
         if number >= size:
@@ -54,7 +54,7 @@ def count(number: int) -> str:
 
 
 class RunRow(NamedTuple):
-    """One run, in words."""
+    """One run, as strings."""
 
     run: Run
     label: str
@@ -66,15 +66,15 @@ class RunRow(NamedTuple):
 
 
 def rows(result: ScanResult) -> list[RunRow]:
-    """A row per run, in the order of the scan."""
+    """One row per run, in the order of the scan."""
     return [
         RunRow(
             run,
             label(run),
             "reference" if run.is_reference else run.status,
             "–" if run.is_reference else _error(run),
-            times(time_ratio(run, result.runs)),
-            times(memory_ratio(run, result.runs)),
+            format_ratio(time_ratio(run, result.runs)),
+            format_ratio(memory_ratio(run, result.runs)),
             visible(_why(run, result)),
         )
         for run in result.runs
@@ -82,7 +82,7 @@ def rows(result: ScanResult) -> list[RunRow]:
 
 
 def label(run: Run) -> str:
-    """What reports call the run."""
+    """The name of the run in reports."""
     return visible(run_summary.label(run))
 
 
@@ -92,7 +92,7 @@ def _error(run: Run) -> str:
     return f"{run.output_error.rel_l2:.1e}" if run.output_error.rel_l2 is not None else "∞"
 
 
-def times(ratio: float | None) -> str:
+def format_ratio(ratio: float | None) -> str:
     """``1.25 ×``."""
     if ratio is None:
         return "–"
@@ -120,13 +120,13 @@ def _bytes(number: int) -> str:
 
 
 class Group(NamedTuple):
-    """Findings that say the same of one op."""
+    """Findings with the same code about the same op."""
 
     first: Diagnostic
     runs: list[str]
     """Labels of the runs, ``half · inductor``."""
     short_runs: list[str]
-    """The same, as tables abbreviate them."""
+    """The same, abbreviated for tables: ``ac-bf16``."""
     modules: list[str]
     sources: list[str]
     places: list[tuple[str, str]]
@@ -134,7 +134,7 @@ class Group(NamedTuple):
 
 
 def group(diagnostics: Sequence[Diagnostic]) -> list[Group]:
-    """Findings that no baseline accepts, merged over precisions, modules and lines, the gravest first."""
+    """Findings that the baseline does not accept, merged over precisions, modules and lines, the most severe first."""
     merged: dict[tuple[str, str], list[Diagnostic]] = {}
     for diagnostic in diagnostics:
         if not diagnostic.accepted:
@@ -151,7 +151,7 @@ def group(diagnostics: Sequence[Diagnostic]) -> list[Group]:
         )
         for members in merged.values()
     ]
-    return sorted(groups, key=lambda g: (GRAVEST_FIRST[g.first.severity], g.first.code))
+    return sorted(groups, key=lambda g: (SEVERITY_ORDER[g.first.severity], g.first.code))
 
 
 def _short_run(diagnostic: Diagnostic) -> str:
@@ -161,7 +161,7 @@ def _short_run(diagnostic: Diagnostic) -> str:
 
 
 def and_more(names: Sequence[str], empty: str = "") -> str:
-    """The first name, and how many others there are."""
+    """The first name and the number of others."""
     if not names:
         return ""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -169,12 +169,12 @@ def and_more(names: Sequence[str], empty: str = "") -> str:
 
 
 def tally(diagnostics: Sequence[Diagnostic]) -> str:
-    """``12 findings: 8 errors, 4 notes``, those that a baseline accepts counted apart."""
-    live = [d for d in diagnostics if not d.accepted]
-    counts = [(severity, sum(d.severity == severity for d in live)) for severity in GRAVEST_FIRST]
+    """``12 findings: 8 errors, 4 notes``; findings that the baseline accepts are counted separately."""
+    reported = [d for d in diagnostics if not d.accepted]
+    counts = [(severity, sum(d.severity == severity for d in reported)) for severity in SEVERITY_ORDER]
     shown = ", ".join(f"{n} {severity}{'s' if n != 1 else ''}" for severity, n in counts if n)
-    text = f"{len(live)} finding{'s' if len(live) != 1 else ''}{f': {shown}' if shown else ''}"
-    accepted = len(diagnostics) - len(live)
+    text = f"{len(reported)} finding{'s' if len(reported) != 1 else ''}{f': {shown}' if shown else ''}"
+    accepted = len(diagnostics) - len(reported)
     return f"{text} · {accepted} accepted by the baseline" if accepted else text
 
 
@@ -182,17 +182,17 @@ def tally(diagnostics: Sequence[Diagnostic]) -> str:
 
 
 def verdict(result: ScanResult) -> str:
-    """What to do, in a few words."""
+    """The recommendation in a few words."""
     best = result.recommendation
     if best is None:
-        return no_way(result)
+        return no_pass(result)
     kept = len(best.keep_fp32)
     keep = f" with {kept} modules in fp32" if kept > 1 else " with one module in fp32" if kept else ""
     return visible(f"Use {qualified(best.precision, best.backend, best.memory_format)}{keep}")
 
 
 def kept(result: ScanResult) -> list[str]:
-    """Why each module of the recommended plan stays in fp32; empty where there is no plan or it is not recommended."""
+    """Why each module of the recommended plan stays in fp32; empty if no plan is recommended."""
     plan, best = result.plan, result.recommendation
     if plan is None or best is None or best.keep_fp32 != plan.keep_fp32:
         return []
@@ -204,5 +204,5 @@ def kept(result: ScanResult) -> list[str]:
 
 
 def failures(result: ScanResult) -> list[str]:
-    """Why each low-precision run did not pass; for when none did."""
+    """Why each low-precision run failed, for scans in which none passed."""
     return [visible(f"{label(run)}: {explain_status(run)}") for run in result.runs if not run.is_reference]

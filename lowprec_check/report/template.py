@@ -1,4 +1,4 @@
-"""Pages made of one template that lies beside the renderers. Never imports torch."""
+"""Fills in the templates in this folder. Never imports torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jinja2
 
 
 def fill(template: str, **values: Any) -> str:
-    """The page; values are escaped, and one that the template asks for and does not get is an error."""
+    """Render a template; values are escaped, and a missing value is an error."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
     )

@@ -1,4 +1,4 @@
-"""The first screen: a verdict per way to run, findings that name a line to change, one thing to do."""
+"""The text report of a scan: a row per run, findings with the lines to change, and the recommendation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SEVERITY_STYLE = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
 def render(result: ScanResult, *, width: int = 100, color: bool = False, findings: int = SHOWN_FINDINGS) -> str:
-    """The screen as text, ``width`` columns wide, with ANSI colours if ``color``; ``findings`` groups at the most."""
+    """The report as text, ``width`` columns wide, with ANSI colours if ``color``; at most ``findings`` groups of findings."""
     with screen(width, color) as (console, printed):
         console.print(Text(f"lowprec-check · {summary.title(result)}", style="bold"))
         console.print(Text(summary.machine(result), style="dim"))
@@ -38,7 +38,7 @@ def render(result: ScanResult, *, width: int = 100, color: bool = False, finding
 
 
 def runs_table(result: ScanResult) -> Table:
-    """A row for each way to run: status, error, time, memory, and why."""
+    """A row per run: status, error, time, memory, and why it failed."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("precision", no_wrap=True)
     table.add_column("status", no_wrap=True)
@@ -52,19 +52,19 @@ def runs_table(result: ScanResult) -> Table:
     return table
 
 
-def _print_findings(console: Console, result: ScanResult, most: int) -> None:
+def _print_findings(console: Console, result: ScanResult, limit: int) -> None:
     groups = group(result.diagnostics)
     if not result.diagnostics:
         console.print("No findings.\n")
         return
-    for item in groups[:most]:
+    for item in groups[:limit]:
         print_group(console, item)
-    console.print(_summary(result, groups, most))
+    console.print(_summary(result, groups, limit))
     console.print()
 
 
 def print_group(console: Console, item: Group) -> None:
-    """What was found, in which precisions and where; below it the message and what to do."""
+    """Print the finding, its precisions and its place; below them the message and the fix."""
     first = item.first
     head = Text()
     head.append(f"{first.code} {first.name}", style=_SEVERITY_STYLE[first.severity])
@@ -81,17 +81,17 @@ def print_group(console: Console, item: Group) -> None:
     console.print(Padding(Text(message, style="dim"), (0, 0, 0, 6)))
 
 
-def _summary(result: ScanResult, groups: Sequence[Group], most: int) -> Text:
-    left_out = groups[most:]
-    more = f" ({len(left_out)} groups not shown: --findings)" if left_out else ""
-    page = f" · lowprec-check explain {(left_out or groups)[0].first.code}" if groups else ""
-    return Text(f"{summary.tally(result.diagnostics)}{more}{page} · --json FILE, --report FILE.html", style="dim")
+def _summary(result: ScanResult, groups: Sequence[Group], limit: int) -> Text:
+    left_out = groups[limit:]
+    more = f" ({len(left_out)} groups not shown; see --findings)" if left_out else ""
+    explain = f"lowprec-check explain {(left_out or groups)[0].first.code}, " if groups else ""
+    return Text(f"{summary.tally(result.diagnostics)}{more} · see {explain}--report FILE.html", style="dim")
 
 
 def _print_advice(console: Console, result: ScanResult) -> None:
     advice = result.recommendation
     if advice is None:
-        console.print(Text(summary.no_way(result), style="bold red"))
+        console.print(Text(summary.no_pass(result), style="bold red"))
         for line in summary.failures(result):
             console.print(Text(f"  {line}"))
         return

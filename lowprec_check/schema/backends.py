@@ -1,4 +1,4 @@
-"""The backends: how a model that is in its precision is executed. Never imports torch.
+"""The backends: each a way to execute a model in its precision. Never imports torch.
 
 To add one, add a module with a ``BACKEND`` to :mod:`lowprec_check.engine.backends`, or register it from another package
 (CONTRIBUTING.md).
@@ -22,24 +22,24 @@ class Backend:
     """How a prepared model is executed. Subclasses import torch only inside :meth:`prepare`."""
 
     name: ClassVar[str]
-    """``inductor``: in options, in saved results and in reports."""
+    """The name in options, saved results and reports: ``inductor``."""
     summary: ClassVar[str]
     """One line for ``--help``."""
     aliases: ClassVar[tuple[str, ...]] = ()
 
     def skip_reason(self, precision: Precision, device: str, memory_format: str) -> str | None:
-        """Why the backend cannot run a precision on a device, as the reason of a skipped run; ``None`` if it can."""
+        """Why the backend cannot run a precision on a device, the reason of a skipped run; ``None`` if it can."""
         return None
 
     def prepare(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        """What to call in place of ``model`` (a ``torch.nn.Module`` in its precision, on its device).
+        """Return a callable that replaces ``model`` (a ``torch.nn.Module`` in its precision, on its device).
 
-        ``args`` and ``kwargs`` are an example of its inputs, cast as the precision asks.
+        ``args`` and ``kwargs`` are an example of its inputs, cast for the precision.
         """
         raise NotImplementedError
 
     def snippet(self) -> list[str]:
-        """Lines of code that turn ``model``, in its precision, into what is called."""
+        """Lines of code that replace ``model``, in its precision, by what :meth:`prepare` returns."""
         return []
 
 
@@ -50,4 +50,4 @@ def _built_in() -> Iterator[Backend]:
 
 
 BACKENDS: Registry[Backend] = Registry("backend", Backend, _built_in)
-"""All of them, eager first."""
+"""All backends, eager first."""

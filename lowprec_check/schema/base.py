@@ -1,7 +1,7 @@
-"""The base of everything that is saved, and how it is read back. Never imports torch.
+"""The base classes of saved data, and how it is read. Never imports torch.
 
 The rule for saved files: a field that is added does not change the schema number, and older readers of that number skip
-it; a field that is removed or changes its meaning raises the number. A reader that meets a higher number says so.
+it; removing a field or changing its meaning raises the number. A reader that meets a higher number asks for an upgrade.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import msgspec
 
 
 class Struct(msgspec.Struct, frozen=True):
-    """Base of everything saved: immutable; fields that a newer version added are skipped when it is read."""
+    """Base of saved data: immutable; unknown fields, added by a newer version, are skipped when it is read."""
 
 
 class StrictStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of what people write by hand: an unknown field is an error, since it may be a typing mistake."""
+    """Base of files written by hand: an unknown field is an error, since it may be a typing mistake."""
 
 
 def encode(value: Struct | Sequence[Struct] | dict[str, Any], indent: int = 2) -> bytes:
-    """Encode as indented JSON that ends with a newline."""
+    """Encode as indented JSON with a final newline."""
     return msgspec.json.format(msgspec.json.encode(value), indent=indent) + b"\n"
 
 
@@ -34,9 +34,9 @@ Saved = TypeVar("Saved", bound=Struct)
 
 
 def decode(data: bytes, kind: type[Saved], schema: int) -> Saved:
-    """Decode JSON of a known schema number; raises ``ValueError`` that names the key or the version that is needed.
+    """Decode JSON with the schema number ``schema``; raises ``ValueError`` naming the wrong key or the required version.
 
-    The number is read first: another one has other fields.
+    The number is read first, since another number means other fields.
     """
     try:
         head = msgspec.json.decode(data, type=_Head)

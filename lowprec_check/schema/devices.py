@@ -1,4 +1,4 @@
-"""The devices: every type of device that a scan, the catalog or a test may name. Never imports torch.
+"""The device types that a scan, the catalog or a test can name. Never imports torch.
 
 To add one, add an entry to :func:`_built_in` and its data to the catalog, or register it from another package
 (CONTRIBUTING.md).
@@ -16,18 +16,18 @@ from lowprec_check.schema.registry import Registry
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A type of device, as ``torch.device(name).type`` has it."""
+    """A device type, as in ``torch.device(name).type``."""
 
     name: str
     catalog: Literal["measured", "declared"] | None = None
-    """Where the catalog's answers come from: sweeps of real hardware, or what sources declare; ``None``: it has none."""
+    """The catalog's data: measured on hardware, or declared in torch's sources; ``None`` if it has none."""
     fallback_variable: str | None = None
-    """The environment variable that makes torch compute missing ops on the CPU."""
+    """The environment variable that makes torch run missing ops on the CPU."""
     aliases: tuple[str, ...] = ()
 
 
 def _built_in() -> Sequence[Device]:
-    """The CPU, then accelerators in the order in which a scan prefers them."""
+    """The CPU, then the accelerators, in the order in which a scan prefers them."""
     return (
         Device(name="cpu", catalog="measured"),
         Device(name="cuda", catalog="measured"),
@@ -45,7 +45,7 @@ def device_type(device: str) -> str:
 
 
 def device_of(name: str) -> Device:
-    """The device of a name such as ``cuda:0``; raises :class:`UsageError` for a type that is not known."""
+    """The device of a name such as ``cuda:0``; raises :class:`UsageError` for an unknown type."""
     found = DEVICES.find(device_type(name))
     if found is None:
         raise UsageError(f"Unknown device {name!r}.", f"Choose from {', '.join(DEVICES.names())}.")
@@ -53,17 +53,17 @@ def device_of(name: str) -> Device:
 
 
 def accelerators() -> list[str]:
-    """All but the CPU, in the order in which a scan prefers them."""
+    """All devices but the CPU, in the order in which a scan prefers them."""
     return [name for name in DEVICES.names() if name != "cpu"]
 
 
 def catalogued(kind: Literal["measured", "declared"] | None = None) -> list[str]:
-    """The devices that the catalog knows, or those that it knows in one way."""
+    """The devices in the catalog: all, or only the measured or declared ones."""
     return [device.name for device in DEVICES if device.catalog and kind in (None, device.catalog)]
 
 
 def is_declared(device: str) -> bool:
-    """Whether the catalog's answers for a device are declarations, not measurements."""
+    """Whether the catalog's data for a device is declared, not measured."""
     found = DEVICES.find(device_type(device))
     return found is not None and found.catalog == "declared"
 

@@ -1,4 +1,4 @@
-"""The matrix model × precision × device that ``compat`` fills: its rows, saved and read back. Never imports torch."""
+"""The matrix of models, precisions and devices that ``compat`` writes. Never imports torch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class MatrixCell(Struct, frozen=True, kw_only=True):
     """One run of one model."""
 
     precision: str
-    """As reports name it, with the backend where that is not eager."""
+    """The name of the run in reports, with the backend if it is not eager."""
     device: str
     status: Status
     evidence: Evidence = "measured"
     rel_l2: float | None = None
     time: float | None = None
-    """Latency over fp32's."""
+    """Latency relative to fp32."""
     memory: float | None = None
-    """Peak memory over fp32's."""
+    """Peak memory relative to fp32."""
     gaps: list[str] = []
     """Ops without a kernel, each once."""
     first_gap: str | None = None
@@ -39,7 +39,7 @@ class MatrixRow(Struct, frozen=True, kw_only=True):
     target: str
     options: list[str] = []
     device: str | None = None
-    """As asked for; where it ran is in the cells."""
+    """The device requested; the cells name the device used."""
     slug: str
     made_with: dict[str, str] = {}
     state: Literal["scanned", "failed"]
@@ -55,26 +55,27 @@ class MatrixRow(Struct, frozen=True, kw_only=True):
 
 
 class Matrix(Struct, frozen=True, kw_only=True):
-    """All rows, in the order in which they were asked for."""
+    """All rows, in the order in which they were requested."""
 
     schema: int = SCHEMA
     rows: list[MatrixRow] = []
 
 
 def load(path: Path) -> Matrix:
-    """Read a saved matrix, empty where there is none; raises :class:`UsageError` for a file that is something else."""
+    """Read a saved matrix, or an empty one if ``path`` does not exist; raises :class:`UsageError` for another file."""
     try:
         return decode(path.read_bytes(), Matrix, SCHEMA)
     except FileNotFoundError:
         return Matrix()
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{path} is not a matrix that this version reads: {error}.", "Remove it, or give another -o."
+            f"{path} is not a matrix that this version can read: {error}.",
+            "Delete it, or choose another folder with -o.",
         ) from None
 
 
 def save(matrix: Matrix, path: Path) -> None:
-    """Write it in one step: an interruption leaves the old one or the new one."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_bytes(encode(matrix, indent=1))
-    beside.replace(path)
+    """Write ``matrix`` atomically: an interruption leaves the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(encode(matrix, indent=1))
+    temporary.replace(path)

@@ -1,7 +1,7 @@
-"""The op calls of an instrumented run: one row, :class:`OpCall`, and their columns as saved, :class:`OpCalls`.
+"""The op calls of an instrumented run: :class:`OpCall` is one row, :class:`OpCalls` holds all rows as columns.
 
 A column is declared once, as a field of :class:`OpCall`; the columnar :class:`OpCalls` is derived from it. To add one,
-add a field with a default (older files lack it) and set it where it is measured. Never imports torch.
+add a field with a default (older files lack it) and set it when it is measured. Never imports torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CallOutcome = Literal["ok", "rescued", "emulated"]
 
 
 class OpCall(msgspec.Struct, gc=False):
-    """One operator call. A field is ``None`` where there was nothing to measure."""
+    """One operator call. A field is ``None`` if it was not measured."""
 
     op: str
     """Overload name, ``aten.mm.default``."""
@@ -32,33 +32,33 @@ class OpCall(msgspec.Struct, gc=False):
     shape: str = ""
     """Shape of the first tensor out: ``4×64×56×56``."""
     outcome: CallOutcome = "ok"
-    """``rescued``: it failed and was computed another way; ``emulated``: computed in fp32 and rounded."""
+    """``rescued``: failed and was computed another way; ``emulated``: computed in fp32 and rounded."""
     local_error: float | None = None
-    """rel_l2 of the op on its own inputs against the same inputs widened; the worst over its outputs."""
+    """rel_l2 of the op on its own inputs, against the op on the same inputs widened; the worst over its outputs."""
     accumulated_error: float | None = None
     """rel_l2 against the lockstep reference; the worst over its outputs."""
     input_error: float | None = None
     """The largest accumulated error among the inputs."""
     absmax: float | None = None
-    """Largest finite magnitude out; ``None`` where nothing was compared."""
+    """Largest finite magnitude of the outputs; ``None`` if nothing was compared."""
     rms: float | None = None
-    """Root mean square of the reference's first output: with ``absmax``, where the values sit."""
+    """Root mean square of the reference's first output: the typical magnitude."""
     introduced_inf: int = 0
-    """Elements that are Inf though the inputs and the reference are finite."""
+    """Number of elements that are Inf although the inputs and the reference are finite."""
     introduced_nan: int = 0
-    """Elements that are NaN though the inputs and the reference are finite."""
+    """Number of elements that are NaN although the inputs and the reference are finite."""
     flushed: float | None = None
-    """Share (0 to 1) of the reference's non-zeros that are zero here for want of range (fp16 runs only)."""
+    """Share (0 to 1) of the reference's non-zeros that are too small for the dtype and zero here (fp16 runs only)."""
     input_flushed: float | None = None
     """The largest such share among the inputs."""
     flips: int = 0
-    """Indices or booleans that the reference would have decided otherwise."""
+    """Number of indices or booleans that differ from the reference's."""
     recast: int = 0
     """1 for a cast that repeats or undoes another of the same tensor."""
     time_ms: float | None = None
-    """Milliseconds of the call; ``None`` where it was not run as given, or on an accelerator."""
+    """Milliseconds of the call; ``None`` if it was not run as given, or ran on an accelerator."""
     reference_ms: float | None = None
-    """Milliseconds of the same op on the reference's tensors, just after."""
+    """Milliseconds of the same op on the reference's tensors, right after."""
 
 
 _FIELDS = msgspec.structs.fields(OpCall)
@@ -66,10 +66,10 @@ _FIRST = OpCall.__struct_fields__[0]
 
 
 class _Columns(Struct, frozen=True, kw_only=True):
-    """What :class:`OpCalls` does with its columns."""
+    """The methods of :class:`OpCalls`."""
 
     def __post_init__(self) -> None:
-        """Fill the columns that an older file lacks; raise ``ValueError`` where columns differ in length."""
+        """Fill the columns that an older file lacks; raise ``ValueError`` if columns differ in length."""
         for field in _FIELDS:
             column = getattr(self, field.name)
             if column is msgspec.UNSET:
@@ -81,14 +81,14 @@ class _Columns(Struct, frozen=True, kw_only=True):
         return len(getattr(self, _FIRST))
 
     def rows(self) -> Iterator[OpCall]:
-        """Yield the calls in order, a fresh row each."""
+        """Yield the calls in order, each as a new row."""
         return map(OpCall, *(getattr(self, field.name) for field in _FIELDS))
 
 
 if TYPE_CHECKING:
 
     class OpCalls(_Columns, frozen=True):
-        """Every op call of an instrumented run: a list for each field of :class:`OpCall`, all of one length."""
+        """Every op call of an instrumented run: a list for each field of :class:`OpCall`, all of the same length."""
 
         def __init__(self, **columns: list[Any]) -> None: ...
 

@@ -1,4 +1,4 @@
-"""A plan: which modules of a model stay in fp32, and how that was proven. Saved, loaded strictly. Never imports torch."""
+"""A plan: which modules of a model stay in fp32, and how that was verified. Never imports torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from lowprec_check.schema.run_key import MemoryFormat
 
 SCHEMA = 1
 
+_SEARCH_AGAIN = "Search again: lowprec-check plan TARGET --save FILE"
+
 
 class Blame(Struct, frozen=True, kw_only=True):
-    """Why a module is kept in fp32: the op inside it that a run in low precision shows to be at fault."""
+    """Why a module stays in fp32: the op in it that fails in low precision."""
 
     module: str
     why: str
@@ -24,18 +26,18 @@ class Blame(Struct, frozen=True, kw_only=True):
 
 
 class Constant(Struct, frozen=True, kw_only=True):
-    """A number in the code that does not fit the dtype, and what to write in its place."""
+    """A number in the code that exceeds the range of the dtype, and what to write instead."""
 
     module: str
     op: str
     source: str | None
     value: float | None
     use: str
-    """Code: the dtype's own limit."""
+    """Code for the limit of the dtype."""
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """A low-precision base with modules kept in fp32 that a plain run has confirmed.
+    """A low-precision base with modules kept in fp32, verified by a plain run.
 
     >>> plan = Plan.load("plan.json")  # doctest: +SKIP
     >>> model = lowprec_check.apply(model, plan)  # doctest: +SKIP
@@ -52,31 +54,31 @@ class Plan(Struct, frozen=True, kw_only=True):
     keep_fp32: list[str]
     """Paths of the modules that stay in fp32, in the model's order; empty if the base passes as it is."""
     untied: list[str] = []
-    """Shared parameters of kept modules that get a copy of their own, since one cannot be of two dtypes."""
+    """Shared parameters of kept modules that get their own copy, since a parameter cannot have two dtypes."""
     minimal: bool
-    """Whether giving back any one kept module was tried and failed."""
+    """Whether moving any one kept module to low precision was tried and failed."""
     stopped: str | None = None
-    """Why the search ended early, where it did: the plan is proven, but a smaller one may exist."""
+    """Why the search ended early, if it did: the plan is verified, but a smaller one may exist."""
     tolerance: float | None = None
     rel_l2: float | None = None
-    """Of the output against fp32, the worst of the batches."""
+    """Error of the output against fp32, the worst over the batches."""
     metric: float | None = None
     fp32_metric: float | None = None
     max_drop: float | None = None
     batches: int = 1
     trials: int
-    """Runs of the model that the search took."""
+    """Number of trial runs in the search."""
     seconds: float
     latency_ms: float | None = None
     speedup: float | None = None
-    """fp32's latency over the plan's, on this machine."""
+    """Latency of fp32 over latency of the plan, on this machine."""
     peak_memory_bytes: int | None = None
     blame: list[Blame] = []
     environment: dict[str, Any] = {}
     modules: dict[str, str]
-    """Every module of the model: its type and the shapes of its own parameters. What the plan fits."""
+    """Every module of the model, with its type and the shapes of its own parameters: the models that the plan fits."""
     code: str
-    """To paste: does what :func:`lowprec_check.apply` does, in pure PyTorch."""
+    """Code to paste: the same as :func:`lowprec_check.apply`, in pure PyTorch."""
 
     def save(self, path: str | Path) -> None:
         """Write as indented JSON."""
@@ -88,13 +90,17 @@ class Plan(Struct, frozen=True, kw_only=True):
         try:
             plan = decode(Path(path).read_bytes(), cls, SCHEMA)
         except OSError as error:
-            raise UsageError(f"Cannot read {path}: {error.strerror}.") from None
+            raise UsageError(
+                f"Cannot read {path}: {error.strerror}.", "Save a plan with: lowprec-check plan TARGET --save FILE"
+            ) from None
         except ValueError as error:
-            raise UsageError(f"{path} is not a plan: {error}.", "lowprec-check plan TARGET --save makes one.") from None
+            raise UsageError(
+                f"{path} is not a plan: {error}.", "Save a plan with: lowprec-check plan TARGET --save FILE"
+            ) from None
         if PRECISIONS.find(plan.base) is None:
             raise UsageError(
-                f"{path} has the base {plan.base!r}, which this installation does not know.",
-                f"It knows {', '.join(PRECISIONS.names())}: install the package that adds it.",
+                f"{path} has the unknown base {plan.base!r}; known are {', '.join(PRECISIONS.names())}.",
+                "Install the package that adds it.",
             )
         return plan
 
@@ -102,12 +108,12 @@ class Plan(Struct, frozen=True, kw_only=True):
         """Raise :class:`UsageError` naming the modules in which a model differs from the one planned for."""
         for name in self.keep_fp32:
             if not name or name not in self.modules:
-                raise UsageError(f"The plan keeps {name!r}, which is not among its own modules.", "Make it anew.")
+                raise UsageError(f"The plan keeps {name!r} in fp32 but does not list it as a module.", _SEARCH_AGAIN)
             if self.keep_fp32.count(name) > 1 or any(name.startswith(f"{other}.") for other in self.keep_fp32):
-                raise UsageError(f"The plan keeps {name!r} twice.", "Make it anew.")
+                raise UsageError(f"The plan keeps {name!r} twice.", _SEARCH_AGAIN)
         for path in self.untied:
             if path.rpartition(".")[0] not in self.modules:
-                raise UsageError(f"The plan unties {path!r}, which is in none of its modules.", "Make it anew.")
+                raise UsageError(f"The plan unties {path!r}, which is in none of its modules.", _SEARCH_AGAIN)
         differences = [
             *(f"{name!r} is missing" for name in self.modules if name not in modules),
             *(f"{name!r} is new" for name in modules if name not in self.modules),
@@ -121,31 +127,31 @@ class Plan(Struct, frozen=True, kw_only=True):
             more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
             raise UsageError(
                 f"The plan is for another model: {'; '.join(differences[:3])}{more}.",
-                "Search again: lowprec-check plan TARGET --save.",
+                _SEARCH_AGAIN,
             )
 
 
 class Attempt(Struct, frozen=True, kw_only=True):
-    """What the search made of one base."""
+    """The search from one base."""
 
     base: str
     status: str
-    """Of the base as it is."""
+    """The status of the base without a plan."""
     why: str
     rel_l2: float | None = None
     kept: int | None = None
-    """Modules in fp32 of the plan found; ``None`` where none was."""
+    """Number of modules in fp32 in the plan; ``None`` if no plan was found."""
     speedup: float | None = None
     trials: int = 0
     seconds: float = 0.0
     outcome: str
-    """In words: what was found, or why nothing was."""
+    """In words: the plan found, or why none was."""
     constants: list[Constant] = []
-    """Where another constant would do without a module in fp32."""
+    """Constants to replace instead of keeping a module in fp32."""
 
 
 class Planning(Struct, frozen=True, kw_only=True):
-    """All that a search did: every base tried, and the best plan, if any."""
+    """The result of a search: every base tried, and the best plan, if any."""
 
     target: str
     model: str

@@ -1,4 +1,4 @@
-"""The precisions: each a named way to run a model, with everything that differs from one to another. Never imports torch.
+"""The precisions: each a named way to run a model. Never imports torch.
 
 To add one, add an entry to :func:`_built_in`, or register it from another package (CONTRIBUTING.md).
 """
@@ -21,15 +21,15 @@ class FloatFormat:
     short: str
     """``fp16``."""
     mark: str
-    """What tables of op calls write, ``f16``."""
+    """The name in tables of op calls, ``f16``."""
     precision_bits: int
-    """Bits of the significand, the implicit one included: 11 for fp16."""
+    """Bits of the significand, including the implicit one: 11 for fp16."""
     min_exponent: int
     """Exponent of the smallest normal number: -14 for fp16."""
     max_exponent: int
     """Exponent of the largest number: 15 for fp16."""
     tolerance: float
-    """Default tolerance on rel_l2 of a model's output."""
+    """Default tolerance for the rel_l2 of a model's output."""
     aliases: tuple[str, ...] = ()
 
     @property
@@ -44,7 +44,7 @@ class FloatFormat:
 
     @property
     def smallest_normal(self) -> float:
-        """The smallest positive number of full precision."""
+        """The smallest positive number with full precision."""
         return 2.0**self.min_exponent
 
     @property
@@ -59,7 +59,7 @@ class FloatFormat:
 
     @property
     def underflows(self) -> bool:
-        """Whether its range ends above that of fp32, so that values of fp32 may become 0."""
+        """Whether values that are not 0 in fp32 can become 0, since the range ends above that of fp32."""
         return self.min_exponent > FP32.min_exponent
 
 
@@ -68,15 +68,15 @@ BF16 = FloatFormat("bfloat16", "bf16", "bf16", 8, -126, 127, tolerance=5e-2)
 FP16 = FloatFormat("float16", "fp16", "f16", 11, -14, 15, tolerance=1e-2, aliases=("half", "f16"))
 
 LOW_FORMATS = (BF16, FP16)
-"""The 16-bit formats that devices may accelerate."""
+"""The 16-bit formats that a device may accelerate."""
 
 Kind = Literal["reference", "cast", "autocast", "custom"]
 """``reference``: the model as it is; ``cast``: weights and inputs cast, as ``model.half()`` does; ``autocast``: inside
-``torch.autocast``; ``custom``: by the precision's own ``application``."""
+``torch.autocast``; ``custom``: through the precision's own ``application``."""
 
 
 class SnippetWriter(Protocol):
-    """Writes the code to paste for a precision that is neither a cast nor autocast."""
+    """Writes the code to paste for a ``custom`` precision."""
 
     def __call__(self, device: str, keep_fp32: Sequence[str]) -> str:
         """Code that prepares ``model`` and ``inputs`` in place, without the call; ``device`` is a type, ``cuda``."""
@@ -87,27 +87,27 @@ class Precision:
     """A named way to run a model."""
 
     name: str
-    """``autocast-bf16``: in options, in saved results and in reports."""
+    """The name in options, saved results and reports: ``autocast-bf16``."""
     kind: Kind
     format: FloatFormat
     """The format of the narrowest values."""
     short: str = ""
     """For tables, ``ac-bf16``; by default the name."""
     aliases: tuple[str, ...] = ()
-    """Other spellings that users may write, in lower case."""
+    """Other names that users may write, in lower case."""
     method: str | None = None
-    """The method of ``torch.nn.Module`` that casts to it, ``half``; for a cast only."""
+    """The method of ``torch.nn.Module`` that casts to it, ``half``; only for ``cast``."""
     tolerance: float = -1.0
-    """Default tolerance on rel_l2 of the output; by default the format's."""
+    """Default tolerance for the rel_l2 of the output; if not given, that of the format."""
     application: str | None = None
-    """``package.module:attribute`` of a :class:`~lowprec_check.engine.model.application.Application`; for ``custom`` only."""
+    """``package.module:attribute`` of a :class:`~lowprec_check.engine.model.application.Application`; only for ``custom``."""
     snippet: SnippetWriter | None = None
-    """Writes the code to paste; for ``custom`` only."""
+    """Writes the code to paste; only for ``custom``."""
     keeps_modules: bool = True
     """Whether modules can stay in fp32 inside it, so that a plan can start from it."""
 
     def __post_init__(self) -> None:
-        """Fill in the defaults; a ``custom`` precision without what only it can say is a ``ValueError``."""
+        """Fill in the defaults; raise ``ValueError`` unless exactly the ``custom`` ones have an application and a snippet."""
         if not self.short:
             object.__setattr__(self, "short", self.name)
         if self.tolerance < 0:
@@ -153,23 +153,23 @@ def _built_in() -> Sequence[Precision]:
 
 
 PRECISIONS: Registry[Precision] = Registry("precision", Precision, _built_in)
-"""All of them, in the order in which a scan shows them."""
+"""All precisions, in the order in which a scan shows them."""
 
 REFERENCE = "fp32"
 """The name of the precision that all others are compared with."""
 
 PLAN = "plan"
-"""What a run is called that keeps modules in fp32; its ``base`` is one of :data:`PRECISIONS`."""
+"""The name of a run that keeps modules in fp32; its ``base`` is one of :data:`PRECISIONS`."""
 
 
 def low_precisions() -> list[Precision]:
-    """All but the reference, in order."""
+    """All precisions but the reference, in order."""
     return [precision for precision in PRECISIONS if precision.kind != "reference"]
 
 
 def plan_bases() -> list[Precision]:
-    """Those that a plan can start from, in the order in which they are searched: the widest range first, which forgives
-    most, and autocast before a cast.
+    """The precisions that a plan can start from, in the order of the search: the widest range first, since it is the most
+    likely to pass, and autocast before casts.
     """
     bases = [precision for precision in low_precisions() if precision.keeps_modules]
     return sorted(bases, key=lambda base: (-base.format.max_exponent, base.kind != "autocast"))

@@ -1,8 +1,8 @@
 """Named values of one axis: found by name or alias, extended by other packages. Never imports torch.
 
 Other packages add to an axis through the entry-point group ``lowprec_check.axes``: each entry point names a
-:class:`~lowprec_check.schema.precisions.Precision`, a :class:`~lowprec_check.schema.backends.Backend` or a
-:class:`~lowprec_check.schema.devices.Device`.
+:class:`~lowprec_check.schema.precisions.Precision`, a :class:`~lowprec_check.schema.backends.Backend`, a
+:class:`~lowprec_check.schema.devices.Device` or a :class:`~lowprec_check.report.registry.ReportFormat`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ ENTRY_POINTS = "lowprec_check.axes"
 
 
 class Named(Protocol):
-    """What an axis is made of."""
+    """One value of an axis."""
 
     @property
     def name(self) -> str:
-        """What every report calls it."""
+        """The name in options and reports."""
 
     @property
     def aliases(self) -> tuple[str, ...]:
@@ -43,7 +43,7 @@ def added_by_packages() -> tuple[Any, ...]:
         except Exception as error:
             package = entry.dist.name if entry.dist else entry.value
             raise UsageError(
-                f"{package} registers {entry.name!r} with lowprec-check, and loading it failed: "
+                f"{package} registers {entry.name!r} with lowprec-check, but it failed to load: "
                 f"{type(error).__name__}: {error}.",
                 f"Upgrade or uninstall {package}.",
             ) from error
@@ -54,7 +54,7 @@ class Registry(Generic[Item]):
     """The values of one axis in the order in which reports show them: those built in, then those of other packages."""
 
     def __init__(self, noun: str, kind: type[Item], built_in: Callable[[], Iterable[Item]]) -> None:
-        """``noun`` is what messages call one value; ``built_in`` makes those that come with this package."""
+        """``noun`` names one value in messages; ``built_in`` makes the values of this package."""
         self._noun, self._kind, self._built_in = noun, kind, built_in
 
     @functools.cached_property
@@ -76,13 +76,13 @@ class Registry(Generic[Item]):
         return list(self._items)
 
     def find(self, name: str) -> Item | None:
-        """The value of that name or alias, whatever its case; ``None`` if there is none."""
+        """The value with that name or alias, ignoring case; ``None`` if there is none."""
         wanted = name.strip().lower()
         exact = self._items.get(wanted)
         return exact or next((item for item in self if wanted in item.aliases), None)
 
     def get(self, name: str) -> Item:
-        """As :meth:`find`; raises :class:`UsageError` with a suggestion if there is none."""
+        """Like :meth:`find`, but raises :class:`UsageError` with a suggestion if there is none."""
         found = self.find(name)
         if found is None:
             spellings = [spelling for item in self for spelling in (item.name, *item.aliases)]

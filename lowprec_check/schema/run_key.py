@@ -30,12 +30,12 @@ class RunKey(NamedTuple):
 
     @property
     def label(self) -> str:
-        """``half``, or ``half · inductor · channels_last``: without the device, and without what is the default."""
+        """``half``, or ``half · inductor · channels_last``: without the device and without defaults."""
         return qualified(self.precision, self.backend, self.memory_format)
 
 
 def qualified(precision: str, backend: str, memory_format: str) -> str:
-    """A precision with the backend and the memory format where they are not the default ones."""
+    """A precision, with the backend and the memory format unless they are the defaults."""
     extra = [backend] if backend != EAGER else []
     extra += [memory_format] if memory_format != "contiguous" else []
     return " · ".join([precision, *extra])

@@ -1,7 +1,7 @@
-"""The one saved artefact: what a scan found, frozen, JSON in and out. Never imports torch.
+"""The result of a scan: immutable, saved as JSON. Never imports torch.
 
-Every float here is finite or ``None``: JSON has no infinity, so "not finite, or not defined" is ``null``
-in the file and ``None`` in memory, and a result equals itself after a round trip.
+Every float is finite or ``None``: JSON has no infinity, so a value that is infinite or undefined is ``null`` in the file
+and ``None`` in memory, and a saved result that is read again equals the original.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class ErrorStats(Struct, frozen=True, kw_only=True):
     """How far an output is from its reference, the worst over its floating leaves."""
 
     rel_l2: float | None
-    """‖y − r‖₂ / ‖r‖₂; 0/0 is 0; ``None`` where it is infinite or NaN."""
+    """‖y − r‖₂ / ‖r‖₂; 0/0 is 0; ``None`` if it is infinite or NaN."""
     max_abs: float | None
     cosine: float | None
     sqnr_db: float | None
-    """Signal-to-quantisation-noise ratio, −20·log₁₀(rel_l2), in dB; ``None`` also where the error is 0."""
+    """Signal-to-quantisation-noise ratio, −20·log₁₀(rel_l2), in dB; ``None`` also if the error is 0."""
     top1: float | None = None
-    """Share of rows whose argmax agrees, for an output that looks like a classifier's (N × classes)."""
+    """Share of rows whose argmax agrees, for outputs shaped like a classifier's (N × classes)."""
 
 
 class ExceptionInfo(Struct, frozen=True, kw_only=True):
-    """What the user would see when the plain run raises."""
+    """The exception that the plain run raises, as the user would see it."""
 
     type: str
     message: str
@@ -59,7 +59,7 @@ class ExceptionInfo(Struct, frozen=True, kw_only=True):
 
 
 class Gap(Struct, frozen=True, kw_only=True):
-    """Op calls of one kind at one place that fail in low precision and succeed when widened."""
+    """Calls of one op at one place that fail in low precision and succeed when their inputs are widened."""
 
     op: str
     layer: Layer
@@ -71,9 +71,9 @@ class Gap(Struct, frozen=True, kw_only=True):
     message: str
     calls: int = 1
     rescued: bool = True
-    """Always true: a failure that is not rescued ends the run and is its ``stopped_by``."""
+    """Always true: a failure that is not rescued ends the run and is saved as its ``stopped_by``."""
     constant: float | None = None
-    """The number in the code that does not fit the dtype, for a ``scalar-overflow``."""
+    """The number in the code that exceeds the range of the dtype, for a ``scalar-overflow``."""
 
 
 class Run(Struct, frozen=True, kw_only=True):
@@ -94,7 +94,7 @@ class Run(Struct, frozen=True, kw_only=True):
     gaps: list[Gap] = []
     op_calls: OpCalls = OpCalls()
     uncalled_modules: list[str] = []
-    """Modules with parameters that no op read; a subtree by its root."""
+    """Modules whose parameters no op read; for a whole subtree, its root."""
     called_modules: list[str] = []
     """Submodules whose ``forward`` ran, in the model's order."""
     keep_fp32: list[str] = []
@@ -102,42 +102,42 @@ class Run(Struct, frozen=True, kw_only=True):
     base: str | None = None
     """The precision that a ``plan`` run starts from."""
     untied: list[str] = []
-    """Shared parameters of kept modules that get a copy of their own, for a ``plan`` run."""
+    """Shared parameters of kept modules that get their own copy, for a ``plan`` run."""
     tolerance: float | None = None
     loss: float | None = None
     metric: float | None = None
     perturbed: bool | None = None
-    """Whether the instrumented output differed from the plain one; ``None`` where that says nothing."""
+    """Whether the instrumented output differed from the plain one; ``None`` if they cannot be compared."""
     function_mode: bool = False
-    """Whether a second pass with a function mode was needed (it takes modules off their fast paths)."""
+    """Whether a second pass with a function mode was needed (it keeps modules from their fast paths)."""
     complete: bool = True
     """Whether the instrumented pass reached the end of the model."""
     stopped_by: ExceptionInfo | None = None
-    """What ended the instrumented pass, where it did not reach the end."""
+    """The exception that ended the instrumented pass early, if any."""
     emulated: dict[str, str] = {}
     """Ops computed in fp32 and rounded, with the reason."""
     notes: list[str] = []
     fallbacks: list[str] = []
-    """Warnings in which the backend said that it fell back to the CPU."""
+    """Warnings about falling back to the CPU."""
     nondeterministic: bool = False
     random: bool = False
     """Whether the model drew random numbers."""
     output_is_zero: bool = False
-    """Whether the floating output is all zeros: an error relative to it says nothing."""
+    """Whether the floating output is all zeros, so that a relative error is meaningless."""
 
     @property
     def key(self) -> RunKey:
-        """What identifies the run."""
+        """The key that identifies the run."""
         return RunKey(self.precision, self.backend, self.device, self.memory_format)
 
     @property
     def is_reference(self) -> bool:
-        """Whether this is the fp32 run that all others are compared with."""
+        """Whether this is the fp32 run that all other runs are compared with."""
         return self.key.is_reference
 
     @property
     def basis(self) -> Precision | None:
-        """The precision, or the one that a plan starts from; ``None`` if this installation does not know it."""
+        """The precision, or the base of a plan; ``None`` if it is unknown here."""
         return PRECISIONS.find(self.base or self.precision)
 
 
@@ -162,22 +162,22 @@ class Diagnostic(Struct, frozen=True, kw_only=True):
 
     @property
     def run_label(self) -> str | None:
-        """The run that it is about, ``half · inductor``; ``None`` for the whole scan."""
+        """The label of its run, ``half · inductor``; ``None`` if it concerns the whole scan."""
         return self.precision and qualified(self.precision, self.backend, self.memory_format)
 
     def is_about(self, run: Run) -> bool:
-        """Whether it is about ``run``."""
+        """Whether it belongs to ``run``."""
         return (self.precision, self.backend, self.memory_format) == (run.precision, run.backend, run.memory_format)
 
 
 def is_selected(code: str, select: Iterable[str], ignore: Iterable[str]) -> bool:
-    """Whether a diagnostic's code begins as one of ``select`` does (if there is any), and not as one of ``ignore``."""
-    chosen, left_out = tuple(select), tuple(ignore)
-    return (not chosen or code.startswith(chosen)) and not code.startswith(left_out)
+    """Whether ``code`` starts with a prefix in ``select`` (if there is any) and with none in ``ignore``."""
+    selected, ignored = tuple(select), tuple(ignore)
+    return (not selected or code.startswith(selected)) and not code.startswith(ignored)
 
 
 class Recommendation(Struct, frozen=True, kw_only=True):
-    """The way to run the model that was tried and passed."""
+    """The recommended way to run the model, which was run and passed."""
 
     precision: str
     backend: str = EAGER
@@ -191,7 +191,7 @@ class Recommendation(Struct, frozen=True, kw_only=True):
 
 
 class ModelInfo(Struct, frozen=True, kw_only=True):
-    """What was scanned, for the head of a report."""
+    """The scanned model, for the head of a report."""
 
     name: str
     parameters: int
@@ -201,16 +201,16 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     call: str = "model(*inputs)"
     """How the model is called, as code."""
     setup: list[str] = []
-    """Code that makes ``model`` and ``inputs`` of what the file defines."""
+    """Code that makes ``model`` and ``inputs`` from the file's definitions."""
     castable: bool = True
     """Whether ``tree_map`` reaches every tensor of the inputs."""
     source: str | None = None
-    """Where the model is made."""
+    """Where the class of the model is defined, ``file.py:line``."""
     notes: list[str] = []
 
 
 class ScanResult(Struct, frozen=True, kw_only=True):
-    """Everything a scan found; renders, compares and gates without the model.
+    """Everything that a scan found; reports and comparisons need nothing else.
 
     >>> result = ScanResult.load("scan.json")  # doctest: +SKIP
     >>> [run.status for run in result.runs]  # doctest: +SKIP
@@ -226,7 +226,7 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     diagnostics: list[Diagnostic] = []
     recommendation: Recommendation | None = None
     plan: Plan | None = None
-    """What the ``plan`` run is made of, where there is one."""
+    """The plan of the ``plan`` run, if there is one."""
 
     def run(self, precision: str, backend: str = EAGER, memory_format: MemoryFormat = "contiguous") -> Run:
         """Return one run; raises ``KeyError`` if it was not part of the scan."""
@@ -245,7 +245,7 @@ class ScanResult(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, data: bytes) -> ScanResult:
-        """Decode strictly; raises :class:`ResultError` naming the key that is wrong."""
+        """Decode JSON; raises :class:`ResultError` naming the wrong key."""
         try:
             return decode(data, cls, SCHEMA)
         except ValueError as error:

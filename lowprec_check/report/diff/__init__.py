@@ -1,1 +1,1 @@
-"""The difference of two scans, as documents and on the terminal."""
+"""The differences between two scans, as text and Markdown."""

@@ -1,4 +1,4 @@
-"""The difference of two scans as Markdown. Never imports torch."""
+"""The differences between two scans as Markdown. Never imports torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SIGN = {"worse": "🔴", "better": "🟢", "other": "⚪"}
 
 
 def render(diff: ScanDiff) -> str:
-    """The difference, of at most 60,000 characters; what does not fit is counted."""
+    """The differences in at most 60,000 characters; states how many did not fit."""
     sign = "❌" if diff.regressions else "✅"
     old, new = diff.old, diff.new
     parts = [
@@ -21,7 +21,7 @@ def render(diff: ScanDiff) -> str:
     ]
     if diff.warnings:
         shown = [f"- {escape(visible(warning))}" for warning in diff.warnings[:40]]
-        parts.append("**The two were not made alike:**\n\n" + "\n".join(shown))
+        parts.append("**The two scans ran under different conditions:**\n\n" + "\n".join(shown))
     changes = [_change_row(change) for change in diff.changes]
     runs = table(
         [[escape(visible(pair.run)), *pair_cells(pair)] for pair in diff.runs[:40]],
@@ -42,7 +42,7 @@ def _fitting(rows: list[list[str]], room: int) -> str:
         kept = min(kept - 1, int(kept * room / len(text)))
         text = (
             table(rows[:kept], headers, "lllll")
-            + f"\n\n*{len(rows) - kept} more changes are left out here; the JSON has all.*"
+            + f"\n\n*{len(rows) - kept} more changes are not shown; the JSON has all.*"
         )
     return text
 

@@ -1,23 +1,23 @@
-"""The words that every format uses for the difference of two scans. Never imports torch."""
+"""The texts about the differences between two scans that all formats share. Never imports torch."""
 
 from __future__ import annotations
 
 from lowprec_check.analysis.diff import RunPair, ScanDiff
-from lowprec_check.report.summary import times
+from lowprec_check.report.summary import format_ratio
 
 TITLES = {"worse": "Worse", "better": "Better", "other": "Different"}
-"""Of the changes by direction."""
+"""The headings of the changes, by direction."""
 
 
 def verdict(diff: ScanDiff) -> str:
-    """How many regressions, how many improvements, how much was not compared."""
+    """The number of regressions, of improvements and of runs that the new scan lacks."""
     worse, better = diff.regressions, diff.improvements
-    gone = sum(pair.new_status is None for pair in diff.runs)
+    missing = sum(pair.new_status is None for pair in diff.runs)
     if not diff.changes:
         return "No difference beyond noise"
     parts = [f"{worse} regression{'s' if worse != 1 else ''}" if worse else "No regression"]
     parts += [f"{better} improvement{'s' if better != 1 else ''}"] if better else []
-    parts += [f"{gone} run{'s' if gone != 1 else ''} not run any more"] if gone else []
+    parts += [f"{missing} run{'s' if missing != 1 else ''} missing from the new scan"] if missing else []
     return ", ".join(parts)
 
 
@@ -26,8 +26,8 @@ def pair_cells(pair: RunPair) -> list[str]:
     return [
         _arrow(pair.old_status or "–", pair.new_status or "–"),
         _arrow(_figure(pair.old_error), _figure(pair.new_error)),
-        _arrow(times(pair.old_time), times(pair.new_time)),
-        _arrow(times(pair.old_memory), times(pair.new_memory)),
+        _arrow(format_ratio(pair.old_time), format_ratio(pair.new_time)),
+        _arrow(format_ratio(pair.old_memory), format_ratio(pair.new_memory)),
     ]
 
 

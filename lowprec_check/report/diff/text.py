@@ -1,4 +1,4 @@
-"""The difference of two results on the screen: the verdict, what changed, all runs. Never imports torch."""
+"""The differences between two scans as text: the verdict, the changes, all runs. Never imports torch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _STYLE = {"worse": "red", "better": "green", "other": "dim"}
 
 
 def render(diff: ScanDiff, *, width: int = 100, color: bool = False) -> str:
-    """The screen as text, ``width`` columns wide, with ANSI colours if ``color``."""
+    """The differences as text, ``width`` columns wide, with ANSI colours if ``color``."""
     style = "bold red" if diff.regressions else "bold green"
     with screen(width, color) as (console, printed):
         console.print(Text(f"{verdict(diff)} · {visible(diff.new.model)}", style=style))
         for name, side in (("old", diff.old), ("new", diff.new)):
-            said = visible(f"{name}: {side.target}, torch {side.torch}, {side.device}")
-            console.print(Text(said, style="dim"))
+            line = visible(f"{name}: {side.target}, torch {side.torch}, {side.device}")
+            console.print(Text(line, style="dim"))
         console.print()
         _print_warnings(console, diff.warnings)
         if diff.changes:
@@ -37,7 +37,7 @@ def render(diff: ScanDiff, *, width: int = 100, color: bool = False) -> str:
 
 def _print_warnings(console: Console, warnings: list[str]) -> None:
     if warnings:
-        console.print(Text("The two were not made alike:", style="yellow"))
+        console.print(Text("The two scans ran under different conditions:", style="yellow"))
         for warning in warnings[:SHOWN_WARNINGS]:
             console.print(Text(f"  {visible(warning)}"))
         if len(warnings) > SHOWN_WARNINGS:
@@ -54,7 +54,7 @@ def _print_changes(console: Console, diff: ScanDiff) -> None:
     console.print(table)
     left_out = len(diff.changes) - SHOWN_CHANGES
     if left_out > 0:
-        console.print(Text(f"{left_out} more changes: -o FILE.json has all", style="dim"))
+        console.print(Text(f"{left_out} more changes; -o FILE.json saves all", style="dim"))
     console.print()
 
 

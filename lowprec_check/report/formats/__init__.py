@@ -1,1 +1,1 @@
-"""The formats of a report, one module each with a ``FORMAT``; what renders is imported when it is needed."""
+"""The report formats: one module each, with a ``FORMAT``, which imports its renderer on use."""

@@ -8,26 +8,26 @@ from lowprec_check.schema.scan_result import ScanResult
 
 
 class HtmlFormat(ReportFormat):
-    """A page that opens offline."""
+    """A self-contained page that opens offline."""
 
     name = "html"
     suffixes = (".html", ".htm")
     renders_diffs = True
 
     def check_available(self) -> None:
-        """Bokeh must be installed: it draws the charts."""
+        """Check that Bokeh, which draws the charts, is installed."""
         from lowprec_check.report.html.bokeh_files import folder
 
         folder()
 
     def render(self, result: ScanResult) -> str:
-        """The report."""
+        """Render the report of a scan."""
         from lowprec_check.report.html.scan_page import render
 
         return render(result)
 
     def render_diff(self, diff: ScanDiff) -> str:
-        """The difference."""
+        """Render the differences between two scans."""
         from lowprec_check.report.html.diff_page import render
 
         return render(diff)

@@ -8,18 +8,18 @@ from lowprec_check.schema.scan_result import ScanResult
 
 
 class JsonFormat(ReportFormat):
-    """Everything that a scan found."""
+    """The full result of a scan."""
 
     name = "json"
     suffixes = (".json",)
     renders_diffs = True
 
     def render(self, result: ScanResult) -> str:
-        """The report."""
+        """Render the report of a scan."""
         return result.to_json().decode()
 
     def render_diff(self, diff: ScanDiff) -> str:
-        """The difference."""
+        """Render the differences between two scans."""
         from lowprec_check.schema.base import encode
 
         return encode(diff).decode()

@@ -13,7 +13,7 @@ class JUnitFormat(ReportFormat):
     suffixes = (".xml",)
 
     def render(self, result: ScanResult) -> str:
-        """The report."""
+        """Render the report of a scan."""
         from lowprec_check.report.junit import render
 
         return render(result)

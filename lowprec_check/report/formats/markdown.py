@@ -15,13 +15,13 @@ class MarkdownFormat(ReportFormat):
     renders_diffs = True
 
     def render(self, result: ScanResult) -> str:
-        """The report."""
+        """Render the report of a scan."""
         from lowprec_check.report.markdown import render
 
         return render(result)
 
     def render_diff(self, diff: ScanDiff) -> str:
-        """The difference."""
+        """Render the differences between two scans."""
         from lowprec_check.report.diff.markdown import render
 
         return render(diff)

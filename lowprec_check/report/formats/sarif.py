@@ -13,7 +13,7 @@ class SarifFormat(ReportFormat):
     suffixes = (".sarif", ".sarif.json")
 
     def render(self, result: ScanResult) -> str:
-        """The report."""
+        """Render the report of a scan."""
         from lowprec_check.report.sarif import render
 
         return render(result)

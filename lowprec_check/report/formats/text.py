@@ -1,4 +1,4 @@
-"""Text: the first screen."""
+"""Plain text, as on a terminal."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from lowprec_check.schema.scan_result import ScanResult
 
 
 class TextFormat(ReportFormat):
-    """What a terminal shows."""
+    """The text that a terminal shows."""
 
     name = "text"
     suffixes = (".txt",)
     renders_diffs = True
 
     def render(self, result: ScanResult) -> str:
-        """The report."""
+        """Render the report of a scan."""
         from lowprec_check.report.text import render
 
         return render(result)
 
     def render_diff(self, diff: ScanDiff) -> str:
-        """The difference."""
+        """Render the differences between two scans."""
         from lowprec_check.report.diff.text import render
 
         return render(diff)

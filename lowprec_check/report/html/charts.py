@@ -1,4 +1,4 @@
-"""What the charts draw, packed: columns with their strings numbered, compressed."""
+"""The data of the charts, packed for the page: columns, with strings replaced by numbers, compressed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowprec_check.schema.precisions import FP32, FloatFormat, formats
 from lowprec_check.schema.scan_result import Run
 
 MOST_CALLS = 20_000
-"""Of one run that are drawn; of more, the worst of each stretch."""
+"""Op calls drawn per run; of a longer run, the worst of each segment."""
 
 MOST_CALLS_IN_ALL = 160_000
 
@@ -39,25 +39,25 @@ def format_of(run: Run) -> FloatFormat:
 
 def pack(runs: Sequence[Run]) -> str:
     """Op calls and ranges of ``runs`` as base64 of gzipped JSON."""
-    most = min(MOST_CALLS, MOST_CALLS_IN_ALL // max(1, len(runs)))
+    limit = min(MOST_CALLS, MOST_CALLS_IN_ALL // max(1, len(runs)))
     numbers: dict[str, dict[str, int]] = {name: {} for name in _TEXTS}
-    packed = [_run(run, most, numbers) for run in runs]
+    packed = [_run(run, limit, numbers) for run in runs]
     strings = {name: list(known) for name, known in numbers.items()}
     data = msgspec.json.encode({"strings": strings, "runs": packed, "limits": limits()})
     return base64.b64encode(gzip.compress(data, 6, mtime=0)).decode()
 
 
-def _run(run: Run, most: int, numbers: dict[str, dict[str, int]]) -> dict[str, Any]:
+def _run(run: Run, limit: int, numbers: dict[str, dict[str, int]]) -> dict[str, Any]:
     rows = list(run.op_calls.rows())
-    born = origin(run)
-    kept = _thin(rows, most, born.position if born else -1)
+    found = origin(run)
+    kept = _thin(rows, limit, found.position if found else -1)
     columns: dict[str, Any] = {"index": kept}
     for name in _TEXTS:
         column, known = getattr(run.op_calls, name), numbers[name]
         columns[name] = [known.setdefault(visible(column[index] or ""), len(known)) for index in kept]
     for name in ("local_error", "accumulated_error", "absmax"):
         column = getattr(run.op_calls, name)
-        columns[name] = [_short(column[index]) for index in kept]
+        columns[name] = [_three_digits(column[index]) for index in kept]
     columns["nonfinite"] = [rows[index].introduced_inf + rows[index].introduced_nan for index in kept]
     columns["rescued"] = [int(rows[index].outcome == "rescued") for index in kept]
     return {
@@ -66,22 +66,22 @@ def _run(run: Run, most: int, numbers: dict[str, dict[str, int]]) -> dict[str, A
         "tolerance": run.tolerance,
         "roundoff": run.basis.format.roundoff if run.basis else None,
         "total": len(rows),
-        "origin": {"call": born.position, "says": born.sentence(), "kind": born.kind} if born else None,
+        "origin": {"call": found.position, "sentence": found.sentence(), "kind": found.kind} if found else None,
         "calls": columns,
         "ranges": _ranges(rows),
     }
 
 
-def _thin(rows: list[OpCall], most: int, born: int) -> list[int]:
-    """Indices to draw: all, or of each stretch the worst, and where the error is born."""
-    if len(rows) <= most:
+def _thin(rows: list[OpCall], limit: int, origin_index: int) -> list[int]:
+    """Indices to draw: all, or the worst of each segment and the origin of the error."""
+    if len(rows) <= limit:
         return list(range(len(rows)))
-    size = -(-len(rows) // (most - 1))
+    size = -(-len(rows) // (limit - 1))
     kept = {
         max(range(start, min(start + size, len(rows))), key=lambda i: _weight(rows[i]))
         for start in range(0, len(rows), size)
     }
-    return sorted(kept | ({born} if born >= 0 else set()))
+    return sorted(kept | ({origin_index} if origin_index >= 0 else set()))
 
 
 def _weight(row: OpCall) -> tuple[int, float]:
@@ -89,7 +89,7 @@ def _weight(row: OpCall) -> tuple[int, float]:
 
 
 def _ranges(rows: list[OpCall]) -> dict[str, list[Any]]:
-    """By module, in the order in which they ran: typical and largest magnitude of its outputs, what was flushed."""
+    """Per module, in the order of execution: typical and largest magnitude of its outputs, share flushed to zero."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         if not row.absmax and not row.rms:
@@ -103,10 +103,10 @@ def _ranges(rows: list[OpCall]) -> dict[str, list[Any]]:
         known["calls"] += 1
     columns: dict[str, list[Any]] = {"module": [visible(module) or "(model)" for module in found]}
     for name in ("low", "high", "flushed", "calls", "overflow"):
-        columns[name] = [_short(known[name]) for known in found.values()]
+        columns[name] = [_three_digits(known[name]) for known in found.values()]
     return columns
 
 
-def _short(value: float | None) -> float | None:
-    """Three digits: a chart shows no more, and a file of 20,000 calls stays small."""
+def _three_digits(value: float | None) -> float | None:
+    """``value`` with three digits: enough for a chart, and the file stays small."""
     return None if value is None else float(f"{value:.3g}")

@@ -1,4 +1,4 @@
-"""The difference of two scans as an HTML page. Never imports torch."""
+"""The differences between two scans as an HTML page. Never imports torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lowprec_check.report.html.page import render_page, static
 
 
 def render(diff: ScanDiff) -> str:
-    """The page."""
+    """Render the page."""
     groups = [
         {
             "title": title,

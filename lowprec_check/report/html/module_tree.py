@@ -1,4 +1,4 @@
-"""The module tree × precision heat map: for each module the worst of all op calls below it."""
+"""The heat map of modules and precisions: each cell holds the worst op call in a module and its submodules."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run
 
 MOST_ROWS = 1200
-"""Deepest modules beyond this many are left out: the page must open quickly."""
+"""The deepest modules beyond this number are left out, so that the page opens quickly."""
 
 OPEN_ROWS = 36
-"""As many levels are open at first as show about this many rows."""
+"""At first, as many levels are open as fit into about this number of rows."""
 
 NONFINITE = 8
-"""The hottest level."""
+"""The highest level."""
 
 
 class Shade(NamedTuple):
-    """A figure and how hot it is: 0 (nothing to see) to 8."""
+    """A figure and the level of its colour: 0 (none) to 8 (worst)."""
 
     text: str
     level: int
@@ -42,16 +42,16 @@ class Node(NamedTuple):
     name: str
     depth: int
     parent: int
-    """Row of the parent; -1 for the model."""
+    """The row of the parent; -1 for the model."""
     has_children: bool
     open: bool
     hidden: bool
-    """Whether an ancestor is closed at first."""
+    """Whether an ancestor is collapsed at first."""
     cells: list[ModuleCell]
 
 
 class Tree(NamedTuple):
-    """Rows in the order in which the modules first ran, and how many were left out."""
+    """Rows in the order in which the modules first ran, and the number of modules left out."""
 
     nodes: list[Node]
     left_out: int
@@ -86,11 +86,11 @@ def _larger(known: float | None, value: float | None) -> float | None:
 
 
 _LIMITS = (1e-5, 1e-4, 1e-3, 5e-3, 2e-2, 1e-1)
-"""Between the levels 1 to 7: fine where 16 bits make the difference."""
+"""The bounds between the levels 1 to 7, closest together in the range of 16-bit errors."""
 
 
 def error_shade(error: float | None) -> Shade:
-    """A rel_l2 by :data:`_LIMITS`."""
+    """The level of a rel_l2, by :data:`_LIMITS`."""
     if error is None:
         return Shade("–", 0)
     if error == 0:
@@ -141,7 +141,7 @@ def parent_of(path: str) -> str:
 
 
 def _worst_by_path(run: Run) -> dict[str, _Worst]:
-    """By path, what is below it included."""
+    """The worst values by path, submodules included."""
     found: dict[str, _Worst] = {}
     for row in run.op_calls.rows():
         for path in lineage(row.module):
@@ -159,7 +159,7 @@ def lineage(path: str) -> list[str]:
 
 
 def _in_order(paths: Iterable[str]) -> list[str]:
-    """Each path once, children right below their parent, siblings as they first ran."""
+    """Each path once, children directly below their parent, siblings in the order in which they first ran."""
     below: dict[str, list[str]] = {}
     seen = {""}
     for path in paths:
@@ -186,7 +186,7 @@ def _shallowest(paths: list[str]) -> tuple[list[str], int]:
 
 
 def _depth_to_open(paths: list[str]) -> int:
-    """How many levels to open so that about ``OPEN_ROWS`` rows show."""
+    """The number of levels to open so that about ``OPEN_ROWS`` rows are visible."""
     depths = [path.count(".") + 1 if path else 0 for path in paths]
     best = 1
     for depth in range(1, max(depths, default=0) + 1):

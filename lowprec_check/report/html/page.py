@@ -1,4 +1,4 @@
-"""A page in one file: templates with autoescape, styles and scripts inlined, a policy that allows nothing else."""
+"""Pages in one file: autoescaped templates, inlined styles and scripts, a content security policy that allows no others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def static(name: str) -> str:
 
 
 def render_page(template: str, scripts: list[str], **values: Any) -> str:
-    """The page; of scripts, only those given may run, and nothing may be loaded from anywhere."""
+    """Render a page on which only the given ``scripts`` may run and nothing may be loaded."""
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
     policy = (
         f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; "

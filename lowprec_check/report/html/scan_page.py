@@ -1,4 +1,4 @@
-"""One self-contained HTML file: opens offline, light and dark, for mouse, keyboard, screen reader and printer."""
+"""The report of a scan as one HTML file, which opens offline; usable with mouse, keyboard, screen reader and on paper."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lowprec_check.schema.scan_result import Run, ScanResult
 SCALE = ("≤1e-5", "≤1e-4", "≤1e-3", "≤5e-3", "≤2e-2", "≤0.1", ">0.1", "Inf")
 MOST_PLACES = 100
 MOST_GROUPS = 500
-"""Of findings; more would make the file too large to open."""
+"""Groups of findings shown; more would make the file too large."""
 
 
 def render(result: ScanResult) -> str:
-    """The page for ``result``. Raises :class:`UsageError` if Bokeh is not installed."""
+    """Render the page; raises :class:`UsageError` if Bokeh is not installed."""
     drawn = [run for run in result.runs if not run.is_reference and len(run.op_calls)]
     advice = result.recommendation
     modules = tree.build(drawn)
@@ -43,7 +43,7 @@ def render(result: ScanResult) -> str:
         "runs": list(_runs(result)),
         "ratio_tick": 100 / _widest(result),
         "charts": [{"label": summary.label(run), "status": run.status} for run in drawn],
-        "first": _most_telling(drawn),
+        "first": _first_shown(drawn),
         "nodes": modules.nodes,
         "left_out": modules.left_out,
         "scale": SCALE,
@@ -59,8 +59,8 @@ def render(result: ScanResult) -> str:
     return render_page("report.html.j2", scripts, **values)
 
 
-def _most_telling(runs: list[Run]) -> int:
-    """The run to show first: one whose numbers are wrong, else one that fails, else the first."""
+def _first_shown(runs: list[Run]) -> int:
+    """The run that the charts show first: one with wrong numbers, else one that fails, else the first."""
     wrong = ("nonfinite", "inaccurate", "error", "crashed", "timeout")
     order = {status: index for index, status in enumerate(wrong)}
     return min(range(len(runs)), key=lambda i: (order.get(runs[i].status, len(order)), i), default=0)
@@ -72,7 +72,7 @@ _KIND = {"ok": "ok", "reference": "none", "skipped": "none", "inaccurate": "warn
 
 
 def _widest(result: ScanResult) -> float:
-    """The ratio that fills a bar: a little over the largest, at most 3."""
+    """The ratio at the full width of a bar: slightly above the largest, at most 3."""
     ratios = [ratio(run, result.runs) for run in result.runs for ratio in (time_ratio, memory_ratio)]
     return min(3.0, max([1.25, *(1.1 * ratio for ratio in ratios if ratio)]))
 
@@ -120,7 +120,7 @@ def _error_bar(row: RunRow) -> dict[str, Any]:
 
 
 def _decades(value: float) -> float:
-    """Per cent of the way from 1e-6 to 1, by powers of ten."""
+    """Position on a log scale from 1e-6 to 1, in per cent."""
     return 100 * min(1.0, max(0.0, (math.log10(value) + 6) / 6)) if value > 0 else 0.0
 
 

@@ -1,4 +1,4 @@
-// The two charts as Bokeh figures without data: report.js fills them with the run that is chosen.
+// The two charts as empty Bokeh figures; report.js fills them with the selected run.
 "use strict";
 const COLUMNS = ["x", "y", "low", "high", "index", "op", "module", "source", "dtypes", "shape", "marker", "note", "calls",
   "local_text", "accumulated_text", "high_text", "low_text", "flushed_text"];
@@ -6,7 +6,7 @@ const PLACE = [["module", "@module"], ["line", "@source"], ["dtypes", "@dtypes"]
 const DASHED = { line_dash: [6], line_width: 1.5 };
 const field = (name) => ({ field: name });
 
-// A tooltip lives in a shadow tree, where the page's colours arrive as variables only. Bokeh puts the values in as text.
+// A tooltip is in a shadow tree, which only the page's CSS variables reach. Bokeh inserts values as text.
 const TIP = "margin:-5px;padding:6px 10px;max-width:min(34rem,80vw);overflow-wrap:anywhere;white-space:normal;"
   + "background:var(--panel);color:var(--ink);border:1px solid var(--line);font:12.5px/1.5 system-ui,sans-serif";
 const tip = (title, fields) => `<div style="${TIP}"><b>${title}</b>`
@@ -31,7 +31,7 @@ function newFigure(height, x_axis_label, y_axis_label) {
   for (const grid of plot.center) grid.visible = grid.dimension === 1;
   plot.below[0].ticker.name = "ticker";
   plot.toolbar.logo = null;
-  plot.add_tools(new M.WheelZoomTool({ dimensions: "width", modifiers: { ctrl: true } }));  // a bare wheel scrolls the page
+  plot.add_tools(new M.WheelZoomTool({ dimensions: "width", modifiers: { ctrl: true } }));  // the wheel without Ctrl scrolls the page
   plot.add_tools(new M.CrosshairTool({ dimensions: "height", line_alpha: 0.4 }));
   return plot;
 }
@@ -40,11 +40,11 @@ function newFigure(height, x_axis_label, y_axis_label) {
 function errorFigure() {
   const plot = newFigure(360, "op call, in the order of the run", "relative error (rel_l2)");
   const at = { x: field("x"), y: field("y") }, accumulated = columns("accumulated");
-  plot.add_layout(box("born", { left: 0, right: 0, fill_alpha: 0.22, line_width: 2, line_alpha: 0.9 }));
+  plot.add_layout(box("origin", { left: 0, right: 0, fill_alpha: 0.22, line_width: 2, line_alpha: 0.9 }));
   plot.add_layout(span("tolerance", DASHED));
   plot.add_layout(span("cursor", { dimension: "height", line_width: 1, visible: false }));
   plot.add_layout(label("tolerance-label"));
-  plot.add_layout(label("born-label", { text_font_style: "bold" }));
+  plot.add_layout(label("origin-label", { text_font_style: "bold" }));
   const near = plot.scatter({ ...at, source: columns("local"), size: 5, fill_alpha: 0.55, line_color: null, name: "local-dots" });
   plot.line({ ...at, source: accumulated, line_width: 2, name: "accumulated-line" });
   const far = plot.scatter({ ...at, source: accumulated, size: 5, line_color: null, name: "accumulated-dots" });
@@ -54,7 +54,7 @@ function errorFigure() {
   return plot;
 }
 
-// Where values sit: x is the module, y the magnitude, between the limits of the dtype.
+// Value ranges: x is the module, y the magnitude, with the limits of the dtype.
 function rangeFigure() {
   const plot = newFigure(380, "module, in the order of the run", "magnitude of values"), ranges = columns("ranges");
   const bar = { x: field("x"), bottom: field("low"), top: field("high"), width: 0.7, line_width: 1 };
@@ -66,7 +66,7 @@ function rangeFigure() {
   const bars = plot.vbar({ ...bar, source: ranges, name: "bars" });
   plot.vbar({ ...bar, source: columns("overflows"), name: "over" });
   plot.scatter({ x: field("x"), y: field("high"), size: 6, source: ranges, name: "tops" });
-  const figures = [["largest", "@high_text"], ["typical (rms), the smallest", "@low_text"], ["flushed to zero", "@flushed_text"]];
+  const figures = [["largest", "@high_text"], ["smallest typical (RMS)", "@low_text"], ["flushed to zero", "@flushed_text"]];
   const tooltips = tip("@module", [...figures, ["op calls", "@calls"]]);
   plot.add_tools(new M.HoverTool({ renderers: [bars], tooltips, limit: 1, mode: "vline", point_policy: "snap_to_data" }));
   return plot;

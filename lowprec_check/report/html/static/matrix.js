@@ -1,4 +1,4 @@
-// Sorting by a click on a heading, filtering by a word.
+// Sorts the table when a heading is clicked, and filters it.
 "use strict";
 (() => {
   const table = document.getElementById("matrix"), body = table.tBodies[0];

@@ -1,10 +1,10 @@
-// The parts of a report that answer: charts, walking along the calls, the module tree, filter, copy.
+// The interactive parts of a report: charts, stepping through the calls, module tree, filter, copy.
 "use strict";
 const byId = (id) => document.getElementById(id);
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const FLOOR = 1e-9;
 
-// -- data: unpacked once, each run's columns of text made when it is first shown
+// -- data: unpacked once; the text columns of a run are made when it is first shown
 
 async function unpack(text) {
   const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
@@ -72,14 +72,14 @@ class ErrorChart extends Chart {
     const far = css("bar-ink"), near = css("local"), bad = css("bad"), mark = this.calm ? css("dim") : bad;
     this.paint({
       "accumulated-line": { line_color: far }, "accumulated-dots": { fill_color: far }, "local-dots": { fill_color: near },
-      "marks-dots": { line_color: bad, fill_color: bad }, tolerance: { line_color: css("warn") }, born: { fill_color: mark, line_color: mark },
-      cursor: { line_color: css("ink") }, "born-label": { text_color: mark }, "tolerance-label": { text_color: css("warn") },
+      "marks-dots": { line_color: bad, fill_color: bad }, tolerance: { line_color: css("warn") }, origin: { fill_color: mark, line_color: mark },
+      cursor: { line_color: css("ink") }, "origin-label": { text_color: mark }, "tolerance-label": { text_color: css("warn") },
     });
   }
   show(data, run) {
     const table = callsOf(data, run), calls = run.calls;
     const errors = [...calls.accumulated_error, ...calls.local_error, run.tolerance].filter((e) => e > 0);
-    const adds = calls.local_error.map((error) => error || null);  // what adds nothing is left out
+    const adds = calls.local_error.map((error) => error || null);  // ops that add no error are left out
     const top = errors.reduce((a, b) => Math.max(a, b), 1e-3) * 6;
     const bottom = Math.max(FLOOR, errors.reduce((a, b) => Math.min(a, b), 1e-3) / 3);
     const rows = (values) => table.x.map((_, i) => i).filter((i) => values[i] !== null);
@@ -98,25 +98,26 @@ class ErrorChart extends Chart {
     this.frame(last + 1, bottom, top);
     this.get("tolerance").setv({ location: run.tolerance || 1, visible: Boolean(run.tolerance) });
     this.label("tolerance-label", 0, run.tolerance || 1, run.tolerance ? `tolerance ${digits(run.tolerance)}` : "");
-    this.born(table, run, last, top);
+    this.markOrigin(table, run, last, top);
   }
-  born(table, run, last, top) {
-    const says = byId("born"), born = run.origin, band = this.get("born");
-    says.textContent = "";
-    band.visible = Boolean(born);
-    this.label("born-label", 0, top, "");
-    if (!born) { says.textContent = run.total ? "No error was measured in this run." : ""; return; }
-    const row = run.calls.index.indexOf(born.call), wide = Math.max(0.5, last / 400);
-    band.setv({ left: born.call + 1 - wide, right: born.call + 1 + wide });
-    const right = born.call > last * 0.6;
-    this.get("born-label").setv({ text_align: right ? "right" : "left", x_offset: right ? -8 : 8, y_offset: -16 });
-    this.calm = born.kind === "step";
-    this.label("born-label", born.call + 1, top, `${this.calm ? "largest step" : "born here"}: ${table.op[row]}`);
+  markOrigin(table, run, last, top) {
+    const remark = byId("origin"), origin = run.origin, band = this.get("origin");
+    remark.textContent = "";
+    band.visible = Boolean(origin);
+    this.label("origin-label", 0, top, "");
+    if (!origin) { remark.textContent = run.total ? "No error was measured in this run." : ""; return; }
+    const row = run.calls.index.indexOf(origin.call), wide = Math.max(0.5, last / 400);
+    band.setv({ left: origin.call + 1 - wide, right: origin.call + 1 + wide });
+    const right = origin.call > last * 0.6;
+    this.get("origin-label").setv({ text_align: right ? "right" : "left", x_offset: right ? -8 : 8, y_offset: -16 });
+    this.calm = origin.kind === "step";
+    this.label("origin-label", origin.call + 1, top, `${this.calm ? "largest step" : "origin"}: ${table.op[row]}`);
     this.colour();
     const where = `${table.op[row]} in ${table.module[row]}` + (table.source[row] === "–" ? "" : ` at ${table.source[row]}`);
-    says.classList.toggle("fine", this.calm);
-    says.textContent = `${this.calm ? "Nothing stands out: " : "Born in "}${where} (call ${born.call + 1}): ${born.says}.`;
-    if (run.total > table.x.length) says.textContent += ` ${table.x.length} of ${run.total} calls are drawn, the worst of each stretch.`;
+    remark.classList.toggle("fine", this.calm);
+    const start = this.calm ? "No op stands out: " : "The error originates in ";
+    remark.textContent = `${start}${where} (call ${origin.call + 1}): ${origin.sentence}.`;
+    if (run.total > table.x.length) remark.textContent += ` The chart shows ${table.x.length} of ${run.total} calls, the worst of each segment.`;
   }
 }
 
@@ -133,7 +134,7 @@ class RangeChart extends Chart {
     });
   }
   show(data, run) {
-    // How much of the range, in powers of two, is subnormal: if little, the labels of both ends would overlap.
+    // The share of the range, in powers of two, that is subnormal: if it is small, the two labels would overlap.
     const share = (of) => Math.log2(of.normal / of.subnormal) / Math.log2(of.max / of.subnormal);
     const ranges = run.ranges, limits = data.limits[run.format], count = ranges.module.length;
     const x = ranges.module.map((_, i) => i + 1);
@@ -144,7 +145,7 @@ class RangeChart extends Chart {
       x, low, high, module: ranges.module, calls: ranges.calls,
       low_text: ranges.low.map(digits), high_text: ranges.high.map(digits),
       flushed_text: ranges.flushed.map((share) => `${(share * 100).toFixed(1)} %`),
-      note: ranges.overflow.map((n) => (n ? `${n} values overflow` : "")),
+      note: ranges.overflow.map((n) => (n ? `${n} values overflow to Inf` : "")),
     };
     this.source("ranges", columns);
     this.source("overflows", pick(columns, x.map((_, i) => i).filter((i) => ranges.overflow[i]), {}));
@@ -161,20 +162,20 @@ class RangeChart extends Chart {
     }
     const other = data.limits.fp16, wide = limits.max > 1e3 * other.max;
     this.get("other").setv({ bottom: other.subnormal, top: other.max, visible: wide });
-    this.label("other-label", 0, other.max, wide ? "what fp16 could hold" : "");
-    this.says(ranges, limits, run);
+    this.label("other-label", 0, other.max, wide ? "fp16 range" : "");
+    this.writeRemark(ranges, limits, run);
   }
-  says(ranges, limits, run) {
+  writeRemark(ranges, limits, run) {
     const room = (i) => limits.max / Math.max(ranges.high[i], 1e-45);
     const order = ranges.module.map((_, i) => i).sort((a, b) => (ranges.overflow[b] - ranges.overflow[a]) || room(a) - room(b));
-    const says = byId("range-says");
-    if (!order.length) { says.textContent = "No range was measured in this run."; return; }
+    const remark = byId("range-remark");
+    if (!order.length) { remark.textContent = "No value ranges were measured in this run."; return; }
     const worst = order[0], over = ranges.overflow[worst];
-    says.classList.toggle("fine", !over && room(worst) > 16);
+    remark.classList.toggle("fine", !over && room(worst) > 16);
     const margin = room(worst) >= 1e4 ? room(worst).toExponential(0) : room(worst).toFixed(1);
-    says.textContent = over
-      ? `${ranges.module[worst]} overflows ${run.format}: ${over} values.`
-      : `Nearest to the top: ${ranges.module[worst]}, whose largest value ${digits(ranges.high[worst])} leaves room for a factor of ${margin}.`;
+    remark.textContent = over
+      ? `${ranges.module[worst]} overflows: ${over} values exceed the maximum of ${run.format}.`
+      : `Closest to the maximum: ${ranges.module[worst]}. Its largest value is ${digits(ranges.high[worst])}; ${margin} times as much would overflow.`;
     fillTable("nearest", order.slice(0, 20).map((i) => [
       ranges.module[i], ranges.overflow[i] ? "Inf" : digits(ranges.high[i]), digits(ranges.low[i]), `${(ranges.flushed[i] * 100).toFixed(1)} %`,
     ]));
@@ -189,17 +190,17 @@ function fillTable(id, rows) {
   }));
 }
 
-// -- walking along the calls: the keyboard's and the screen reader's way through the chart
+// -- stepping through the calls: the chart for keyboards and screen readers
 
-function walkAlong(chart, data) {
-  const slider = byId("walk"), says = byId("walked");
+function stepThrough(chart, data) {
+  const slider = byId("call-slider"), details = byId("call-details");
   let table = null;
   slider.addEventListener("input", () => {
     const i = Number(slider.value), cursor = chart.get("cursor");
     cursor.setv({ visible: true, location: table.x[i] });
     const text = `Call ${table.index[i]}: ${table.op[i]} in ${table.module[i]}, line ${table.source[i]}, ${table.dtypes[i]}, ${table.shape[i]}; `
       + `local ${table.local_text[i]}, accumulated ${table.accumulated_text[i]}${table.note[i] ? "; " + table.note[i] : ""}`;
-    says.textContent = text;
+    details.textContent = text;
     slider.setAttribute("aria-valuetext", text);
   });
   return (run) => {
@@ -208,7 +209,7 @@ function walkAlong(chart, data) {
     slider.disabled = !table.x.length;
     slider.max = Math.max(0, table.x.length - 1);
     slider.value = run.origin ? Math.max(0, run.calls.index.indexOf(run.origin.call)) : 0;
-    says.textContent = "";
+    details.textContent = "";
     const errors = run.calls.accumulated_error;
     const steps = errors.map((e, i) => [run.calls.nonfinite[i] ? Infinity : (e || 0) - (i ? errors[i - 1] || 0 : 0), i]);
     steps.sort((a, b) => b[0] - a[0] || a[1] - b[1]);
@@ -223,12 +224,12 @@ async function drawCharts() {
   const data = await unpack(byId("calls").textContent.trim());
   const embed = async (kind, plot, place) => new kind((await Bokeh.Plotting.show(plot, byId(place))).model.document);
   const charts = { error: await embed(ErrorChart, errorFigure(), "error-chart"), range: await embed(RangeChart, rangeFigure(), "range-chart") };
-  const walk = walkAlong(charts.error, data);
+  const showCalls = stepThrough(charts.error, data);
   const choices = document.querySelectorAll(".run-choice");
   const show = (number) => {
     for (const choice of choices) choice.value = number;
     for (const chart of Object.values(charts)) chart.show(data, data.runs[number]);
-    walk(data.runs[number]);
+    showCalls(data.runs[number]);
   };
   const colour = () => { for (const chart of Object.values(charts)) chart.colour(); };
   document.addEventListener("theme", colour);
@@ -282,11 +283,11 @@ function moduleTree() {
 }
 
 function findings() {
-  const items = [...document.querySelectorAll(".finding")], says = byId("shown"), all = says.textContent;
+  const items = [...document.querySelectorAll(".finding")], count = byId("shown"), all = count.textContent;
   byId("filter").addEventListener("input", (event) => {
     const wanted = event.target.value.toLowerCase();
     for (const item of items) item.hidden = !item.textContent.toLowerCase().includes(wanted);
-    says.textContent = wanted ? `${items.filter((item) => !item.hidden).length} of ${items.length} groups` : all;
+    count.textContent = wanted ? `${items.filter((item) => !item.hidden).length} of ${items.length} groups` : all;
   });
 }
 
@@ -296,7 +297,7 @@ function copyButton() {
     try {
       await navigator.clipboard.writeText(code.textContent);
       button.textContent = "Copied";
-    } catch {  // not allowed to from a file: select it, so that a key press copies
+    } catch {  // a local file may not copy: select the code instead
       getSelection().selectAllChildren(code);
       button.textContent = "Selected: press Ctrl+C";
     }

@@ -1,4 +1,4 @@
-// Light, dark or as the system; print is always light. Tells whoever draws by a "theme" event.
+// Light, dark or the system's theme; print is always light. Dispatches a "theme" event when it changes.
 "use strict";
 (() => {
   const choice = document.getElementById("theme");
