@@ -17,7 +17,7 @@ MOST_LINES = 200
 
 
 def render(result: ScanResult) -> str:
-    """A document with one suite, the target. A run that crashed or timed out is an error, any other that is not ``ok`` a failure."""
+    """A document with one suite, the target. A crash or timeout is an error; any other failed run, a failure."""
     root = Element("testsuites", name="lowprec-check")
     suite = SubElement(root, "testsuite", name=visible(result.target), **_counts(result))
     properties = SubElement(suite, "properties")

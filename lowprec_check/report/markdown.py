@@ -39,7 +39,7 @@ def _head(result: ScanResult) -> Iterator[str]:
     for note in result.model.notes[:20]:
         yield f"> {escape(visible(note))}"
     if result.recommendation is not None:
-        yield escape(visible(result.recommendation.reason, 1500))
+        yield escape(summary.reason(result, 1500))
         yield fold("Code to paste", fence(result.recommendation.code))
     why = summary.kept(result)
     if why:

@@ -65,7 +65,9 @@ def format_of(path: Path) -> ReportFormat:
     for suffix in sorted(known, key=len, reverse=True):
         if name.endswith(suffix):
             return known[suffix]
-    raise UsageError(f"{path.name} has no suffix of a report format.", f"Choose from {', '.join(known)}.")
+    raise UsageError(
+        f"Cannot tell the report format from the suffix of {path.name}.", f"Use one of {', '.join(known)}."
+    )
 
 
 def render(result: ScanResult, format: str) -> str:

@@ -191,6 +191,12 @@ def verdict(result: ScanResult) -> str:
     return visible(f"Use {qualified(best.precision, best.backend, best.memory_format)}{keep}")
 
 
+def reason(result: ScanResult, most: int) -> str:
+    """The reason of the recommendation as a sentence of at most ``most`` characters; empty if there is none."""
+    text = result.recommendation.reason if result.recommendation else ""
+    return visible(text[:1].upper() + text[1:], most)
+
+
 def kept(result: ScanResult) -> list[str]:
     """Why each module of the recommended plan stays in fp32; empty if no plan is recommended."""
     plan, best = result.plan, result.recommendation

@@ -36,7 +36,7 @@ def render(result: ScanResult) -> str:
         "notes": [visible(note) for note in result.model.notes],
         "verdict": summary.verdict(result),
         "advice": advice is not None,
-        "reason": visible(advice.reason, 2000) if advice else "",
+        "reason": summary.reason(result, 2000),
         "code": "\n".join(visible_lines(advice.code, 2000)) if advice else "",
         "kept": summary.kept(result),
         "failures": summary.failures(result),
