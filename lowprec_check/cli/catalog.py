@@ -45,7 +45,10 @@ def build(
 @catalog.command()
 def diff(
     before: Annotated[str, typer.Argument(metavar="BEFORE", help="A torch release, e.g. 2.8.")],
-    after: Annotated[str, typer.Argument(metavar="AFTER", help="The torch release to compare with, e.g. 2.13.")],
+    after: Annotated[
+        str,
+        typer.Argument(metavar="AFTER", help="The torch release to compare with, e.g. 2.13; it may be an older one."),
+    ],
     device: OneDevice = "cpu",
     dtype: Annotated[str | None, typer.Option(help="half or bfloat16. Default: both.")] = None,
     json: Json = False,
