@@ -13,12 +13,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from lowprec_check.process.base_worker import Worker
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.process.command_worker import CommandWorker, LineWorker
 from lowprec_check.process.exit_code import describe_exit, signal_name
 from lowprec_check.process.function_worker import FunctionWorker, SendBytes
 from lowprec_check.process.supervisor import Said, Seen, Supervisor
-from lowprec_check.process.worker import Worker
 
 MANY = 500
 """Messages: more than are taken at once."""

@@ -16,13 +16,8 @@ from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.plan.planner import plan_for_scan
 from lowprec_check.engine.run.isolation import Isolation, best_isolation, isolated
 from lowprec_check.engine.run.job_worker import Load
-from lowprec_check.engine.run.target_runs import (
-    OnProgress,
-    RunOptions,
-    TargetRuns,
-    describe_target,
-    open_runs,
-)
+from lowprec_check.engine.run.model_info import describe_target
+from lowprec_check.engine.run.target_runs import OnProgress, RunOptions, TargetRuns, open_runs
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.engine.trace.withheld_kernels import parse_withheld
 from lowprec_check.errors import UsageError

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, NoReturn
 
+from lowprec_check.process.base_worker import Decode, Message, Worker
 from lowprec_check.process.breadcrumb import Breadcrumb
-from lowprec_check.process.worker import Decode, Message, Worker
 
 _CHUNK = 1 << 16
 

@@ -18,8 +18,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal
 
+from lowprec_check.process.base_worker import BATCH, Decode, Message, Worker
 from lowprec_check.process.breadcrumb import Breadcrumb
-from lowprec_check.process.worker import BATCH, Decode, Message, Worker
 
 SendBytes = Callable[[bytes], None]
 Task = Callable[[SendBytes], None]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar
 
+from lowprec_check.process.base_worker import Message, Worker
 from lowprec_check.process.breadcrumb import Position
-from lowprec_check.process.worker import Message, Worker
 
 AnyWorker = TypeVar("AnyWorker", bound=Worker[Any])
 

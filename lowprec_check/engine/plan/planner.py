@@ -19,7 +19,8 @@ from lowprec_check.engine.plan.apply import describe_modules
 from lowprec_check.engine.plan.trials import Limits, Objective, Proposal, Proposer, best
 from lowprec_check.engine.run.isolation import Isolation, best_isolation, isolated
 from lowprec_check.engine.run.job_worker import Load
-from lowprec_check.engine.run.target_runs import OnProgress, RunOptions, TargetRuns, describe_target, open_runs
+from lowprec_check.engine.run.model_info import describe_target
+from lowprec_check.engine.run.target_runs import OnProgress, RunOptions, TargetRuns, open_runs
 from lowprec_check.engine.trace.withheld_kernels import parse_withheld
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.backends import BACKENDS, EAGER

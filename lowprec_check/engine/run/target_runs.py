@@ -10,18 +10,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
-from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
-from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.model.inputs import describe_inputs
-from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.isolation import Isolation
-from lowprec_check.engine.run.job import NOT_FP32, Job
+from lowprec_check.engine.run.job import Job
 from lowprec_check.engine.run.job_worker import Load, execute
 from lowprec_check.engine.run.messages import Measures
 from lowprec_check.engine.run.outcome import JobOutcome
+from lowprec_check.engine.run.reference_errors import (
+    erratic_reference,
+    failed_reference,
+    no_reference,
+    nonfinite_reference,
+)
 from lowprec_check.engine.trace.instrument import Instrumented
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.errors import UsageError
@@ -29,7 +30,7 @@ from lowprec_check.process.breadcrumb import Position
 from lowprec_check.schema.backends import BACKENDS, EAGER
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.precisions import PRECISIONS, REFERENCE
-from lowprec_check.schema.scan_result import ModelInfo, Run, Status
+from lowprec_check.schema.scan_result import Run, Status
 
 REFERENCE_BUDGET = 600.0
 """Seconds for fp32, whose time is not known yet."""
@@ -85,14 +86,14 @@ class TargetRuns:
         outcome = self._execute(job)
         plain, measures = outcome.plain, outcome.measures
         if plain is None:
-            raise UsageError(*_no_reference(outcome, budget))
+            raise UsageError(*no_reference(outcome, budget))
         if plain.exception is not None:
-            raise UsageError(*_failed_reference(plain, self.target, self.options.device))
+            raise UsageError(*failed_reference(plain, self.target, self.options.device))
         if plain.status == "nonfinite":
-            raise UsageError(*_nonfinite_reference(measures))
+            raise UsageError(*nonfinite_reference(measures))
         self._self_error = _self_error(measures)
         if self._self_error > HOPELESS_SELF_ERROR:
-            raise UsageError(*_erratic_reference(self._self_error))
+            raise UsageError(*erratic_reference(self._self_error))
         self.random = plain.random
         run = self._assemble(job, outcome)
         self.fp32 = msgspec.structs.replace(run, nondeterministic=self._self_error > 0)
@@ -258,13 +259,6 @@ def _self_error(measures: Measures | None) -> float:
     return measures.self_error.rel_l2 if measures.self_error.rel_l2 is not None else math.inf
 
 
-def _erratic_reference(error: float) -> tuple[str, str]:
-    return (
-        f"Two fp32 runs from one seed and one state differ by {error:.1e}: nothing can be judged against that.",
-        "Take clocks, unseeded generators and state outside the model's own attributes out of the forward.",
-    )
-
-
 def _in_which_op(outcome: JobOutcome, explained: Instrumented | None) -> str:
     """The op that killed the process: the one set aside for it, or the last one seen."""
     for gap in explained.gaps if explained else ():
@@ -288,72 +282,6 @@ def _describe(position: Position) -> str:
     module = f" in {position.module}" if position.module else ""
     source = f" ({position.source})" if position.source else ""
     return f"op {position.ops}: {position.op}{module}{source}"
-
-
-def _no_reference(outcome: JobOutcome, budget: float) -> tuple[str, str]:
-    if outcome.ended == "timeout":
-        return f"The model did not finish in fp32 within {budget:.0f} s.", "Raise --budget, or give smaller inputs."
-    return (
-        f"The model crashed in fp32: {outcome.reason}.",
-        "Run it by itself first; a scan needs an fp32 run that works.",
-    )
-
-
-def _failed_reference(plain: PlainResult, target: Target, device: str) -> tuple[str, str]:
-    error = plain.exception
-    assert error is not None
-    place = f" in {error.module}" if error.module else ""
-    source = f" at {error.source}" if error.source else ""
-    shapes = ", ".join(describe_inputs(target.args, target.kwargs)) or "none"
-    message = f"The model fails in fp32 on {device}{place}{source}: {error.type}: {error.message}"
-    if device != "cpu" and error.type == "NotImplementedError":
-        kind = device.partition(":")[0].upper()
-        return message, f"This op has no kernel there: try PYTORCH_ENABLE_{kind}_FALLBACK=1, or scan with --device cpu."
-    return message, f"Do the inputs fit the model? They are: {shapes}."
-
-
-def _nonfinite_reference(measures: Measures | None) -> tuple[str, str]:
-    where = measures.nonfinite_at if measures else None
-    if where is None:
-        return "The model's fp32 output has NaN or Inf.", "A weight or an input already holds it: mend that first."
-    op, module, source = where
-    place = f" in {module}" if module else ""
-    line = f" at {source}" if source else ""
-    return f"The model's fp32 output has NaN or Inf, first made by {op}{place}{line}.", "Mend that first."
-
-
-def describe_target(target: Target, fp32: Run) -> ModelInfo:
-    """What was run, for the head of a report and the code to paste."""
-    model = target.model
-    notes = list(target.notes)
-    if fp32.output_is_zero:
-        notes.append("the fp32 output is all zeros (a zero-initialised head?): the output error says nothing here")
-    return ModelInfo(
-        name=type(model).__name__,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        inputs=describe_inputs(target.args, target.kwargs),
-        modules=sum(1 for _ in model.modules()),
-        training=model.training,
-        call=target.form,
-        setup=[*target.setup, *_widening(target)],
-        castable=_is_castable(target),
-        source=target.source,
-        notes=notes,
-    )
-
-
-def _widening(target: Target) -> list[str]:
-    """Code that makes fp32 of a model in other dtypes, as the runs do."""
-    if not any(parameter.dtype in NOT_FP32 for parameter in target.model.parameters()):
-        return []
-    widen = "lambda t: t.float() if t.is_floating_point() else t"
-    return ["model = model.float()", f"inputs = tree_map_only(torch.Tensor, {widen}, inputs)"]
-
-
-def _is_castable(target: Target) -> bool:
-    """Whether torch's own pytree reaches every tensor of the inputs, so that pasted code can cast them."""
-    reached = tree_flatten((target.args, target.kwargs))[0]
-    return sum(isinstance(leaf, Tensor) for leaf in reached) == sum(1 for _ in leaves((target.args, target.kwargs)))
 
 
 @contextlib.contextmanager

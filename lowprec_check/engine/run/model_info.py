@@ -1,0 +1,46 @@
+"""What was run, for the head of a report and for code to paste."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from lowprec_check.engine.core.pytree import leaves
+from lowprec_check.engine.model.inputs import describe_inputs
+from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.run.job import NOT_FP32
+from lowprec_check.schema.scan_result import ModelInfo, Run
+
+
+def describe_target(target: Target, fp32: Run) -> ModelInfo:
+    """What was run, for the head of a report and the code to paste."""
+    model = target.model
+    notes = list(target.notes)
+    if fp32.output_is_zero:
+        notes.append("the fp32 output is all zeros (a zero-initialised head?): the output error says nothing here")
+    return ModelInfo(
+        name=type(model).__name__,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        inputs=describe_inputs(target.args, target.kwargs),
+        modules=sum(1 for _ in model.modules()),
+        training=model.training,
+        call=target.form,
+        setup=[*target.setup, *_widening(target)],
+        castable=_is_castable(target),
+        source=target.source,
+        notes=notes,
+    )
+
+
+def _widening(target: Target) -> list[str]:
+    """Code that makes fp32 of a model in other dtypes, as the runs do."""
+    if not any(parameter.dtype in NOT_FP32 for parameter in target.model.parameters()):
+        return []
+    widen = "lambda t: t.float() if t.is_floating_point() else t"
+    return ["model = model.float()", f"inputs = tree_map_only(torch.Tensor, {widen}, inputs)"]
+
+
+def _is_castable(target: Target) -> bool:
+    """Whether torch's own pytree reaches every tensor of the inputs, so that pasted code can cast them."""
+    reached = tree_flatten((target.args, target.kwargs))[0]
+    return sum(isinstance(leaf, Tensor) for leaf in reached) == sum(1 for _ in leaves((target.args, target.kwargs)))
