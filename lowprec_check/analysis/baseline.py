@@ -36,7 +36,8 @@ class Baseline(Struct, frozen=True, kw_only=True):
     """What a baseline file holds."""
 
     schema: int = SCHEMA
-    findings: list[Entry] = []
+    findings: list[Entry]
+    """Without a default, so that another file with a schema number is not taken for a baseline, and overwritten."""
 
     @property
     def fingerprints(self) -> set[str]:
