@@ -340,7 +340,7 @@ def test_constants_that_do_not_fit_are_reported_with_the_value_to_use() -> None:
     assert found == {(-1e9, "torch.finfo(torch.float16).min"), (1e6, "torch.finfo(torch.float16).max")}
     assert planning.plan is not None
     assert planning.plan.keep_fp32 == ["1"]
-    assert planning.plan.blame[0].why == "has a constant that does not fit"
+    assert planning.plan.blame[0].why == "has a constant that does not fit the dtype"
 
 
 def test_the_op_to_blame_is_named_with_its_line() -> None:
@@ -388,7 +388,7 @@ def test_all_of_it_in_fp32_between_casts_is_no_plan() -> None:
     model = nn.Sequential(Sink(8, 8), Sink(8, 8), Sink(8, 8)).eval()
     planning = find_plan(model, inputs(), dtype="bf16", base="cast")
     assert planning.plan is None
-    assert planning.attempts[0].outcome == "no plan: passes only with all of it in fp32"
+    assert planning.attempts[0].outcome == "no plan: passes only with every op in fp32"
 
 
 def test_constants_of_a_models_own_names_survive_the_pasted_code() -> None:
@@ -417,8 +417,8 @@ def test_a_double_model_is_planned_and_pasted_as_fp32(base: str) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"dtype": "fp8"}, "Nothing to search"),
-        ({"batches": 0}, "Nothing to search"),
+        ({"dtype": "fp8"}, "No base to search"),
+        ({"batches": 0}, "No base to search"),
         ({"max_drop": 0.1}, "needs a metric"),
         ({"metric": lambda model: 1.0, "tolerance": 0.1}, "Both a metric and a tolerance"),
     ],
@@ -523,7 +523,7 @@ def test_plans_are_refused_with_the_module_that_differs(mlp: nn.Module) -> None:
         apply(other, plan)
     with pytest.raises(UsageError, match="float16 parameters"):
         apply(copy.deepcopy(mlp).half(), plan)
-    with pytest.raises(UsageError, match=r"The plan is for 'cuda', the model is on cpu"):
+    with pytest.raises(UsageError, match=r"The plan is for 'cuda', but the model is on cpu"):
         apply(copy.deepcopy(mlp), msgspec.structs.replace(plan, device="cuda"))
     with pytest.raises(UsageError, match=r"'layers\.2' twice"):
         apply(copy.deepcopy(mlp), msgspec.structs.replace(plan, keep_fp32=["layers", "layers.2"]))
@@ -532,7 +532,7 @@ def test_plans_are_refused_with_the_module_that_differs(mlp: nn.Module) -> None:
     with pytest.raises(UsageError, match="wrapped"):
         apply(nn.DataParallel(mlp), plan)
     apply(mlp, plan_of(mlp, "autocast-fp16", []))
-    with pytest.raises(UsageError, match="has a plan already"):
+    with pytest.raises(UsageError, match="already has a plan"):
         apply(mlp, plan)
 
 
