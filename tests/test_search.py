@@ -1,4 +1,4 @@
-"""The search itself, on made-up trees and verdicts: minimal, bounded, never worse than what it has proven."""
+"""The search on synthetic trees and verdicts: its result is minimal, or the best found within the limits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def stack(blocks: int, layers: int = 3) -> ModuleTree:
 def find(
     tree: ModuleTree, needed: set[str], likely: list[str] | None = None, *, most: int = 10_000
 ) -> tuple[SearchResult, Trials]:
-    """Search where a keep passes that covers all of ``needed``."""
+    """Search for a set that covers all of ``needed``."""
 
     def run(keep: Keep) -> Verdict:
         return Verdict(all(covered(name, keep) for name in needed))
@@ -55,7 +55,7 @@ def test_finds_exactly_what_is_needed(drawn: tuple[ModuleTree, set[str], list[st
 
 @settings(max_examples=100, deadline=None)
 @given(stacks(), st.integers(1, 40))
-def test_stopped_early_it_gives_the_best_proven(drawn: tuple[ModuleTree, set[str], list[str]], most: int) -> None:
+def test_a_stopped_search_returns_the_best_set_so_far(drawn: tuple[ModuleTree, set[str], list[str]], most: int) -> None:
     tree, needed, likely = drawn
     found, trials = find(tree, needed, likely, most=most)
     assert trials.count <= most
@@ -67,7 +67,7 @@ def test_stopped_early_it_gives_the_best_proven(drawn: tuple[ModuleTree, set[str
 
 
 @pytest.mark.parametrize("bad", range(0, 126, 5))
-def test_one_bad_layer_costs_a_logarithm(bad: int) -> None:
+def test_trials_for_one_bad_layer_grow_logarithmically(bad: int) -> None:
     tree = stack(42)
     leaves = [path for path in tree.types if not tree.children(path)]
     found, trials = find(tree, {leaves[bad]})
@@ -75,20 +75,20 @@ def test_one_bad_layer_costs_a_logarithm(bad: int) -> None:
     assert trials.count <= 3 * 7 + 10
 
 
-def test_the_prime_suspect_alone_costs_one_trial() -> None:
+def test_one_trial_if_the_first_suspect_is_enough() -> None:
     tree = stack(42)
     _, trials = find(tree, {"blocks.7.l1"}, ["blocks.7.l1", "blocks.3.l0"])
     assert trials.count == 1
 
 
-def test_equals_in_a_stack_are_tried_together_first() -> None:
+def test_counterparts_in_a_stack_are_tried_together() -> None:
     tree = stack(12)
     norms = [f"blocks.{block}.l1" for block in range(12)]
     _, trials = find(tree, set(norms), [norms[5], *(path for path in tree.types if not tree.children(path))])
     assert list(trials.verdicts)[1:3] == [("blocks.5.l1",), tuple(norms)]
 
 
-def test_a_container_whose_own_code_is_at_fault_stays_whole() -> None:
+def test_a_container_that_fails_in_its_own_forward_stays_whole() -> None:
     tree = stack(4)
 
     def run(keep: Keep) -> Verdict:
@@ -99,7 +99,7 @@ def test_a_container_whose_own_code_is_at_fault_stays_whole() -> None:
     assert found == SearchResult(("blocks.2",), True)
 
 
-def test_behind_the_first_culprit_the_next_is_looked_for() -> None:
+def test_failures_hidden_by_the_first_one_are_found() -> None:
     tree, needed = stack(30), [f"blocks.{block}.l0" for block in (3, 17, 29)]
 
     def explain(keep: Keep) -> Suspects:
@@ -113,7 +113,7 @@ def test_behind_the_first_culprit_the_next_is_looked_for() -> None:
 
 
 @pytest.mark.parametrize("verdict", [Verdict(False), Verdict(True, any_low=False)])
-def test_all_of_it_in_fp32_is_no_plan(verdict: Verdict) -> None:
+def test_all_ops_in_fp32_is_not_a_plan(verdict: Verdict) -> None:
     tree = stack(3)
     everything = tree.normalized(tree.children(""))
 
@@ -124,7 +124,7 @@ def test_all_of_it_in_fp32_is_no_plan(verdict: Verdict) -> None:
     assert found == SearchResult(None, False)
 
 
-def test_where_the_own_forward_is_to_blame_one_trial_tells() -> None:
+def test_one_trial_if_the_models_own_forward_fails() -> None:
     tree = stack(50)
     trials = Trials(tree, lambda keep: Verdict(False), lambda count: None)
     assert search(tree, Suspects([], [], True), trials, lambda keep: NOTHING).keep is None
