@@ -16,7 +16,7 @@ ROUNDS = 12
 """Runs that are analyzed op by op to find failures that the previous one hid."""
 
 FEW = 16
-"""At most so many modules are tried one by one, instead of in ever smaller chunks."""
+"""If at most this many modules are left and chunks do not help, they are tried one by one."""
 
 Keep = tuple[str, ...]
 """Paths of modules kept in fp32, none inside another, in the model's order."""
@@ -176,11 +176,11 @@ class _Search:
         if suspects.root and not self.passes(everything) and self.trials.verdict(everything).own_fault:
             return None
         keep: list[str] = []
-        for earlier in range(ROUNDS):
+        for number in range(ROUNDS):
             new = [path for path in suspects.certain if path in self.tree.types and path not in keep]
             if not new:
                 break
-            keep += self._counterparts(new, keep) if earlier else new
+            keep += self._counterparts(new, keep) if number else new
             if self.passes(keep):
                 self._rank(keep, suspects)
                 return keep

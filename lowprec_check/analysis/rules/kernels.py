@@ -38,8 +38,8 @@ def unsupported_dtype(result: ScanResult) -> Iterator[Finding]:
     """The function rejects the dtype before it calls a kernel.
 
     Observed: the call failed in the function itself, and succeeded with its inputs converted to fp32. The scan finds
-    these in a second instrumented run, which intercepts torch's functions as well as its ops. Some modules leave their
-    fused fast path in that run; `function_mode` in the saved JSON is then true.
+    these in a second op-by-op analysis, which intercepts torch's functions as well as its ops. Some modules leave their
+    fused fast path then; `function_mode` is true in the saved JSON.
 
     Usual causes: a dtype check in the function, as in `torch.fft.*`, `torch.quantile` and `torch.linalg.lstsq`.
 
@@ -78,7 +78,7 @@ def no_backend_kernel(result: ScanResult) -> Iterator[Finding]:
 
     What to do: let PyTorch run such ops on the CPU by setting an environment variable before Python starts:
     `PYTORCH_ENABLE_XPU_FALLBACK=1` on XPU, `PYTORCH_ENABLE_MPS_FALLBACK=1` on MPS. Each call then copies its inputs to
-    the CPU and its result back. Or do it in the code, where you can see it:
+    the CPU and its result back. Or do it in the code:
 
         y = torch.linalg.eigvals(x)                      # before
         y = torch.linalg.eigvals(x.cpu()).to(x.device)   # after
@@ -108,8 +108,8 @@ def slow_kernel(result: ScanResult) -> Iterator[Finding]:
     """The op runs, but much slower than in fp32.
 
     Observed: in total, the calls of this op took at least 5 times as long as the same calls in fp32, each timed right
-    after the other, and more than 5 ms. The first call is left out, since it also sets up the kernel. If the op is too
-    slow for the time budget, the scan times one call and computes the others in fp32 (LP903).
+    after the other, and more than 5 ms. If there are several calls, the first is left out, since it also sets up the
+    kernel. If the op is too slow for the time budget, the scan times one call and computes the others in fp32 (LP903).
 
     Usual causes: a CPU without fp16 arithmetic, which makes convolutions and matrix products slow.
 

@@ -16,7 +16,7 @@ def uncalled_module(result: ScanResult) -> Iterator[Finding]:
     Observed: the module has parameters, and no op read them. If all modules inside a module are unused, only the outer
     one is listed.
 
-    Usual causes: a branch that these inputs do not take, a layer that only training uses, a layer that is left over.
+    Usual causes: a branch that these inputs do not take, a layer that only training uses, an unused layer.
 
     What to do: scan with inputs that reach the module, or in the mode that uses it (`model.train()`), or remove it.
     """
@@ -53,8 +53,8 @@ def emulated_op(result: ScanResult) -> Iterator[Finding]:
     """The op-by-op analysis computed this op in fp32 and rounded the result.
 
     Observed: the op's own kernel is too slow for the time budget, or crashes the process. The emulated result is that
-    of an ideal kernel, which computes in fp32 and rounds once. The status, output error and time of the run do not
-    depend on it: they come from a run without instruments.
+    of an ideal kernel, which computes in fp32 and rounds once. Status, output error and time of the run come from a
+    run without instruments, except the error of a model that draws random numbers.
 
     Usual causes: those of LP106 (slow kernel) and LP107 (crash).
 
@@ -65,7 +65,7 @@ def emulated_op(result: ScanResult) -> Iterator[Finding]:
         for op, reason in run.emulated.items():
             if counts[op]:
                 message = f"computed in fp32 and rounded: {reason}"
-                yield Finding(message, run=run, op=op, calls=counts[op])
+                yield Finding(message, run=run, op=op, help="see LP106 or LP107 of this op", calls=counts[op])
 
 
 @rule("LP904", "instruments-perturb", "note")
