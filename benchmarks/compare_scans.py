@@ -45,9 +45,10 @@ MEASURED = re.compile(r"\d[\d.,]*(?= (?:ms|s|times slower|times as fast)\b)")
 ATTEMPTS = 4
 
 SPEED = re.compile(
-    r" \(too short a run to compare times\)|, about as fast as fp32|, N times as fast as fp32"
-    r"|, N times slower than fp32 \(on this machine fp32 is the faster way\)"
-    r"| [\w-]+(?: and [\w-]+)* is faster, but kernels are missing for another blanket cast\."
+    r" \(too short (?:a run )?to compare times\)|, about as fast as fp32|, N times as fast as fp32"
+    r"|, N times slower than fp32(?: on this machine| \(on this machine fp32 is the faster way\))"
+    r"| [\w-]+(?: and [\w-]+)* (?:is|are) faster(?:, but kernels are missing for another blanket cast"
+    r"| but less safe: some ops have no kernel in another dtype)\."
 )
 """What the reason of a recommendation says about speed, after :data:`MEASURED`."""
 
