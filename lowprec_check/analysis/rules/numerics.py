@@ -10,6 +10,7 @@ from typing import Any
 from lowprec_check.analysis.rules.registry import Finding, from_gaps, low_runs, rule
 from lowprec_check.analysis.run_summary import percent, short_op
 from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.schema.precisions import BF16
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 FLUSHED_SHARE = 0.1
@@ -49,6 +50,12 @@ def _finding(run: Run, result: ScanResult, row: OpCall, count: int, message: str
     return Finding(message, run, row.module, row.op, source, help=help, calls=count)
 
 
+def _more_range(run: Run) -> str:
+    """The advice for a value that does not fit; bf16 helps only where the run's format has less range."""
+    narrow = run.basis is None or run.basis.format.max_exponent < BF16.max_exponent
+    return "keep this module in fp32, or use bf16" if narrow else "keep this module in fp32"
+
+
 @rule("LP201", "overflow", "error")
 def overflow(result: ScanResult) -> Iterator[Finding]:
     """Values that are finite in fp32 overflow to Inf.
@@ -73,7 +80,7 @@ def overflow(result: ScanResult) -> Iterator[Finding]:
             message = (
                 f"{_count(row.introduced_inf, 'value')} overflow{_s(row.introduced_inf)} to Inf where fp32 is finite"
             )
-            yield _finding(run, result, row, count, message, "keep this module in fp32, or use bf16")
+            yield _finding(run, result, row, count, message, _more_range(run))
 
 
 @rule("LP202", "underflow", "warning")
@@ -121,7 +128,7 @@ def introduced_nan(result: ScanResult) -> Iterator[Finding]:
             message = (
                 f"{_count(row.introduced_nan, 'value')} become{_s(row.introduced_nan)} NaN though the inputs are finite"
             )
-            yield _finding(run, result, row, count, message, "keep this module in fp32, or use bf16")
+            yield _finding(run, result, row, count, message, _more_range(run))
 
 
 @rule("LP204", "scalar-overflow", "error")
