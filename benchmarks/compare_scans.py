@@ -13,8 +13,7 @@ Not compared, because it depends on time:
 - which ops are emulated because they were slow, on a busy machine: where the two differ in that, both scans are
   repeated, at most ``ATTEMPTS`` times in all.
 
-Findings are compared as a set, without their order. Differences made on purpose are in ``CHANGED``, ``REMOVED`` and
-``ADDED``, with the reason.
+The order of findings is not compared. Differences made on purpose are in ``CHANGED``, ``REMOVED`` and ``ADDED``.
 """
 
 from __future__ import annotations
@@ -46,9 +45,10 @@ MEASURED = re.compile(r"\d[\d.,]*(?= (?:ms|s|times slower|times as fast)\b)")
 ATTEMPTS = 4
 
 SPEED = re.compile(
-    r" \(too short a run to compare times\)|, about as fast as fp32|, N times as fast as fp32"
-    r"|, N times slower than fp32 \(on this machine fp32 is the faster way\)"
-    r"| [\w-]+(?: and [\w-]+)* is faster, but kernels are missing for another blanket cast\."
+    r" \(too short (?:a run )?to compare times\)|, about as fast as fp32|, N times as fast as fp32"
+    r"|, N times slower than fp32(?: on this machine| \(on this machine fp32 is the faster way\))"
+    r"| [\w-]+(?: and [\w-]+)* (?:is|are) faster(?:, but kernels are missing for another blanket cast"
+    r"| but less safe: some ops have no kernel in another dtype)\."
 )
 """What the reason of a recommendation says about speed, after :data:`MEASURED`."""
 
@@ -59,8 +59,14 @@ old text, new text, reason."""
 REMOVED: dict[str, str] = {}
 """Pattern of a key's path that only OLD has: the reason."""
 
-ADDED: dict[str, str] = {}
-"""Pattern of a key's path that only NEW has: the reason."""
+ADDED: dict[str, tuple[Any, str]] = {
+    "*.memory_format": ("contiguous", "the memory format is part of what identifies a run"),
+    "diagnostics.*.backend": ("eager", "a finding names the whole run"),
+    "options.backends.0": ("eager", "backends can be chosen"),
+}
+"""Pattern of a key's path that only NEW has: its value, and the reason."""
+
+MISSING = "(missing)"
 
 
 def scan(checkout: Path, arguments: tuple[str, ...], saved: Path) -> Any:
@@ -68,10 +74,7 @@ def scan(checkout: Path, arguments: tuple[str, ...], saved: Path) -> Any:
     command = [sys.executable, "-m", "lowprec_check", "scan", *arguments, "-q", "--device", "cpu"]
     command += ["--fail-on", "never", "--json", str(saved)]
     environment = os.environ | {"PYTHONPATH": str(checkout)}
-    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode not in (0, 1):  # 1: there is no recommendation
-        sys.stderr.write(done.stderr)
-        done.check_returncode()
+    subprocess.run(command, cwd=checkout, env=environment, stdout=subprocess.DEVNULL, check=True)
     return json.loads(saved.read_text(encoding="utf-8"))
 
 
@@ -92,13 +95,23 @@ def comparable(result: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """``result`` without what depends on time, its runs by name."""
     found: dict[str, Any] = without_times(result)
     found["runs"] = {name_of(run): run for run in found["runs"]}
-    found["diagnostics"] = [finding for finding in found["diagnostics"] if finding["code"] != "LP106"]
+    found["diagnostics"] = dict(findings(found["diagnostics"]))
     advice = found["recommendation"]
     if advice is not None:
         advice["reason"] = SPEED.sub("", advice["reason"])
-        if chosen(result) != chosen(other) and both_pass([result, other]):
+        if chosen(result) != chosen(other) and {chosen(result), chosen(other)} <= passed(result) & passed(other):
             found["recommendation"] = "one of those that passed"
     return found
+
+
+def findings(diagnostics: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The findings by place, without LP106; of several at one place, the messages tell which is which."""
+    seen: Counter[str] = Counter()
+    for finding in sorted(diagnostics, key=lambda finding: str(finding["message"])):
+        place = "/".join(str(finding[key]) for key in ("code", "precision", "module", "op", "source"))
+        if finding["code"] != "LP106":
+            yield f"{place}#{seen[place]}", finding
+        seen[place] += 1
 
 
 def without_times(value: Any) -> Any:
@@ -120,10 +133,9 @@ def chosen(result: dict[str, Any]) -> str | None:
     return result["recommendation"] and str(result["recommendation"]["precision"])
 
 
-def both_pass(results: list[dict[str, Any]]) -> bool:
-    """Whether what each of the scans recommends passed in all of them, as it is or as the base of a plan."""
-    passed = [{run["base"] or run["precision"] for run in made["runs"] if run["status"] == "ok"} for made in results]
-    return all(chosen(made) in each for made in results for each in passed)
+def passed(result: dict[str, Any]) -> set[str]:
+    """The precisions that passed, as they are or as the base of a plan."""
+    return {run["base"] or run["precision"] for run in result["runs"] if run["status"] == "ok"}
 
 
 def emulated(result: dict[str, Any]) -> dict[str, list[str]]:
@@ -132,50 +144,39 @@ def emulated(result: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Each value with its path; findings one by one, each as often as it is there."""
-    if path == "diagnostics":
-        texts = Counter(json.dumps(finding, sort_keys=True, ensure_ascii=False) for finding in value)
-        yield from ((f"{path}.{text}", count) for text, count in texts.items())
-    elif isinstance(value, dict | list) and value:
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, inner in pairs:
-            yield from leaves(inner, f"{path}.{key}" if path else str(key))
-    else:
+    """Each value with its path."""
+    if not value or not isinstance(value, dict | list):
         yield path, value
+        return
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from leaves(inner, f"{path}.{key}" if path else str(key))
 
 
-def as_new(value: Any, path: str = "") -> Any:
-    """A value of OLD with the texts of NEW."""
-    if isinstance(value, dict):
-        return {key: as_new(inner, f"{path}.{key}" if path else key) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [as_new(inner, f"{path}.{index}") for index, inner in enumerate(value)]
+def as_new(path: str, value: Any) -> Any:
+    """A value of OLD with the text of NEW."""
     for pattern, old, new, _ in CHANGED:
         if isinstance(value, str) and fnmatchcase(path, pattern):
             value = re.sub(old, new, value)
     return value
 
 
-# -- How they differ
-
-
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Every unexpected difference as a line; those of one column of numbers as one."""
-    before, after = dict(leaves(as_new(comparable(old, new)))), dict(leaves(comparable(new, old)))
+    before = {path: as_new(path, value) for path, value in leaves(comparable(old, new))}
+    after = dict(leaves(comparable(new, old)))
     columns: dict[str, list[str]] = defaultdict(list)
     for path in dict.fromkeys([*before, *after]):
-        if path not in after and not any(fnmatchcase(path, pattern) for pattern in REMOVED):
-            columns[column(path)].append(f"{path}: only in OLD: {before[path]!r}")
-        elif path not in before and not any(fnmatchcase(path, pattern) for pattern in ADDED):
-            columns[column(path)].append(f"{path}: only in NEW: {after[path]!r}")
-        elif path in before and path in after and before[path] != after[path]:
-            columns[column(path)].append(f"{path}: {before[path]!r} → {after[path]!r}")
+        was, now = before.get(path, MISSING), after.get(path, MISSING)
+        removed = now is MISSING and any(fnmatchcase(path, pattern) for pattern in REMOVED)
+        added = was is MISSING and any(fnmatchcase(path, key) and now == value for key, (value, _) in ADDED.items())
+        if was != now and not removed and not added:
+            columns[column(path)].append(f"{path}: {was!r} → {now!r}")
     return [found[0] + (f"  (and {len(found) - 1} more there)" if found[1:] else "") for found in columns.values()]
 
 
 def column(path: str) -> str:
-    """The path without the index into a list; that of a finding as it is."""
-    return path if path.startswith("diagnostics.") else re.sub(r"\.\d+(?=\.|$)", "", path)
+    """What a line is printed for: a finding, or a path without the index into a list."""
+    return path.rpartition("#")[0] or re.sub(r"\.\d+(?=\.|$)", "", path)
 
 
 def main() -> int:

@@ -92,7 +92,7 @@ class Counted:
 
     def __call__(self, keep: Sequence[str]) -> bool:
         """Whether it passes."""
-        normal = self.tree.normal(keep)
+        normal = self.tree.normalized(keep)
         if normal not in self.known:
             run = self.session.run(self.precision, keep_fp32=normal, measured=False, instrumented=False)
             self.known[normal] = run.status == "ok"
@@ -132,7 +132,7 @@ def by_hand(case: Case, way: Callable[..., int | None]) -> tuple[Result, int]:
     with open_runs(case.target, lambda: case.target, options, "fork") as session:
         fp32 = session.reference()
         tree = ModuleTree(called_modules(case.target.model, [fp32]))
-        leaves = [path for path in tree.kinds if not tree.children(path)]
+        leaves = [path for path in tree.types if not tree.children(path)]
         passes = Counted(session, PRECISION[case.dtype, case.base], tree)
         started = time.perf_counter()
         kept = way(leaves, passes)

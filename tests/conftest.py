@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    # Each takes its share of the cores, its own processes included: threads that wait for a core spin, which makes
+    # the models of torchvision ten times as slow.
+    os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // int(workers)))
+
 import torch
 from torch import Tensor, nn
 

@@ -183,7 +183,7 @@ def test_a_cluster_of_two_workers_does_it(sound: str, gap: str, write: Write, tm
     assert [cell.status for row in found.rows for cell in row.cells] == ["ok", "error"]
 
 
-@pytest.mark.parametrize("engine", ["slurm://x", "local", "dask://127.0.0.1:1"])
+@pytest.mark.parametrize("engine", ["slurm://x", "local", pytest.param("dask://127.0.0.1:1", marks=pytest.mark.slow)])
 def test_engines_that_cannot_be(engine: str, tmp_path: Path) -> None:
     pytest.importorskip("distributed")
     with pytest.raises(UsageError):
@@ -222,7 +222,7 @@ def test_slugs_are_file_names_one_for_each() -> None:
     assert all(re.fullmatch(r"[\w.-]{1,100}", slug) and not slug.startswith(".") for slug in slugs)
 
 
-@pytest.mark.parametrize("data", ["{", "[]", '{"schema": 9}', '{"rows": [{"target": 1}]}', '{"x": 1}'])
+@pytest.mark.parametrize("data", ["{", "[]", '{"schema": 1}', '{"schema": 9}', '{"rows": [{"target": 1}]}', '{"x": 1}'])
 def test_a_folder_that_holds_something_else_is_refused(data: str, tmp_path: Path) -> None:
     (tmp_path / "matrix.json").write_text(data)
     with pytest.raises(UsageError, match=r"matrix\.json"):

@@ -83,11 +83,13 @@ def test_why_is_said_for_the_dtype_and_each_device() -> None:
 # -- the document
 
 
+@pytest.mark.slow
 def test_the_document_counts_what_is_declared_for_xpu() -> None:
     rows = re.findall(r"^\| xpu +\| ([\d.]+) +\| declared +\| (\d+) .*", render_report(), re.M)
     assert rows == [(release, str(gaps("xpu", "float16", release).runnable)) for release in declared.releases()]
 
 
+@pytest.mark.slow
 def test_the_document_lists_what_xpu_gained() -> None:
     found = render_report().partition("## What versions gained and lost on xpu")[2].partition("\n## ")[0]
     lists = dict(re.findall(r"^- \*\*([\d.]+)\*\*: (.*)$", found, re.M))

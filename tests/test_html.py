@@ -238,7 +238,7 @@ def test_the_chart_data_holds_the_measured_values() -> None:
     calls, first = data["runs"][0]["calls"], RESULT.run("bfloat16").op_calls
     assert [data["strings"]["op"][number] for number in calls["op"]] == first.op
     assert calls["accumulated_error"] == pytest.approx(first.accumulated_error, rel=1e-2)
-    assert [run["dtype"] for run in data["runs"]] == ["bf16", "bf16", "fp16", "fp16"]
+    assert [run["format"] for run in data["runs"]] == ["bf16", "bf16", "fp16", "fp16"]
 
 
 def test_thinning_keeps_the_worst_and_the_origin() -> None:

@@ -1,4 +1,4 @@
-"""Plans against the truth: the planned model simply run, and exhaustive search."""
+"""Plans are compared with plain runs of the planned model, and with exhaustive search."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BASES = {
 
 
 def plan_of(model: nn.Module, base: str, keep: Sequence[str], untied: Sequence[str] = ()) -> Plan:
-    """A plan that nobody searched for."""
+    """A plan made without a search."""
     call = ModelInfo(name="Model", parameters=0, inputs=[], modules=0, training=False, call="model(inputs)")
     return Plan(
         tool="a test",
@@ -58,14 +58,14 @@ def plan_of(model: nn.Module, base: str, keep: Sequence[str], untied: Sequence[s
 
 
 def applied_output(model: nn.Module, x: Any, plan: Plan) -> Any:
-    """What a copy of the model gives with the plan applied."""
+    """The output of a copy of the model with the plan applied."""
     torch.manual_seed(0)
     with torch.no_grad():
         return apply(copy.deepcopy(model), plan)(x)
 
 
 def passes(model: nn.Module, x: Tensor, plan: Plan, keep: Sequence[str]) -> bool:
-    """The truth: run the model with ``keep`` in fp32, compare with fp32."""
+    """Whether the model with ``keep`` in fp32 passes, by a run without the tool."""
     reference = run_bare(copy.deepcopy(model), (x,), "fp32").double()
     try:
         output = applied_output(model, x, msgspec.structs.replace(plan, keep_fp32=list(keep))).double()
@@ -75,7 +75,7 @@ def passes(model: nn.Module, x: Tensor, plan: Plan, keep: Sequence[str]) -> bool
     return bool((output - reference).norm() <= {torch.float16: 1e-2, torch.bfloat16: 5e-2}[low] * reference.norm())
 
 
-# -- the search against the truth
+# -- the search, checked by plain runs
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -118,7 +118,7 @@ def test_plans_pass_are_minimal_and_no_larger_than_needed(seed: int) -> None:
         if (path.stem, dtype) != ("spade_decoder", "fp16")  # four seconds a run here
     ],
 )
-def test_every_example_gets_a_plan_or_a_reason_and_its_code_is_the_plan(
+def test_every_example_gets_a_plan_or_a_reason_and_its_code_equals_apply(
     example: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -129,11 +129,11 @@ def test_every_example_gets_a_plan_or_a_reason_and_its_code_is_the_plan(
             assert "no plan" in planning.attempts[0].outcome
             assert "(" in planning.attempts[0].outcome
             continue
-        check_code_is_the_plan(spec, planning.plan)
+        check_code_equals_apply(spec, planning.plan)
 
 
 @pytest.mark.slow
-def test_the_case_that_started_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spade_decoder_without_a_dot_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     spec = "examples/spade_decoder.py"
     planning = load_and_plan(spec, (), PlanOptions(dtype="bf16", base="cast", without_kernel=("aten.dot:bfloat16",)))
@@ -141,10 +141,10 @@ def test_the_case_that_started_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert planning.plan.minimal
     assert len(planning.plan.keep_fp32) == 10
     assert {blame.op for blame in planning.plan.blame} == {"aten.dot.default"}
-    check_code_is_the_plan(spec, planning.plan)
+    check_code_equals_apply(spec, planning.plan)
 
 
-def check_code_is_the_plan(spec: str, plan: Plan) -> None:
+def check_code_equals_apply(spec: str, plan: Plan) -> None:
     target = load_seeded(spec, (), 0)
     with torch.no_grad():
         torch.manual_seed(0)
@@ -171,7 +171,7 @@ def load_file(spec: str) -> Any:
     st.sampled_from(list(BASES)),
     st.randoms(use_true_random=False),
 )
-def test_the_pasted_code_does_what_apply_does(kinds: list[Any], base: str, rng: random.Random) -> None:
+def test_the_pasted_code_equals_apply(kinds: list[Any], base: str, rng: random.Random) -> None:
     model, x = build([Project, *kinds]), inputs()
     steps = [f"steps.{index}" for index in range(len(kinds) + 1)]
     plan = plan_of(model, base, [name for name in steps if rng.random() < 0.5])
@@ -219,21 +219,21 @@ def test_a_torchvision_model_gets_a_plan(name: str) -> None:
 
 
 class Scale(nn.Module):
-    """Adds and takes away so much that bf16 keeps nothing of ``x``."""
+    """Adds and subtracts so much that bf16 loses all of ``x``."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (x + 4096) - 4096
 
 
-def drowning(*bad: int, length: int = 5) -> nn.Sequential:
+def lossy(*bad: int, length: int = 5) -> nn.Sequential:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(8, 8), Scale() if index in bad else nn.Identity()) for index in range(length)]
     return nn.Sequential(*layers).eval()
 
 
-def test_the_metric_decides_where_it_is_asked_to() -> None:
+def test_a_metric_replaces_the_tolerance() -> None:
     x = inputs()
-    model = drowning(1)
+    model = lossy(1)
     generous = find_plan(model, x, dtype="bf16", base="cast", metric=lambda m: 1.0)
     assert generous.plan is not None
     assert generous.plan.keep_fp32 == []
@@ -246,7 +246,7 @@ def test_the_metric_decides_where_it_is_asked_to() -> None:
     assert exact.plan.tolerance is None
 
 
-def test_a_metric_is_given_the_model_itself() -> None:
+def test_a_metric_gets_a_model_of_the_same_class() -> None:
     class Noisy(nn.Sequential):
         def predict(self, x: Tensor) -> Tensor:
             return self(x).float()
@@ -258,7 +258,7 @@ def test_a_metric_is_given_the_model_itself() -> None:
         seen.append((type(model).__name__, next(model.parameters()).dtype))
         return float(torch.equal(model.predict(x), model.predict(x)))
 
-    model = Noisy(*drowning(1), nn.Dropout(0.5)).train()
+    model = Noisy(*lossy(1), nn.Dropout(0.5)).train()
     planning = find_plan(model, x, dtype="bf16", base="cast", metric=metric, isolation="none")
     assert planning.plan is not None
     assert planning.plan.fp32_metric == 1.0
@@ -267,9 +267,9 @@ def test_a_metric_is_given_the_model_itself() -> None:
 
 
 @pytest.mark.parametrize("wrong", [lambda model: float("nan"), lambda model: 1 / 0], ids=["nan", "raises"])
-def test_a_metric_that_fails_in_fp32_is_said(wrong: Callable[[nn.Module], float]) -> None:
+def test_a_metric_that_fails_in_fp32_is_an_error(wrong: Callable[[nn.Module], float]) -> None:
     with pytest.raises(UsageError, match=r"metric of the fp32 model"):
-        find_plan(drowning(1), inputs(), dtype="bf16", base="cast", metric=wrong)
+        find_plan(lossy(1), inputs(), dtype="bf16", base="cast", metric=wrong)
 
 
 def closeness(x: Tensor, reference: Tensor) -> Callable[[nn.Module], float]:
@@ -296,16 +296,16 @@ def test_every_batch_must_pass() -> None:
     assert two.plan.keep_fp32 == ["1"]
 
 
-def test_batches_that_are_the_same_are_refused() -> None:
+def test_equal_batches_are_rejected() -> None:
     with pytest.raises(UsageError, match="same as batch 0"):
-        find_plan(drowning(), lambda: torch.ones(2, 8), batches=2)
+        find_plan(lossy(), lambda: torch.ones(2, 8), batches=2)
     with pytest.raises(UsageError, match="only one batch"):
-        find_plan(drowning(), torch.ones(2, 8), batches=2)
+        find_plan(lossy(), torch.ones(2, 8), batches=2)
 
 
-def test_a_search_that_is_stopped_gives_what_it_has_proven() -> None:
+def test_a_stopped_search_returns_the_best_plan_so_far() -> None:
     x = inputs()
-    model = drowning(0, 2, 4, length=6)
+    model = lossy(0, 2, 4, length=6)
     stopped = find_plan(model, x, dtype="bf16", base="cast", max_trials=3)
     whole = find_plan(model, x, dtype="bf16", base="cast")
     assert whole.plan is not None
@@ -318,14 +318,14 @@ def test_a_search_that_is_stopped_gives_what_it_has_proven() -> None:
     assert find_plan(model, x, dtype="bf16", base="cast", max_trials=1).plan is None
 
 
-def test_what_passes_as_it_is_needs_no_search() -> None:
+def test_no_search_if_a_base_passes() -> None:
     planning = find_plan(build([Project, Norm]), inputs())
     assert planning.plan is not None
     assert planning.plan.keep_fp32 == []
     assert {attempt.trials for attempt in planning.attempts} == {0}
 
 
-def test_constants_that_do_not_fit_are_reported_with_the_value_to_use() -> None:
+def test_constants_that_do_not_fit_are_reported_with_their_replacement() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -340,10 +340,10 @@ def test_constants_that_do_not_fit_are_reported_with_the_value_to_use() -> None:
     assert found == {(-1e9, "torch.finfo(torch.float16).min"), (1e6, "torch.finfo(torch.float16).max")}
     assert planning.plan is not None
     assert planning.plan.keep_fp32 == ["1"]
-    assert planning.plan.blame[0].why == "has a constant that does not fit"
+    assert planning.plan.blame[0].why == "has a constant that does not fit the dtype"
 
 
-def test_the_op_to_blame_is_named_with_its_line() -> None:
+def test_the_failing_op_is_named_with_its_line() -> None:
     plan = find_plan(build([Project, Overflow, Project]), inputs(), dtype="fp16", base="cast").plan
     assert plan is not None
     [blame] = plan.blame
@@ -352,7 +352,7 @@ def test_the_op_to_blame_is_named_with_its_line() -> None:
     assert "generated.py:" in blame.source
 
 
-def test_everything_may_fail_where_less_passes() -> None:
+def test_a_plan_is_found_even_if_everything_in_fp32_fails() -> None:
     @dataclasses.dataclass
     class Value:
         x: Tensor
@@ -380,7 +380,7 @@ def test_everything_may_fail_where_less_passes() -> None:
     assert plan.keep_fp32 == ["small"]
 
 
-def test_all_of_it_in_fp32_between_casts_is_no_plan() -> None:
+def test_all_ops_in_fp32_is_not_a_plan() -> None:
     class Sink(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return (super().forward(x) + 4096) - 4096
@@ -388,10 +388,10 @@ def test_all_of_it_in_fp32_between_casts_is_no_plan() -> None:
     model = nn.Sequential(Sink(8, 8), Sink(8, 8), Sink(8, 8)).eval()
     planning = find_plan(model, inputs(), dtype="bf16", base="cast")
     assert planning.plan is None
-    assert planning.attempts[0].outcome == "no plan: passes only with all of it in fp32"
+    assert planning.attempts[0].outcome == "no plan: passes only with every op in fp32"
 
 
-def test_constants_of_a_models_own_names_survive_the_pasted_code() -> None:
+def test_the_pasted_code_keeps_unusual_module_names_and_the_users_variables() -> None:
     names = [f'block-number "{index}" of the \\ stack' for index in range(12)]
     model = nn.Sequential(collections.OrderedDict((name, nn.Linear(8, 8)) for name in names))
     for base in BASES:
@@ -405,7 +405,7 @@ def test_constants_of_a_models_own_names_survive_the_pasted_code() -> None:
 @pytest.mark.parametrize("base", BASES)
 def test_a_double_model_is_planned_and_pasted_as_fp32(base: str) -> None:
     dtype, kind = BASES[base]
-    model, x = drowning(1).double(), inputs().double()
+    model, x = lossy(1).double(), inputs().double()
     plan = find_plan(model, x, dtype=dtype, base=kind).plan
     assert plan is not None
     space: dict[str, Any] = {"model": copy.deepcopy(model), "inputs": x}
@@ -415,16 +415,16 @@ def test_a_double_model_is_planned_and_pasted_as_fp32(base: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
-        ({"dtype": "fp8"}, "Nothing to search"),
-        ({"batches": 0}, "Nothing to search"),
+        ({"dtype": "fp8"}, "No base to search"),
+        ({"batches": 0}, "No base to search"),
         ({"max_drop": 0.1}, "needs a metric"),
         ({"metric": lambda model: 1.0, "tolerance": 0.1}, "Both a metric and a tolerance"),
     ],
 )
-def test_what_cannot_be_searched_is_said(mlp: nn.Module, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError, match=says):
+def test_invalid_options_are_rejected(mlp: nn.Module, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         find_plan(mlp, torch.randn(2, 8), **options)
 
 
@@ -474,7 +474,7 @@ def test_an_applied_plan_works_under_ddp(base: str, mlp: nn.Module, tmp_path: Pa
         torch.distributed.destroy_process_group()
 
 
-def test_autocast_is_as_before_after_an_exception(mlp: nn.Module) -> None:
+def test_the_autocast_state_is_restored_after_an_exception(mlp: nn.Module) -> None:
     model = apply(mlp, plan_of(mlp, "autocast-bf16", ["layers.2"]))
     with pytest.raises(RuntimeError, match="shapes"):
         model(torch.randn(4, 3))
@@ -485,7 +485,7 @@ def test_autocast_is_as_before_after_an_exception(mlp: nn.Module) -> None:
         assert torch.get_autocast_dtype("cpu") == torch.float16
 
 
-def test_tied_weights_are_untied_where_they_must_be() -> None:
+def test_weights_shared_with_a_cast_module_are_copied() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -509,7 +509,7 @@ def test_tied_weights_are_untied_where_they_must_be() -> None:
     assert torch.equal(space["output"], planned(x))
 
 
-def test_plans_are_refused_with_the_module_that_differs(mlp: nn.Module) -> None:
+def test_a_plan_for_another_model_is_rejected_and_names_the_module(mlp: nn.Module) -> None:
     plan = plan_of(mlp, "half", ["layers.2"])
     other = copy.deepcopy(mlp)
     other.layers[2] = nn.Linear(16, 10)
@@ -523,7 +523,7 @@ def test_plans_are_refused_with_the_module_that_differs(mlp: nn.Module) -> None:
         apply(other, plan)
     with pytest.raises(UsageError, match="float16 parameters"):
         apply(copy.deepcopy(mlp).half(), plan)
-    with pytest.raises(UsageError, match=r"The plan is for 'cuda', the model is on cpu"):
+    with pytest.raises(UsageError, match=r"The plan is for 'cuda', but the model is on cpu"):
         apply(copy.deepcopy(mlp), msgspec.structs.replace(plan, device="cuda"))
     with pytest.raises(UsageError, match=r"'layers\.2' twice"):
         apply(copy.deepcopy(mlp), msgspec.structs.replace(plan, keep_fp32=["layers", "layers.2"]))
@@ -532,7 +532,7 @@ def test_plans_are_refused_with_the_module_that_differs(mlp: nn.Module) -> None:
     with pytest.raises(UsageError, match="wrapped"):
         apply(nn.DataParallel(mlp), plan)
     apply(mlp, plan_of(mlp, "autocast-fp16", []))
-    with pytest.raises(UsageError, match="has a plan already"):
+    with pytest.raises(UsageError, match="already has a plan"):
         apply(mlp, plan)
 
 
@@ -542,7 +542,7 @@ def test_saved_plans_load_strictly(mlp: nn.Module, tmp_path: Path) -> None:
     plan.save(path)
     assert Plan.load(path) == plan
     text = path.read_text()
-    for wrong, says in (
+    for wrong, message in (
         (text[:100], "not a plan"),
         (text.replace('"base"', '"bass"'), "base|bass"),
         (text.replace('"schema": 1', '"schema": 2'), "schema 2"),
@@ -551,7 +551,7 @@ def test_saved_plans_load_strictly(mlp: nn.Module, tmp_path: Path) -> None:
         ("", "not a plan"),
     ):
         path.write_text(wrong)
-        with pytest.raises(UsageError, match=says):
+        with pytest.raises(UsageError, match=message):
             Plan.load(path)
     path.write_text(text.replace('"keep_fp32": [\n  "layers.2"', '"keep_fp32": [\n  "layers.7"'))
     with pytest.raises(UsageError, match=r"layers\.7"):
@@ -560,6 +560,6 @@ def test_saved_plans_load_strictly(mlp: nn.Module, tmp_path: Path) -> None:
         apply(mlp, tmp_path / "nothing.json")
 
 
-def test_a_planning_is_json(mlp: nn.Module) -> None:
+def test_a_planning_round_trips_through_json(mlp: nn.Module) -> None:
     planning = find_plan(mlp, torch.randn(4, 8))
     assert msgspec.json.decode(planning.to_json(), type=Planning) == planning

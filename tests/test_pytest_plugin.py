@@ -228,7 +228,7 @@ def test_no_gaps_tells_the_users_own_error(project: pytest.Pytester) -> None:
     assert re.search(
         r"Stopped at test_\w+.py:19 by an error that also occurs in fp32:\n +RuntimeError: shape '\[3\]'", said
     )
-    assert "is no low precision" in one(project, "lowprec.assert_no_gaps(torch.mm, x, x.T, dtype=torch.float32)")
+    assert "is not a low precision" in one(project, "lowprec.assert_no_gaps(torch.mm, x, x.T, dtype=torch.float32)")
 
 
 def test_no_gaps_tells_an_error_that_only_half_has(project: pytest.Pytester) -> None:

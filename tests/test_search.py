@@ -1,4 +1,4 @@
-"""The search itself, on made-up trees and verdicts: minimal, bounded, never worse than what it has proven."""
+"""The search on synthetic trees and verdicts: its result is minimal, or the best found within the limits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowprec_check.analysis.blame import Suspects
-from lowprec_check.analysis.minimize import Found, Keep, ModuleTree, Trials, Verdict, search
+from lowprec_check.analysis.minimize import Keep, ModuleTree, SearchResult, Trials, Verdict, search
 
 NOTHING = Suspects([], [], False)
 
@@ -22,14 +22,14 @@ def stack(blocks: int, layers: int = 3) -> ModuleTree:
 
 def find(
     tree: ModuleTree, needed: set[str], likely: list[str] | None = None, *, most: int = 10_000
-) -> tuple[Found, Trials]:
-    """Search where a keep passes that covers all of ``needed``."""
+) -> tuple[SearchResult, Trials]:
+    """Search for a set that covers all of ``needed``."""
 
     def run(keep: Keep) -> Verdict:
         return Verdict(all(covered(name, keep) for name in needed))
 
     trials = Trials(tree, run, lambda count: "limit" if count >= most else None)
-    order = likely if likely is not None else [path for path in tree.kinds if not tree.children(path)]
+    order = likely if likely is not None else [path for path in tree.types if not tree.children(path)]
     return search(tree, Suspects([], order, False), trials, lambda keep: NOTHING), trials
 
 
@@ -40,7 +40,7 @@ def covered(name: str, keep: Keep) -> bool:
 @st.composite
 def stacks(draw: st.DrawFn) -> tuple[ModuleTree, set[str], list[str]]:
     tree = stack(draw(st.integers(1, 12)), draw(st.integers(1, 4)))
-    leaves = [path for path in tree.kinds if not tree.children(path)]
+    leaves = [path for path in tree.types if not tree.children(path)]
     needed = draw(st.sets(st.sampled_from(leaves), min_size=1, max_size=6))
     return tree, needed, draw(st.permutations(leaves))
 
@@ -50,12 +50,12 @@ def stacks(draw: st.DrawFn) -> tuple[ModuleTree, set[str], list[str]]:
 def test_finds_exactly_what_is_needed(drawn: tuple[ModuleTree, set[str], list[str]]) -> None:
     tree, needed, likely = drawn
     found, _ = find(tree, needed, likely)
-    assert found == Found(tree.normal(needed), True)
+    assert found == SearchResult(tree.normalized(needed), True)
 
 
 @settings(max_examples=100, deadline=None)
 @given(stacks(), st.integers(1, 40))
-def test_stopped_early_it_gives_the_best_proven(drawn: tuple[ModuleTree, set[str], list[str]], most: int) -> None:
+def test_a_stopped_search_returns_the_best_set_so_far(drawn: tuple[ModuleTree, set[str], list[str]], most: int) -> None:
     tree, needed, likely = drawn
     found, trials = find(tree, needed, likely, most=most)
     assert trials.count <= most
@@ -67,39 +67,39 @@ def test_stopped_early_it_gives_the_best_proven(drawn: tuple[ModuleTree, set[str
 
 
 @pytest.mark.parametrize("bad", range(0, 126, 5))
-def test_one_bad_layer_costs_a_logarithm(bad: int) -> None:
+def test_trials_for_one_bad_layer_grow_logarithmically(bad: int) -> None:
     tree = stack(42)
-    leaves = [path for path in tree.kinds if not tree.children(path)]
+    leaves = [path for path in tree.types if not tree.children(path)]
     found, trials = find(tree, {leaves[bad]})
     assert found.keep == (leaves[bad],)
     assert trials.count <= 3 * 7 + 10
 
 
-def test_the_prime_suspect_alone_costs_one_trial() -> None:
+def test_one_trial_if_the_first_suspect_is_enough() -> None:
     tree = stack(42)
     _, trials = find(tree, {"blocks.7.l1"}, ["blocks.7.l1", "blocks.3.l0"])
     assert trials.count == 1
 
 
-def test_equals_in_a_stack_are_tried_together_first() -> None:
+def test_counterparts_in_a_stack_are_tried_together() -> None:
     tree = stack(12)
     norms = [f"blocks.{block}.l1" for block in range(12)]
-    _, trials = find(tree, set(norms), [norms[5], *(path for path in tree.kinds if not tree.children(path))])
+    _, trials = find(tree, set(norms), [norms[5], *(path for path in tree.types if not tree.children(path))])
     assert list(trials.verdicts)[1:3] == [("blocks.5.l1",), tuple(norms)]
 
 
-def test_a_container_whose_own_code_is_at_fault_stays_whole() -> None:
+def test_a_container_that_fails_in_its_own_forward_stays_whole() -> None:
     tree = stack(4)
 
     def run(keep: Keep) -> Verdict:
         return Verdict("blocks.2" in keep)
 
     trials = Trials(tree, run, lambda count: None)
-    found = search(tree, Suspects([], list(tree.kinds)[1:4], False), trials, lambda keep: NOTHING)
-    assert found == Found(("blocks.2",), True)
+    found = search(tree, Suspects([], list(tree.types)[1:4], False), trials, lambda keep: NOTHING)
+    assert found == SearchResult(("blocks.2",), True)
 
 
-def test_behind_the_first_culprit_the_next_is_looked_for() -> None:
+def test_failures_hidden_by_the_first_one_are_found() -> None:
     tree, needed = stack(30), [f"blocks.{block}.l0" for block in (3, 17, 29)]
 
     def explain(keep: Keep) -> Suspects:
@@ -107,24 +107,24 @@ def test_behind_the_first_culprit_the_next_is_looked_for() -> None:
 
     trials = Trials(tree, lambda keep: Verdict(set(needed) <= set(keep)), lambda count: None)
     found = search(tree, Suspects(needed[:1], [], False), trials, explain)
-    assert found == Found(tuple(needed), True)
+    assert found == SearchResult(tuple(needed), True)
     assert trials.count <= 30
     assert sum(trials.verdicts[keep].passes for keep in list(trials.verdicts)[:3]) == 1
 
 
-@pytest.mark.parametrize("verdict", [Verdict(False), Verdict(True, low=False)])
-def test_all_of_it_in_fp32_is_no_plan(verdict: Verdict) -> None:
+@pytest.mark.parametrize("verdict", [Verdict(False), Verdict(True, any_low=False)])
+def test_all_ops_in_fp32_is_not_a_plan(verdict: Verdict) -> None:
     tree = stack(3)
-    everything = tree.normal(tree.children(""))
+    everything = tree.normalized(tree.children(""))
 
     def run(keep: Keep) -> Verdict:
         return verdict if keep == everything else Verdict(False)
 
     found, _ = (search(tree, NOTHING, (t := Trials(tree, run, lambda count: None)), lambda keep: NOTHING), t)
-    assert found == Found(None, False)
+    assert found == SearchResult(None, False)
 
 
-def test_where_the_own_forward_is_to_blame_one_trial_tells() -> None:
+def test_one_trial_if_the_models_own_forward_fails() -> None:
     tree = stack(50)
     trials = Trials(tree, lambda keep: Verdict(False), lambda count: None)
     assert search(tree, Suspects([], [], True), trials, lambda keep: NOTHING).keep is None
@@ -133,5 +133,5 @@ def test_where_the_own_forward_is_to_blame_one_trial_tells() -> None:
 
 def test_nested_modules_count_once() -> None:
     tree = stack(2)
-    assert tree.normal(["blocks.1.l0", "blocks.1", "elsewhere"]) == ("blocks.1",)
+    assert tree.normalized(["blocks.1.l0", "blocks.1", "elsewhere"]) == ("blocks.1",)
     assert tree.leaves(["blocks.0"]) == {"blocks.0.l0", "blocks.0.l1", "blocks.0.l2"}

@@ -167,11 +167,13 @@ def test_what_depends_on_size_is_found_with_its_condition(deadly: MeasuredSweep)
     assert failure.condition.startswith("fails from largest size")
 
 
+@pytest.mark.slow
 def test_an_operator_that_torch_does_not_describe() -> None:
     with pytest.raises(UsageError, match="no operator 'nosuch'"):
         build("cpu", jobs=1, only=["nosuch"])
 
 
+@pytest.mark.slow
 def test_a_device_that_is_not_there() -> None:
     if torch.cuda.is_available():
         pytest.skip("it is there")

@@ -80,6 +80,7 @@ def test_under_autocast_they_run_in_fp32() -> None:
     assert aligned.dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_a_detector_takes_images_at_their_size() -> None:
     target = load_torchvision("fasterrcnn_mobilenet_v3_large_320_fpn", ("3x64x96",))
     assert isinstance(target.args[0], list)

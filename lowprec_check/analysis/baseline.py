@@ -1,4 +1,4 @@
-"""Accepted findings: told by a fingerprint that outlives edits of the file and other figures. Never imports torch."""
+"""Accepted findings, identified by a fingerprint that survives edits of the file. Never imports torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCHEMA = 1
 
 
 class Entry(Struct, frozen=True, kw_only=True):
-    """One accepted finding; all but the fingerprint is for people to read."""
+    """One accepted finding; all fields but the fingerprint are for people to read."""
 
     fingerprint: str
     code: str
@@ -33,10 +33,11 @@ class Entry(Struct, frozen=True, kw_only=True):
 
 
 class Baseline(Struct, frozen=True, kw_only=True):
-    """What a baseline file holds."""
+    """The content of a baseline file."""
 
     schema: int = SCHEMA
-    findings: list[Entry] = []
+    findings: list[Entry]
+    """Without a default, so that another file with a schema number is not taken for a baseline, and overwritten."""
 
     @property
     def fingerprints(self) -> set[str]:
@@ -45,10 +46,10 @@ class Baseline(Struct, frozen=True, kw_only=True):
 
 
 def fingerprint(diagnostic: Diagnostic) -> str:
-    """16 hex digits from code, run, op, file and module: no line, no index, no figure.
+    """16 hex digits from code, run, op, file and module, without lines, indices and figures.
 
-    ``blocks.3.attn`` and ``blocks.4.attn`` are alike: what one layer of a stack is accepted for, its siblings
-    are too. The message counts, without its numbers, only where neither op nor module says what is meant.
+    ``blocks.3.attn`` and ``blocks.4.attn`` have one fingerprint: a finding accepted for one layer of a stack is accepted
+    for all. The message, without its numbers, counts only if the finding has neither op nor module.
     """
     message = "" if diagnostic.op or diagnostic.module else _without_numbers(diagnostic.message)
     parts = (
@@ -78,7 +79,7 @@ def _without_numbers(message: str) -> str:
 
 
 def baseline_of(result: ScanResult, known: Baseline | None = None) -> Baseline:
-    """All findings of ``result``, each fingerprint once, in a stable order; of ``known``, those it did not look for."""
+    """All findings of ``result``, each fingerprint once, sorted; and those of ``known`` that this scan did not look for."""
     kept = [entry for entry in known.findings if not _looked_for(entry, result)] if known else []
     found = {fingerprint(diagnostic): diagnostic for diagnostic in reversed(result.diagnostics)}
     entries = [
@@ -104,31 +105,31 @@ def baseline_of(result: ScanResult, known: Baseline | None = None) -> Baseline:
 
 
 def _looked_for(entry: Entry, result: ScanResult) -> bool:
-    """Whether the scan ran the precision that the finding is of, and was to report its code."""
+    """Whether the scan ran the precision of the finding and selected its code."""
     key = (entry.precision, entry.backend, entry.memory_format)
     ran = entry.precision is None or any((run.precision, run.backend, run.memory_format) == key for run in result.runs)
     return ran and is_selected(entry.code, result.options.get("select", ()), result.options.get("ignore", ()))
 
 
 def save(baseline: Baseline, path: Path) -> None:
-    """Write it, one key a line, so that a change reads well in a review."""
+    """Write it with one key per line, so that reviews show what changed."""
     path.write_bytes(encode(baseline))
 
 
 def load(path: Path) -> Baseline:
-    """Read it; raises :class:`UsageError` saying what is wrong."""
+    """Read it; raises :class:`UsageError` if that fails."""
     try:
         return decode(path.read_bytes(), Baseline, SCHEMA)
     except OSError as error:
         raise UsageError(
-            f"Cannot read the baseline {path}: {error.strerror}.", "--update-baseline writes it from this scan."
+            f"Cannot read the baseline {path}: {error.strerror}.", "Create it with --update-baseline."
         ) from None
     except ValueError as error:
-        raise UsageError(f"{path} is not a baseline: {error}.", "Give --baseline a file of its own.") from None
+        raise UsageError(f"{path} is not a baseline: {error}.", "Give another file to --baseline.") from None
 
 
 def accept(result: ScanResult, baseline: Baseline) -> tuple[ScanResult, list[Entry]]:
-    """``result`` with its known findings marked as accepted, and the entries that no longer occur."""
+    """``result`` with known findings marked as accepted, and the entries that no longer occur."""
     known, seen = baseline.fingerprints, set()
     marked = []
     for diagnostic in result.diagnostics:

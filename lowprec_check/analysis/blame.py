@@ -1,41 +1,43 @@
-"""What a run tells of which modules should stay in fp32, and why. Never imports torch."""
+"""Which modules of a run should stay in fp32, and why. Never imports torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from lowprec_check.analysis.run_summary import percent
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.plan import Blame, Constant
 from lowprec_check.schema.scan_result import Gap, Run
 
 
 class Suspects(NamedTuple):
-    """Paths of modules; ``root`` says whether the model's own forward is itself among the certain ones."""
+    """Modules that may have to stay in fp32, by path."""
 
     certain: list[str]
-    """Hold an op that has no kernel, raises, or makes NaN or Inf out of finite values."""
+    """Contain an op that has no kernel, raises, or turns finite values into NaN or Inf."""
     likely: list[str]
     """All with ops of their own, those that add the most error first."""
     root: bool
+    """Whether such an op is in the model's own ``forward``, outside any submodule."""
 
 
 def suspects(run: Run) -> Suspects:
-    """The modules that ``run`` puts under suspicion."""
-    guilty = [gap.module for gap in run.gaps]
-    guilty += [row.module for row in run.op_calls.rows() if _makes_nonfinite(row)]
+    """The suspects in ``run``."""
+    failing = [gap.module for gap in run.gaps]
+    failing += [row.module for row in run.op_calls.rows() if _gives_nonfinite(row)]
     if run.exception is not None and run.exception.module is not None:
-        guilty.append(run.exception.module)
+        failing.append(run.exception.module)
     added: dict[str, float] = {}
     for row in run.op_calls.rows():
         added[row.module] = max(added.get(row.module, 0.0), _added_error(row))
-    certain = list(dict.fromkeys(guilty))
+    certain = list(dict.fromkeys(failing))
     likely = sorted((path for path in added if path), key=lambda path: -added[path])
     return Suspects([path for path in certain if path], likely, "" in certain)
 
 
 def blame(runs: Sequence[Run], keep: Sequence[str]) -> list[Blame]:
-    """For each kept module the op at fault: the first run of ``runs`` that shows one speaks."""
+    """For each kept module the op at fault, from the first of ``runs`` that shows one."""
     return [_blame(runs, module) for module in keep]
 
 
@@ -46,21 +48,21 @@ def _blame(runs: Sequence[Run], module: str) -> Blame:
             return found
     worst = max(_rows_inside(runs, module), key=_added_error, default=None)
     if worst is None or _added_error(worst) == 0.0:
-        return Blame(module=module, why="found by trial")
+        return Blame(module=module, why="needed to pass, found by trial")
     why = f"adds the most error ({_added_error(worst):.1e})"
     if worst.flushed:
-        why = f"flushes {worst.flushed:.0%} of the non-zeros to zero"
+        why = f"turns {percent(worst.flushed)} of the non-zero values into zero"
     return Blame(module=module, why=why, op=worst.op, source=worst.source)
 
 
 def at_fault(run: Run, module: str) -> Blame | None:
-    """The op that fails, or first makes NaN or Inf, inside ``module``; for ``""`` in the model's own forward."""
+    """The op inside ``module`` that fails, or first gives NaN or Inf; ``""`` is the model's own ``forward``."""
     for gap in run.gaps:
         if is_inside(gap.module, module):
-            return Blame(module=module, why=_why_gap(gap), op=gap.op, source=gap.source)
+            return Blame(module=module, why=_reason_of(gap), op=gap.op, source=gap.source)
     for row in run.op_calls.rows():
-        if is_inside(row.module, module) and _makes_nonfinite(row):
-            what = "overflows to Inf" if row.introduced_inf else "makes NaN"
+        if is_inside(row.module, module) and _gives_nonfinite(row):
+            what = "overflows to Inf" if row.introduced_inf else "gives NaN"
             return Blame(module=module, why=what, op=row.op, source=row.source)
     return None
 
@@ -74,29 +76,29 @@ def is_inside(path: str, module: str) -> bool:
     return path == module or bool(module and path.startswith(f"{module}."))
 
 
-def _makes_nonfinite(row: OpCall) -> bool:
+def _gives_nonfinite(row: OpCall) -> bool:
     return bool(row.introduced_inf or row.introduced_nan)
 
 
 def _added_error(row: OpCall) -> float:
-    """rel_l2 that the op itself adds, or by which it makes what comes in grow."""
+    """rel_l2 that the op itself adds, or by which it magnifies the error of its inputs."""
     return max(row.local_error or 0.0, (row.accumulated_error or 0.0) - (row.input_error or 0.0))
 
 
-def _why_gap(gap: Gap) -> str:
+def _reason_of(gap: Gap) -> str:
     return {
         "missing-kernel": "has no kernel",
-        "unsupported-dtype": "refuses the dtype",
+        "unsupported-dtype": "does not support the dtype",
         "no-backend-kernel": "has no kernel on this device",
-        "dtype-mismatch": "meets mixed dtypes",
-        "scalar-overflow": "has a constant that does not fit",
-        "numeric-failure": "fails on the rounded values",
-        "crash": "kills the process",
+        "dtype-mismatch": "gets inputs of different dtypes",
+        "scalar-overflow": "has a constant that does not fit the dtype",
+        "numeric-failure": "fails on rounded values",
+        "crash": "crashes the process",
     }[gap.kind]
 
 
 def constants(run: Run) -> list[Constant]:
-    """Constants in the code that do not fit the dtype of ``run``, each with the one to write instead."""
+    """Constants in the code that do not fit the dtype of ``run``, each with its replacement."""
     if run.basis is None:
         return []
     dtype = run.basis.format.dtype

@@ -1,4 +1,4 @@
-"""The difference of two results: what got worse, what got better, what is just another. Never imports torch."""
+"""The difference of two results: what is worse, better, or only different. Never imports torch."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Direction = Literal["worse", "better", "other"]
 
 ERROR_FACTOR = 2.0
 """One bit. The same kernels give the same error to the last digit; others (another blocking, another thread count) sum
-in another order, which moves rel_l2 by tens of per cent and never by a bit."""
+in another order, which changes rel_l2 by tens of per cent, but not by a factor of 2."""
 
 TIME_FACTOR = 1.5
-"""Medians of latencies stray by about 10 per cent between processes on a shared machine. A ratio of two ratios holds
-four of them: 20 per cent is its standard deviation, 50 per cent two and a half of those. On a machine that other work
-keeps busy no factor helps: infinity leaves time out."""
+"""Median latencies vary by about 10 per cent between processes on a shared machine. A ratio of two ratios contains four
+of them: its standard deviation is 20 per cent, and 50 per cent is 2.5 of those. On a busy machine no factor is large
+enough: use infinity to ignore time."""
 
 MEMORY_FACTOR = 1.05
 """Peak memory is counted, not sampled; allocators differ by a few per cent."""
 
 _ERROR_FLOOR = 1e-7
-"""Below fp32's own rounding an error says nothing."""
+"""Errors below fp32's own rounding carry no information."""
 
 _RANK = {"ok": 0, "inaccurate": 1, "nonfinite": 2, "error": 3, "timeout": 4, "crashed": 4, "skipped": 5}
 
@@ -35,12 +35,12 @@ _MACHINE = ("device", "device_name", "cpu_capability", "threads", "platform")
 
 
 class ScanChange(Struct, frozen=True, kw_only=True):
-    """One thing that is not as it was."""
+    """One difference."""
 
     kind: Kind
     direction: Direction
     run: str
-    """Precision and backend, as reports name it; empty for the whole."""
+    """Precision and backend, as reports name it; empty for the whole scan."""
     what: str
     old: str | None = None
     new: str | None = None
@@ -49,7 +49,7 @@ class ScanChange(Struct, frozen=True, kw_only=True):
 
 
 class RunPair(Struct, frozen=True, kw_only=True):
-    """One run in both results; ``None`` where a result lacks it."""
+    """One run in both results; fields are ``None`` if a result lacks it."""
 
     run: str
     old_status: str | None = None
@@ -64,7 +64,7 @@ class RunPair(Struct, frozen=True, kw_only=True):
 
 
 class DiffSide(Struct, frozen=True, kw_only=True):
-    """Where one of the two comes from."""
+    """Where one of the two results comes from."""
 
     target: str
     model: str
@@ -74,7 +74,7 @@ class DiffSide(Struct, frozen=True, kw_only=True):
 
 
 class ScanDiff(Struct, frozen=True, kw_only=True):
-    """Everything that differs; ``warnings`` say what makes the two hard to compare."""
+    """All differences; ``warnings`` lists the conditions that differ and make the results hard to compare."""
 
     schema: int = 1
     old: DiffSide
@@ -89,7 +89,7 @@ class ScanDiff(Struct, frozen=True, kw_only=True):
 def diff_scans(
     old: ScanResult, new: ScanResult, *, error_factor: float = ERROR_FACTOR, time_factor: float = TIME_FACTOR
 ) -> ScanDiff:
-    """Compare run by run, matched by precision and backend; figures count where they move by more than their factor."""
+    """Compare run by run, matched by precision and backend; ignore errors and times that change by less than the factor."""
     pairs = _matched(old, new)
     changes: list[ScanChange] = []
     for before, after in pairs:
@@ -153,19 +153,19 @@ def _rel_l2(run: Run | None) -> float | None:
 
 
 def _only_one(before: Run | None, after: Run | None, new: ScanResult) -> Iterator[ScanChange]:
-    """A run that is gone is worse where it passed: nobody knows whether it still would."""
+    """A missing run is worse if it passed before and was requested now: it may fail."""
     if after is not None:
-        yield ScanChange(kind="run", direction="other", run=label(after), what="not run before", new=after.status)
+        yield ScanChange(kind="run", direction="other", run=label(after), what="not in the old scan", new=after.status)
     elif before is not None:
         planned, asked = before.base is not None, _was_asked(before.precision, before.backend, new)
-        why = "no plan was made" if planned else "it is missing" if asked else "the new scan was not asked for it"
+        why = ": no plan was made" if planned else "" if asked else ": not requested"
         direction: Direction = "worse" if before.status == "ok" and asked and not planned else "other"
-        what = f"not run any more: {why}"
+        what = f"missing from the new scan{why}"
         yield ScanChange(kind="run", direction=direction, run=label(before), what=what, old=before.status)
 
 
 def _was_asked(precision: str, backend: str, result: ScanResult) -> bool:
-    """Whether the scan was asked to run it; yes if an older version did not save what was asked."""
+    """Whether the scan was asked to run it; true if the result does not record what was asked."""
     asked = (("precisions", precision), ("backends", backend))
     lists = [(result.options.get(option), name) for option, name in asked]
     return all(not isinstance(names, list) or name in names for names, name in lists)
@@ -175,32 +175,32 @@ def _status(before: Run, after: Run) -> Iterator[ScanChange]:
     if before.status != after.status:
         was, is_now = _RANK[before.status], _RANK[after.status]
         direction: Direction = "worse" if is_now > was else "better" if is_now < was else "other"
-        what = explain_status(after) if after.status != "ok" else "it passes now"
+        what = explain_status(after) if after.status != "ok" else "passes now"
         yield ScanChange(
             kind="status", direction=direction, run=label(after), what=what, old=before.status, new=after.status
         )
 
 
 def _gaps(before: Run, after: Run) -> Iterator[ScanChange]:
-    """Gained and mended, a change for each op; told apart by file and module without its indices: lines may move."""
+    """New and fixed failures of ops, one change per op; matched by file and module without indices, since lines may move."""
     was, is_now = _gaps_by_place(before), _gaps_by_place(after)
     gained = [gap for place, gap in is_now.items() if place not in was]
-    direction: Direction = "worse" if _was_seen(before) else "other"
-    yield from _gap_changes(after, gained, direction, "gained" if _was_seen(before) else "not looked at before")
-    if _was_seen(after):
-        yield from _gap_changes(before, [gap for place, gap in was.items() if place not in is_now], "better", "mended")
+    direction: Direction = "worse" if _was_checked(before) else "other"
+    yield from _gap_changes(after, gained, direction, "new" if _was_checked(before) else "not checked before")
+    if _was_checked(after):
+        yield from _gap_changes(before, [gap for place, gap in was.items() if place not in is_now], "better", "fixed")
 
 
 def _gaps_by_place(run: Run) -> dict[tuple[str, ...], Gap]:
     return {(gap.op, gap.kind, gap.phase, stable_path(gap.module), file_of(gap.source)): gap for gap in run.gaps}
 
 
-def _was_seen(run: Run) -> bool:
-    """Whether the instrumented part looked at all of the model, so that a gap it lacks is not there."""
+def _was_checked(run: Run) -> bool:
+    """Whether the instrumented part checked the whole model, so that a gap not listed does not exist."""
     return run.complete and run.status not in ("skipped", "timeout", "crashed")
 
 
-def _gap_changes(run: Run, gaps: list[Gap], direction: Direction, verb: str) -> Iterator[ScanChange]:
+def _gap_changes(run: Run, gaps: list[Gap], direction: Direction, state: str) -> Iterator[ScanChange]:
     by_op: dict[tuple[str, str], list[Gap]] = {}
     for gap in gaps:
         by_op.setdefault((gap.op, gap.kind), []).append(gap)
@@ -208,7 +208,7 @@ def _gap_changes(run: Run, gaps: list[Gap], direction: Direction, verb: str) -> 
         first = places[0]
         where = f" in {first.module or 'the model'}" + (f" at {first.source}" if first.source else "")
         more = f" and {len(places) - 1} more places" if len(places) > 1 else ""
-        yield ScanChange(kind="gap", direction=direction, run=label(run), what=f"{kind} {verb}: {op}{where}{more}")
+        yield ScanChange(kind="gap", direction=direction, run=label(run), what=f"{kind} ({state}): {op}{where}{more}")
 
 
 def _error(before: Run, after: Run, factor: float) -> Iterator[ScanChange]:
@@ -222,8 +222,8 @@ def _error(before: Run, after: Run, factor: float) -> Iterator[ScanChange]:
 
 
 def _speed(before: Run, after: Run, old: ScanResult, new: ScanResult, factor: float) -> Iterator[ScanChange]:
-    """Slower only where the time against fp32 says so and, on one machine, the clock too: a busy machine moves
-    the one, a faster fp32 the other.
+    """Slower only if the time relative to fp32 is, and on the same machine the absolute time too: a busy machine changes
+    the absolute time, a faster fp32 the relative one.
     """
     was, is_now = before.latency_ms, after.latency_ms
     if was is None or is_now is None or min(was, is_now) < SHORT_MS:
@@ -266,7 +266,7 @@ def _memory(before: Run, after: Run, old: ScanResult, new: ScanResult) -> Iterat
 def _moved(
     kind: Kind, run: Run, ratio: float, what: str, old: str, new: str, direction: Direction | None = None
 ) -> ScanChange:
-    """A figure that grew is worse, unless told otherwise."""
+    """A figure that grew is worse, unless ``direction`` is given."""
     direction = direction or ("worse" if ratio > 1 else "better")
     return ScanChange(kind=kind, direction=direction, run=label(run), what=what, old=old, new=new, ratio=ratio)
 
@@ -276,7 +276,7 @@ def _times(ratio: float, more: str, less: str) -> str:
 
 
 def _recommendation(old: ScanResult, new: ScanResult) -> Iterator[ScanChange]:
-    was, is_now = _way(old), _way(new)
+    was, is_now = _recommended(old), _recommended(new)
     if was != is_now:
         untried = old.recommendation is not None and not _was_asked(
             old.recommendation.precision, old.recommendation.backend, new
@@ -286,13 +286,13 @@ def _recommendation(old: ScanResult, new: ScanResult) -> Iterator[ScanChange]:
             kind="recommendation",
             direction=lost if is_now is None else "better" if was is None else "other",
             run="",
-            what="what is recommended" + (": the new scan was not asked for the old way" if untried else ""),
-            old=was or "no way",
-            new=is_now or "no way",
+            what="recommendation" + (": the new scan did not run the old one" if untried else ""),
+            old=was or "none",
+            new=is_now or "none",
         )
 
 
-def _way(result: ScanResult) -> str | None:
+def _recommended(result: ScanResult) -> str | None:
     advice = result.recommendation
     if advice is None:
         return None
@@ -300,7 +300,7 @@ def _way(result: ScanResult) -> str | None:
     return f"{qualified(advice.precision, advice.backend, advice.memory_format)}{kept}"
 
 
-# -- what makes them hard to compare
+# -- conditions that differ
 
 
 def _side(result: ScanResult) -> DiffSide:

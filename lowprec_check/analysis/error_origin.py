@@ -1,4 +1,4 @@
-"""Where the error of a run is born: the one op call to look at first. Never imports torch."""
+"""Where the error of a run originates: the op call to look at first. Never imports torch."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ Kind = Literal["nonfinite", "source", "step"]
 
 
 class Origin(NamedTuple):
-    """An op call, and what makes it the one."""
+    """The op call where the error of a run originates, and why this one."""
 
     position: int
     """Of the call in the run, counted from 0."""
     op_call: OpCall
     kind: Kind
-    """``nonfinite``: the first Inf or NaN; ``source``: the largest step up to where the error leaves the tolerance;
-    ``step``: the largest step of a run that stays within it."""
+    """``nonfinite``: the first Inf or NaN; ``source``: the largest growth of the error before it exceeds the tolerance;
+    ``step``: the largest growth in a run that stays within the tolerance."""
 
     def sentence(self) -> str:
-        """What happens there, without saying where."""
+        """What happens there, without the place."""
         op_call = self.op_call
         if self.kind == "nonfinite":
             what = "NaN" if op_call.introduced_nan else "Inf"
@@ -32,7 +32,7 @@ class Origin(NamedTuple):
 
 
 def origin(run: Run) -> Origin | None:
-    """Where ``run``'s error is born; ``None`` if nothing was measured or nothing was lost."""
+    """Where ``run``'s error originates; ``None`` if no error was measured, or none occurred."""
     best: Origin | None = None
     largest = 0.0
     for index, op_call in enumerate(run.op_calls.rows()):

@@ -1,4 +1,4 @@
-"""The recommendation: the best run that passed, and why not the others. Never imports torch."""
+"""The recommendation: the best run that passed, and why the others were not chosen. Never imports torch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from lowprec_check.schema.scan_result import ModelInfo, Recommendation, Run
 def recommend(runs: Sequence[Run], model: ModelInfo) -> Recommendation | None:
     """The fastest run that passed, among equally fast ones the most accurate; ``None`` if none passed.
 
-    Where a blanket cast has missing kernels, autocast is preferred to any blanket cast: it computes such ops in fp32,
-    and a kernel that one dtype lacks today the other may lack for the next input.
+    If a cast of the whole model lacks kernels in any dtype, autocast is preferred to every such cast: it runs these ops
+    in fp32, and other inputs may need a kernel that the other dtype lacks.
     """
     passed = [run for run in runs if not run.is_reference and run.status == "ok"]
     if not passed:
@@ -52,7 +52,7 @@ def recommend(runs: Sequence[Run], model: ModelInfo) -> Recommendation | None:
 def _reason(best: Run, runs: Sequence[Run]) -> str:
     error = f"error {error_of(best):.1e}, tolerance {best.tolerance or 0:.0e}"
     short = best.latency_ms is not None and best.latency_ms < SHORT_MS
-    speed = " (too short a run to compare times)" if short else _speed(speedup(best, runs))
+    speed = " (too short to compare times)" if short else _speed(speedup(best, runs))
     parts = [f"passes ({error}), measured here{speed}."]
     if best.keep_fp32:
         parts.append(f"Kept in fp32: {some(best.keep_fp32)}.")
@@ -63,7 +63,9 @@ def _reason(best: Run, runs: Sequence[Run]) -> str:
     for run in runs:
         if not run.is_reference and run.key != best.key and run.precision != PLAN and run.status != "ok":
             why[explain_status(run)].append(_name(run))
-    parts += [f"{' and '.join(faster)} is faster, but kernels are missing for another blanket cast."] if faster else []
+    if faster:
+        verb = "is" if len(faster) == 1 else "are"
+        parts.append(f"{' and '.join(faster)} {verb} faster but less safe: some ops have no kernel in another dtype.")
     parts += [f"Not {' or '.join(names)}: {reason}." for reason, names in why.items()]
     return " ".join(parts)
 
@@ -79,4 +81,4 @@ def _speed(ratio: float | None) -> str:
         return f", {ratio:.1f} times as fast as fp32"
     if ratio > 1 / NOISE:
         return ", about as fast as fp32"
-    return f", {1 / ratio:.1f} times slower than fp32 (on this machine fp32 is faster)"
+    return f", {1 / ratio:.1f} times slower than fp32 on this machine"

@@ -1,4 +1,4 @@
-"""A run in a few words and figures: its label, its ratios to fp32, why it did not pass. Never imports torch."""
+"""A run in a few words and figures: its label, its time and memory against fp32, why it failed. Never imports torch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from lowprec_check.schema.run_key import qualified
 from lowprec_check.schema.scan_result import Run
 
 NOISE = 1.05
-"""Runs whose times differ by less than this factor are equally fast."""
+"""Runs whose times differ by less than this factor count as equally fast."""
 
 SHORT_MS = 1.0
-"""Below this latency the times of two processes on a busy machine cannot be compared."""
+"""Latencies below this cannot be compared between two processes on a busy machine."""
 
 _NO_KERNEL = ("missing-kernel", "unsupported-dtype", "no-backend-kernel", "crash")
 
 
 def label(run: Run) -> str:
-    """What reports call the run: ``half``, ``plan (half)``, ``half · inductor``, ``half · predicted``."""
+    """The name of the run in reports: ``half``, ``plan (half)``, ``half · inductor``, ``half · predicted``."""
     precision = run.precision if run.base is None else f"{run.precision} ({run.base})"
     name = qualified(precision, run.backend, run.memory_format)
     return name if run.evidence == "measured" else f"{name} · {run.evidence}"
@@ -49,7 +49,7 @@ def memory_ratio(run: Run, runs: Sequence[Run]) -> float | None:
 
 
 def error_of(run: Run) -> float:
-    """The output's rel_l2 against fp32, for sorting: infinite if there is none."""
+    """The output's rel_l2 against fp32, for sorting; infinite if unknown."""
     rel_l2 = run.output_error.rel_l2 if run.output_error else None
     return rel_l2 if rel_l2 is not None else float("inf")
 
@@ -65,18 +65,18 @@ def missing_kernels(run: Run) -> list[str]:
 
 
 def explain_status(run: Run) -> str:
-    """Why a run did not pass, in a few words."""
+    """Why a run failed, in a few words."""
     ops = missing_kernels(run)
     if run.status in ("error", "crashed") and ops:
         names = ", ".join(short_op(op) for op in ops[:4]) + (", …" if len(ops) > 4 else "")
         return f"{len(ops)} {'op has' if len(ops) == 1 else 'ops have'} no kernel: {names}"
     if run.status == "error":
         kinds = list(dict.fromkeys(gap.kind for gap in run.gaps))
-        text = shorten(run.exception.message if run.exception else "it raises")
+        text = shorten(run.exception.message if run.exception else "it raised an exception")
         return f"{', '.join(kinds)}: {text}" if kinds else text
     if run.status == "inaccurate":
         rel_l2 = run.output_error.rel_l2 if run.output_error else None
-        return f"error over tolerance {run.tolerance or 0:.0e}" if rel_l2 is not None else "; ".join(run.notes)
+        return f"error over the tolerance {run.tolerance or 0:.0e}" if rel_l2 is not None else "; ".join(run.notes)
     if run.status == "nonfinite":
         first = next((row for row in run.op_calls.rows() if row.introduced_inf or row.introduced_nan), None)
         where = f", first in {short_op(first.op)} of {first.module or 'the model'}" if first else ""
@@ -85,12 +85,12 @@ def explain_status(run: Run) -> str:
 
 
 def shorten(message: str, most: int = 110) -> str:
-    """A message on one line of a table."""
+    """A message of at most ``most`` characters, for a table."""
     return message if len(message) <= most else f"{message[: most - 1]}…"
 
 
 def some(names: Sequence[str], most: int = 3) -> str:
-    """The first few of many names."""
+    """The first few names, and how many more there are."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
@@ -100,3 +100,8 @@ def short_op(op: str) -> str:
     parts = op.split(".")
     name = parts[1] if parts[0] != "torch" and len(parts) == 3 else parts[-1]
     return name.removeprefix("_").removeprefix("linalg_")
+
+
+def percent(share: float) -> str:
+    """``0.2 %`` of 0.002; ``< 0.1 %`` for less than can be shown."""
+    return f"{share:.1%}".replace(".0%", "%").replace("%", " %") if share >= 0.001 else "< 0.1 %"

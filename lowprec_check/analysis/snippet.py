@@ -1,6 +1,6 @@
-"""The code that a user pastes to run a model as recommended: pure PyTorch, nothing of ours. Never imports torch.
+"""The code that a user pastes to run a model as recommended, in pure PyTorch. Never imports torch.
 
-It does what :mod:`lowprec_check.engine.model.keep_fp32` does, bit for bit.
+Its results equal those of :mod:`lowprec_check.engine.model.keep_fp32` bit for bit.
 """
 
 from __future__ import annotations
@@ -15,44 +15,44 @@ from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo
 
 _UNDER_AUTOCAST = """\
-def keep_in_fp32(model, names):  # outside autocast, on fp32 inputs
+def keep_in_fp32(model, names):  # run these modules on fp32 inputs, without autocast
     from functools import partial
 
-    def outside_autocast(forward, *args, **kwargs):
+    def without_autocast(forward, *args, **kwargs):
         with torch.autocast("{device}", enabled=False):
             return forward(*args, **kwargs)
 
-    up = lambda t: t.float() if t.dtype == {dtype} else t
-    enter = lambda module, args, kwargs: tree_map_only(torch.Tensor, up, (args, kwargs))
+    to_fp32 = lambda t: t.float() if t.dtype == {dtype} else t
+    cast_inputs = lambda module, args, kwargs: tree_map_only(torch.Tensor, to_fp32, (args, kwargs))
     for module in map(model.get_submodule, names):
-        module.forward = partial(outside_autocast, module.forward)
-        module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+        module.forward = partial(without_autocast, module.forward)
+        module.register_forward_pre_hook(cast_inputs, with_kwargs=True, prepend=True)
 
 keep_in_fp32(model, {names})
 """
 
 _UNDER_CAST = """\
-def cast_except(model, names):  # these keep exact weights; inputs up to fp32, outputs back
-    state = lambda module: [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
-    up = lambda t: t.float() if t.dtype == {dtype} else t
-    down = lambda t: t.to({dtype}) if t.dtype == torch.float32 else t
-    enter = lambda module, args, kwargs: tree_map_only(torch.Tensor, up, (args, kwargs))
-    leave = lambda module, args, output: tree_map_only(torch.Tensor, down, output)
-{untie}    kept = [model.get_submodule(name) for name in names]
-    exact = [[t.detach().clone() for t in state(module)] for module in kept]
+def cast_except(model, names):  # cast the model; run these modules in fp32, with their original weights
+    to_fp32 = lambda t: t.float() if t.dtype == {dtype} else t
+    to_low = lambda t: t.to({dtype}) if t.dtype == torch.float32 else t
+    cast_inputs = lambda module, args, kwargs: tree_map_only(torch.Tensor, to_fp32, (args, kwargs))
+    cast_output = lambda module, args, output: tree_map_only(torch.Tensor, to_low, output)
+    tensors = lambda module: [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
+{untie}    modules = [model.get_submodule(name) for name in names]
+    originals = [[t.detach().clone() for t in tensors(module)] for module in modules]
     model.{cast}
-    for module, values in zip(kept, exact):
+    for module, values in zip(modules, originals):
         module.float()
-        for tensor, value in zip(state(module), values):
+        for tensor, value in zip(tensors(module), values):
             tensor.detach().copy_(value)
-        module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
-        module.register_forward_hook(leave)
+        module.register_forward_pre_hook(cast_inputs, with_kwargs=True, prepend=True)
+        module.register_forward_hook(cast_output)
 
 cast_except(model, {names})
 """
 
 _UNTIE = """\
-    for path in {paths}:  # shared with modules in {dtype}: a copy of its own
+    for path in {paths}:  # shared with a module in {dtype}: copy it
         owner, _, name = path.rpartition(".")
         owner = model.get_submodule(owner)
         setattr(owner, name, torch.nn.Parameter(getattr(owner, name).detach().clone()))
@@ -62,13 +62,13 @@ _UNTIE = """\
 def snippet(key: RunKey, model: ModelInfo, keep_fp32: Sequence[str] = (), untied: Sequence[str] = ()) -> str:
     """Code that runs ``model`` on ``inputs``, both as the user's file defines them, as the run of ``key`` does.
 
-    ``key.precision`` is a registered precision; the modules ``keep_fp32`` stay in fp32, and the shared parameters
-    ``untied`` get copies of their own.
+    ``key.precision`` is a registered precision; the modules ``keep_fp32`` stay in fp32; the parameters ``untied``, which
+    such a module shares with a cast one, are copied.
     """
     precision, device = PRECISIONS.get(key.precision), device_type(key.device)
     body = [*model.setup]
     if device != "cpu":
-        body.append(f'model = model.to("{key.device}")  # and the inputs')
+        body.append(f'model = model.to("{key.device}")  # move the inputs, too')
     context = "with torch.no_grad():"
     if precision.kind == "autocast":
         dtype = precision.format.dtype
@@ -104,7 +104,7 @@ def _cast_inputs(dtype: str, *, castable: bool) -> str:
 
 
 def _listed(names: Sequence[str], *, indent: int = 0) -> str:
-    """A list literal of strings, folded between items where it is long."""
+    """A list literal of strings, wrapped if it is long."""
     rows, row = [], ""
     for name in names:
         item = f"{json.dumps(name)}, "

@@ -58,7 +58,8 @@ class Matrix(Struct, frozen=True, kw_only=True):
     """All rows, in the order in which they were requested."""
 
     schema: int = SCHEMA
-    rows: list[MatrixRow] = []
+    rows: list[MatrixRow]
+    """Without a default, so that another file with a schema number is not taken for a matrix, and overwritten."""
 
 
 def load(path: Path) -> Matrix:
@@ -66,7 +67,7 @@ def load(path: Path) -> Matrix:
     try:
         return decode(path.read_bytes(), Matrix, SCHEMA)
     except FileNotFoundError:
-        return Matrix()
+        return Matrix(rows=[])
     except (OSError, ValueError) as error:
         raise UsageError(
             f"{path} is not a matrix that this version can read: {error}.",

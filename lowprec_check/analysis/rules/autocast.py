@@ -1,4 +1,4 @@
-"""LP4xx: what autocast does."""
+"""LP4xx: effects of autocast."""
 
 from __future__ import annotations
 
@@ -13,25 +13,43 @@ from lowprec_check.schema.scan_result import Run, ScanResult
 def cast_churn(result: ScanResult) -> Iterator[Finding]:
     """Autocast casts the same tensor back and forth.
 
-    Casts in one module that repeat a cast already made of the same tensor, or undo it. Autocast remembers the casts
-    of weights, not those of activations. What to do: cast once before the branch, or put the region of fp32 ops
-    under one `autocast(enabled=False)`.
+    Observed: casts at this line repeat, or undo, an earlier cast of the same tensor. Autocast caches the casts of
+    weights, not those of activations, so each costs time and memory.
+
+    Usual causes: a tensor that several ops use, each cast on its own; ops that autocast runs in fp32 between ops that
+    it runs in 16 bits.
+
+    What to do: nothing if the run is fast enough. Otherwise cast the tensor once before its uses, or group the ops
+    that run in fp32:
+
+        with torch.autocast(x.device.type, enabled=False):
+            y = loss_terms(x.float())
     """
     for run in low_runs(result):
         if not uses_autocast(run):
             continue
         places = Counter((row.module, row.source) for row in run.op_calls.rows() if row.recast)
         for (module, source), count in places.most_common():
-            message = f"{count} {'casts repeat' if count > 1 else 'cast repeats'} or undo{'' if count > 1 else 'es'} another of the same tensor"
-            yield Finding(message, run, module, "aten._to_copy.default", source, calls=count)
+            verbs = "cast repeats or undoes" if count == 1 else "casts repeat or undo"
+            message = f"{count} {verbs} an earlier cast of the same tensor"
+            advice = "cast the tensor once before its uses, or ignore this if the run is fast enough"
+            yield Finding(message, run, module, "aten._to_copy.default", source, help=advice, calls=count)
 
 
 @rule("LP402", "vacuous-autocast", "note")
 def vacuous_autocast(result: ScanResult) -> Iterator[Finding]:
-    """Passes only because nothing low-precision reaches the op.
+    """The op passes under autocast only because its inputs are fp32.
 
-    The op has no kernel in this dtype (the blanket cast shows it) and passes under autocast because its inputs here
-    are fp32 from the start. Fed by a layer that autocast runs in 16 bits, it may fail.
+    Observed: the op has no kernel for this dtype when the whole model is cast, and runs under autocast on inputs that
+    are fp32 already.
+
+    Usual causes: the op comes before the first layer that autocast runs in 16 bits, such as a linear layer.
+
+    What to do: nothing for this model. If the model changes and such a layer comes before the op, the op may fail;
+    cast its input to be safe:
+
+        y = torch.linalg.inv(x)            # before
+        y = torch.linalg.inv(x.float())    # after
     """
     runs = [(run, run.basis) for run in low_runs(result) if run.base is None and run.basis is not None]
     for autocast, basis in runs:
@@ -49,5 +67,5 @@ def _vacuous(cast: Run, autocast: Run) -> Iterator[Finding]:
         if key in gaps and not row.accumulated_error and row.dtypes.startswith("f32"):
             places[key] += 1
     for (op, module, source), count in places.items():
-        message = f"passes only because its inputs are fp32 here; {cast.precision} has no kernel for it"
-        yield Finding(message, autocast, module, op, source, calls=count)
+        message = f"passes only because its inputs are fp32: there is no kernel for {cast.precision}"
+        yield Finding(message, autocast, module, op, source, help="call it on x.float() to be safe", calls=count)

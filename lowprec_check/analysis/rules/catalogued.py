@@ -1,4 +1,4 @@
-"""What the catalog adds to a finding: since which torch a gap is mended, and the issue in which others met it."""
+"""What the catalog adds to a finding: the torch release that fixes it, and a known issue about it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from lowprec_check.schema.precisions import LOW_FORMATS, Precision
 from lowprec_check.schema.scan_result import Gap, Run, ScanResult
 
 
-def since_when(gap: Gap, run: Run, result: ScanResult) -> str | None:
-    """``runs since torch 2.14`` or ``fails up to torch 2.15``; ``None`` where the catalog has not measured it."""
+def fixed_since(gap: Gap, run: Run, result: ScanResult) -> str | None:
+    """Which torch release supports the op, in words; ``None`` if the catalog has not measured it."""
     basis, dtype = run.basis, _catalog_dtype(run.basis)
     if basis is None or dtype is None or gap.phase == "optimizer":
         return None
@@ -19,13 +19,13 @@ def since_when(gap: Gap, run: Run, result: ScanResult) -> str | None:
         found = mending(
             gap.op, device=run.device, dtype=dtype, torch=torch, phase=gap.phase, autocast=basis.kind == "autocast"
         )
-    except UsageError:  # files that cannot be read cost this remark, not the scan
+    except UsageError:  # an unreadable catalog must not fail the scan
         return None
     return str(found) if found else None
 
 
 def known_issue(result: ScanResult, code: str, op: str | None, run: Run | None, message: str) -> KnownIssue | None:
-    """The reported issue that fits a finding best: of its code, about its op or model, not yet mended in the running torch."""
+    """The known issue that fits a finding best: same code, same op or model, not fixed in the running torch."""
     basis = run.basis if run else None
     device = run.device if run else str(result.environment.get("device", ""))
     torch = str(result.environment.get("torch", "")) or None
@@ -48,7 +48,7 @@ def known_issue(result: ScanResult, code: str, op: str | None, run: Run | None, 
 
 
 def _catalog_dtype(basis: Precision | None) -> str | None:
-    """The dtype to look up: the catalog knows the 16-bit ones."""
+    """The dtype to look up; ``None`` for one that the catalog does not cover: it has the 16-bit ones."""
     return basis.format.name if basis is not None and basis.format in LOW_FORMATS else None
 
 

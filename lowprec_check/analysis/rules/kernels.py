@@ -1,4 +1,4 @@
-"""LP1xx: does it run, and on what."""
+"""LP1xx: ops that fail, run elsewhere, or are slow in a low precision."""
 
 from __future__ import annotations
 
@@ -15,89 +15,120 @@ COLD_MS = 50.0
 
 @rule("LP101", "missing-kernel", "error")
 def missing_kernel(result: ScanResult) -> Iterator[Finding]:
-    """No kernel for this dtype on this device, raised in dispatch.
+    """PyTorch has no kernel of this op for this dtype on this device.
 
-    The op failed on its low-precision inputs and succeeded on the same inputs widened to fp32. The scan computed it
-    in fp32, rounded the result and went on, so that all gaps are found in one pass.
+    Observed: the op failed on its low-precision inputs and succeeded on the same inputs converted to fp32. The scan
+    continued with the fp32 result, rounded to the dtype, so one scan finds all such ops.
 
-    What to do: use autocast if it passes; or compute this op in fp32 and cast back,
+    Usual causes: ops whose kernels exist only for fp32 and fp64, such as matrix decompositions and `torch.cdist` on
+    the CPU.
 
-        y = torch.linalg.cholesky(x.float()).to(x.dtype)
+    What to do: use autocast if it passes in the same scan. Otherwise compute this op in fp32 and cast the result back:
 
-    or keep the module that holds it in fp32.
+        y = torch.linalg.cholesky(x)                      # before
+        y = torch.linalg.cholesky(x.float()).to(x.dtype)  # after
+
+    If the code is not yours, keep the module that contains the op in fp32: `lowprec-check plan` prints the code.
     """
     yield from from_gaps(result, "missing-kernel", "compute it in fp32 and cast back, or use autocast")
 
 
 @rule("LP102", "unsupported-dtype", "error")
 def unsupported_dtype(result: ScanResult) -> Iterator[Finding]:
-    """The API refuses the dtype above dispatch.
+    """The function rejects the dtype before it calls a kernel.
 
-    A check in the function itself (`torch.fft.*`, `torch.quantile`, `lstsq`) raised before any kernel was looked
-    up. The same call with its inputs widened to fp32 succeeds. Found in a second pass with a function mode, which
-    takes some modules off their fast paths; the result says so.
+    Observed: the call failed in the function itself, and succeeded with its inputs converted to fp32. The scan finds
+    these in a second op-by-op analysis, which intercepts torch's functions as well as its ops. Some modules leave their
+    fused fast path then; `function_mode` is true in the saved JSON.
 
-    What to do: call it on `x.float()` and cast the result back.
+    Usual causes: a dtype check in the function, as in `torch.fft.*`, `torch.quantile` and `torch.linalg.lstsq`.
+
+    What to do: call the function on fp32 inputs and cast the result back:
+
+        q = torch.quantile(x, 0.9)                      # before
+        q = torch.quantile(x.float(), 0.9).to(x.dtype)  # after
     """
     yield from from_gaps(result, "unsupported-dtype", "call it on x.float() and cast the result back")
 
 
 @rule("LP103", "dtype-mismatch", "error")
 def dtype_mismatch(result: ScanResult) -> Iterator[Finding]:
-    """Mixed dtypes meet in one op.
+    """One op gets floating-point inputs of different dtypes.
 
-    The op fails as called and succeeds once its floating inputs share one dtype. Usual causes: a tensor made in
-    forward with the default dtype (`torch.zeros(n)`), an attribute that is no buffer and is not cast with the
-    model, an op that returns fp32 whatever goes in.
+    Observed: the op failed as called and succeeded when all its floating-point inputs had the same dtype.
 
-    What to do: make the tensor with `dtype=x.dtype`, register it as a buffer, or cast at that line.
+    Usual causes: a tensor created in `forward` with the default dtype; a tensor attribute that is not registered as a
+    buffer, so `model.half()` does not cast it; an op that always returns fp32.
+
+    What to do: create the tensor with the dtype of the data, register it as a buffer, or cast it at this line:
+
+        state = torch.zeros(n)                                   # before
+        state = torch.zeros(n, dtype=x.dtype, device=x.device)   # after
     """
-    yield from from_gaps(result, "dtype-mismatch", "give both the same dtype: dtype=x.dtype where one is made")
+    yield from from_gaps(
+        result, "dtype-mismatch", "use one dtype: create the tensor with dtype=x.dtype, or cast it here"
+    )
 
 
 @rule("LP104", "no-backend-kernel", "error")
 def no_backend_kernel(result: ScanResult) -> Iterator[Finding]:
-    """The op has no kernel on this device at all.
+    """The op has no kernel on this device, not even in fp32.
 
-    It fails on the device in fp32 too and succeeds on the CPU. On XPU, `PYTORCH_ENABLE_XPU_FALLBACK=1` (on MPS,
-    `PYTORCH_ENABLE_MPS_FALLBACK=1`) computes such ops on the CPU, at the price of two copies.
+    Observed: the op failed on the device in fp32 too, and succeeded on the CPU.
+
+    What to do: let PyTorch run such ops on the CPU by setting an environment variable before Python starts:
+    `PYTORCH_ENABLE_XPU_FALLBACK=1` on XPU, `PYTORCH_ENABLE_MPS_FALLBACK=1` on MPS. Each call then copies its inputs to
+    the CPU and its result back. Or do it in the code:
+
+        y = torch.linalg.eigvals(x)                      # before
+        y = torch.linalg.eigvals(x.cpu()).to(x.device)   # after
     """
-    yield from from_gaps(result, "no-backend-kernel", "run it on the CPU, or enable the backend's fallback variable")
+    yield from from_gaps(result, "no-backend-kernel", "run it on the CPU, or set the device's fallback variable")
 
 
 @rule("LP105", "silent-fallback", "warning")
 def silent_fallback(result: ScanResult) -> Iterator[Finding]:
-    """Runs, but on the CPU behind your back.
+    """The op runs on the CPU instead of the device.
 
-    The backend warned, once, that an op has no kernel on the device and was computed on the CPU. Every such op
-    copies its inputs to the host and its result back.
+    Observed: PyTorch warned that the device has no kernel for the op and that it runs on the CPU. PyTorch warns once,
+    but every such call copies its inputs to the CPU and its result back.
+
+    Usual causes: `PYTORCH_ENABLE_XPU_FALLBACK=1` or `PYTORCH_ENABLE_MPS_FALLBACK=1` is set.
+
+    What to do: if the run is too slow, replace the op by one that the device supports (see `lowprec-check op NAME`),
+    or run the part of the model around it on the CPU, so that the data is copied once.
     """
     for run in result.runs:
         for message in run.fallbacks:
-            yield Finding(message, run=run, help="avoid the op on this device, or move it to the CPU once")
+            yield Finding(message, run=run, help="replace the op, or run the part of the model around it on the CPU")
 
 
 @rule("LP106", "slow-kernel", "warning")
 def slow_kernel(result: ScanResult) -> Iterator[Finding]:
-    """Runs, many times slower than fp32.
+    """The op runs, but much slower than in fp32.
 
-    Over the whole run the op took at least 5 times as long as the same calls in fp32 right after. Typical: fp16
-    convolutions and matrix products on a CPU without fp16 arithmetic (`lowprec-check env` tells). Where the budget
-    did not allow for it, the op was measured once and emulated afterwards (LP903).
+    Observed: in total, the calls of this op took at least 5 times as long as the same calls in fp32, each timed right
+    after the other, and more than 5 ms. If there are several calls, the first is left out, since it also sets up the
+    kernel. If the op is too slow for the time budget, the scan times one call and computes the others in fp32 (LP903).
+
+    Usual causes: a CPU without fp16 arithmetic, which makes convolutions and matrix products slow.
+
+    What to do: use a dtype that the device accelerates (`lowprec-check env` lists them), often bf16 instead of fp16.
+    Otherwise keep the modules with this op in fp32, and check the time of the whole model: `lowprec-check plan`.
     """
     for run in low_runs(result):
         yield from _slow_ops(run)
 
 
 def _slow_ops(run: Run) -> Iterator[Finding]:
-    advice = "use a dtype that this device accelerates (lowprec-check env)"
+    advice = "use a dtype that this device accelerates (lowprec-check env lists them)"
     times: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in run.op_calls.rows():
         if row.time_ms is not None and row.reference_ms is not None:
             times[row.op].append((row.time_ms, row.reference_ms))
     slow = {op: found for op, calls in times.items() if (found := _slow_total(calls, run.latency_ms)) is not None}
     for op, (here, fp32) in sorted(slow.items(), key=lambda item: -item[1][0]):
-        message = f"{here / max(fp32, 1e-6):.0f} times slower than in fp32: {here:.0f} ms against {fp32:.1f} ms"
+        message = f"{here / max(fp32, 1e-6):.0f} times slower than in fp32: {here:.0f} ms instead of {fp32:.1f} ms"
         yield Finding(message, run=run, op=op, help=advice, calls=len(times[op]))
     for op, reason in run.emulated.items():
         if op not in slow and not any(gap.kind == "crash" and gap.op == op for gap in run.gaps):
@@ -105,8 +136,10 @@ def _slow_ops(run: Run) -> Iterator[Finding]:
 
 
 def _slow_total(calls: list[tuple[float, float]], latency_ms: float | None) -> tuple[float, float] | None:
-    """Milliseconds here and in fp32, if slow. The first call pays for the kernel's set-up, so it counts alone only
-    where it is very long; and no op takes longer than the plain run did.
+    """Milliseconds here and in fp32 if the op is slow, else ``None``.
+
+    The first call includes the kernel's set-up: it counts only if it is the only one, and longer than ``COLD_MS``. Times
+    that exceed twice those of the whole plain run are ignored: something else slowed them down.
     """
     counted = calls[1:] if len(calls) > 1 else [call for call in calls if call[0] > COLD_MS]
     here, fp32 = sum(here for here, _ in counted), sum(fp32 for _, fp32 in counted)
@@ -116,12 +149,23 @@ def _slow_total(calls: list[tuple[float, float]], latency_ms: float | None) -> t
 
 @rule("LP107", "crash", "error")
 def crash(result: ScanResult) -> Iterator[Finding]:
-    """The process died in this op.
+    """The process died while this op ran.
 
-    Not an exception: a signal, an exit, or the kernel's out-of-memory killer. The run had a process of its own, so
-    the scan went on; the op named is the one that was running when the process died.
+    Observed: the process ended by a signal or an exit, not by a Python exception. Each run has a process of its own, so
+    the scan continued. The op is the one that was running when the process died.
+
+    Usual causes: a fault in the kernel, often signal 11 (segmentation fault); too little memory, often signal 9, sent
+    by the operating system.
+
+    What to do, in this order:
+
+    1. Rule out memory: scan again with smaller inputs, and watch the memory of the machine.
+    2. Compute the op in fp32, or use another precision or backend that passes in the same scan.
+    3. Try another torch release. `lowprec-check op NAME` shows in which releases the op runs.
+    4. If the newest release crashes too, reproduce it with this op alone and search PyTorch's issues for it.
     """
-    yield from from_gaps(result, "crash", "compute it in fp32, and report it to PyTorch")
+    yield from from_gaps(result, "crash", "compute it in fp32, or try another torch release")
+    advice = "try smaller inputs, another precision or another torch release"
     for run in low_runs(result):
         if run.status == "crashed" and not any(gap.kind == "crash" for gap in run.gaps):
-            yield Finding(run.reason or "the process died", run=run, help="run it alone under a debugger")
+            yield Finding(run.reason or "the process died", run=run, help=advice)

@@ -1,17 +1,28 @@
-"""LP2xx: what leaves the dtype's range. LP3xx: where error is born and grows."""
+"""LP2xx: values outside the dtype's range. LP3xx: where error originates and grows."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from lowprec_check.analysis.rules.registry import Finding, from_gaps, low_runs, rule
+from lowprec_check.analysis.run_summary import percent, short_op
 from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.schema.precisions import BF16
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 FLUSHED_SHARE = 0.1
 OUTLIER_ROUNDOFFS = 8
 JUMP = 4
+PICKS_ELEMENTS = (
+    *("arg", "max", "adaptive_max", "fractional_max", "min", "cummax", "cummin"),
+    *("topk", "sort", "median", "nanmedian", "kthvalue", "mode"),
+)
+"""How the short names of ops begin whose integer output is the indices of chosen elements."""
+DATA_DEPENDENT_SHAPE = ("nonzero", "masked_select", "unique", "repeat_interleave")
+"""How the short names of ops begin whose output has another shape for other values."""
 
 
 def _by_place(run: Run, keep: Callable[[OpCall], bool], worst: Callable[[OpCall], Any]) -> Iterator[tuple[OpCall, int]]:
@@ -25,98 +36,160 @@ def _by_place(run: Run, keep: Callable[[OpCall], bool], worst: Callable[[OpCall]
     yield from found.values()
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _s(number: int) -> str:
+    """The ending of a verb whose subject is ``number`` things."""
+    return "s" if number == 1 else ""
+
+
 def _finding(run: Run, result: ScanResult, row: OpCall, count: int, message: str, help: str | None = None) -> Finding:
     source = row.source or result.model.source
     return Finding(message, run, row.module, row.op, source, help=help, calls=count)
 
 
+def _more_range(run: Run) -> str:
+    """The advice for a value that does not fit; bf16 helps only where the run's format has less range."""
+    narrow = run.basis is None or run.basis.format.max_exponent < BF16.max_exponent
+    return "keep this module in fp32, or use bf16" if narrow else "keep this module in fp32"
+
+
 @rule("LP201", "overflow", "error")
 def overflow(result: ScanResult) -> Iterator[Finding]:
-    """Finite in the reference, Inf here.
+    """Values that are finite in fp32 overflow to Inf.
 
-    The op's inputs were finite, or as the reference's, and its output has infinities that the fp32 reference does
-    not have: the value is larger than the dtype holds (65504 in fp16).
+    Observed: the fp32 reference, which the scan computes alongside each op, is finite, and so are the op's inputs, but
+    the output has infinities: the values are larger than the dtype can hold (65504 in fp16).
 
-    What to do: keep the module in fp32, scale before it, or use bf16, whose range is that of fp32.
+    Usual causes: sums and products of many terms, squares, `exp`, unscaled attention scores; weights that do not fit
+    (the finding then names `cast weight` as the op).
+
+    What to do: use bf16, which has the range of fp32. Or keep the module in fp32. Or scale before the op:
+
+        scores = (q @ k.mT) / math.sqrt(d)    # before
+        scores = (q / math.sqrt(d)) @ k.mT    # after
     """
 
-    def is_born_here(row: OpCall) -> bool:
+    def overflows_here(row: OpCall) -> bool:
         return row.introduced_inf > 0 and row.outcome != "rescued"  # a constant that does not fit is LP204
 
     for run in low_runs(result):
-        for row, count in _by_place(run, is_born_here, lambda row: row.introduced_inf):
-            message = f"{row.introduced_inf} values overflow to Inf where fp32 is finite"
-            yield _finding(run, result, row, count, message, "keep this module in fp32, or use bf16")
+        for row, count in _by_place(run, overflows_here, lambda row: row.introduced_inf):
+            message = (
+                f"{_count(row.introduced_inf, 'value')} overflow{_s(row.introduced_inf)} to Inf where fp32 is finite"
+            )
+            yield _finding(run, result, row, count, message, _more_range(run))
 
 
 @rule("LP202", "underflow", "warning")
 def underflow(result: ScanResult) -> Iterator[Finding]:
-    """A large share of non-zeros flushed to zero.
+    """Many values that are non-zero in fp32 become zero.
 
-    At least a tenth of the values that are non-zero in the reference are 0 here, and not yet in the op's inputs.
-    In fp16 everything below 3e-8 becomes 0.
+    Observed: at least 10 % of the values that are non-zero in the fp32 reference are zero in the op's output, and at
+    least twice the share that was already zero in its inputs. In fp16, magnitudes below 3e-8 round to zero.
 
-    What to do: scale up before the op and down behind it, or keep it in fp32.
+    Usual causes: small probabilities, gradients or learning rates; squares of small values.
+
+    What to do: use bf16, which has the range of fp32. Or keep the module in fp32. Or scale the values up before the op
+    and down after it, as `torch.amp.GradScaler` does for gradients:
+
+        energy = x.square().mean()                          # before: 1e-4 squared is 1e-8, which is 0 in fp16
+        energy = (x * 1e3).square().mean().float() * 1e-6   # after
     """
 
-    def is_born_here(row: OpCall) -> bool:
+    def underflows_here(row: OpCall) -> bool:
         return row.flushed is not None and row.flushed >= max(FLUSHED_SHARE, 2 * (row.input_flushed or 0.0))
 
     for run in low_runs(result):
-        for row, count in _by_place(run, is_born_here, lambda row: row.flushed or 0.0):
-            message = f"{row.flushed or 0:.0%} of the non-zeros are flushed to zero"
+        for row, count in _by_place(run, underflows_here, lambda row: row.flushed or 0.0):
+            message = f"{percent(row.flushed or 0.0)} of the values that are non-zero in fp32 become zero"
             yield _finding(run, result, row, count, message, "scale the values up before this op, or keep it in fp32")
 
 
 @rule("LP203", "introduced-nan", "error")
 def introduced_nan(result: ScanResult) -> Iterator[Finding]:
-    """Finite inputs, NaN out.
+    """Finite inputs give NaN.
 
-    No input held a value that is not finite in the reference too, and the output has NaNs that the reference does
-    not have.
+    Observed: the output has NaNs that the fp32 reference does not have, and every input is finite wherever the
+    reference is.
+
+    Usual causes: an intermediate value inside the op overflows, as in the variance of a normalization; 0 / 0, because a
+    divisor or its epsilon rounds to zero in fp16; the square root of a value that rounding made negative.
+
+    What to do: use bf16, which has the range of fp32, or keep the module in fp32. Check epsilons:
+
+        y = x / (x.norm() + 1e-8)                                 # before: 1e-8 is 0 in fp16
+        y = x / x.norm().clamp(min=torch.finfo(x.dtype).tiny)     # after
     """
     for run in low_runs(result):
         for row, count in _by_place(run, lambda row: row.introduced_nan > 0, lambda row: row.introduced_nan):
-            message = f"{row.introduced_nan} NaNs out of finite inputs"
-            yield _finding(run, result, row, count, message, "keep this module in fp32")
+            message = (
+                f"{_count(row.introduced_nan, 'value')} become{_s(row.introduced_nan)} NaN though the inputs are finite"
+            )
+            yield _finding(run, result, row, count, message, _more_range(run))
 
 
 @rule("LP204", "scalar-overflow", "error")
 def scalar_overflow(result: ScanResult) -> Iterator[Finding]:
     """A constant does not fit the dtype (`masked_fill(-1e9)` in fp16).
 
-    torch refuses to convert the number. What to do: use the dtype's own limit,
+    Observed: PyTorch raised because a number in the code is outside the dtype's range.
 
-        scores.masked_fill(mask, torch.finfo(scores.dtype).min)
+    Usual causes: a large constant that stands for infinity, as in attention masks; fp16 ends at 65504.
+
+    What to do: use the limit of the dtype instead of the number:
+
+        scores.masked_fill(mask, -1e9)                             # before
+        scores.masked_fill(mask, torch.finfo(scores.dtype).min)    # after
     """
-    yield from from_gaps(result, "scalar-overflow", "use torch.finfo(x.dtype).min (or .max) as the constant")
+    yield from from_gaps(result, "scalar-overflow", "use torch.finfo(x.dtype).min or .max instead of the number")
 
 
 @rule("LP301", "output-mismatch", "error")
 def output_mismatch(result: ScanResult) -> Iterator[Finding]:
-    """The run's output is over tolerance.
+    """The run's output is too far from fp32's, or not finite.
 
-    The plain run's output, compared with the plain fp32 run's: rel_l2 = ‖y − r‖₂ / ‖r‖₂, the worst over the floating
-    leaves. Default tolerance: 1e-2 for fp16, 5e-2 for bf16; `--tolerance` sets another.
+    Observed: the output of the model, run without instruments, against that of the fp32 run: the relative error
+    ‖y − r‖₂ / ‖r‖₂, the largest of all floating-point tensors in the output. Default tolerance: 1e-2 for fp16, 5e-2 for
+    bf16.
+
+    Usual causes: the other findings of this precision, above all LP201 to LP203, LP302 and LP303.
+
+    What to do, in this order:
+
+    1. Use the precision that the scan recommends.
+    2. Fix the first finding of this precision, or let `lowprec-check plan` find the modules to keep in fp32.
+    3. See where the error grows: `--report scan.html` draws it op by op.
+    4. If the model tolerates the error, set `--tolerance`, or judge by your own metric: `lowprec-check plan --metric`.
     """
+    advice = "find the modules to keep in fp32: lowprec-check plan"
     for run in low_runs(result):
         if run.status == "nonfinite":
-            yield Finding("the output has NaN or Inf where fp32 is finite", run=run)
+            yield Finding("the output has NaN or Inf where fp32 is finite", run=run, help=advice)
         elif run.status == "inaccurate":
             rel_l2 = run.output_error.rel_l2 if run.output_error else None
-            size = f"{rel_l2:.1e}" if rel_l2 is not None else "not comparable"
-            note = f" ({run.notes[0]})" if run.notes and rel_l2 is None else ""
-            message = f"output error {size}{note}, tolerance {run.tolerance or 0:.0e}"
-            yield Finding(message, run=run)
+            message = f"output error {rel_l2 or 0:.1e} exceeds the tolerance {run.tolerance or 0:.0e}"
+            if rel_l2 is None:
+                message = f"the output cannot be compared with fp32's{f': {run.notes[0]}' if run.notes else ''}"
+            yield Finding(message, run=run, help=advice)
 
 
 @rule("LP302", "op-outlier", "warning")
 def op_outlier(result: ScanResult) -> Iterator[Finding]:
-    """Local error far over the dtype's rounding.
+    """The op loses more precision than rounding its result explains.
 
-    The op, on its own low-precision inputs, differs from the same op on the same inputs widened by more than 8 unit
-    roundoffs (in norm). Rounding the result once costs less than one: here the kernel computes badly in this
-    dtype, or a cast loses more than the run's dtype does.
+    Observed: the op on its low-precision inputs, against the same op on the same inputs in fp32, has a relative error
+    of more than 8 unit roundoffs. Rounding the exact result costs at most one: 5e-4 in fp16, 4e-3 in bf16.
+
+    Usual causes: a kernel that adds up or stores intermediate values in 16 bits; values close to zero, where fp16 has
+    fewer digits; a cast to a narrower dtype than that of the run.
+
+    What to do: keep the module in fp32, or compute this op in fp32:
+
+        y = x.prod(0)                      # before
+        y = x.float().prod(0).to(x.dtype)  # after
     """
     for run in low_runs(result):
         if run.basis is None:
@@ -125,17 +198,26 @@ def op_outlier(result: ScanResult) -> Iterator[Finding]:
         limit = OUTLIER_ROUNDOFFS * roundoff
         rows = _by_place(run, lambda row, u=limit: (row.local_error or 0.0) > u, lambda row: row.local_error or 0.0)  # type: ignore[misc]
         for row, count in rows:
-            message = f"local error {row.local_error or 0:.1e}, rounding alone is {roundoff:.0e}"
-            yield _finding(run, result, row, count, message, "keep this op in fp32")
+            message = (
+                f"this op adds a relative error of {row.local_error or 0:.1e}, rounding alone at most {roundoff:.0e}"
+            )
+            yield _finding(run, result, row, count, message, "compute this op in fp32")
 
 
 @rule("LP303", "error-amplifier", "warning")
 def error_amplifier(result: ScanResult) -> Iterator[Finding]:
-    """Accumulated error jumps here though local error does not.
+    """The op magnifies the error of its inputs.
 
-    The op itself computes well, but its output is over tolerance against the reference and at least 4 times as far
-    off as its inputs were: it is ill-conditioned there (a difference of near-equal numbers, an inverse, a steep
-    function). The error was born before it; less error upstream is the cure.
+    Observed: the op itself is accurate, but the relative error of its output against the fp32 reference is over the
+    tolerance and more than 4 times that of its inputs. The error originates in earlier ops.
+
+    Usual causes: a difference of nearly equal numbers, the inverse of an ill-conditioned matrix, a steep function.
+
+    What to do: compute the inputs of this op in fp32; the op alone in fp32 does not help. Or use a formula without
+    the large intermediate values:
+
+        var = x.square().mean() - x.mean().square()    # before
+        var = (x - x.mean()).square().mean()           # after
     """
     for run in low_runs(result):
         if run.basis is None or run.status == "ok":
@@ -150,27 +232,52 @@ def error_amplifier(result: ScanResult) -> Iterator[Finding]:
 
         for row, count in _by_place(run, amplifies, lambda row: row.accumulated_error or 0.0):
             before, after = row.input_error or 0.0, row.accumulated_error or 0.0
-            message = f"error grows from {before:.1e} to {after:.1e} here, the op itself adds little"
-            yield _finding(run, result, row, count, message, "keep what feeds it in fp32")
+            message = f"error grows from {before:.1e} to {after:.1e} here, but originates in earlier ops"
+            yield _finding(run, result, row, count, message, "compute the inputs of this op in fp32")
 
 
 @rule("LP304", "decision-flip", "note")
 def decision_flip(result: ScanResult) -> Iterator[Finding]:
-    """argmax, topk, comparison: another decision than the reference.
+    """An op picks or decides differently than in fp32.
 
-    Indices or booleans that the fp32 reference would have decided otherwise. The reference follows the
-    low-precision decision from here on, so later errors do not count it again.
+    Observed: indices or booleans in the op's output (`argmax`, `topk`, max pooling, a comparison) differ from those of
+    the fp32 reference. The reference continues with the low-precision choice, so later errors do not count it again.
+
+    Usual causes: values so close to each other, or to a threshold, that rounding changes their order.
+
+    What to do: nothing if the run passes; such choices are mostly harmless. If the run fails, or the choice matters
+    (token ids, box indices), compute the inputs of the op in fp32, for example by keeping the layer before it in fp32.
     """
     for run in low_runs(result):
         for row, count in _by_place(run, lambda row: row.flips > 0, lambda row: row.flips):
-            yield _finding(run, result, row, count, f"{row.flips} of the decisions differ from fp32's")
+            advice = "ignore this if the output passes"
+            yield _finding(run, result, row, count, _flip_message(row), advice)
+
+
+def _flip_message(row: OpCall) -> str:
+    """``argmax picked a different element than fp32 3 times (0.2 %)``."""
+    name = short_op(row.op)
+    size = math.prod(map(int, re.findall(r"\d+", row.shape))) if row.shape else 0
+    has_share = size >= row.flips and not name.startswith(DATA_DEPENDENT_SHAPE)
+    share = f" ({percent(row.flips / size)})" if has_share else ""
+    if name.startswith(PICKS_ELEMENTS):
+        return f"{name} picked a different element than fp32 {_count(row.flips, 'time')}{share}"
+    return f"{name} differs from fp32 in {_count(row.flips, 'element')}{share}"
 
 
 @rule("LP305", "numeric-failure", "error")
 def numeric_failure(result: ScanResult) -> Iterator[Finding]:
-    """The op refuses the values that low precision gave it.
+    """The op fails on values that low precision has changed.
 
-    It fails on its inputs even when they are widened, and succeeds on the reference's: a matrix is no longer
-    positive definite, an index is out of range. The scan went on from the reference's result.
+    Observed: the op failed on its inputs, also when they were converted to fp32, and succeeded on the inputs of the
+    fp32 reference. The scan continued with the result of the reference.
+
+    Usual causes: rounding made a matrix singular or no longer positive definite, or moved an index out of range.
+
+    What to do: compute this op and its inputs in fp32, for example by keeping the modules that compute them in fp32.
+    For a Cholesky decomposition, a larger term on the diagonal also helps:
+
+        torch.linalg.cholesky(cov.float())                          # before
+        torch.linalg.cholesky(cov.float() + 1e-3 * torch.eye(n))    # after
     """
-    yield from from_gaps(result, "numeric-failure", "keep this module, and what feeds it, in fp32")
+    yield from from_gaps(result, "numeric-failure", "compute this op and its inputs in fp32")

@@ -1,6 +1,7 @@
-"""Registry of rules: a scan's result goes in, diagnostics come out. Never imports torch.
+"""Registry of rules: each turns a scan's result into diagnostics. Never imports torch.
 
-The docstring of a rule is its manual page (``lowprec-check explain LP101``): its first line is the summary.
+The docstring of a rule is its manual page, which ``lowprec-check explain LP101`` prints: a summary in the first line, then
+what was observed, usual causes and what to do.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from lowprec_check.analysis.rules.catalogued import known_issue, since_when
+from lowprec_check.analysis.rules.catalogued import fixed_since, known_issue
 from lowprec_check.schema.backends import EAGER
 from lowprec_check.schema.scan_result import Diagnostic, GapKind, Run, ScanResult, Severity, is_selected
 
 SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
-"""From the least to the gravest."""
+"""In ascending order."""
 
 
 class Finding(NamedTuple):
-    """What a rule finds at one place; the registry adds the code, the name, the severity and the reported issue."""
+    """What a rule finds at one place; the registry adds code, name, default severity and the reported issue."""
 
     message: str
     run: Run | None = None
@@ -91,7 +92,7 @@ def rules() -> Mapping[str, Rule]:
 
 
 def rule(code: str, name: str, severity: Severity) -> Callable[[Check], Check]:
-    """Register a check under ``code``; a code given twice is a mistake in this package."""
+    """Register a check under ``code``; raises ``ValueError`` if the code is taken."""
 
     def register(check: Check) -> Check:
         if code in _RULES:
@@ -113,27 +114,27 @@ def uses_autocast(run: Run) -> bool:
 
 
 def from_gaps(result: ScanResult, kind: GapKind, help: str) -> Iterator[Finding]:
-    """A finding for each gap of that kind."""
+    """A finding for each gap (a failure that fp32 does not have) of that kind."""
     for run in low_runs(result):
         for gap in run.gaps:
             if gap.kind == kind:
                 caught = run.status in ("ok", "inaccurate", "nonfinite")
-                after = "; the model gets past it by itself" if caught else ""
+                caught_text = "; the model catches this exception and continues" if caught else ""
                 advice = help.replace(", or use autocast", "") if uses_autocast(run) else help
                 yield Finding(
-                    f"{gap.message}{after}",
+                    f"{gap.message}{caught_text}",
                     run=run,
                     module=gap.module,
                     op=gap.op,
                     source=gap.source or result.model.source,
-                    help="; ".join(filter(None, (advice, since_when(gap, run, result)))),
+                    help="; ".join(filter(None, (advice, fixed_since(gap, run, result)))),
                     calls=gap.calls,
                     severity="note" if caught else None,
                 )
 
 
 def diagnose(result: ScanResult, select: Iterable[str] = (), ignore: Iterable[str] = ()) -> list[Diagnostic]:
-    """All diagnostics of ``result`` by code prefix: those selected (all, if none are), less those ignored."""
-    chosen, left_out = tuple(select), tuple(ignore)
-    chosen_rules = [rule for code, rule in rules().items() if is_selected(code, chosen, left_out)]
+    """The diagnostics of ``result`` whose code starts with a prefix in ``select`` (default: all) and none in ``ignore``."""
+    selected, ignored = tuple(select), tuple(ignore)
+    chosen_rules = [rule for code, rule in rules().items() if is_selected(code, selected, ignored)]
     return [diagnostic for rule in chosen_rules for diagnostic in rule.diagnose(result)]

@@ -1,4 +1,4 @@
-"""LP9xx: the limits of a scan: what it did not run, and what its instruments changed."""
+"""LP9xx: limits of a scan: what it did not run, and what its instruments changed."""
 
 from __future__ import annotations
 
@@ -11,64 +11,98 @@ from lowprec_check.schema.scan_result import ScanResult
 
 @rule("LP901", "uncalled-module", "note")
 def uncalled_module(result: ScanResult) -> Iterator[Finding]:
-    """Never ran on these inputs.
+    """The module never ran on these inputs, so the scan does not cover it.
 
-    A module with parameters that no op read: the scan says nothing about it. A subtree is named by its root.
+    Observed: the module has parameters, and no op read them. If all modules inside a module are unused, only the outer
+    one is listed.
+
+    Usual causes: a branch that these inputs do not take, a layer that only training uses, an unused layer.
+
+    What to do: scan with inputs that reach the module, or in the mode that uses it (`model.train()`), or remove it.
     """
     complete = [run for run in result.runs if run.complete]
     if complete:
         for module in min((run.uncalled_modules for run in complete), key=len):
-            yield Finding("never ran on these inputs: not covered", module=module)
+            yield Finding(
+                "never ran on these inputs: not covered", module=module, help="scan with inputs that reach it"
+            )
 
 
 @rule("LP902", "nondeterministic-reference", "warning")
 def nondeterministic_reference(result: ScanResult) -> Iterator[Finding]:
-    """fp32 differs from itself.
+    """Two fp32 runs of the model differ.
 
-    Two fp32 runs from one seed and one state differ. The tolerance was widened to three times that difference.
+    Observed: two fp32 runs with the same seed, weights and inputs gave different outputs. The tolerance was raised to
+    three times their difference, so that a run in low precision is not judged by it.
+
+    Usual causes: random numbers from a generator that the scan cannot seed, atomic additions on a GPU, time or state
+    that the model reads or changes.
+
+    What to do: make the model deterministic in the file that you scan, and scan again:
+
+        torch.use_deterministic_algorithms(True)
     """
+    advice = "make the model deterministic: torch.use_deterministic_algorithms(True)"
     for run in result.runs:
         if run.nondeterministic:
-            yield Finding("two seeded fp32 runs differ; the tolerance was widened", run=run)
+            yield Finding("two fp32 runs with one seed differ; the tolerance was raised", run=run, help=advice)
 
 
 @rule("LP903", "emulated-op", "note")
 def emulated_op(result: ScanResult) -> Iterator[Finding]:
-    """Computed by emulation, with the reason.
+    """The op-by-op analysis computed this op in fp32 and rounded the result.
 
-    In the instrumented part this op was computed in fp32 and rounded to the dtype, which is what an ideal kernel
-    with fp32 accumulation gives, because its own kernel is too slow for the budget or kills the process.
+    Observed: the op's own kernel is too slow for the time budget, or crashes the process. The emulated result is that
+    of an ideal kernel, which computes in fp32 and rounds once. Status, output error and time of the run come from a
+    run without instruments, except the error of a model that draws random numbers.
+
+    Usual causes: those of LP106 (slow kernel) and LP107 (crash).
+
+    What to do: fix that finding. If the op is only slow, raise the time budget: `lowprec-check scan --budget 120`.
     """
     for run in low_runs(result):
         counts = Counter(row.op for row in run.op_calls.rows() if row.outcome == "emulated")
         for op, reason in run.emulated.items():
             if counts[op]:
-                yield Finding(f"emulated: {reason}", run=run, op=op, calls=counts[op])
+                message = f"computed in fp32 and rounded: {reason}"
+                yield Finding(message, run=run, op=op, help="see LP106 or LP107 of this op", calls=counts[op])
 
 
 @rule("LP904", "instruments-perturb", "note")
 def instruments_perturb(result: ScanResult) -> Iterator[Finding]:
-    """The instrumented output differs from the plain one.
+    """The op-by-op analysis gave another output than the plain run.
 
-    Nothing was rescued or emulated, and still the two differ: a kernel that is not deterministic, or a model that
-    notices it is watched. Status, error and time are the plain run's; the op-by-op figures are of another path.
+    Observed: the scan runs the model twice, once without instruments and once op by op. The outputs differ, although
+    no op failed or was emulated. Status, output error and time are those of the plain run and remain valid; the
+    op-by-op findings of this precision may be about another path.
+
+    Usual causes: a kernel that is not deterministic; a model that behaves differently when hooks or a
+    `TorchDispatchMode` are active.
+
+    What to do: make the model deterministic (see LP902). Otherwise check the op-by-op findings by hand.
     """
+    advice = "check the op-by-op findings of this precision by hand"
     for run in low_runs(result):
         if run.perturbed:
-            yield Finding("the instrumented output differs from the plain one", run=run)
+            yield Finding("the op-by-op analysis gave another output than the plain run", run=run, help=advice)
 
 
 @rule("LP905", "incomplete-scan", "warning")
 def incomplete_scan(result: ScanResult) -> Iterator[Finding]:
-    """The instrumented pass did not reach the end of the model.
+    """The op-by-op analysis did not reach the end of the model.
 
-    What lies behind the place named was not looked at in this precision.
+    Observed: the analysis stopped at this place, and ops after it were not checked in this precision.
+
+    Usual causes: a check in Python that raises, such as an `assert` on a dtype or a custom `autograd.Function`; an op
+    that fails in fp32 too; a run over the time budget; too little memory.
+
+    What to do: fix the error at this place and scan again. After a timeout, raise the time budget:
+    `lowprec-check scan --budget 120`.
     """
     for run in low_runs(result):
         if not run.complete and run.status != "skipped":
             stop = run.stopped_by
-            message = (
-                f"ended early: {stop.type}: {stop.message}" if stop else f"ended early: {run.reason or run.status}"
-            )
+            why = f"{stop.type}: {stop.message}" if stop else run.reason or run.status
             module, source = (stop.module, stop.source) if stop else (None, None)
-            yield Finding(message, run=run, module=module, source=source)
+            advice = "fix this and scan again" if stop else "scan with a larger --budget or smaller inputs"
+            yield Finding(f"later ops were not checked: {why}", run=run, module=module, source=source, help=advice)

@@ -1,4 +1,4 @@
-"""``apply(model, plan)``: a model that runs as planned, with no context of the caller's around it."""
+"""``apply(model, plan)``: make a model run as planned, without a context manager around its calls."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def apply(model: Model, plan: Plan | str | Path) -> Model:
-    """Make ``model`` run as ``plan`` says, in place, and return it; call it as before, with fp32 inputs.
+    """Apply ``plan`` to ``model`` in place and return it; call the model as before, with fp32 inputs.
 
-    Modules are kept by hooks and wrapped ``forward`` methods, so the model can be deep-copied, compiled and wrapped afterwards, and its
-    ``state_dict`` has the keys that it had. Under a cast the output is in the low dtype, as that of ``model.half()``.
+    Hooks and wrapped ``forward`` methods keep modules in fp32, so the model can be deep-copied, compiled and wrapped
+    afterwards, and its ``state_dict`` keeps its keys. Under a cast the output has the low dtype, as after ``model.half()``.
 
     Args:
-        model: in fp32, on the device where it is to run, not yet compiled or wrapped.
+        model: in fp32, on the device where it will run, not yet compiled or wrapped.
         plan: a plan, or the path of a saved one.
 
     Raises:
-        UsageError: the file is no plan, the model is not the one planned for (the message names the module), is compiled or
-            wrapped, or has a plan already.
+        UsageError: the file is not a plan; or the model differs from that of the plan (the message names the module), is
+            compiled or wrapped, or already has a plan.
     """
     if not isinstance(plan, Plan):
         plan = Plan.load(plan)
@@ -60,18 +60,23 @@ def _check_device(model: nn.Module, planned: str) -> None:
     if found != {device_type(planned)}:
         where = " and ".join(sorted(found))
         raise UsageError(
-            f"The plan is for {planned!r}, the model is on {where}.", "Move the model, or plan on its device."
+            f"The plan is for {planned!r}, but the model is on {where}.",
+            "Move the model, or search a plan for its device.",
         )
 
 
 def _check_unwrapped(model: nn.Module) -> None:
     if isinstance(getattr(model, "_orig_mod", None), nn.Module):
-        raise UsageError("The model is compiled: hooks added now would not be seen.", "Apply the plan, then compile.")
+        raise UsageError(
+            "The model is already compiled, so hooks have no effect.", "Apply the plan first, then compile."
+        )
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise UsageError(f"The model is wrapped in {type(model).__name__}.", "Apply the plan, then wrap.")
+        raise UsageError(
+            f"The model is wrapped in {type(model).__name__}.", "Apply the plan first, then wrap the model."
+        )
     if is_planned(model):
-        raise UsageError("The model has a plan already.", "Apply a plan to a model as it is made.")
+        raise UsageError("The model already has a plan.", "Apply the plan to a new copy of the model.")
     low = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}
     if low:
         names = ", ".join(sorted(str(dtype)[6:] for dtype in low))
-        raise UsageError(f"The model has {names} parameters; a plan starts from fp32.", "Call model.float() first.")
+        raise UsageError(f"The model has {names} parameters, but a plan needs fp32.", "Call model.float() first.")

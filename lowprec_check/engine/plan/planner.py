@@ -1,4 +1,4 @@
-"""The smallest mixed-precision plan that a plain run confirms, of all the bases that are allowed."""
+"""The search for a mixed-precision plan over all allowed bases; plain runs confirm it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from lowprec_check.schema.precisions import plan_bases
 from lowprec_check.schema.scan_result import Run
 
 QUICK = Limits(max_trials=60, seconds=120.0)
-"""For the search that a scan makes unasked."""
+"""Limits of the search that a scan does by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What to search for and how; the arguments of :func:`find_plan`, which describes them."""
+    """What to search for and how; see the arguments of :func:`find_plan`."""
 
     dtype: str | None = None
     base: str | None = None
@@ -59,16 +59,18 @@ class PlanOptions:
         ]
 
     def check(self, target: Target) -> None:
-        """Raise :class:`UsageError` for what cannot be searched, before anything runs."""
+        """Raise :class:`UsageError` for options that cannot be searched, before anything runs."""
         BACKENDS.get(self.backend)
         if not self.bases() or self.batches < 1:
             shorts, kinds = ({base.format.short for base in plan_bases()}, {base.kind for base in plan_bases()})
             raise UsageError(
-                f"Nothing to search: dtype={self.dtype!r}, base={self.base!r}, batches={self.batches}.",
-                f"dtype is one of {', '.join(sorted(shorts))}; base one of {', '.join(sorted(kinds))}; batches at least 1.",
+                f"No base to search for dtype={self.dtype!r}, base={self.base!r}, batches={self.batches}.",
+                f"Choose dtype from {', '.join(sorted(shorts))}, base from {', '.join(sorted(kinds))}, at least 1 batch.",
             )
         if self.use_metric and self.tolerance is not None:
-            raise UsageError("Both a metric and a tolerance are given.", "--max-drop sets how far the metric may fall.")
+            raise UsageError(
+                "Both a metric and a tolerance are given.", "Give one; --max-drop is the metric's tolerance."
+            )
         if self.max_drop is not None and not self.use_metric:
             raise UsageError("--max-drop needs a metric.", "Add --metric.")
         if self.use_metric and target.metric is None:
@@ -98,32 +100,32 @@ def find_plan(
     isolation: Isolation | None = None,
     on_progress: OnProgress | None = None,
 ) -> Planning:
-    """Find the fewest modules of ``model`` that must stay in fp32 for it to pass, and prove it.
+    """Find the fewest modules of ``model`` that must stay in fp32 for it to pass, confirmed by plain runs.
 
     Args:
-        model: in fp32, in the mode in which it is to be judged.
-        inputs: as :func:`lowprec_check.scan` takes them; for several batches a function of the batch's number.
-        dtype: ``bf16`` or ``fp16``; by default the better of them.
-        base: how the other modules run, ``autocast`` or ``cast``; by default the better of them.
+        model: in fp32, in the mode (``eval`` or ``train``) to search in.
+        inputs: as for :func:`lowprec_check.scan`; for several batches, a function of the batch number.
+        dtype: ``bf16`` or ``fp16``; default: the better one.
+        base: how the other modules run, ``autocast`` or ``cast``; default: the better one.
         backend: how the model is executed.
-        max_drop: how far the metric may fall, in its units; by default a hundredth of fp32's.
-        batches: how many batches must pass.
-        max_trials: runs of the model for each base.
-        seconds: for the whole search.
-        device: by default an accelerator if there is one, else the CPU.
-        tolerance: the largest rel_l2 of the output that passes; by default that of the precision.
+        max_drop: how far the metric may fall below fp32's, in its units; default: 1 % of fp32's.
+        batches: number of batches that must pass.
+        max_trials: most runs of the model for each base.
+        seconds: most time for the whole search.
+        device: default: an accelerator if there is one, else the CPU.
+        tolerance: the largest relative error of the output that passes; default: that of the precision.
         seed: of every run.
         without_kernel: kernels to run without, as if torch lacked them: ``aten.dot:half``.
         loss: ``loss(output) -> tensor``, run as part of the model.
-        metric: ``metric(model) -> float``, the higher the better: the objective in place of the tolerance.
+        metric: ``metric(model) -> float``, higher is better; used instead of the tolerance.
         isolation: ``fork`` or ``none``, as for a scan.
-        on_progress: called with the name of the run and what it is doing.
+        on_progress: called with the name of the run and its progress.
 
     Returns:
-        every base that was tried, and the best plan if there is one.
+        Every base that was tried, and the best plan if there is one.
 
     Raises:
-        UsageError: the model or an option cannot be used; the message says what to do.
+        UsageError: the model or an option cannot be used; the message explains what to do.
     """
     target = make_target(model, inputs, loss=loss, metric=metric)
     options = PlanOptions(
@@ -153,7 +155,7 @@ def plan_target(
     spec: str | None = None,
     on_progress: OnProgress | None = None,
 ) -> Planning:
-    """As :func:`find_plan`, for a loaded target; ``load`` gives it to a worker, ``spec`` is what the user called it."""
+    """Like :func:`find_plan`, for a loaded target; ``load`` loads it in a worker, ``spec`` is the user's name for it."""
     options.check(target)
     machine = isolated(lambda: environment(options.device), isolation, dict[str, Any])
     settings = RunOptions(
@@ -188,7 +190,7 @@ def plan_target(
 def _objective(options: PlanOptions, reference: Run) -> Objective:
     if options.use_metric and reference.metric is None:
         why = f": {reference.notes[-1]}" if reference.notes else ""
-        raise UsageError(f"The metric of the fp32 model is not a finite number{why}.", "Fix that first.")
+        raise UsageError(f"The metric of the fp32 model is not a finite number{why}.", "Fix the function `metric`.")
     return Objective(reference, metric=options.use_metric, max_drop=options.max_drop)
 
 
@@ -199,20 +201,20 @@ def _load_batch(load: Load, batch: int, seed: int) -> Target:
 
 
 def _search_bases(sessions: Sequence[TargetRuns], proposer: Proposer, options: PlanOptions) -> list[Proposal]:
-    """As they are if one of them passes so; else each with modules kept in fp32."""
+    """All bases without changes if one of them passes; else a search for each."""
     runs = {
         name: [session.run(name, options.backend, measured=session is sessions[0]) for session in sessions]
         for name in options.bases()
     }
     if any(proposer.passes_as_it_is(of_base) for of_base in runs.values()):
-        return [proposer.judge(of_base) for of_base in runs.values()]
+        return [proposer.without_search(of_base) for of_base in runs.values()]
     return list(proposer.propose_each(runs.values()))
 
 
 def make_plan(
-    proposal: Proposal, target: Target, fp32: Run, proposer: Proposer, found: dict[str, Any], name: str
+    proposal: Proposal, target: Target, fp32: Run, proposer: Proposer, machine: dict[str, Any], name: str
 ) -> Plan:
-    """The proposal as it is saved; ``found`` is the environment."""
+    """The proposal in the form that is saved; ``machine`` is the environment."""
     run, objective = proposal.run, proposer.objective
     assert run is not None
     assert run.base is not None
@@ -240,7 +242,7 @@ def make_plan(
         speedup=proposal.attempt.speedup,
         peak_memory_bytes=run.peak_memory_bytes,
         blame=blame(proposal.evidence, run.keep_fp32),
-        environment={key: found.get(key) for key in ("torch", "python", "device", "cpu_capability")},
+        environment={key: machine.get(key) for key in ("torch", "python", "device", "cpu_capability")},
         modules=describe_modules(target.model),
         code=snippet(key, describe_target(target, fp32), run.keep_fp32, run.untied),
     )
@@ -249,15 +251,15 @@ def make_plan(
 def plan_for_scan(
     session: TargetRuns,
     runs: Sequence[Run],
-    found: dict[str, Any],
+    machine: dict[str, Any],
     name: str,
     *,
     wanted: bool | None,
     on_progress: OnProgress | None,
 ) -> tuple[Run, Plan] | None:
-    """The best plan from the failing runs of a scan, whose first is fp32.
+    """The best plan for the failing runs of a scan; the first run must be the fp32 one.
 
-    Where nobody said whether it is ``wanted``, a quick one is made if no run passed: the first found will do.
+    If ``wanted`` is ``None``, the search is quick, happens only if no run passed, and ends at the first plan.
     """
     tried = [run for run in runs if not run.is_reference and run.status != "skipped"]
     failing = {(run.precision, run.backend): run for run in tried if run.status != "ok"}
@@ -274,4 +276,4 @@ def plan_for_scan(
     winner = best(proposals)
     if winner is None or winner.run is None:
         return None
-    return winner.run, make_plan(winner, session.target, runs[0], proposer, found, name)
+    return winner.run, make_plan(winner, session.target, runs[0], proposer, machine, name)

@@ -1,4 +1,4 @@
-"""Which modules to keep in fp32 from each base: the search with plain runs of the model as its verdicts."""
+"""Which modules to keep in fp32 for each base: a search whose trials are plain runs of the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from torch import nn
 
 from lowprec_check.analysis.blame import Suspects, at_fault, constants, suspects
-from lowprec_check.analysis.minimize import Found, Keep, ModuleTree, Trials, Verdict, is_kept, search
+from lowprec_check.analysis.minimize import Keep, ModuleTree, SearchResult, Trials, Verdict, is_kept, search
 from lowprec_check.analysis.run_summary import NOISE, SHORT_MS, error_of, explain_status, short_op, some, speedup
 from lowprec_check.engine.model.keep_fp32 import shared_weights
 from lowprec_check.engine.run.target_runs import TargetRuns
@@ -21,32 +21,32 @@ from lowprec_check.schema.precisions import PLAN, PRECISIONS, REFERENCE
 from lowprec_check.schema.scan_result import Run
 
 SLOWER = 1.5
-"""A base that is so many times as slow as a plan found already is not searched."""
+"""A base at least this many times slower than a plan already found is not searched."""
 
 OnTrial = Callable[[str, str], None]
-"""Takes the base and how its search stands."""
+"""Called with the base and the progress of its search."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How long a search may take: ``max_trials`` runs for each base, ``seconds`` for all of them."""
+    """How long a search may take: ``max_trials`` runs for each base, ``seconds`` in total."""
 
     max_trials: int = 200
     seconds: float = 600.0
 
 
 class Objective:
-    """What a run must reach: the tolerance on the output, or a metric no worse than fp32's by ``max_drop``."""
+    """When a run passes: its output is within tolerance, or its metric is at most ``max_drop`` below fp32's."""
 
     def __init__(self, fp32: Run, *, metric: bool = False, max_drop: float | None = None) -> None:
-        """``max_drop`` is in units of the metric, by default a hundredth of fp32's."""
+        """``max_drop`` is in units of the metric; default: 1 % of fp32's."""
         self.fp32_metric = fp32.metric if metric else None
         self.max_drop = None
         if self.fp32_metric is not None:
             self.max_drop = abs(self.fp32_metric) / 100 if max_drop is None else max_drop
 
     def reached(self, run: Run) -> bool:
-        """Whether ``run`` is good enough."""
+        """Whether ``run`` passes."""
         if self.fp32_metric is None or self.max_drop is None:
             return run.status == "ok"
         drop = self.fp32_metric - run.metric if run.metric is not None else None
@@ -54,69 +54,69 @@ class Objective:
 
 
 def _equals_fp32(run: Run) -> bool:
-    """Whether the output is fp32's bit for bit: perhaps because nothing was computed in low precision."""
+    """Whether the output equals fp32's bit for bit, perhaps because nothing ran in low precision."""
     return not run.output_is_zero and run.output_error is not None and run.output_error.rel_l2 == 0.0
 
 
 def _is_low(row: OpCall, run: Run) -> bool:
-    """Whether an op computes on values of the run's format; a cast does not."""
+    """Whether an op computes on values in the low precision of the run; casts do not count."""
     mark = run.basis.format.mark if run.basis else ""
     return mark in re.split("[+→]", row.dtypes) and row.op != "aten._to_copy.default"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """The best that the search found from one base."""
+    """The best plan that the search found for one base."""
 
     attempt: Attempt
     run: Run | None = None
-    """The base with modules kept, measured and explained, as a ``plan`` run; the worst error of all batches."""
+    """The base with modules kept, measured and analyzed, as a ``plan`` run; its error is the worst of all batches."""
     minimal: bool = False
     stopped: str | None = None
     evidence: tuple[Run, ...] = ()
-    """The explained runs on the way, the base as it is first."""
+    """The runs of the search that were analyzed op by op, first that of the base without kept modules."""
 
 
 class Proposer:
-    """Searches the bases of one target, whose batches are a session each."""
+    """Searches the bases of one target; each batch has a session of its own."""
 
     def __init__(
         self, sessions: Sequence[TargetRuns], objective: Objective, limits: Limits, on_trial: OnTrial | None = None
     ) -> None:
-        """The sessions have their fp32 reference already."""
+        """The sessions must have run their fp32 reference."""
         self.sessions, self.objective = list(sessions), objective
         self.limits, self.on_trial = limits, on_trial
         self.started = time.monotonic()
 
     def passes_as_it_is(self, runs: Sequence[Run]) -> bool:
-        """Whether a base needs no module in fp32; ``runs`` are one for each batch."""
+        """Whether a base passes without modules in fp32; ``runs`` has one run per batch."""
         return all(self.objective.reached(run) for run in runs)
 
-    def judge(self, runs: Sequence[Run]) -> Proposal:
-        """A base as it is, without a search."""
+    def without_search(self, runs: Sequence[Run]) -> Proposal:
+        """The proposal for a base without a search."""
         worst = max(runs, key=error_of)
         if not self.passes_as_it_is(runs):
-            return Proposal(attempt=_attempt(worst, outcome="not searched: another passes as it is"))
+            return Proposal(attempt=_attempt(worst, outcome="not searched: another base passes without changes"))
         run = msgspec.structs.replace(runs[0], precision=PLAN, base=worst.precision, output_error=worst.output_error)
-        known = {"kept": 0, "speedup": _speedup(run, self.fp32), "outcome": "passes as it is"}
+        known = {"kept": 0, "speedup": _speedup(run, self.fp32), "outcome": "passes without changes"}
         return Proposal(attempt=_attempt(worst, **known), run=run, minimal=True, evidence=tuple(runs))
 
-    def propose(self, runs: Sequence[Run], *, rival: Proposal | None = None) -> Proposal:
-        """Search from the base that ``runs`` are of, unless that cannot beat ``rival``."""
+    def propose(self, runs: Sequence[Run], *, best_so_far: Proposal | None = None) -> Proposal:
+        """Search the base of ``runs``, unless it is too slow to beat ``best_so_far``."""
         base = runs[0]
         if base.status in ("timeout", "skipped"):
-            return Proposal(attempt=_attempt(base, outcome=f"not searched: {base.reason or base.status} as it is"))
-        known = rival.run.latency_ms if rival is not None and rival.run is not None else None
+            return Proposal(attempt=_attempt(base, outcome=f"not searched: {base.reason or base.status}"))
+        known = best_so_far.run.latency_ms if best_so_far is not None and best_so_far.run is not None else None
         if known is not None and base.latency_ms is not None and base.latency_ms > SLOWER * known:
             outcome = f"not searched: {base.latency_ms / known:.1f} times as slow as the plan found"
             return Proposal(attempt=_attempt(base, outcome=outcome))
         return _Search(self, runs).propose()
 
     def propose_each(self, bases: Iterable[Sequence[Run]]) -> Iterator[Proposal]:
-        """Search one base after another, with the best so far as the rival."""
+        """Search one base after another."""
         found: list[Proposal] = []
         for runs in bases:
-            found.append(self.propose(runs, rival=best(found)))
+            found.append(self.propose(runs, best_so_far=best(found)))
             yield found[-1]
 
     @property
@@ -126,8 +126,8 @@ class Proposer:
         assert fp32 is not None
         return fp32
 
-    def may_go_on(self, trials: int) -> str | None:
-        """Why not to start another run, or ``None``."""
+    def stop_reason(self, trials: int) -> str | None:
+        """Why no other run may start, or ``None``."""
         if trials >= self.limits.max_trials:
             return f"after {trials} trials (--max-trials)"
         if time.monotonic() - self.started > self.limits.seconds:
@@ -136,7 +136,7 @@ class Proposer:
 
 
 class _Search:
-    """The search from one base."""
+    """The search for one base."""
 
     def __init__(self, proposer: Proposer, runs: Sequence[Run]) -> None:
         self.proposer, self.base, self.backend = proposer, runs[0].precision, runs[0].backend
@@ -145,7 +145,7 @@ class _Search:
         self.order = list(proposer.sessions)
         model = proposer.sessions[0].target.model
         self.tree = ModuleTree(called_modules(model, [self.proposer.fp32, *runs]))
-        self.trials = Trials(self.tree, self._try, proposer.may_go_on)
+        self.trials = Trials(self.tree, self._try, proposer.stop_reason)
 
     def propose(self) -> Proposal:
         started = time.monotonic()
@@ -170,8 +170,8 @@ class _Search:
         )
 
     def _try(self, keep: Keep) -> Verdict:
-        """On every batch; the one that failed last goes first."""
-        self._tell(f"trial {self.trials.count}: {len(keep)} modules in fp32")
+        """Try ``keep`` on every batch, first on the one that failed last."""
+        self._report_progress(f"trial {self.trials.count}: {len(keep)} modules in fp32")
         runs = []
         for session in list(self.order):
             run = session.run(self.base, self.backend, keep_fp32=keep, measured=False, instrumented=session.random)
@@ -181,10 +181,10 @@ class _Search:
                 self.failed[keep] = run
                 return Verdict(False, own_fault=run.exception is None or not run.exception.module)
             runs.append(run)
-        return Verdict(True, low=self._leaves_low(keep, runs))
+        return Verdict(True, any_low=self._leaves_low(keep, runs))
 
     def _leaves_low(self, keep: Keep, runs: Sequence[Run]) -> bool:
-        """Whether anything is computed in 16 bits with ``keep`` in fp32; where that is in doubt, a run is explained."""
+        """Whether anything runs in low precision with ``keep`` in fp32; if unclear, a run is analyzed op by op."""
         if not all(map(_equals_fp32, runs)) and self._is_custom():
             return True
         computing = {row.module for row in self.failing.op_calls.rows() if _is_low(row, self.failing)}
@@ -194,23 +194,23 @@ class _Search:
         return any(_is_low(row, explained) and not is_kept(row.module, keep) for row in explained.op_calls.rows())
 
     def _is_custom(self) -> bool:
-        """Whether dtypes of ops do not show what the precision does."""
+        """Whether the precision is a custom one, whose effect the dtypes of ops need not show."""
         return PRECISIONS.get(self.base).kind == "custom"
 
     def _explain(self, keep: Keep) -> Suspects:
-        self._tell(f"trial {self.trials.count}: looking behind {len(keep)} modules in fp32")
+        self._report_progress(f"trial {self.trials.count}: analyzing with {len(keep)} modules in fp32")
         run = self.order[0].run(self.base, self.backend, keep_fp32=keep, measured=False)
         self.evidence.append(run)
         return suspects(run)
 
-    def _tell(self, doing: str) -> None:
+    def _report_progress(self, doing: str) -> None:
         if self.proposer.on_trial is not None:
             best = self.trials.best
-            proven = f", {len(best)} proven" if best is not None else ""
+            proven = f", {len(best)} modules pass" if best is not None else ""
             self.proposer.on_trial(f"plan from {self.base}", doing + proven)
 
     def _measure(self, keep: Keep) -> Run:
-        self._tell(f"measuring {len(keep)} modules in fp32")
+        self._report_progress(f"measuring {len(keep)} modules in fp32")
         runs = [
             session.run(
                 self.base, self.backend, keep_fp32=keep, measured=index == 0, instrumented=index == 0 or session.random
@@ -227,25 +227,25 @@ class _Search:
             runs[0], precision=PLAN, base=self.base, untied=untied, output_error=worst.output_error
         )
 
-    def _outcome(self, found: Found) -> str:
+    def _outcome(self, found: SearchResult) -> str:
         if found.keep is not None:
-            return f"passes with {some(found.keep)} in fp32" + ("" if found.minimal else ", stopped early")
+            return f"passes with {some(found.keep)} in fp32" + ("" if found.minimal else " (search stopped early)")
         if self.trials.stopped is not None:
             return f"nothing passed before the search stopped {self.trials.stopped}"
-        failed = self.failed.get(self.tree.normal(self.tree.children("")))
+        failed = self.failed.get(self.tree.normalized(self.tree.children("")))
         if failed is None:
-            return "no plan: passes only with all of it in fp32"
+            return "no plan: passes only with every op in fp32"
         raised_inside = failed.exception is not None and failed.exception.module
         why = explain_status(failed) if raised_inside else self._own_fault() or explain_status(failed)
         return f"no plan: fails even with every submodule in fp32 ({why})"
 
     def _own_fault(self) -> str | None:
-        """What the model's own forward, which no module hook reaches, does wrong."""
+        """The failure in the model's own ``forward``, which keeping submodules in fp32 does not change."""
         for run in reversed(self.evidence):
             own = at_fault(run, "")
             if own is not None:
                 place = f", {own.source}" if own.source else ""
-                return f"in the model's own forward {short_op(own.op or '')} {own.why}{place}"
+                return f"in the model's own forward, {short_op(own.op or '')} {own.why}{place}"
         return None
 
 
@@ -256,14 +256,14 @@ def _attempt(run: Run, **known: object) -> Attempt:
 
 
 def _speedup(run: Run, fp32: Run) -> float | None:
-    """fp32's latency over that of ``run``; ``None`` where both are too short to compare."""
+    """fp32's latency over that of ``run``; ``None`` if it is too short to compare."""
     return speedup(run, [fp32]) if (run.latency_ms or 0.0) >= SHORT_MS else None
 
 
 def called_modules(model: nn.Module, runs: Sequence[Run]) -> dict[str, str]:
-    """Path to type of every submodule that runs, parents before children: where a hook has an effect.
+    """Path to type of every submodule that is called, and so can be kept in fp32 by hooks; parents before children.
 
-    ``TransformerEncoderLayer`` calls its children only off its fused path, where the first hook takes it.
+    The children of a ``TransformerEncoderLayer`` are included: it calls them as soon as a hook disables its fused path.
     """
     called = {name for run in runs for name in run.called_modules}
     fused = [name for name, module in model.named_modules() if isinstance(module, nn.TransformerEncoderLayer)]
@@ -275,7 +275,7 @@ _FUSED_CHILDREN = ("self_attn", "linear1", "linear2", "norm1", "norm2")
 
 
 def best(proposals: Sequence[Proposal]) -> Proposal | None:
-    """The fastest; among equally fast ones the one that keeps the fewest modules, then the most exact."""
+    """The fastest; among equally fast ones the one that keeps the fewest modules, then the most accurate."""
     passed = [proposal for proposal in proposals if proposal.run is not None]
     if not passed:
         return None
