@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.catalog import declared, measured
 from lowprec_check.catalog.change_lines import CatalogError
-from lowprec_check.catalog.fixed_in import mending
+from lowprec_check.catalog.declared_support import OpSupport, declared_support
+from lowprec_check.catalog.fixes import find_fix
 from lowprec_check.catalog.measured_sweep import MeasuredSweep
 from lowprec_check.catalog.missing_ops import gaps
 from lowprec_check.catalog.names import bare, dtype_of, find
@@ -33,7 +34,6 @@ from lowprec_check.catalog.records import (
 )
 from lowprec_check.catalog.support_cells import measured_cell
 from lowprec_check.catalog.version_diff import difference
-from lowprec_check.catalog.xpu_support import OpSupport, declared_support
 from lowprec_check.errors import UsageError
 from lowprec_check.report.op.document import render_report
 from lowprec_check.report.op.grid import CELLS, columns, render_grid
@@ -331,8 +331,8 @@ def test_since_and_mended(tmp_path_factory: pytest.TempPathFactory, history: lis
     assert cell.since == (None if first is None else f"2.{first + 1}")
     assert cell.since_oldest == (first == 0)
     later = oracle_since(history)
-    mended = later is not None and later > at and history[at] != "all"
-    assert cell.mended == (f"2.{later + 1}" if mended and later is not None else None)
+    fixed = later is not None and later > at and history[at] != "all"
+    assert cell.fixed_in == (f"2.{later + 1}" if fixed and later is not None else None)
 
 
 def test_the_difference_of_two_versions(catalog_of: Callable[..., None]) -> None:
@@ -360,12 +360,12 @@ def test_gaps_name_the_release_that_mends_them(catalog_of: Callable[..., None]) 
         }
     )
     found = gaps("cpu", "float16", "2.1")
-    assert [(missing.op, missing.mended) for missing in found.missing] == [("a", "2.2"), ("b", None)]
+    assert [(missing.op, missing.fixed_in) for missing in found.missing] == [("a", "2.2"), ("b", None)]
     assert gaps("cpu", "bfloat16", "2.1").missing == []
-    found = mending("aten.a.default", device="cpu", dtype="float16", torch="2.1.2+cpu")
+    found = find_fix("aten.a.default", device="cpu", dtype="float16", torch="2.1.2+cpu")
     assert str(found) == "runs since torch 2.2"
-    assert mending("aten.z.default", device="cpu", dtype="float16", torch="2.1.2") is None
-    assert mending("aten.a.default", device="cuda", dtype="float16", torch="2.1.2") is None
+    assert find_fix("aten.z.default", device="cpu", dtype="float16", torch="2.1.2") is None
+    assert find_fix("aten.a.default", device="cuda", dtype="float16", torch="2.1.2") is None
 
 
 def test_a_version_with_the_extension_is_one_of_its_own() -> None:
@@ -390,24 +390,27 @@ def test_dot_on_xpu_went_from_the_cpu_to_a_kernel() -> None:
 
 def test_what_refuses_above_dispatch_refuses_on_xpu_too() -> None:
     missing = {missing.op: missing for missing in gaps("xpu", "float16", "2.11").missing}
-    assert (missing["quantile"].at, missing["quantile"].message) == ("quantile", "does not take the dtype")
+    assert (missing["quantile"].at, missing["quantile"].message) == ("quantile", "does not support the dtype")
     assert missing["signal.windows.hann"].at is None  # Python refuses
-    assert missing["fft.rfft"].mended == "2.12"
+    assert missing["fft.rfft"].fixed_in == "2.12"
     assert missing["linalg.matrix_norm"].states["forward"] == "some"  # only some norms need singular values
-    assert (missing["linalg.svd"].at, missing["linalg.svd"].message) == ("_linalg_svd", "on the CPU, no kernel there")
+    assert (missing["linalg.svd"].at, missing["linalg.svd"].message) == (
+        "_linalg_svd",
+        "runs on the CPU, which has no kernel for the dtype",
+    )
 
 
-@pytest.mark.parametrize("release", declared.releases())
+@pytest.mark.parametrize("release", declared.releases("xpu"))
 def test_what_is_declared_for_xpu_can_be(release: str) -> None:
     """Half is never better than fp32, there is a backward only where there is a gradient, a reason wherever it fails."""
-    sweep = measured.at_release("cpu", release)
+    sweep, file = measured.at_release("cpu", release), declared.load("xpu", release)
     assert sweep is not None
     seen = 0
     for op, found in sweep.records.items():
         for mode in MODES[:2]:
-            wide = declared_support(op, release, "float32", mode)
+            wide = declared_support(op, file, "float32", mode)
             for dtype in LOW:
-                support = declared_support(op, release, dtype, mode)
+                support = declared_support(op, file, dtype, mode)
                 if support is not None:
                     seen += 1
                     assert wide is None or support.rank <= wide.rank, (op, dtype, mode)
@@ -419,11 +422,12 @@ def test_what_is_declared_for_xpu_can_be(release: str) -> None:
 
 def test_xpu_is_declared_to_run_what_runs_on_cuda() -> None:
     """Most claims for XPU are CUDA's: where they part from what CUDA was measured to do, someone has looked."""
-    cuda, better, worse = measured.sweep_of("cuda", "2.11"), set(), set()
+    cuda, file = measured.sweep_of("cuda", "2.11"), declared.load("xpu", "2.11")
+    better, worse = set(), set()
     for op in cuda.records:
         for dtype in LOW:
             for mode in MODES[:2]:
-                support, state = declared_support(op, "2.11", dtype, mode), cuda.state(op, dtype, mode)
+                support, state = declared_support(op, file, dtype, mode), cuda.state(op, dtype, mode)
                 if support is not None and state is not None and support.state != state:
                     (better if OpSupport(state).rank < support.rank else worse).add(op)
     assert better == {"histc", "istft", "stft", "nn.functional.embedding_bag"}
@@ -439,11 +443,11 @@ def test_xpu_is_judged_by_what_that_release_dispatches() -> None:
 
 
 def test_a_scan_on_xpu_says_since_when() -> None:
-    dot = mending("aten.angle.default", device="xpu", dtype="float16", torch="2.8.0+xpu")
+    dot = find_fix("aten.angle.default", device="xpu", dtype="float16", torch="2.8.0+xpu")
     assert str(dot) == "runs since torch 2.14"
-    cdist = mending("aten._cdist_forward.default", device="xpu", dtype="float16", torch="2.13.0")
-    assert str(cdist) == f"fails up to torch {declared.releases()[-1]}"
-    assert mending("aten.mm.default", device="xpu", dtype="float16", torch="2.13.0") is None
+    cdist = find_fix("aten._cdist_forward.default", device="xpu", dtype="float16", torch="2.13.0")
+    assert str(cdist) == f"fails up to torch {declared.releases('xpu')[-1]}"
+    assert find_fix("aten.mm.default", device="xpu", dtype="float16", torch="2.13.0") is None
 
 
 def test_an_issue_of_half_is_not_shown_for_fp32() -> None:
@@ -467,14 +471,14 @@ def test_dot_in_half_as_it_is_told() -> None:
     assert "ipex-673" in {issue.id for issue in answer.issues}
     [older] = lookup("dot", dtype="float16", device="cpu", torch="2.1")
     assert {cell.state for cell in older.cells} == {"none", None}
-    assert older.cells[0].mended is not None
+    assert older.cells[0].fixed_in is not None
 
 
 def test_a_cpu_fallback_on_xpu_fares_as_the_cpu() -> None:
     [answer] = lookup("linalg.svd", dtype="float16", device="xpu")
     assert {(cell.state, cell.registration) for cell in answer.cells} == {("none", "fallback")}
     assert [missing.op for missing in gaps("xpu", "float16").missing if missing.op == "linalg.svd"]
-    assert declared.releases()[-1] == gaps("xpu", "float16").torch
+    assert declared.releases("xpu")[-1] == gaps("xpu", "float16").torch
 
 
 # -- a scan uses it

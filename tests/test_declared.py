@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowprec_check.catalog import declared
+from lowprec_check.catalog.aten import AtenCatalog
 from lowprec_check.catalog.declared_file import DeclaredFile, DeclaredRow, Source
+from lowprec_check.catalog.fixes import find_fix
+from lowprec_check.catalog.known_issues import matching
+from lowprec_check.catalog.missing_ops import gaps
+from lowprec_check.catalog.op_lookup import lookup
 from lowprec_check.catalog.toml_tables import read_tables
+from lowprec_check.catalog.version_diff import difference
 from lowprec_check.errors import UsageError
+from lowprec_check.pytest_plugin.op_support import support_of
+from lowprec_check.report.op.document import render_report
+from lowprec_check.report.op.grid import columns, why
+from lowprec_check.report.op.text import render_answers, render_gaps
+from lowprec_check.schema.base import encode
+from lowprec_check.schema.devices import DEVICES, Device
 from tools.xpu_declarations import claims, dtypes, kernels, registrations
 from tools.xpu_declarations.__main__ import rows, save
 from tools.xpu_declarations.corrections import Correction, Corrections
@@ -293,16 +307,16 @@ def test_names_and_releases() -> None:
     for name in ("aten.dot.default", "aten::dot", "torch.ops.aten.dot.default", "dot"):
         assert declared.overload_name(name) == "dot"
     assert declared.overload_name("aten::add.Tensor") == "add.Tensor"
-    assert declared.load("2.13.0+cpu") is declared.load("2.13.0+cpu")
-    assert declared.load("2.13.0+cpu").torch == "2.13"
-    assert declared.releases() == tuple(f"2.{minor}" for minor in range(8, 16))
+    assert declared.load("xpu", "2.13.0+cpu") is declared.load("xpu", "2.13.0+cpu")
+    assert declared.load("xpu", "2.13.0+cpu").torch == "2.13"
+    assert declared.releases("xpu") == tuple(f"2.{minor}" for minor in range(8, 16))
     with pytest.raises(UsageError, match=r"torch 2\.7") as error:
-        declared.load("2.7.1")
+        declared.load("xpu", "2.7.1")
     assert "2.8, 2.9" in (error.value.hint or "")
     with pytest.raises(UsageError, match="no version"):
-        declared.load("nightly")
-    assert declared.load("2.13").row("aten.no_such_op") is None
-    assert {"dot", "dot.out"} == set(declared.load("2.13").overloads("aten::dot"))
+        declared.load("xpu", "nightly")
+    assert declared.load("xpu", "2.13").row("aten.no_such_op") is None
+    assert {"dot", "dot.out"} == set(declared.load("xpu", "2.13").overloads("aten::dot"))
 
 
 # Read by hand from the sources, release by release: op, first native release, takes half, takes bfloat16 (in 2.13).
@@ -328,22 +342,22 @@ KNOWN = [
 
 @pytest.mark.parametrize(("op", "since", "half", "bfloat16"), KNOWN, ids=str)
 def test_what_is_known_by_other_means(op: str, since: str | None, half: bool | None, bfloat16: bool | None) -> None:
-    history = declared.history(op)
+    history = declared.history("xpu", op)
     assert next((dated.torch for dated in history if dated.row and dated.row.registration == "native"), None) == since
     for dated in history:
         if dated.row is not None and since is not None and dated.row.registration != "native":
             assert dated.row.registration == "fallback"
-    row = declared.load("2.13").row(op)
+    row = declared.load("xpu", "2.13").row(op)
     assert row is not None
-    assert (row.takes("half"), row.takes("bfloat16")) == (half, bfloat16)
-    evidence = declared.load("2.13").evidence(row)
+    assert (row.supports("half"), row.supports("bfloat16")) == (half, bfloat16)
+    evidence = declared.load("xpu", "2.13").evidence(row)
     assert evidence
     assert all(url.startswith("https://github.com/") for url in evidence)
 
 
-@pytest.mark.parametrize("release", declared.releases())
+@pytest.mark.parametrize("release", declared.releases("xpu"))
 def test_the_files_are_whole_and_sorted(release: str) -> None:
-    known = declared.load(release)
+    known = declared.load("xpu", release)
     assert list(known.ops) == sorted(known.ops)
     assert len(known.ops) > 3000
     assert any(row.via for row in known.ops.values())
@@ -397,8 +411,65 @@ def test_what_has_no_kernel_is_computed_in_float32_under_the_mode() -> None:
         torch.linalg.inv(torch.zeros(2, 2, dtype=torch.bfloat16))
 
 
+@pytest.fixture
+def npu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A second declared device: its Device and its file, a copy of the one for XPU."""
+    text = (ROOT / "catalog" / "declared-xpu.jsonl").read_text(encoding="utf-8")
+    (tmp_path / "declared-xpu.jsonl").write_text(text, encoding="utf-8")
+    (tmp_path / "declared-npu.jsonl").write_text(text.replace('"device":"xpu"', '"device":"npu"', 1), encoding="utf-8")
+    monkeypatch.setattr(declared, "data_folder", lambda: tmp_path)
+    monkeypatch.setitem(DEVICES._items, "npu", Device(name="npu", catalog="declared"))
+    caches = (declared._file, declared.releases, declared.load)
+    for cached in caches:
+        cached.cache_clear()
+    yield "npu"
+    for cached in caches:
+        cached.cache_clear()
+
+
+def as_xpu(answer: Any) -> str:
+    """An answer about npu as JSON, with npu renamed."""
+    return encode(answer).decode().replace("npu", "xpu")
+
+
+@pytest.mark.usefixtures("npu")
+def test_a_second_declared_device_needs_only_its_entry_and_its_file() -> None:
+    for op in ("dot", "linalg.svd", "fft.rfft"):
+        [on_npu], [on_xpu] = lookup(op, device="npu"), lookup(op, device="xpu")
+        assert on_npu.cells
+        assert as_xpu(on_npu.cells) == encode(on_xpu.cells).decode()
+        assert {cell.device for cell in lookup(op)[0].cells} == {"cpu", "cuda", "xpu", "npu"}
+    assert lookup("dot", torch="2.1")[0].elsewhere.keys() == {"cuda", "xpu", "npu"}
+    assert as_xpu(gaps("npu:0", "half", "2.11")) == encode(gaps("xpu", "half", "2.11")).decode()
+    assert as_xpu(difference("2.8", "2.11", "npu")) == encode(difference("2.8", "2.11", "xpu")).decode()
+    fixes = [find_fix("aten.angle.default", device=device, dtype="half", torch="2.8.0") for device in ("npu", "xpu")]
+    assert fixes[0]
+    assert fixes[0] == fixes[1]
+    for op in ("aten.dot.default", "aten._linalg_svd.default", "aten._cdist_forward.default"):
+        on_npu, on_xpu = (AtenCatalog(device, "float16", "2.13.0").of(op) for device in ("npu", "xpu"))
+        assert as_xpu(on_npu) == encode(on_xpu).decode()
+    assert support_of("dot", "float16", "npu").evidence == "declared"
+    assert matching(op="dot", device="npu") == []
+
+
+@pytest.mark.usefixtures("npu")
+def test_reports_show_a_second_declared_device() -> None:
+    for shown in (render_answers(lookup("dot", device="npu")), render_gaps(gaps("npu", "half", "2.8"))):
+        assert "npu" in shown
+        assert "xpu" not in shown
+    assert "npu: declared only for torch 2.8 to 2.15" in render_answers(lookup("dot", torch="2.1"))
+    labels = {device: [c.label for c in columns() if c.device == device] for device in ("npu", "xpu")}
+    assert labels["npu"] == labels["xpu"] == list(declared.releases("npu"))
+    assert why("linalg.svd", "float16", columns()).count("\nnpu 2.15: ") == 1
+    document = render_report()
+    for title in ("Missing on {}", "What versions gained and lost on {}"):
+        [on_npu, on_xpu] = (document.partition(f"## {title.format(device)}")[2] for device in ("npu", "xpu"))
+        assert on_npu.partition("\n## ")[0] == on_xpu.partition("\n## ")[0]
+        assert on_npu
+
+
 def test_worst() -> None:
-    known = declared.load("2.10")
+    known = declared.load("xpu", "2.10")
     assert known.worst([]) == "native"
     assert known.worst(["aten.mm.default", "aten.relu.default"]) == "native"
     assert known.worst(["aten.mm.default", "aten.dot.default"]) == "fallback"
@@ -408,9 +479,9 @@ def test_worst() -> None:
 def test_this_torch_agrees_on_which_ops_are_made_of_others() -> None:
     """The dispatcher of any build knows what an XPU tensor would get of the kernels that serve every backend."""
     release = declared.release_of(torch.__version__)
-    if release not in declared.releases():
+    if release not in declared.releases("xpu"):
         pytest.skip(f"nothing is declared for torch {release}")
-    known = declared.load(release)
+    known = declared.load("xpu", release)
     names = {name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
     assert set(known.ops) <= names
     assert {row.registration for row in known.ops.values()} >= {"composite", "none"}

@@ -36,7 +36,7 @@ def test_a_dtype_in_any_spelling_is_the_same(dtype: Any) -> None:
     assert catalog.gaps("cpu", dtype).missing
     assert catalog.difference("2.1", "2.13", dtype=dtype).gained
     assert {cell.dtype for cell in catalog.lookup("dot", dtype=dtype)[0].cells} == {"float16"}
-    assert catalog.mending("aten.dot.default", device="cpu", dtype=dtype, torch="2.1.2")
+    assert catalog.find_fix("aten.dot.default", device="cpu", dtype=dtype, torch="2.1.2")
     assert catalog.matching(op="dot", device="xpu", dtype=dtype)[0].id == "ipex-673"
 
 
@@ -46,7 +46,7 @@ def test_a_device_may_be_torchs_own() -> None:
     assert catalog.gaps(torch.device("cuda:0")) == catalog.gaps("cuda")
     assert catalog.difference("2.8", "2.13", cpu) == catalog.difference("2.8", "2.13")
     assert catalog.lookup("dot", device=cpu) == catalog.lookup("dot", device="cpu")
-    assert catalog.mending("aten.dot.default", device=cpu, dtype="half", torch="2.1.2")
+    assert catalog.find_fix("aten.dot.default", device=cpu, dtype="half", torch="2.1.2")
     assert catalog.matching(op="dot", device=torch.device("xpu:0")) == catalog.matching(op="dot", device="xpu")
 
 
@@ -60,9 +60,9 @@ def test_a_device_may_be_torchs_own() -> None:
         lambda: catalog.difference("2.8", "2.13", dtype="fp32"),
         lambda: catalog.lookup("dot", dtype=""),
         lambda: catalog.lookup("dot", device="npu"),
-        lambda: catalog.mending("aten.dot.default", device="cpu", dtype="int8", torch="2.1.2"),
-        lambda: catalog.mending("aten.dot.default", device="cpu", dtype="half", torch="new"),
-        lambda: catalog.mending("aten.dot.default", device="npu", dtype="half", torch="2.1.2"),
+        lambda: catalog.find_fix("aten.dot.default", device="cpu", dtype="int8", torch="2.1.2"),
+        lambda: catalog.find_fix("aten.dot.default", device="cpu", dtype="half", torch="new"),
+        lambda: catalog.find_fix("aten.dot.default", device="npu", dtype="half", torch="2.1.2"),
         lambda: catalog.matching(torch="new"),
         lambda: catalog.matching(dtype="int8"),
         lambda: catalog.matching(device="npu"),

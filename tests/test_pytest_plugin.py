@@ -192,7 +192,7 @@ def test_supported_is_tried_here(project: pytest.Pytester) -> None:
 def test_supported_is_declared_for_an_absent_xpu(project: pytest.Pytester) -> None:
     said = one(project, 'lowprec.assert_supported("cdist", dtype=torch.bfloat16, device="xpu")')
     assert (
-        f"cdist is not supported in bfloat16 on xpu (not run here: from the catalog, declared, torch {releases()[0][:1]}"
+        f"cdist is not supported in bfloat16 on xpu (not run here: from the catalog, declared, torch {releases('xpu')[0][:1]}"
         in said
     )
     assert "cdist  forward: in part" in said  # Euclidean distance is a matrix product

@@ -13,14 +13,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lowprec_check.catalog.fixed_in import mending
+    from lowprec_check.catalog.fixes import find_fix
     from lowprec_check.catalog.known_issues import matching
     from lowprec_check.catalog.measured import history, sweep_of
     from lowprec_check.catalog.missing_ops import gaps
     from lowprec_check.catalog.op_lookup import lookup
     from lowprec_check.catalog.version_diff import difference
 
-__all__ = ["difference", "gaps", "history", "lookup", "matching", "mending", "sweep_of"]
+__all__ = ["difference", "find_fix", "gaps", "history", "lookup", "matching", "sweep_of"]
 
 _HOMES = {
     "difference": "version_diff",
@@ -28,7 +28,7 @@ _HOMES = {
     "history": "measured",
     "lookup": "op_lookup",
     "matching": "known_issues",
-    "mending": "fixed_in",
+    "find_fix": "fixes",
     "sweep_of": "measured",
 }
 

@@ -6,13 +6,16 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import msgspec
+
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.declared import overload_name
-from lowprec_check.catalog.fixed_in import mended_in
+from lowprec_check.catalog.declared_support import row_supports, why_missing
+from lowprec_check.catalog.fixes import fixed_since
 from lowprec_check.catalog.measured import at_release, sweep_of
 from lowprec_check.catalog.records import MODES, Dtype, Failure, FailureKind, Mode, OpRecord, State
-from lowprec_check.catalog.xpu_support import WHY, takes
 from lowprec_check.schema.base import Struct
+from lowprec_check.schema.devices import is_declared
 
 _NO_KERNEL = ("missing-kernel", "no-backend-kernel", "crash")
 """Failures that are the op's own; others are of what a sample gave it."""
@@ -27,7 +30,7 @@ class AtenSupport(Struct, frozen=True, kw_only=True):
     message: str | None = None
     """How it fails, or what is declared of it."""
     condition: str | None = None
-    mended: str | None = None
+    fixed_in: str | None = msgspec.field(name="mended", default=None)
     """The later release of torch from which on it runs."""
     shown_by: list[str] = []
     """Operators that fail in it."""
@@ -52,10 +55,9 @@ class AtenCatalog:
         self.device, self.dtype = device, dtype
         release = declared.release_of(torch)
         self.declared: declared.Release | None = None
-        if device == "xpu":
-            known = declared.releases()
-            self.declared = declared.load(release if release in known else known[-1])
-        measured_on = "cpu" if device == "xpu" else device
+        if is_declared(device):
+            self.declared = declared.load(device, declared.known_release(device, release))
+        measured_on = "cpu" if self.declared else device
         self.sweep = at_release(measured_on, release) or sweep_of(measured_on)
         self._dispatching: dict[str, list[_Seen]] = defaultdict(list)  # by overload, in any mode
         self._failing: dict[str, list[_Seen]] = defaultdict(list)
@@ -112,7 +114,7 @@ class AtenCatalog:
             kind=first.failure.kind,
             message=first.failure.message,
             condition=first.failure.condition if state == "some" else None,
-            mended=mended_in(self.sweep, ops, self.dtype, first.mode),
+            fixed_in=fixed_since(self.sweep, ops, self.dtype, first.mode),
             shown_by=ops,
         )
 
@@ -124,10 +126,10 @@ class AtenCatalog:
             on_cpu = self._measured_of(op)
             said = "computed on the CPU" + (f": {on_cpu.message}" if on_cpu.message else "")
             return AtenSupport(state=on_cpu.state, kind=on_cpu.kind, message=said, shown_by=on_cpu.shown_by)
-        taken = takes(row, self.dtype)
-        if taken is not False:
-            return AtenSupport(state="all" if taken else None)
-        kind, message = WHY[row.registration]
+        supported = row_supports(row, self.dtype)
+        if supported is not False:
+            return AtenSupport(state="all" if supported else None)
+        kind, message = why_missing(row.registration, file.device)
         return AtenSupport(state="none", kind=kind, message=message)
 
 

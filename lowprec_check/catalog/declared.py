@@ -20,8 +20,9 @@ ORDER: tuple[Registration, ...] = ("native", "composite", "fallback", "none")
 
 
 class Release(NamedTuple):
-    """What is declared for one release of torch."""
+    """What is declared for one device and one release of torch."""
 
+    device: str
     torch: str
     """The release, `2.13`."""
     sources: Mapping[str, Source]
@@ -76,14 +77,23 @@ def has_extension(version: str) -> bool:
 
 
 @cache
-def releases(device: str = "xpu") -> tuple[str, ...]:
-    """The releases with declarations, oldest first."""
+def releases(device: str) -> tuple[str, ...]:
+    """The releases with declarations for a device, oldest first."""
     file = _file(device)
     return file.releases if file else ()
 
 
+def known_release(device: str, version: str | None = None) -> str:
+    """The release of a version if there are declarations for it, else the newest; raises :class:`UsageError` if there is none."""
+    known = releases(device)
+    if not known:
+        raise UsageError(f"Nothing is declared for {device}.")
+    release = release_of(version) if version else known[-1]
+    return release if release in known else known[-1]
+
+
 @cache
-def load(version: str, device: str = "xpu") -> Release:
+def load(device: str, version: str) -> Release:
     """The declarations for the release of a version, `2.13` or `2.13.0+cpu`; raises :class:`UsageError` if there are none."""
     release, file = release_of(version), _file(device)
     if file is None or has_extension(version) or release not in file.releases:
@@ -102,9 +112,9 @@ def _file(device: str) -> DeclaredFile | None:
 
 def release_from(file: DeclaredFile, release: str) -> Release:
     """One release of a file."""
-    return Release(release, file.sources[release], file.release(release))
+    return Release(file.device, release, file.sources[release], file.release(release))
 
 
-def history(op: str, device: str = "xpu") -> list[DatedRow]:
+def history(device: str, op: str) -> list[DatedRow]:
     """The rows of an op through all releases, oldest first."""
-    return [DatedRow(release, load(release, device).row(op)) for release in releases(device)]
+    return [DatedRow(release, load(device, release).row(op)) for release in releases(device)]

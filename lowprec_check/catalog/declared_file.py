@@ -48,7 +48,7 @@ class DeclaredRow(StrictStruct, frozen=True, array_like=True):
     """A key in :attr:`Release.sources`, a colon, and the name of the function or kernel there."""
     bfloat16_source: str | None = None
 
-    def takes(self, dtype: str) -> bool | None:
+    def supports(self, dtype: str) -> bool | None:
         """Whether the op takes `half` or `bfloat16`; `None` where no source says."""
         return {"half": self.half, "bfloat16": self.bfloat16}[dtype]
 

@@ -14,14 +14,14 @@ from typing import Literal
 
 from lowprec_check.catalog.data_files import data_folder
 from lowprec_check.catalog.declared import release_of
-from lowprec_check.catalog.names import AnyDevice, AnyDtype, dtype_of, function_name, kind_of
+from lowprec_check.catalog.names import AnyDevice, AnyDtype, dtype_of, function_name
 from lowprec_check.catalog.records import SHORT
 from lowprec_check.catalog.toml_tables import read_tables, version_key
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.base import StrictStruct
+from lowprec_check.schema.devices import DEVICES, device_of
 
 LowDtype = Literal["half", "bfloat16"]
-Device = Literal["cpu", "xpu", "cuda", "mps"]
 Way = Literal["cast", "autocast"]
 
 
@@ -37,7 +37,7 @@ class KnownIssue(StrictStruct, frozen=True, kw_only=True):
     ops: list[str] = []
     """Base names of aten ops, without a namespace: `dot`."""
     models: list[str] = []
-    devices: list[Device] = []
+    devices: list[str] = []
     dtypes: list[LowDtype] = []
     ways: list[Way] = []
     """How the model came to low precision: a blanket cast, or autocast."""
@@ -64,6 +64,9 @@ class KnownIssue(StrictStruct, frozen=True, kw_only=True):
         for version in (self.since, self.fixed, self.extension_fixed):
             if version is not None:
                 version_key(version)
+        for device in self.devices:
+            if device not in DEVICES.names():
+                raise ValueError(f"{device!r} is not a device: choose from {', '.join(DEVICES.names())}")
         for url in (self.link, *self.more):
             if not re.match(r"https://\S+$", url):
                 raise ValueError(f"{url!r} is no link")
@@ -116,7 +119,7 @@ def matching(
     for a device, dtype or version that there is not.
     """
     function = None if op is None else function_name(op)
-    kind = None if device is None else kind_of(device)
+    kind = None if device is None else device_of(str(device)).name
     low = None if dtype is None else SHORT[dtype_of(dtype)]
     release = None if torch is None else release_of(torch)
     found = []
@@ -145,13 +148,6 @@ def _speaks_of(named: tuple[bool | None, bool | None], said: bool | None, coded:
     if specific:  # of other ops and models, unless neither was asked for
         return named == (None, None) and bool(said)
     return bool(said or coded)
-
-
-def of_precision(precision: str) -> tuple[LowDtype | None, Way | None]:
-    """The dtype and the way of a run's precision: `autocast-bf16` is (`bfloat16`, `autocast`)."""
-    names: dict[str, LowDtype] = {"half": "half", "fp16": "half", "bfloat16": "bfloat16", "bf16": "bfloat16"}
-    dtype = names.get(precision.removeprefix("autocast-"))
-    return dtype, (("autocast" if precision.startswith("autocast-") else "cast") if dtype else None)
 
 
 def _is(value: str | None, names: Sequence[str | None]) -> bool | None:

@@ -15,6 +15,7 @@ from lowprec_check.catalog.sweep_file import SweepFile
 from lowprec_check.catalog.times_file import TimesFile
 from lowprec_check.catalog.toml_tables import version_key
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.devices import catalogued, device_type
 
 
 class Sweep:
@@ -89,14 +90,14 @@ def with_extension(device: str) -> tuple[Sweep, ...]:
     return tuple(sweep for sweep in sweeps() if sweep.header.device == device and sweep.header.extension)
 
 
-def device_of(device: AnyDevice) -> str:
-    """``cuda:0`` is ``cuda``; raises :class:`UsageError` for a device that nothing is known of."""
-    name = str(device).strip()
-    kind = name.lower().partition(":")[0]
-    measured = sorted({sweep.header.device for sweep in sweeps()})
-    if kind not in (*measured, "xpu"):
+def catalog_device(device: AnyDevice) -> str:
+    """``cuda`` for ``cuda:0``; raises :class:`UsageError` for a device that is not in the catalog."""
+    kind = device_type(str(device))
+    measured = list(dict.fromkeys([*catalogued("measured"), *(sweep.header.device for sweep in sweeps())]))
+    if kind not in (*measured, *catalogued("declared")):
         raise UsageError(
-            f"Nothing is known of the device {name!r}.", f"Measured: {', '.join(measured) or 'none'}; declared: xpu."
+            f"The catalog does not cover the device {str(device)!r}.",
+            f"Measured: {', '.join(measured)}; declared: {', '.join(catalogued('declared'))}.",
         )
     return kind
 

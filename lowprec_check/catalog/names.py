@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from lowprec_check.catalog.aliases import ALIASES, functions_of, why_unmeasured
-from lowprec_check.catalog.records import LOW, Dtype, OpRecord
+from lowprec_check.catalog.records import FORMATS, LOW, Dtype, OpRecord
 from lowprec_check.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,16 +18,8 @@ AnyDtype: TypeAlias = "str | torch.dtype"
 AnyDevice: TypeAlias = "str | torch.device"
 
 _DTYPES: dict[str, Dtype] = {
-    "half": "float16",
-    "fp16": "float16",
-    "float16": "float16",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp32": "float32",
-    "float": "float32",
-    "float32": "float32",
+    spelling: dtype for dtype, described in FORMATS.items() for spelling in (dtype, described.short, *described.aliases)
 }
-_KINDS = ("cpu", "cuda", "xpu", "mps")
 _SPACES = {"linalg", "fft", "special", "masked", "sparse", "signal", "windows", "nn", "ops"}
 _PREFIX = re.compile(
     r"^(torch\.ops\.)?aten(::|\.)|^(torch\.)?(nn\.functional|nn\.init|nn|Tensor)\.|^(F|torch)\.(?!ops\.)", re.IGNORECASE
@@ -48,14 +40,6 @@ def low_dtype_of(dtype: AnyDtype) -> Dtype:
     if low not in LOW:
         raise UsageError("What a lower precision can is told beside what fp32 can.", "Give --dtype half or bfloat16.")
     return low
-
-
-def kind_of(device: AnyDevice) -> str:
-    """``cuda:0`` is ``cuda``; raises :class:`UsageError` for what is no device."""
-    kind = str(device).strip().lower().partition(":")[0]
-    if kind not in _KINDS:
-        raise UsageError(f"{str(device)!r} is no device of the catalog.", f"There are {', '.join(_KINDS)}.")
-    return kind
 
 
 def bare(name: str) -> str:

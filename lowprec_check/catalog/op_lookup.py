@@ -9,11 +9,12 @@ from lowprec_check.catalog import declared, known_issues
 from lowprec_check.catalog.aliases import ALIASES
 from lowprec_check.catalog.declared import has_extension
 from lowprec_check.catalog.known_issues import KnownIssue
-from lowprec_check.catalog.measured import Sweep, device_of, history, sweep_of, with_extension
+from lowprec_check.catalog.measured import Sweep, catalog_device, history, sweep_of, with_extension
 from lowprec_check.catalog.names import AnyDevice, AnyDtype, dtype_of, function_name, search
 from lowprec_check.catalog.records import LOW, MODES, Dtype, OpRecord
 from lowprec_check.catalog.support_cells import SupportCell, declared_cells, measured_cell
 from lowprec_check.schema.base import Struct
+from lowprec_check.schema.devices import catalogued, is_declared
 
 
 class OpAnswer(Struct, frozen=True, kw_only=True):
@@ -34,7 +35,7 @@ def lookup(
     query: str, *, device: AnyDevice | None = None, dtype: AnyDtype | None = None, torch: str | None = None
 ) -> list[OpAnswer]:
     """What is known of every operator that ``query`` names; raises :class:`UsageError` where none is or nothing was measured."""
-    kind = None if device is None else device_of(device)
+    kind = None if device is None else catalog_device(device)
     low = None if dtype is None else dtype_of(dtype)
     chosen = _chosen(kind, torch)
     found = search(query, (chosen or [sweep_of("cpu", torch)])[0].records)
@@ -45,24 +46,26 @@ def lookup(
 def _chosen(device: str | None, torch: str | None) -> list[Sweep]:
     """The sweep of each device to answer from: the version's, or the newest; the version's with extensions too."""
     found = []
-    for name in [device] if device else ["cpu", "cuda"]:
+    for name in [device] if device else catalogued("measured"):
         plain = history(name)
         release = declared.release_of(torch) if torch else plain[-1].release if plain else None
         among = with_extension(name) if torch and has_extension(torch) else plain + with_extension(name)
         found += [sweep for sweep in among if sweep.release == release]
-    if device == "xpu" and torch:
-        declared.load(torch)  # says what there is
-    elif not found and device != "xpu":
-        sweep_of(device or "cpu", torch)  # says what there is
+    if device and is_declared(device):
+        if torch:
+            declared.load(device, torch)  # raises an error that lists the known releases
+    elif not found:
+        sweep_of(device or "cpu", torch)  # raises an error that lists the known versions
     return found
 
 
 def _elsewhere(chosen: Sequence[Sweep], torch: str) -> dict[str, list[str]]:
     """The devices that a version is not known on, with the versions that are."""
     there = {sweep.header.device for sweep in chosen}
-    known = {name: [sweep.version for sweep in history(name)] for name in ("cpu", "cuda")}
-    if has_extension(torch) or declared.release_of(torch) not in declared.releases():
-        known["xpu"] = list(declared.releases())
+    known = {name: [sweep.version for sweep in history(name)] for name in catalogued("measured")}
+    for name in catalogued("declared"):
+        if has_extension(torch) or declared.release_of(torch) not in declared.releases(name):
+            known[name] = list(declared.releases(name))
     return {name: versions for name, versions in known.items() if versions and name not in there}
 
 
@@ -83,8 +86,9 @@ def _answer(
         for dtype in dtypes
         for mode in MODES
     ]
-    if device in (None, "xpu"):
-        cells += declared_cells(record.op, dtypes, torch)
+    for name in catalogued("declared"):
+        if device in (None, name):
+            cells += declared_cells(record.op, name, dtypes, torch)
     issues = {
         issue.id: issue
         for name in _own_names(record)

@@ -12,20 +12,15 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 from lowprec_check.schema.base import StrictStruct
+from lowprec_check.schema.precisions import BF16, FP16, FP32, FloatFormat
 from lowprec_check.schema.scan_result import GapKind
 
 Dtype = Literal["float32", "float16", "bfloat16"]
-DTYPES: tuple[Dtype, ...] = ("float32", "float16", "bfloat16")
+FORMATS: dict[Dtype, FloatFormat] = {"float32": FP32, "float16": FP16, "bfloat16": BF16}
+DTYPES: tuple[Dtype, ...] = tuple(FORMATS)
 LOW: tuple[Dtype, ...] = ("float16", "bfloat16")
 SHORT: dict[Dtype, str] = {"float32": "float32", "float16": "half", "bfloat16": "bfloat16"}
 """What people call them, and the declarations and known issues too."""
-_IN_MESSAGES: dict[Dtype | None, tuple[str, str]] = {
-    "float32": ("Float", "float32"),
-    "float16": ("Half", "float16"),
-    "bfloat16": ("BFloat16", "bfloat16"),
-    None: ("*", "*"),
-}
-"""What torch calls them in C++ and in Python; ``None`` for whichever it is."""
 Mode = Literal["forward", "backward", "autocast", "autocast-backward"]
 MODES: tuple[Mode, ...] = ("forward", "backward", "autocast", "autocast-backward")
 """How an operator was called; under autocast its floating inputs were low-precision, as they are behind a Linear."""
@@ -92,9 +87,14 @@ class Failure(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
         """The message as another dtype of the cells has it; of ``None``, with a star for its name."""
         message = self.message
         own = next(dtype for dtype in DTYPES if self.cells[0].startswith(f"{dtype}/"))
-        for name, other in zip(_IN_MESSAGES[own], _IN_MESSAGES[dtype], strict=True):
+        for name, other in zip(_names_in_messages(own), _names_in_messages(dtype), strict=True):
             message = re.sub(rf"(?<![A-Za-z]){name}(?![a-z0-9])", other, message)
         return message
+
+
+def _names_in_messages(dtype: Dtype | None) -> tuple[str, str]:
+    """The names of a dtype in messages of torch's C++ and Python code; stars for ``None``."""
+    return ("*", "*") if dtype is None else (FORMATS[dtype].cpp_name, dtype)
 
 
 def in_samples(condition: str | None) -> str:

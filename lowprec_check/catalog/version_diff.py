@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from lowprec_check.catalog import declared
-from lowprec_check.catalog.measured import device_of, sweep_of
+from lowprec_check.catalog.declared_support import OnCpu, OpSupport, Rank, declared_support
+from lowprec_check.catalog.measured import catalog_device, sweep_of
 from lowprec_check.catalog.names import AnyDevice, AnyDtype, low_dtype_of
 from lowprec_check.catalog.records import LOW, MODES, Dtype, Mode, State
-from lowprec_check.catalog.xpu_support import OnCpu, OpSupport, Rank, declared_support
 from lowprec_check.schema.base import Struct
+from lowprec_check.schema.devices import is_declared
 
 
 class OpChange(Struct, frozen=True, kw_only=True):
@@ -42,7 +43,7 @@ def difference(before: str, after: str, device: AnyDevice = "cpu", dtype: AnyDty
 
     Raises :class:`UsageError` where one was not measured.
     """
-    kind, only = device_of(device), None if dtype is None else low_dtype_of(dtype)
+    kind, only = catalog_device(device), None if dtype is None else low_dtype_of(dtype)
     (before, olds), (after, news) = _supports(before, kind), _supports(after, kind)
     changed: dict[tuple[str, Dtype, Rank, Rank], list[tuple[Mode, OpSupport, OpSupport]]] = {}
     for (op, low, mode), old in olds.items():
@@ -68,7 +69,7 @@ def difference(before: str, after: str, device: AnyDevice = "cpu", dtype: AnyDty
         device=kind,
         before=before,
         after=after,
-        evidence="declared" if kind == "xpu" else "measured",
+        evidence="declared" if is_declared(kind) else "measured",
         gained=gained,
         lost=lost,
         only_before=sorted(ops[0] - ops[1]),
@@ -78,14 +79,14 @@ def difference(before: str, after: str, device: AnyDevice = "cpu", dtype: AnyDty
 
 def _supports(version: str, device: str) -> tuple[str, dict[tuple[str, Dtype, Mode], OpSupport | None]]:
     """The version as the catalog calls it, and the support of each operator in it; ``None`` where that is not known."""
-    if device != "xpu":
+    if not is_declared(device):
         sweep = sweep_of(device, version)
         states = {(op, low, mode): sweep.state(op, low, mode) for op in sweep.records for low in LOW for mode in MODES}
         return sweep.version, {cell: OpSupport(state) if state else None for cell, state in states.items()}
-    release = declared.load(version).torch
-    return release, {
+    release = declared.load(device, version)
+    return release.torch, {
         (op, low, mode): declared_support(op, release, low, mode)
-        for op in sweep_of("cpu", release).records
+        for op in sweep_of("cpu", release.torch).records
         for low in LOW
         for mode in MODES[:2]
     }

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lowprec_check.catalog.aten import AtenCatalog
+from lowprec_check.catalog.measured import catalog_device
 from lowprec_check.catalog.names import dtype_of
 from lowprec_check.catalog.records import LOW, Dtype
 from lowprec_check.errors import UsageError
@@ -38,11 +39,13 @@ def register(config: pytest.Config) -> None:
         raise pytest.UsageError(f"{where}: {report.name} ends with none of {', '.join(RENDERERS)}.")
     if report is not None and not report.parent.is_dir():
         raise pytest.UsageError(f"{options.where(config, 'report')}: there is no folder {report.parent}.")
-    here = importlib.metadata.version("torch")
+    installed = importlib.metadata.version("torch")
+    wrong = "device"
     try:
-        catalogs = [AtenCatalog(device, dtype, here) for dtype in dict.fromkeys(map(_low, names))]
+        device = catalog_device(device)
+        wrong = "coverage"
+        catalogs = [AtenCatalog(device, dtype, installed) for dtype in dict.fromkeys(map(_low, names))]
     except UsageError as error:
-        wrong = "device" if "was measured on" in error.message else "coverage"
         raise pytest.UsageError(f"{options.where(config, wrong)}: {error}") from None
     config.pluginmanager.register(Recorded(config, catalogs, report), "lowprec-coverage")
 

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 from lowprec_check.catalog import declared
-from lowprec_check.catalog.fixed_in import mended_in
+from lowprec_check.catalog.fixes import fixed_since
 from lowprec_check.catalog.measured import at_release, history, sweep_of
 from lowprec_check.catalog.measured_sweep import MeasuredSweep
 from lowprec_check.catalog.names import find
@@ -29,7 +29,7 @@ class OpState(NamedTuple):
     passed: int | None = None
     samples: int | None = None
     failure: Failure | None = None
-    mended: str | None = None
+    fixed_in: str | None = None
     """The later release of torch from which on it runs."""
 
 
@@ -94,23 +94,23 @@ def _state(record: OpRecord, dtype: Dtype, mode: Mode, device: str, header: Head
     passed, samples = record.count(dtype, mode) or (None, None)
     failure = record.failure(dtype, mode) if state in ("some", "none") else None
     sweep = next((s for s in history(device) if s.header.torch == header.torch), None)
-    mended = mended_in(sweep, [record.op], dtype, mode) if sweep and failure else None
-    return OpState(record.op, mode, state, passed, samples, failure, mended)
+    fixed_in = fixed_since(sweep, [record.op], dtype, mode) if sweep and failure else None
+    return OpState(record.op, mode, state, passed, samples, failure, fixed_in)
 
 
 def _from_catalog(asked: str, records: list[OpRecord], dtype: Dtype, device: str, modes: tuple[Mode, ...]) -> Support:
-    release = declared.release_of(_installed_torch())
+    installed = _installed_torch()
     evidence: Evidence
     if is_declared(device):
-        evidence, torch = "declared", release if release in declared.releases() else declared.releases()[-1]
-        cells = [(record.op, cell) for record in records for cell in declared_cells(record.op, (dtype,), torch)]
+        evidence, torch = "declared", declared.known_release(device, installed)
+        cells = [(record.op, cell) for record in records for cell in declared_cells(record.op, device, (dtype,), torch)]
     else:
-        sweep = at_release(device, release) or sweep_of(device)
+        sweep = at_release(device, declared.release_of(installed)) or sweep_of(device)
         evidence, torch = "measured", sweep.release
         known = [record.op for record in records if record.op in sweep.records]
         cells = [(op, measured_cell(sweep, op, dtype, mode)) for op in known for mode in modes]
     states = [
-        OpState(op, cell.mode, cell.state, cell.passed, cell.samples, cell.failure, cell.mended)
+        OpState(op, cell.mode, cell.state, cell.passed, cell.samples, cell.failure, cell.fixed_in)
         for op, cell in cells
         if cell.mode in modes
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowprec_check.catalog.fixed_in import mending
+from lowprec_check.catalog.fixes import find_fix
 from lowprec_check.catalog.known_issues import KnownIssue, Way, known_issues, matching
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.precisions import LOW_FORMATS, Precision
@@ -16,7 +16,7 @@ def since_when(gap: Gap, run: Run, result: ScanResult) -> str | None:
         return None
     torch = str(result.environment.get("torch", ""))
     try:
-        found = mending(
+        found = find_fix(
             gap.op, device=run.device, dtype=dtype, torch=torch, phase=gap.phase, autocast=basis.kind == "autocast"
         )
     except UsageError:  # files that cannot be read cost this remark, not the scan

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from tabulate import tabulate
 
 from lowprec_check.catalog import declared
+from lowprec_check.catalog.declared_support import declared_support
 from lowprec_check.catalog.measured import Sweep, history, sweep_of, sweeps
 from lowprec_check.catalog.missing_ops import gaps
 from lowprec_check.catalog.records import LOW, MODES, SHORT, Dtype, Mode, State, in_samples
 from lowprec_check.catalog.version_diff import difference
-from lowprec_check.catalog.xpu_support import declared_support
+from lowprec_check.schema.devices import catalogued, is_declared
 
 _StateOf = Callable[[str, Dtype, Mode], State | None]
 SHOWN = 20
@@ -35,13 +36,19 @@ def render_report() -> str:
     ]
     for device in dict.fromkeys(sweep.header.device for sweep in sweeps()):
         parts += _missing(device)
-    if declared.releases():
-        parts += _missing("xpu")
+    for device in _declared():
+        parts += _missing(device)
     parts += _gained("cpu", [sweep.version for sweep in history("cpu")])
-    parts += _gained("xpu", declared.releases())
+    for device in _declared():
+        parts += _gained(device, declared.releases(device))
     for sweep in {sweep.header.device: sweep for sweep in sweeps() if not sweep.header.extension}.values():
         parts += [*_slow(sweep), *_inexact(sweep)]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _declared() -> list[str]:
+    """The devices with declarations."""
+    return [device for device in catalogued("declared") if declared.releases(device)]
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
@@ -56,7 +63,8 @@ def _counts() -> Iterator[str]:
     yield ""
     head = ["device", "torch", "capability", "fp32", *(f"{SHORT[dtype]} {mode}" for dtype in LOW for mode in MODES[:3])]
     measured = (_count(s.header.device, s.label, s.header.capability, s.records, s.state) for s in sweeps())
-    yield from _table(head, [*measured, *map(_declared_count, declared.releases())])
+    declarations = (_declared_count(d, release) for d in _declared() for release in declared.releases(d))
+    yield from _table(head, [*measured, *declarations])
 
 
 def _count(device: str, label: str, capability: str, ops: Iterable[str], state: _StateOf) -> list[object]:
@@ -70,12 +78,14 @@ def _count(device: str, label: str, capability: str, ops: Iterable[str], state: 
     return row
 
 
-def _declared_count(release: str) -> list[object]:
+def _declared_count(device: str, release: str) -> list[object]:
+    file = declared.load(device, release)
+
     def state(op: str, dtype: Dtype, mode: Mode) -> State | None:
-        support = None if mode.startswith("autocast") else declared_support(op, release, dtype, mode)
+        support = None if mode.startswith("autocast") else declared_support(op, file, dtype, mode)
         return support and support.state
 
-    return _count("xpu", release, "declared", sweep_of("cpu", release).records, state)
+    return _count(device, release, "declared", sweep_of("cpu", release).records, state)
 
 
 def _missing(device: str) -> Iterator[str]:
@@ -83,7 +93,7 @@ def _missing(device: str) -> Iterator[str]:
     newest = next(iter(found.values()))
     yield f"## Missing on {device}, torch {newest.torch} ({newest.evidence})"
     yield ""
-    if device == "xpu":
+    if is_declared(device):
         yield "Declared is not measured: docs/declared-xpu.md names the sources and what they cannot know."
         yield ""
     rows: dict[str, dict[Dtype, list[str]]] = {}
@@ -92,7 +102,9 @@ def _missing(device: str) -> Iterator[str]:
         for missing in of_dtype.missing:
             states = [f"{mode}: {state}" for mode, state in missing.states.items() if state in ("some", "none")]
             rows.setdefault(missing.op, {})[dtype] = states
-            raised = f"`{missing.at}`: {missing.message}" if device == "xpu" and missing.at else f"`{missing.message}`"
+            raised = (
+                f"`{missing.at}`: {missing.message}" if is_declared(device) and missing.at else f"`{missing.message}`"
+            )
             why.setdefault(missing.op, raised + in_samples(missing.condition))
     yield from _table(
         ["operator", *(SHORT[dtype] for dtype in LOW), "why"],
@@ -104,7 +116,7 @@ def _missing(device: str) -> Iterator[str]:
 
 
 def _gained(device: str, versions: Sequence[str]) -> Iterator[str]:
-    yield f"## What versions gained and lost on {device}{', as declared' if device == 'xpu' else ''}"
+    yield f"## What versions gained and lost on {device}{', as declared' if is_declared(device) else ''}"
     yield ""
     for before, after in itertools.pairwise(versions):
         found = difference(before, after, device)

@@ -8,12 +8,13 @@ from typing import NamedTuple
 import msgspec
 
 from lowprec_check.catalog import declared
+from lowprec_check.catalog.declared_support import OnCpu, OpSupport, declared_support
 from lowprec_check.catalog.measured import Sweep, sweeps
 from lowprec_check.catalog.records import LOW, MODES, Dtype, Mode, State, in_samples
-from lowprec_check.catalog.xpu_support import OnCpu, OpSupport, declared_support
 from lowprec_check.report.op.document import render_report
 from lowprec_check.report.template import fill
 from lowprec_check.schema.base import Struct
+from lowprec_check.schema.devices import catalogued
 
 CELLS: list[tuple[Dtype, Mode]] = [(dtype, mode) for dtype in LOW for mode in MODES]
 _LETTER: dict[State | None, str] = {"all": "a", "some": "s", "none": "n", None: "-"}
@@ -43,7 +44,11 @@ class Column(NamedTuple):
         if self.sweep is not None:
             state = self.sweep.state(op, dtype, mode)
             return OpSupport(state) if state else None
-        return None if mode.startswith("autocast") else declared_support(op, self.label, dtype, mode)
+        return None if mode.startswith("autocast") else declared_support(op, self._declarations, dtype, mode)
+
+    @property
+    def _declarations(self) -> declared.Release:
+        return declared.load(self.device, self.label)
 
     def failures(self, op: str, dtype: Dtype) -> list[str]:
         """How it fails, each way once."""
@@ -51,7 +56,7 @@ class Column(NamedTuple):
             found = [failure.of(dtype) for failure in self.sweep.records[op].failures]
             said = [failure.message + in_samples(failure.condition) for failure in found if failure]
         else:
-            supports = [declared_support(op, self.label, dtype, mode) for mode in MODES[:2]]
+            supports = [declared_support(op, self._declarations, dtype, mode) for mode in MODES[:2]]
             refused = [support.failure for support in supports if support and support.failure]
             said = [f"{failure.at}: {failure.message}" if failure.at else failure.message for failure in refused]
         return list(dict.fromkeys(said))
@@ -68,7 +73,9 @@ class Line(Struct, frozen=True):
 def columns() -> list[Column]:
     """Every sweep, then every release declared for XPU."""
     measured = [Column(sweep.header.device, sweep.label, sweep) for sweep in sweeps()]
-    return measured + [Column("xpu", release, None) for release in declared.releases()]
+    return measured + [
+        Column(device, release, None) for device in catalogued("declared") for release in declared.releases(device)
+    ]
 
 
 def lines(shown: list[Column]) -> list[Line]:

@@ -8,13 +8,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lowprec_check.catalog.declared_support import OnCpu
 from lowprec_check.catalog.missing_ops import Gaps, MissingOp
 from lowprec_check.catalog.op_lookup import OpAnswer
 from lowprec_check.catalog.records import SHORT, STATES, Dtype, Mode, State, in_samples
 from lowprec_check.catalog.support_cells import SupportCell
 from lowprec_check.catalog.version_diff import Difference, OpChange
-from lowprec_check.catalog.xpu_support import OnCpu
 from lowprec_check.report.console import screen
+from lowprec_check.schema.devices import is_declared
 
 _NARROW = ("device", "torch", "dtype", "forward", "backward", "autocast", "ulp", "time", "evidence")
 SHOWN_OPS = 4
@@ -35,7 +36,7 @@ def render_answers(answers: Sequence[OpAnswer], *, width: int = 100, color: bool
         if len(answers) > SHOWN_OPS:
             console.print(f"Also: {', '.join(answer.op for answer in answers[SHOWN_OPS:])}")
         for device, versions in answers[0].elsewhere.items():
-            how = "declared" if device == "xpu" else "measured"
+            how = "declared" if is_declared(device) else "measured"
             console.print(Text(f"{device}: {how} only for torch {_span(versions)}", style="dim"))
     return printed.text
 
@@ -56,9 +57,9 @@ def _print_answer(console: Console, answer: OpAnswer) -> None:
     for line in _failures(answer.cells):
         console.print(Text(line, style="dim"))
     for issue in answer.issues:
-        mended = f" (fixed in {issue.fixed})" if issue.fixed else ""
+        fixed = f" (fixed in {issue.fixed})" if issue.fixed else ""
         where = f" for {', '.join(issue.devices)}" if issue.devices else ""
-        console.print(Text(f"reported{where}: {issue.title}{mended}"))
+        console.print(Text(f"reported{where}: {issue.title}{fixed}"))
         console.print(Text(f"  {issue.link}", style="dim"), soft_wrap=True)
     console.print()
 
@@ -76,7 +77,7 @@ def _support(cells: list[SupportCell]) -> Text:
         words = f"{cell.passed} of {cell.samples}" if cell.samples else "in part"
     else:
         words = "no"
-    return Text(words + (f", from {cell.mended}" if cell.mended else ""), style=_STYLE[cell.state])
+    return Text(words + (f", from {cell.fixed_in}" if cell.fixed_in else ""), style=_STYLE[cell.state])
 
 
 def _ulp(cells: list[SupportCell]) -> str:
@@ -162,7 +163,7 @@ def render_gaps(found: Gaps, *, width: int = 100, color: bool = False) -> str:
         for missing in found.missing:
             shown = (_worst([missing.states.get(mode) for mode in group]) for group in groups)
             table.add_row(
-                missing.op, *shown, missing.mended or "–", _why(missing, declared=found.evidence == "declared")
+                missing.op, *shown, missing.fixed_in or "–", _why(missing, declared=found.evidence == "declared")
             )
         console.print(table)
         if found.on_cpu:

@@ -8,15 +8,16 @@ from typing import NamedTuple
 
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.declared import overload_name
+from lowprec_check.catalog.declared_support import row_supports
 from lowprec_check.catalog.measured import Sweep, history, sweep_of
-from lowprec_check.catalog.names import AnyDevice, AnyDtype, dtype_of, kind_of
+from lowprec_check.catalog.names import AnyDevice, AnyDtype, dtype_of
 from lowprec_check.catalog.records import Dtype, Mode, OpRecord
 from lowprec_check.catalog.toml_tables import version_key
-from lowprec_check.catalog.xpu_support import takes
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.devices import device_of, is_declared
 
 
-def mended_in(sweep: Sweep, ops: Sequence[str], dtype: Dtype, mode: Mode) -> str | None:
+def fixed_since(sweep: Sweep, ops: Sequence[str], dtype: Dtype, mode: Mode) -> str | None:
     """The first later release from which on all ``ops`` run in all samples; ``None`` if there is none yet."""
     since = None
     for other in history(sweep.header.device, sweep.header.extension):
@@ -26,7 +27,7 @@ def mended_in(sweep: Sweep, ops: Sequence[str], dtype: Dtype, mode: Mode) -> str
     return since
 
 
-class Mending(NamedTuple):
+class Fix(NamedTuple):
     """Since when a gap is mended."""
 
     torch: str | None
@@ -40,18 +41,18 @@ class Mending(NamedTuple):
         return f"runs since torch {self.torch}" if self.torch else f"fails up to torch {self.newest}"
 
 
-def mending(
+def find_fix(
     op: str, *, device: AnyDevice, dtype: AnyDtype, torch: str, phase: str = "forward", autocast: bool = False
-) -> Mending | None:
+) -> Fix | None:
     """When the gap of an op call (``aten.linalg_inv_ex.default``, ``torch.fft.rfft``) is mended.
 
     Told by the operators that fail in that very aten op in the sweep of the running version; on XPU by what is declared
     of it. ``None`` where that version was not measured on the device, or nothing failed so.
     """
-    kind, low = kind_of(device), dtype_of(dtype)
+    kind, low = device_of(str(device)).name, dtype_of(dtype)
     release = declared.release_of(torch)  # raises for what is no version
-    if kind == "xpu":
-        return _declared_mending(op, low, release)
+    if is_declared(kind):
+        return _find_declared_fix(op, kind, low, release)
     try:
         sweep = sweep_of(kind, torch)
     except UsageError:
@@ -61,22 +62,22 @@ def mending(
     for mode in (under_autocast, plain) if autocast else (plain,):
         ops = [record.op for record in sweep.records.values() if _fails_so(record, op, low, mode)]
         if ops:
-            return Mending(mended_in(sweep, ops, low, mode), history(kind)[-1].release, ops)
+            return Fix(fixed_since(sweep, ops, low, mode), history(kind)[-1].release, ops)
     return None
 
 
-def _declared_mending(op: str, dtype: Dtype, release: str) -> Mending | None:
-    if release not in declared.releases():
+def _find_declared_fix(op: str, device: str, dtype: Dtype, release: str) -> Fix | None:
+    if release not in declared.releases(device):
         return None
-    rows = {dated.torch: dated.row for dated in declared.history(op)}
-    runs = {other: row is not None and takes(row, dtype) is not False for other, row in rows.items()}
-    later = [other for other in declared.releases() if version_key(other) >= version_key(release)]
+    rows = {dated.torch: dated.row for dated in declared.history(device, op)}
+    runs = {other: row is not None and row_supports(row, dtype) is not False for other, row in rows.items()}
+    later = [other for other in declared.releases(device) if version_key(other) >= version_key(release)]
     if rows[release] is None or runs[release]:
         return None
     since = None
     for other in later:
         since = (since or other) if runs[other] else None
-    return Mending(since, later[-1], [op])
+    return Fix(since, later[-1], [op])
 
 
 def _fails_so(record: OpRecord, op: str, dtype: Dtype, mode: Mode) -> bool:
