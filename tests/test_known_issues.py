@@ -167,11 +167,11 @@ def test_every_issue_of_an_operator_is_shown_by_one() -> None:
         ('symptom = "s"', "missing required field `symptom`"),
         ('checked = true\nseen = "no"', "seen"),
         ('devices = ["tpu"]', r"'tpu' is not a device: choose from cpu, cuda, xpu, mps"),
-        ('codes = ["101"]', "'101' is no diagnostic code"),
-        ('message = "("', "no regular expression"),
+        ('codes = ["101"]', "'101' is not a diagnostic code"),
+        ('message = "("', "not a regular expression"),
         ('since = "new"', "'new' is not a version"),
-        ('more = ["see there"]', "'see there' is no link"),
-        ('workaround = "w"', "neither fix nor workaround"),
+        ('more = ["see there"]', "'see there' is not an https link"),
+        ('workaround = "w"', "needs a fix or a workaround"),
     ],
 )
 def test_a_file_that_is_wrong_is_named_with_entry_and_key(tmp_path: Path, change: str, says: str) -> None:
@@ -186,9 +186,9 @@ def test_a_file_that_is_wrong_is_named_with_entry_and_key(tmp_path: Path, change
 
 def test_a_file_that_is_no_list_of_issues(tmp_path: Path) -> None:
     for name, text, says in (
-        ("twice", ENTRY * 2, "entry 'x' is there twice"),
-        ("other", "[[isue]]\n", "no key 'isue'"),
-        ("table", ENTRY.replace("[[issue]]", "[issue]"), "one table"),
+        ("twice", ENTRY * 2, "duplicate entry 'x'"),
+        ("other", "[[isue]]\n", "unknown key 'isue'"),
+        ("table", ENTRY.replace("[[issue]]", "[issue]"), "not an array of tables"),
         ("cut", ENTRY.replace('title = "t"', "title ="), "line 4"),
         ("nameless", ENTRY.replace('id = "x"\n', ""), "entry issue 1: .*`id`"),
     ):

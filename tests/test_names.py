@@ -217,9 +217,9 @@ def test_a_module_is_the_function_that_it_calls(module: str, op: str) -> None:
 
 def test_questions_without_an_answer_say_why(call: Call) -> None:
     for arguments, says in [
-        (["op", "nn.LSTM"], "no recurrent or fused transformer layers"),
+        (["op", "nn.LSTM"], "does not include recurrent and fused transformer layers"),
         (["op", "nn.LSTM"], "lowprec-check scan"),
-        (["catalog", "diff", "2.13", "2.14", "--dtype", "fp32"], "--dtype half or bfloat16"),
+        (["catalog", "diff", "2.13", "2.14", "--dtype", "fp32"], "fp32 is the baseline"),
     ]:
         done = call(*arguments)
         assert done.returncode == 2

@@ -52,7 +52,7 @@ def test_an_update_keeps_what_it_does_not_know_better(
         ("[[known]]\ntest = 'a'\n", "entry known 1: Object missing required field `exception`"),
         ("[[known]]\ntest = 'a'\nexception = 'E'\nwhy = 'x'\n", "unknown field `why`"),
         ("[[known]]\ntest = 'a'\nexception = 'E'\n" * 2, "a is there twice"),
-        ("[[gap]]\n", "there is no key 'gap'"),
+        ("[[gap]]\n", "unknown key 'gap'"),
         ("[[known]\n", "line 1"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What is known of operators: by dtype, device and version of torch, each with its evidence. Never imports torch.
+"""Operator support by dtype, device and version of torch, each answer with its evidence. Never imports torch.
 
 >>> from lowprec_check import catalog
 >>> [answer.op for answer in catalog.lookup("svd", dtype="float16")]
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["difference", "find_fix", "gaps", "history", "lookup", "matching", "sweep_of"]
 
-_HOMES = {
+_MODULES = {
     "difference": "version_diff",
     "gaps": "missing_ops",
     "history": "measured",
@@ -34,10 +34,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load public names on first use: a sweep's worker needs none of them."""
-    if name not in _HOMES:
+    """Import public names on first use: the worker of a sweep needs none of them."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"lowprec_check.catalog.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"lowprec_check.catalog.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

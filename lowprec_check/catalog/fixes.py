@@ -1,4 +1,4 @@
-"""The release of torch that fixes an operator, or the gap of a scan. Never imports torch."""
+"""The release of torch that fixes an operator or a gap of a scan. Never imports torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lowprec_check.schema.devices import device_of, is_declared
 
 
 def fixed_since(sweep: Sweep, ops: Sequence[str], dtype: Dtype, mode: Mode) -> str | None:
-    """The first later release from which on all ``ops`` run in all samples; ``None`` if there is none yet."""
+    """The first later release since which all ``ops`` run in all samples; ``None`` if there is none yet."""
     since = None
     for other in history(sweep.header.device, sweep.header.extension):
         if other.key > sweep.key:
@@ -28,14 +28,14 @@ def fixed_since(sweep: Sweep, ops: Sequence[str], dtype: Dtype, mode: Mode) -> s
 
 
 class Fix(NamedTuple):
-    """Since when a gap is mended."""
+    """The release that fixes a gap."""
 
     torch: str | None
-    """The later release from which on it runs; ``None``: none measured has it."""
+    """The first later release that runs the op; ``None`` if no known release does."""
     newest: str
-    """The newest release measured."""
+    """The newest release in the catalog."""
     ops: list[str]
-    """The operators that showed it."""
+    """The operators that were looked up."""
 
     def __str__(self) -> str:
         return f"runs since torch {self.torch}" if self.torch else f"fails up to torch {self.newest}"
@@ -44,13 +44,13 @@ class Fix(NamedTuple):
 def find_fix(
     op: str, *, device: AnyDevice, dtype: AnyDtype, torch: str, phase: str = "forward", autocast: bool = False
 ) -> Fix | None:
-    """When the gap of an op call (``aten.linalg_inv_ex.default``, ``torch.fft.rfft``) is mended.
+    """The release that fixes the gap of an op call (``aten.linalg_inv_ex.default``, ``torch.fft.rfft``).
 
-    Told by the operators that fail in that very aten op in the sweep of the running version; on XPU by what is declared
-    of it. ``None`` where that version was not measured on the device, or nothing failed so.
+    Derived from the operators that fail in that aten op in the sweep of version ``torch``, or from the declarations of the
+    aten op. ``None`` if the catalog does not have that version on the device, or if nothing fails in that op.
     """
     kind, low = device_of(str(device)).name, dtype_of(dtype)
-    release = declared.release_of(torch)  # raises for what is no version
+    release = declared.release_of(torch)  # raises if it is not a version
     if is_declared(kind):
         return _find_declared_fix(op, kind, low, release)
     try:
@@ -60,7 +60,7 @@ def find_fix(
     plain: Mode = "backward" if phase == "backward" else "forward"
     under_autocast: Mode = "autocast-backward" if phase == "backward" else "autocast"
     for mode in (under_autocast, plain) if autocast else (plain,):
-        ops = [record.op for record in sweep.records.values() if _fails_so(record, op, low, mode)]
+        ops = [record.op for record in sweep.records.values() if _fails_in(record, op, low, mode)]
         if ops:
             return Fix(fixed_since(sweep, ops, low, mode), history(kind)[-1].release, ops)
     return None
@@ -80,8 +80,8 @@ def _find_declared_fix(op: str, device: str, dtype: Dtype, release: str) -> Fix 
     return Fix(since, later[-1], [op])
 
 
-def _fails_so(record: OpRecord, op: str, dtype: Dtype, mode: Mode) -> bool:
-    """Whether the record's operator fails in the aten op ``op``, or is the function ``op`` and fails."""
+def _fails_in(record: OpRecord, op: str, dtype: Dtype, mode: Mode) -> bool:
+    """Whether the operator fails in the aten op ``op``, or is the function ``op`` and fails."""
     failure = record.failure(dtype, mode)
     if failure is None:
         return False

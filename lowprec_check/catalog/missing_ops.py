@@ -1,4 +1,4 @@
-"""Operators that run in fp32 on a device and not, or not always, in a lower precision. Never imports torch."""
+"""Operators that run in fp32 on a device but fail, at least for some inputs, in a lower precision. Never imports torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowprec_check.schema.devices import is_declared
 
 
 class MissingOp(Struct, frozen=True, kw_only=True):
-    """An operator that does not run in all samples and modes, though it does in fp32."""
+    """An operator that runs in fp32 but not in all samples and modes of a lower precision."""
 
     op: str
     states: dict[Mode, State | None]
@@ -26,25 +26,25 @@ class MissingOp(Struct, frozen=True, kw_only=True):
     message: str | None = None
     condition: str | None = None
     fixed_in: str | None = msgspec.field(name="mended", default=None)
-    """The later release from which on it runs in every mode that fails here."""
+    """The first later release that runs it in every mode that fails here."""
 
 
 class Gaps(Struct, frozen=True, kw_only=True):
-    """All of one device, version and dtype."""
+    """The missing operators of one device, version and dtype."""
 
     device: str
     torch: str
     dtype: Dtype
     evidence: str
     runnable: int
-    """Operators that run in fp32 there."""
+    """The number of operators that run in fp32."""
     missing: list[MissingOp]
     on_cpu: list[str] = []
-    """On XPU: operators that run, at least in part copied to the CPU and back."""
+    """On a declared device: operators that run, but copy tensors to the CPU and back."""
 
 
 def gaps(device: AnyDevice = "cpu", dtype: AnyDtype = "float16", torch: str | None = None) -> Gaps:
-    """Operators that run in fp32 on the device and not, or not always, in ``dtype``; newest version without ``torch``."""
+    """Operators that run in fp32 on the device but fail, at least for some inputs, in ``dtype``; ``torch`` defaults to the newest version."""
     kind, low = catalog_device(device), low_dtype_of(dtype)
     return _declared_gaps(kind, low, torch) if is_declared(kind) else _measured_gaps(sweep_of(kind, torch), low)
 
@@ -116,6 +116,6 @@ def _declared_missing(op: str, device: str, dtype: Dtype, release: str) -> Missi
 
 
 def _last(releases: list[str | None]) -> str | None:
-    """The release from which on all are mended; ``None`` if one is not."""
+    """The latest of the releases; ``None`` if one is missing."""
     known = [release for release in releases if release is not None]
     return max(known, key=version_key) if known and len(known) == len(releases) else None

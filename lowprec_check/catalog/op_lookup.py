@@ -1,4 +1,4 @@
-"""Can I use this operator in this dtype on this device, and since when: the answer to ``lowprec-check op``. Never imports torch."""
+"""Operator support by dtype, device and version: the answers of ``lowprec-check op``. Never imports torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lowprec_check.schema.devices import catalogued, is_declared
 
 
 class OpAnswer(Struct, frozen=True, kw_only=True):
-    """All that is known of one operator."""
+    """The support of one operator, and issues reported about it."""
 
     op: str
     aten: list[str]
@@ -26,25 +26,25 @@ class OpAnswer(Struct, frozen=True, kw_only=True):
     cells: list[SupportCell]
     issues: list[KnownIssue]
     dispatching: str | None = None
-    """The aten op that was asked for, where it is no operator of its own and this one dispatches it."""
+    """The aten op that was looked up, if it is not an operator itself but this operator dispatches it."""
     elsewhere: dict[str, list[str]] = {}
-    """Devices that the version asked for is not known on, with the versions that are."""
+    """Devices without data for the requested version, with the versions that have data."""
 
 
 def lookup(
     query: str, *, device: AnyDevice | None = None, dtype: AnyDtype | None = None, torch: str | None = None
 ) -> list[OpAnswer]:
-    """What is known of every operator that ``query`` names; raises :class:`UsageError` where none is or nothing was measured."""
+    """The support of every operator that ``query`` refers to; raises :class:`UsageError` if there is none, or no data for the version."""
     kind = None if device is None else catalog_device(device)
     low = None if dtype is None else dtype_of(dtype)
-    chosen = _chosen(kind, torch)
+    chosen = _chosen_sweeps(kind, torch)
     found = search(query, (chosen or [sweep_of("cpu", torch)])[0].records)
     elsewhere = _elsewhere(chosen, torch) if torch and kind is None else {}
     return [_answer(record, chosen, low, kind, torch, found.dispatching, elsewhere) for record in found.records]
 
 
-def _chosen(device: str | None, torch: str | None) -> list[Sweep]:
-    """The sweep of each device to answer from: the version's, or the newest; the version's with extensions too."""
+def _chosen_sweeps(device: str | None, torch: str | None) -> list[Sweep]:
+    """The sweeps of the requested version, or of the newest one, on each device; with and without extensions."""
     found = []
     for name in [device] if device else catalogued("measured"):
         plain = history(name)
@@ -60,13 +60,13 @@ def _chosen(device: str | None, torch: str | None) -> list[Sweep]:
 
 
 def _elsewhere(chosen: Sequence[Sweep], torch: str) -> dict[str, list[str]]:
-    """The devices that a version is not known on, with the versions that are."""
-    there = {sweep.header.device for sweep in chosen}
+    """The devices without data for a version, with the versions that have data."""
+    covered = {sweep.header.device for sweep in chosen}
     known = {name: [sweep.version for sweep in history(name)] for name in catalogued("measured")}
     for name in catalogued("declared"):
         if has_extension(torch) or declared.release_of(torch) not in declared.releases(name):
             known[name] = list(declared.releases(name))
-    return {name: versions for name, versions in known.items() if versions and name not in there}
+    return {name: versions for name, versions in known.items() if versions and name not in covered}
 
 
 def _answer(
@@ -106,7 +106,7 @@ def _answer(
 
 
 def _own_names(record: OpRecord) -> list[str]:
-    """What an operator is called, and those of its aten ops that are itself: not the `full` that half of them dispatch."""
+    """The names of an operator: its own, its aliases, and aten ops with the same function. Not ``full``, which many operators dispatch."""
     own = function_name(record.op)
     aliases = {alias for alias, name in ALIASES.items() if function_name(name) == own}
     itself = {name for name in map(function_name, record.aten) if _core(name) == _core(own)}
