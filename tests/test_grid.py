@@ -89,7 +89,7 @@ def test_the_document_counts_what_is_declared_for_xpu() -> None:
 
 
 def test_the_document_lists_what_xpu_gained() -> None:
-    found = render_report().partition("## What versions gained and lost on xpu")[2].partition("\n## ")[0]
+    found = render_report().partition("## Gained and lost by version on xpu (declared)")[2].partition("\n## ")[0]
     lists = dict(re.findall(r"^- \*\*([\d.]+)\*\*: (.*)$", found, re.M))
     assert list(lists) == list(declared.releases("xpu"))[1:]
     gained = difference("2.11", "2.12", "xpu").gained

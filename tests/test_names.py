@@ -131,7 +131,7 @@ def test_what_only_others_dispatch_is_said_to_be_no_operator(query: str, among: 
     name = query.removeprefix("aten::").partition(".")[0]
     assert among in {answer.op for answer in answers}
     assert {answer.dispatching for answer in answers} == {name}
-    assert render_answers(answers).startswith(f"{name} is no operator of its own here; these dispatch it:")
+    assert render_answers(answers).startswith(f"{name} is not an operator in the catalog; these operators dispatch it:")
 
 
 def test_every_other_name_that_torch_has_is_found() -> None:

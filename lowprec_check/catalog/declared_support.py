@@ -18,7 +18,7 @@ _ON_CPU = ("wholly", "partly", None)
 _WHY: dict[Registration, tuple[FailureKind, str]] = {
     "native": ("missing-kernel", "its kernel does not support the dtype"),
     "composite": ("unsupported-dtype", "does not support the dtype"),
-    "fallback": ("missing-kernel", "runs on the CPU, which has no kernel for the dtype"),
+    "fallback": ("missing-kernel", "runs on the CPU, no kernel there"),
     "none": ("no-backend-kernel", "not registered for {device}"),
 }
 

@@ -1,4 +1,4 @@
-"""Whether an operator runs in a dtype: tried here where the device is there, else as the catalog says. Never imports torch."""
+"""Whether an operator runs in a dtype: measured if the device is available, else looked up in the catalog. Never imports torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowprec_check.catalog.names import find
 from lowprec_check.catalog.records import Dtype, Failure, Header, Mode, OpRecord, State
 from lowprec_check.catalog.support_cells import declared_cells, measured_cell
 from lowprec_check.errors import UsageError
-from lowprec_check.pytest_plugin.marker import is_there
+from lowprec_check.pytest_plugin.marker import is_device_available
 from lowprec_check.schema.devices import catalogued, is_declared
 
 Evidence = Literal["measured here", "measured", "declared"]
@@ -25,16 +25,16 @@ class OpState(NamedTuple):
     op: str
     mode: Mode
     state: State | None
-    """``None``: not known, or it has no backward."""
+    """``None``: unknown, or it has no backward."""
     passed: int | None = None
     samples: int | None = None
     failure: Failure | None = None
     fixed_in: str | None = None
-    """The later release of torch from which on it runs."""
+    """The first later release of torch that runs it."""
 
 
 class Support(NamedTuple):
-    """What is known of all operators that a name stands for."""
+    """The support of all operators that a name refers to."""
 
     asked: str
     dtype: Dtype
@@ -50,26 +50,28 @@ class Support(NamedTuple):
 
     @property
     def failing(self) -> list[OpState]:
-        """Those that do not."""
+        """The operators and modes that do not run in all samples."""
         return [state for state in self.states if state.state != "all"]
 
 
 def support_of(asked: str, dtype: Dtype, device: str, *, backward: bool = False) -> Support:
-    """What is known of ``asked``; raises :class:`UsageError` for a name or device that there is not."""
+    """The support of the operators named ``asked``; raises :class:`UsageError` for an unknown name or device."""
     if device not in catalogued():
         raise UsageError(f"Unknown device {device!r}.", f"Choose from {', '.join(catalogued())}.")
     modes: tuple[Mode, ...] = ("forward", "backward") if backward else ("forward",)
     records = _named(asked, device)
-    tried = _tried(device, tuple(record.op for record in records))
-    if tried is not None:
-        found = {record.op: record for record in tried.records}
-        states = [_state(found[record.op], dtype, mode, device, tried.header) for record in records for mode in modes]
-        return Support(asked, dtype, device, tried.header.torch, "measured here", states)
+    measured = _measured(device, tuple(record.op for record in records))
+    if measured is not None:
+        found = {record.op: record for record in measured.records}
+        states = [
+            _state(found[record.op], dtype, mode, device, measured.header) for record in records for mode in modes
+        ]
+        return Support(asked, dtype, device, measured.header.torch, "measured here", states)
     return _from_catalog(asked, records, dtype, device, modes)
 
 
 def _named(asked: str, device: str) -> list[OpRecord]:
-    """The operators of that very name; all that it may stand for, where none has just that name."""
+    """The operators of exactly that name; if there are none, all that it may refer to."""
     sweep = sweep_of(device) if history(device) else sweep_of("cpu")
     found = find(asked, sweep.records)
     exact = [record for record in found if record.op == asked.rpartition("::")[2].removeprefix("torch.")]
@@ -77,11 +79,11 @@ def _named(asked: str, device: str) -> list[OpRecord]:
 
 
 @cache
-def _tried(device: str, ops: tuple[str, ...]) -> MeasuredSweep | None:
-    """The operators' samples run here, in a process of their own; ``None`` where that is not possible."""
+def _measured(device: str, ops: tuple[str, ...]) -> MeasuredSweep | None:
+    """Run the samples of the operators in a separate process; ``None`` if that is not possible."""
     from lowprec_check.engine.sweep.build import build
 
-    if not is_there(device):
+    if not is_device_available(device):
         return None
     try:
         return build(device, jobs=1, only=list(ops))
