@@ -180,7 +180,7 @@ def test_supported_is_measured_on_this_machine(project: pytest.Pytester) -> None
     assert re.search(r"cdist  forward: runs in part, \d+ of \d+ samples", text)
     assert re.search(r"cdist  backward: runs in part, \d+ of \d+ samples", text)
     words = " ".join(word for word in text.split() if word != "E")
-    assert "missing-kernel in _cdist_forward: \"cdist\" not implemented for 'Half'; in the samples measured it" in words
+    assert "missing-kernel in _cdist_forward: \"cdist\" not implemented for 'Half'; in the measured samples it" in words
     one(
         project,
         'found = lowprec.assert_supported("aten::dot", dtype=torch.half, device="cpu", backward=True); '

@@ -99,7 +99,7 @@ def _names_in_messages(dtype: Dtype | None) -> tuple[str, str]:
 
 def in_samples(condition: str | None) -> str:
     """A condition as text after a failure. It was derived from the measured samples and may not apply to others."""
-    return f"; in the samples measured it {condition}" if condition else ""
+    return f"; in the measured samples it {condition}" if condition else ""
 
 
 class Ulp(NamedTuple):
