@@ -366,7 +366,7 @@ def test_gaps_name_the_release_that_fixes_them(catalog_of: Callable[..., None]) 
     assert [(missing.op, missing.fixed_in) for missing in found.missing] == [("a", "2.2"), ("b", None)]
     assert gaps("cpu", "bfloat16", "2.1").missing == []
     found = find_fix("aten.a.default", device="cpu", dtype="float16", torch="2.1.2+cpu")
-    assert str(found) == "runs since torch 2.2"
+    assert str(found) == "supported since torch 2.2"
     assert find_fix("aten.z.default", device="cpu", dtype="float16", torch="2.1.2") is None
     assert find_fix("aten.a.default", device="cuda", dtype="float16", torch="2.1.2") is None
 
@@ -447,9 +447,9 @@ def test_support_on_xpu_uses_the_ops_that_the_release_dispatches() -> None:
 
 def test_the_release_with_a_fix_on_xpu() -> None:
     dot = find_fix("aten.angle.default", device="xpu", dtype="float16", torch="2.8.0+xpu")
-    assert str(dot) == "runs since torch 2.14"
+    assert str(dot) == "supported since torch 2.14"
     cdist = find_fix("aten._cdist_forward.default", device="xpu", dtype="float16", torch="2.13.0")
-    assert str(cdist) == f"fails up to torch {declared.releases('xpu')[-1]}"
+    assert str(cdist) == f"no torch release up to {declared.releases('xpu')[-1]} supports it"
     assert find_fix("aten.mm.default", device="xpu", dtype="float16", torch="2.13.0") is None
 
 
@@ -506,9 +506,9 @@ def test_a_scan_shows_the_release_with_a_fix() -> None:
         return str(found.help)
 
     dot = scan("2.1.2+cpu", "aten.dot.default", NO_DOT)
-    assert re.search(r"; runs since torch 2\.\d+", dot)
+    assert re.search(r"; supported since torch 2\.\d+", dot)
     svd = scan("2.13.0", "aten._linalg_svd.default", "\"linalg_svd_cpu\" not implemented for 'Half'")
-    assert svd.endswith(f"; fails up to torch {VERSIONS[-1]}")
+    assert svd.endswith(f"; no torch release up to {VERSIONS[-1]} supports it")
     assert "torch 2." not in scan("2.13.0", "aten.unheard_of.default", "no")
 
 

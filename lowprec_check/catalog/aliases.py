@@ -93,7 +93,7 @@ def why_unmeasured(name: str) -> tuple[str, str] | None:
     recurrent, other = _RECURRENT.search(name), _NOT_IN_OPINFO.search(name)
     if not recurrent and not other:
         return None
-    missing = "recurrent and fused transformer layers" if recurrent else "it"
+    missing = "recurrent or fused transformer layers" if recurrent else "it"
     return (
         f"is not measured: OpInfo, torch's description of its operators, does not include {missing}.",
         "Scan a model that uses it: `lowprec-check scan TARGET` runs it and lists what is not supported.",

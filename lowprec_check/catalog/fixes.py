@@ -38,7 +38,9 @@ class Fix(NamedTuple):
     """The operators that were looked up."""
 
     def __str__(self) -> str:
-        return f"runs since torch {self.torch}" if self.torch else f"fails up to torch {self.newest}"
+        if self.torch:
+            return f"supported since torch {self.torch}"
+        return f"no torch release up to {self.newest} supports it"
 
 
 def find_fix(

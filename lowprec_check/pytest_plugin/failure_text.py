@@ -83,6 +83,6 @@ def _print_state(console: Console, state: OpState) -> None:
         at = f" in {state.failure.at}" if state.failure.at else ""
         parts.append(f"{state.failure.kind}{at}: {shorten(state.failure.message)}{in_samples(state.failure.condition)}")
     if state.state in ("some", "none"):
-        parts.append(f"→ {HELP}" + (f"; runs since torch {state.fixed_in}" if state.fixed_in else ""))
+        parts.append(f"→ {HELP}" + (f"; supported since torch {state.fixed_in}" if state.fixed_in else ""))
     for part in parts:
         console.print(Padding(Text(part), (0, 0, 0, 6)))

@@ -10,7 +10,7 @@ from lowprec_check.schema.scan_result import Gap, Run, ScanResult
 
 
 def since_when(gap: Gap, run: Run, result: ScanResult) -> str | None:
-    """``runs since torch 2.14`` or ``fails up to torch 2.15``; ``None`` where the catalog has not measured it."""
+    """``supported since torch 2.14`` or ``no torch release up to 2.15 supports it``; ``None`` where the catalog has not measured it."""
     basis, dtype = run.basis, _catalog_dtype(run.basis)
     if basis is None or dtype is None or gap.phase == "optimizer":
         return None
