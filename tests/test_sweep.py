@@ -225,7 +225,7 @@ def test_of_properties_that_tell_equally_well_a_flag_is_named() -> None:
 
 
 def test_a_condition_is_shown_as_what_the_samples_measured_tell() -> None:
-    assert in_samples("fails where p=2.0") == "; in the samples measured it fails where p=2.0"
+    assert in_samples("fails where p=2.0") == "; in the measured samples it fails where p=2.0"
     assert in_samples(None) == ""
 
 
