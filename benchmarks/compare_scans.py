@@ -1,19 +1,19 @@
-"""Compare what two checkouts of this project find in the same models: ``python benchmarks/compare_scans.py OLD NEW``.
+"""Compare the scan results of two checkouts of this project: ``python benchmarks/compare_scans.py OLD NEW``.
 
-OLD and NEW are folders of checkouts. Each example, the decoder without its fp16 ``dot`` kernel and ResNet-50 are scanned
-with both, each scan in a process of its own. The two JSONs are then compared key by key. Exit code 1 if anything differs
-that is not expected.
+OLD and NEW are folders of checkouts. Each example, the decoder without its fp16 ``dot`` kernel, and ResNet-50 are scanned
+with both, each scan in its own process. The two JSON files are then compared key by key. The exit code is 1 if there are
+unexpected differences.
 
-Not compared, because it depends on time:
+Not compared, because they depend on time:
 
-- the keys in ``TIMES``, wherever they are;
+- the keys in ``TIMES``, at any depth;
 - the finding LP106 (slow kernel), and the measured milliseconds and ratios inside other texts (``MEASURED``);
-- what the recommendation says about speed. Which of several passing precisions it names depends on time too: where
-  the two differ in that, both choices must have passed in both scans, and the rest of the recommendation is skipped;
-- which ops are emulated because they were slow, on a busy machine: where the two differ in that, both scans are
-  repeated, at most ``ATTEMPTS`` times in all.
+- speed in the recommendation. Its choice among several passing precisions depends on time too: if the two choices
+  differ, both must have passed in both scans, and the rest of the recommendation is skipped;
+- which ops are emulated because they were slow, on a busy machine: if the two scans differ in that, both are repeated,
+  at most ``ATTEMPTS`` times in total.
 
-Findings are compared as a set, without their order. Differences made on purpose are in ``CHANGED``, ``REMOVED`` and
+Findings are compared as a set, regardless of order. Intended differences are listed in ``CHANGED``, ``REMOVED`` and
 ``ADDED``, with the reason.
 """
 
@@ -50,21 +50,21 @@ SPEED = re.compile(
     r"|, N times slower than fp32 \(on this machine fp32 is the faster way\)"
     r"| [\w-]+(?: and [\w-]+)* is faster, but kernels are missing for another blanket cast\."
 )
-"""What the reason of a recommendation says about speed, after :data:`MEASURED`."""
+"""The parts about speed in the reason of a recommendation, after :data:`MEASURED` has been applied."""
 
 CHANGED: list[tuple[str, str, str, str]] = []
-"""Texts that read differently on purpose: pattern of the key's path (``runs.*.gaps.*.kind``), regular expression of the
-old text, new text, reason."""
+"""Texts changed on purpose: pattern of the key's path (``runs.*.gaps.*.kind``), regular expression for the old text, new
+text, reason."""
 
 REMOVED: dict[str, str] = {}
-"""Pattern of a key's path that only OLD has: the reason."""
+"""Keys that only OLD has: pattern of the path, and the reason."""
 
 ADDED: dict[str, str] = {}
-"""Pattern of a key's path that only NEW has: the reason."""
+"""Keys that only NEW has: pattern of the path, and the reason."""
 
 
 def scan(checkout: Path, arguments: tuple[str, ...], saved: Path) -> Any:
-    """Scan with the code of ``checkout``; the JSON that it saved. Raises ``CalledProcessError`` if it fails."""
+    """Scan with the code of ``checkout``, and return the saved JSON; raises ``CalledProcessError`` if the scan fails."""
     command = [sys.executable, "-m", "lowprec_check", "scan", *arguments, "-q", "--device", "cpu"]
     command += ["--fail-on", "never", "--json", str(saved)]
     environment = os.environ | {"PYTHONPATH": str(checkout)}
@@ -76,7 +76,7 @@ def scan(checkout: Path, arguments: tuple[str, ...], saved: Path) -> Any:
 
 
 def scan_both(checkouts: list[Path], arguments: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Scan with each; again where the two found other kernels too slow to run."""
+    """Scan with each checkout; repeat if they emulated different kernels."""
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(ATTEMPTS):
             results = [scan(checkout, arguments, Path(folder) / "scan.json") for checkout in checkouts]
@@ -89,7 +89,7 @@ def scan_both(checkouts: list[Path], arguments: tuple[str, ...]) -> list[dict[st
 
 
 def comparable(result: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """``result`` without what depends on time, its runs by name."""
+    """``result`` without anything that depends on time, and with its runs by name."""
     found: dict[str, Any] = without_times(result)
     found["runs"] = {name_of(run): run for run in found["runs"]}
     found["diagnostics"] = [finding for finding in found["diagnostics"] if finding["code"] != "LP106"]
@@ -102,7 +102,7 @@ def comparable(result: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_times(value: Any) -> Any:
-    """``value`` without the keys of :data:`TIMES`, its texts without measured times."""
+    """``value`` without the keys of :data:`TIMES` and without measured times in texts."""
     if isinstance(value, dict):
         return {key: without_times(inner) for key, inner in value.items() if key not in TIMES}
     if isinstance(value, list):
@@ -111,7 +111,7 @@ def without_times(value: Any) -> Any:
 
 
 def name_of(run: dict[str, Any]) -> str:
-    """What identifies a run."""
+    """The name that identifies a run."""
     return "/".join(filter(None, [run["precision"], run["backend"], run["device"], run["base"]]))
 
 
@@ -121,18 +121,18 @@ def chosen(result: dict[str, Any]) -> str | None:
 
 
 def both_pass(results: list[dict[str, Any]]) -> bool:
-    """Whether what each of the scans recommends passed in all of them, as it is or as the base of a plan."""
+    """Whether the precision that each scan recommends passed in all scans, by itself or as the base of a plan."""
     passed = [{run["base"] or run["precision"] for run in made["runs"] if run["status"] == "ok"} for made in results]
     return all(chosen(made) in each for made in results for each in passed)
 
 
 def emulated(result: dict[str, Any]) -> dict[str, list[str]]:
-    """By run, the ops that were computed in fp32 and rounded."""
+    """The emulated ops of each run."""
     return {name_of(run): sorted(run["emulated"]) for run in result["runs"]}
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Each value with its path; findings one by one, each as often as it is there."""
+    """Each value with its path; each finding with the number of times it occurs."""
     if path == "diagnostics":
         texts = Counter(json.dumps(finding, sort_keys=True, ensure_ascii=False) for finding in value)
         yield from ((f"{path}.{text}", count) for text, count in texts.items())
@@ -145,7 +145,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def as_new(value: Any, path: str = "") -> Any:
-    """A value of OLD with the texts of NEW."""
+    """A value of OLD after the changes in :data:`CHANGED`."""
     if isinstance(value, dict):
         return {key: as_new(inner, f"{path}.{key}" if path else key) for key, inner in value.items()}
     if isinstance(value, list):
@@ -156,11 +156,11 @@ def as_new(value: Any, path: str = "") -> Any:
     return value
 
 
-# -- How they differ
+# -- Differences
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Every unexpected difference as a line; those of one column of numbers as one."""
+    """One line for each unexpected difference; differences in the same column of numbers share a line."""
     before, after = dict(leaves(as_new(comparable(old, new)))), dict(leaves(comparable(new, old)))
     columns: dict[str, list[str]] = defaultdict(list)
     for path in dict.fromkeys([*before, *after]):
@@ -174,16 +174,16 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def column(path: str) -> str:
-    """The path without the index into a list; that of a finding as it is."""
+    """The path without list indices; the path of a finding is unchanged."""
     return path if path.startswith("diagnostics.") else re.sub(r"\.\d+(?=\.|$)", "", path)
 
 
 def main() -> int:
-    """Scan everything twice and print what differs."""
+    """Scan everything with both checkouts and print the differences."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
-    parser.add_argument("--only", choices=SCANS, action="append", help="These scans only; repeatable.")
+    parser.add_argument("--only", choices=SCANS, action="append", help="Only this scan; repeatable.")
     given = parser.parse_args()
     checkouts = [given.old.resolve(), given.new.resolve()]
     unexpected = 0
