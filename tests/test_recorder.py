@@ -13,7 +13,7 @@ from generated import Chain, Step, build, chains, chains_with_gaps, inputs
 from helpers import LOW, gap_ops, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import mend_and_rerun
+from oracle import fix_and_rerun
 from torch import Tensor, nn
 
 from lowprec_check.engine.core.pytree import leaves
@@ -67,7 +67,7 @@ def test_status_is_that_of_the_bare_model(kinds: list[type[Step]], precision: st
 def test_one_pass_finds_the_gaps_of_repeated_fixing_and_rerunning(kinds: list[type[Step]], precision: str) -> None:
     _, found = run(build(kinds), (inputs(),), precision)
     assert found.complete, found.exception
-    assert gap_ops(found) == mend_and_rerun(lambda: build(kinds), inputs(), precision)
+    assert gap_ops(found) == fix_and_rerun(lambda: build(kinds), inputs(), precision)
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def read_list(path: Path) -> list[Request]:
             words = shlex.split(line, comments=True)
         except ValueError as error:
             raise UsageError(
-                f"Cannot parse line {number} of {path}: {error}.",
+                f"Cannot parse {path}:{number}: {error}.",
                 "Write one target per line, followed by scan options.",
             ) from None
         if words:

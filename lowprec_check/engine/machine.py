@@ -83,7 +83,7 @@ def _version(package: str) -> str | None:
 def ipex_fits() -> bool | None:
     """Whether the installed Intel extension matches this torch; ``None`` if it is not installed.
 
-    The versions are compared without importing it: beside another torch, its import ends the process.
+    The versions are compared without importing it: with another torch, its import ends the process.
     """
     version = _version("intel-extension-for-pytorch")
     if version is None:

@@ -18,7 +18,7 @@ def is_float(tensor: Tensor) -> bool:
 
 
 def is_narrow(tensor: Tensor) -> bool:
-    """Whether the dtype is floating and narrower than fp32 (or complex of such parts)."""
+    """Whether the dtype is floating and narrower than fp32 (or complex with such parts)."""
     return tensor.dtype in NARROW or tensor.dtype == torch.complex32
 
 

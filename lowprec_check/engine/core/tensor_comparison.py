@@ -23,7 +23,7 @@ class TensorComparison(NamedTuple):
     """The result of comparing one tensor with its references."""
 
     errors: list[float]
-    """rel_l2 against each reference; ``inf`` where a value is not finite or the reference is 0."""
+    """rel_l2 against each reference; ``inf`` if a value is not finite or the reference is 0."""
     absmax: float
     """Largest finite magnitude."""
     introduced_inf: int

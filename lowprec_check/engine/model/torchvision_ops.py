@@ -1,4 +1,4 @@
-"""Python replacements for torchvision's compiled ops, if those do not load beside this torch.
+"""Python replacements for torchvision's compiled ops, if those do not load with this torch.
 
 They define the schemas that ``import torchvision`` expects, and kernels for its detectors. The kernels support the same
 dtypes as torchvision's CPU kernels and raise the same errors (``csrc/ops/cpu/nms_kernel.cpp``: fp32, fp64;
@@ -82,7 +82,7 @@ _ROWS = 256
 
 
 def _overlaps(some: Tensor, others: Tensor) -> Tensor:
-    """Intersection over union of boxes (M, 4) with others (N, 4), as (M, N); 0 where the union is empty."""
+    """Intersection over union of boxes (M, 4) with others (N, 4), as (M, N); 0 if the union is empty."""
     sides = torch.minimum(some[:, None, 2:], others[:, 2:]) - torch.maximum(some[:, None, :2], others[:, :2])
     common = sides.clamp(min=0).prod(2)
     areas = [(boxes[:, 2:] - boxes[:, :2]).prod(1) for boxes in (some, others)]

@@ -43,7 +43,7 @@ def nonfinite_reference(measures: Measures | None) -> tuple[str, str]:
     op, module, source = origin
     place = f" in {module}" if module else ""
     line = f" at {source}" if source else ""
-    return f"The model's fp32 output has NaN or Inf, first produced by {op}{place}{line}.", "Fix this first."
+    return f"The model's fp32 output has NaN or Inf, first produced by {op}{place}{line}.", "Fix it in fp32 first."
 
 
 def nondeterministic_reference(error: float) -> tuple[str, str]:

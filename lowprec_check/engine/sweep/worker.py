@@ -28,7 +28,7 @@ FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp
 
 
 def main() -> None:
-    """Serve until stdin ends."""
+    """Process tasks until stdin ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", required=True)
     parser.add_argument("--samples", type=int, required=True)
@@ -93,7 +93,7 @@ def _load_extension(name: str | None) -> str | None:
     try:
         version = importlib.metadata.version("intel-extension-for-pytorch")
     except importlib.metadata.PackageNotFoundError:
-        raise UsageError("Intel Extension for PyTorch is not installed.", "pip install lowprec-check[ipex]") from None
+        raise UsageError("Intel Extension for PyTorch is not installed.", "pip install 'lowprec-check[ipex]'") from None
     if version.split(".")[:2] != torch.__version__.split(".")[:2]:
         raise UsageError(
             f"Intel Extension for PyTorch {version} does not match torch {torch.__version__}.",
