@@ -1,4 +1,4 @@
-"""Floating dtypes: which are narrow, and which dtype a reference in fp32 or fp64 has in their place."""
+"""Floating dtypes: which are narrow, which underflow, and which dtype replaces them in an fp32 or fp64 reference."""
 
 from __future__ import annotations
 
@@ -18,12 +18,17 @@ def is_float(tensor: Tensor) -> bool:
 
 
 def is_narrow(tensor: Tensor) -> bool:
-    """Whether the dtype is floating and narrower than fp32 (or complex of such parts)."""
+    """Whether the dtype is floating and narrower than fp32 (or complex with such parts)."""
     return tensor.dtype in NARROW or tensor.dtype == torch.complex32
 
 
+def underflows(dtype: torch.dtype) -> bool:
+    """Whether normal fp32 values can be too small for ``dtype`` and become subnormal or 0: true for fp16, not for bf16."""
+    return torch.finfo(dtype).tiny > torch.finfo(torch.float32).tiny
+
+
 def widened_dtype(dtype: torch.dtype, wide: torch.dtype) -> torch.dtype:
-    """The dtype that stands for ``dtype`` in a reference computed in ``wide`` (fp32 or fp64)."""
+    """The dtype that replaces ``dtype`` in a reference computed in ``wide`` (fp32 or fp64)."""
     if dtype.is_complex:
         return _WIDE_COMPLEX[wide] if dtype != torch.complex128 else dtype
     if dtype.is_floating_point and dtype != torch.float64:
@@ -32,5 +37,5 @@ def widened_dtype(dtype: torch.dtype, wide: torch.dtype) -> torch.dtype:
 
 
 def widen(tensor: Tensor, wide: torch.dtype = torch.float32) -> Tensor:
-    """``tensor`` in its widened dtype; itself where that is its own."""
+    """``tensor`` in its widened dtype; ``tensor`` itself if it already has that dtype."""
     return tensor.to(widened_dtype(tensor.dtype, wide))

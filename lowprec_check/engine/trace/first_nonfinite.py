@@ -26,11 +26,11 @@ class _FirstNonfinite(DispatchMode):
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        what = traits(func)
-        clean = self.found is None and not what.skipped and all(map(_finite, tensors_in(args, kwargs)))
+        op = traits(func)
+        inputs_finite = self.found is None and not op.skipped and all(map(_finite, tensors_in(args, kwargs)))
         out = func(*args, **kwargs)
-        if clean and not all(_finite(tensor) for _, tensor in leaves(out)):
-            self.found = (what.name, self.stack.current, source_line(sys._getframe(1)))
+        if inputs_finite and not all(_finite(tensor) for _, tensor in leaves(out)):
+            self.found = (op.name, self.stack.current, source_line(sys._getframe(1)))
         return out
 
 

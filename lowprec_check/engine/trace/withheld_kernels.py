@@ -51,13 +51,13 @@ def _parse(spec: str) -> WithheldKernel:
         )
     if not hasattr(torch.ops.aten, match["op"]):
         raise UsageError(
-            f"This torch has no op aten.{match['op']}.", "Findings of a scan name the op as it is to be written."
+            f"This torch has no op aten.{match['op']}.", "Write the op as it is named in the findings of a scan."
         )
     return WithheldKernel(match["op"], match["overload"], format_)
 
 
 class WithholdMode(DispatchMode):
-    """Raises the error that torch raises where a kernel is missing."""
+    """Raises the error that torch raises if a kernel is missing."""
 
     def __init__(self, withheld: list[WithheldKernel]) -> None:
         super().__init__()
