@@ -439,8 +439,8 @@ def test_declarations_for_xpu_agree_with_cuda() -> None:
 
 def test_support_on_xpu_uses_the_ops_that_the_release_dispatches() -> None:
     [answer] = lookup("combinations", device="xpu", torch="2.8", dtype="float16")
-    [beside] = [a for a in lookup("combinations", torch="2.8", dtype="float16") if a.op == "combinations"]
-    assert answer.cells == [cell for cell in beside.cells if cell.device == "xpu"]
+    [on_all_devices] = [a for a in lookup("combinations", torch="2.8", dtype="float16") if a.op == "combinations"]
+    assert answer.cells == [cell for cell in on_all_devices.cells if cell.device == "xpu"]
     assert {cell.state for cell in answer.cells} == {"all"}  # nonzero_static is newer
     assert "cholesky" in difference("2.8", "2.15", "xpu").only_before
 

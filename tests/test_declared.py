@@ -165,9 +165,7 @@ def test_the_rule_for_dtypes() -> None:
     assert half["inv"] == DtypeAnswer(None)  # missing only because there is no CUDA hardware
     bfloat16 = dtypes.answers(registered, Evidence(CLAIMS, {"add": frozenset({"bfloat16"})}, {}), "bfloat16")
     assert bfloat16["add.Tensor"] == DtypeAnswer(True, "tests:add")
-    assert bfloat16["dot"] == DtypeAnswer(
-        False, "opinfo:fft"
-    )  # `cov` computes with two ops, so it says nothing about either
+    assert bfloat16["dot"] == DtypeAnswer(False, "opinfo:fft")  # not from `cov`, which computes with two ops
     assert bfloat16["relu"] == DtypeAnswer(None)
     assert bfloat16["inv"] == DtypeAnswer(False, "opinfo:inv")
 

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from lowprec_check.errors import UsageError
 from lowprec_check.pytest_plugin import known_failures as known  # noqa: F401 - imported once for all projects
-from lowprec_check.pytest_plugin.manifest import HEAD, NO_REASON, Known, dump, head_of, read, updated
+from lowprec_check.pytest_plugin.manifest import HEAD, NO_REASON, KnownFailure, dump, head_of, read, updated
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 ENTRIES = st.lists(
-    st.builds(Known, test=TEXT, exception=TEXT, reason=TEXT), unique_by=lambda entry: entry.test, max_size=6
+    st.builds(KnownFailure, test=TEXT, exception=TEXT, reason=TEXT), unique_by=lambda entry: entry.test, max_size=6
 )
 
 
 @given(ENTRIES)
 def test_reading_a_manifest_returns_what_was_written(
-    tmp_path_factory: pytest.TempPathFactory, entries: list[Known]
+    tmp_path_factory: pytest.TempPathFactory, entries: list[KnownFailure]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "round.toml"
     path.write_text(dump(entries), encoding="utf-8", newline="")
@@ -31,7 +31,7 @@ def test_reading_a_manifest_returns_what_was_written(
 
 @given(ENTRIES, st.dictionaries(TEXT, st.none() | TEXT, max_size=6), st.data())
 def test_an_update_keeps_reasons_and_tests_that_did_not_run(
-    entries: list[Known], results: dict[str, str | None], data: st.DataObject
+    entries: list[KnownFailure], results: dict[str, str | None], data: st.DataObject
 ) -> None:
     before = {entry.test: entry for entry in entries}
     if before:
@@ -84,10 +84,10 @@ class TestCase(unittest.TestCase):
 """
 
 KNOWN = [
-    Known(test="test_suite.py::TestCase::test_u", exception="RuntimeError", reason="a reason"),
-    Known(test="test_suite.py::test_broken", exception="OSError", reason='it says "no"'),
-    Known(test="test_suite.py::test_gap", exception="NotImplementedError"),
-    Known(test="test_suite.py::test_wrong", exception="AssertionError"),
+    KnownFailure(test="test_suite.py::TestCase::test_u", exception="RuntimeError", reason="a reason"),
+    KnownFailure(test="test_suite.py::test_broken", exception="OSError", reason='it says "no"'),
+    KnownFailure(test="test_suite.py::test_gap", exception="NotImplementedError"),
+    KnownFailure(test="test_suite.py::test_wrong", exception="AssertionError"),
 ]
 UPDATE = "To update the manifest, run: pytest --lowprec-manifest known.toml --lowprec-update-manifest"
 
@@ -139,7 +139,10 @@ def test_another_exception_fails(suite: pytest.Pytester) -> None:
     ids=["alone", "xdist", "deselected"],
 )
 def test_unused_entries_are_reported(suite: pytest.Pytester, options: tuple[str, ...]) -> None:
-    gone = [Known(test="test_gone.py::test_a", exception="E"), Known(test="test_suite.py::test_no", exception="E")]
+    gone = [
+        KnownFailure(test="test_gone.py::test_a", exception="E"),
+        KnownFailure(test="test_suite.py::test_no", exception="E"),
+    ]
     Path("known.toml").write_text(dump([*KNOWN, *gone]))
     result = run(suite, *options)
     assert result.ret == 0
@@ -186,7 +189,7 @@ def test_update_keeps_reasons_comments_and_tests_that_did_not_run(suite: pytest.
     assert text.startswith("# Ours.\n\n[[known]]\ntest = ")
     found = read(Path("known.toml"))
     assert [entry.test.rpartition("::")[2] for entry in found.values()] == ["test_u", "test_broken", "test_wrong"]
-    assert found["test_suite.py::test_broken"] == Known(
+    assert found["test_suite.py::test_broken"] == KnownFailure(
         test="test_suite.py::test_broken", exception="KeyError", reason='it says "no"'
     )
 
@@ -232,7 +235,7 @@ def test_a_failing_subtest_fails_its_test(suite: pytest.Pytester, options: tuple
     if plain.ret == 0:
         pytest.skip("this pytest does not count subtests")
     run(suite, "--lowprec-update-manifest", *options)
-    entry = Known(test="test_suite.py::TestCase::test_u", exception="AssertionError", reason="a reason")
+    entry = KnownFailure(test="test_suite.py::TestCase::test_u", exception="AssertionError", reason="a reason")
     assert list(read(Path("known.toml")).values()) == [entry]
     result = run(suite, *options)
     assert result.ret == 0

@@ -36,18 +36,18 @@ class ChangeLine(NamedTuple):
 class ChangeLines:
     """The changes of a file by operator.
 
-    ``begin`` matches the start of a line. Its groups are the operator, the version and, if the operator is removed, the rest.
+    ``prefix`` matches the start of a line. Its groups are the operator, the version and, if the operator is removed, the rest.
     ``versions`` maps each version to its index. Raises :class:`CatalogError` naming file and line.
     """
 
     def __init__(
-        self, path: Path, lines: Sequence[bytes], first: int, begin: re.Pattern[bytes], versions: Mapping[str, int]
+        self, path: Path, lines: Sequence[bytes], first: int, prefix: re.Pattern[bytes], versions: Mapping[str, int]
     ) -> None:
         self.path = path
         self.by_op: dict[str, list[ChangeLine]] = {}
         last = ""
         for number, data in enumerate(lines, first):
-            found = begin.match(data)
+            found = prefix.match(data)
             if found is None:
                 raise self._format_error(number, data)
             op, version = found[1].decode(errors="replace"), found[2].decode(errors="replace")

@@ -14,7 +14,7 @@ import pytest
 
 from lowprec_check.errors import UsageError
 from lowprec_check.pytest_plugin import manifest, options
-from lowprec_check.pytest_plugin.manifest import NO_REASON, Known, Manifest
+from lowprec_check.pytest_plugin.manifest import NO_REASON, KnownFailure, Manifest
 
 _UNUSED = "lowprec_unused"
 
@@ -72,7 +72,7 @@ class KnownFailures:
             report.longrepr = self._unexpected_pass(known)
         return report
 
-    def _failed(self, report: pytest.TestReport, known: Known | None, raised: str) -> None:
+    def _failed(self, report: pytest.TestReport, known: KnownFailure | None, raised: str) -> None:
         if self.update or (known is not None and known.exception == raised):
             report.outcome = "skipped"
             report.wasxfail = known.reason if known else "added to the manifest"
@@ -80,7 +80,7 @@ class KnownFailures:
             text = f"Raised {raised}, but {self._shown()} expects {known.exception}."
             report.sections.append((f"lowprec: {self._shown()}", f"{text}\n{self._how_to_update()}"))
 
-    def _unexpected_pass(self, known: Known) -> str:
+    def _unexpected_pass(self, known: KnownFailure) -> str:
         return (
             f"Passed, but {self._shown()} expects it to fail with {known.exception} ({known.reason}).\n"
             f"{self._how_to_update()}"

@@ -15,7 +15,7 @@ HEAD = "# Tests that are known to fail, each with its exception. Updated by pyte
 NO_REASON = "no reason given"
 
 
-class Known(StrictStruct, frozen=True, kw_only=True):
+class KnownFailure(StrictStruct, frozen=True, kw_only=True):
     """One test that is known to fail."""
 
     test: str
@@ -25,14 +25,14 @@ class Known(StrictStruct, frozen=True, kw_only=True):
     reason: str = NO_REASON
 
 
-Manifest = dict[str, Known]
+Manifest = dict[str, KnownFailure]
 """By test."""
 
 
 def read(path: Path) -> Manifest:
     """Read a manifest strictly; raises :class:`UsageError` that names file, entry and key."""
     try:
-        entries = read_tables(path, "known", Known)
+        entries = read_tables(path, "known", KnownFailure)
     except FileNotFoundError:
         raise UsageError(f"The manifest {path} does not exist.", "Create it with --lowprec-update-manifest.") from None
     except OSError as error:
@@ -45,7 +45,7 @@ def read(path: Path) -> Manifest:
     return found
 
 
-def dump(entries: Iterable[Known], head: str = HEAD) -> str:
+def dump(entries: Iterable[KnownFailure], head: str = HEAD) -> str:
     """The text of a manifest, sorted by test so that updates of two people merge."""
     tables = [
         f"\n[[known]]\ntest = {_string(e.test)}\nexception = {_string(e.exception)}\nreason = {_string(e.reason)}\n"
@@ -89,7 +89,7 @@ def updated(before: Manifest, results: Mapping[str, str | None], missing: Iterab
             after.pop(test, None)
         else:
             reason = before[test].reason if test in before else NO_REASON
-            after[test] = Known(test=test, exception=exception, reason=reason)
+            after[test] = KnownFailure(test=test, exception=exception, reason=reason)
     return Change(
         after,
         added=sorted(after.keys() - before.keys()),

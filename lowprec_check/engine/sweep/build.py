@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from lowprec_check.catalog.measured_sweep import MeasuredSweep
-from lowprec_check.catalog.records import Failure, Header, OpRecord, OpTimes
+from lowprec_check.catalog.records import DTYPES, Failure, Header, OpRecord, OpTimes
 from lowprec_check.engine.sweep.failures import Raised
 from lowprec_check.engine.sweep.messages import (
     DEVICE_LOST,
@@ -202,7 +202,7 @@ def _given_up(op: str, lost: dict[str, Raised]) -> Answer:
     """The record of an operator that kills its worker repeatedly."""
     raised = next(iter(lost.values()))
     failure = Failure(
-        cells=[cell for cell in lost if "/" in cell],
+        cells=[cell for cell in lost if cell.partition("/")[0] in DTYPES],
         type=raised.type,
         kind="timeout" if raised.type == "timeout" else "crash",
         message=raised.message,
