@@ -21,9 +21,10 @@ from lowprec_check.engine.run.target_runs import OnProgress, RunOptions, TargetR
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.engine.trace.withheld_kernels import parse_withheld
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.backends import BACKENDS, EAGER
-from lowprec_check.schema.precisions import PRECISIONS, REFERENCE
+from lowprec_check.schema.backends import BACKENDS
+from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.registry import Registry
+from lowprec_check.schema.run_key import EAGER, REFERENCE
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 Reference = Literal["fp32", "fp64"]

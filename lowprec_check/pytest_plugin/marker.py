@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.backends import BACKENDS, EAGER
+from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.devices import DEVICES, device_of, device_type
 from lowprec_check.schema.precisions import PRECISIONS, low_precisions
 from lowprec_check.schema.registry import Registry
-from lowprec_check.schema.run_key import RunKey
+from lowprec_check.schema.run_key import EAGER, RunKey
 
 
 class Case(NamedTuple):

@@ -157,12 +157,6 @@ def _built_in() -> Sequence[Precision]:
 PRECISIONS: Registry[Precision] = Registry("precision", Precision, _built_in)
 """All precisions, in the order in which a scan shows them."""
 
-REFERENCE = "fp32"
-"""The name of the precision that all others are compared with."""
-
-PLAN = "plan"
-"""The name of a run that keeps modules in fp32; its ``base`` is one of :data:`PRECISIONS`."""
-
 
 def low_precisions() -> list[Precision]:
     """All precisions but the reference, in order."""

@@ -5,11 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowprec_check.schema.precisions import FloatFormat
+
 _NARROW_NAMES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 NARROW = frozenset(getattr(torch, name) for name in _NARROW_NAMES if hasattr(torch, name))
 """Floating dtypes narrower than fp32."""
 
 _WIDE_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
+
+
+def torch_dtype(format: FloatFormat) -> torch.dtype:
+    """The torch dtype of a format, ``torch.float16`` for fp16."""
+    dtype: torch.dtype = getattr(torch, format.name)
+    return dtype
 
 
 def is_float(tensor: Tensor) -> bool:

@@ -10,14 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowprec_check.engine.core.floating_dtypes import torch_dtype
 from lowprec_check.engine.model.keep_fp32 import cast_except, cast_inputs, keep_out_of_autocast, put_under_autocast
-from lowprec_check.schema.precisions import FloatFormat, Precision
-
-
-def torch_dtype(format: FloatFormat) -> torch.dtype:
-    """The torch dtype of a format, ``torch.float16`` for fp16."""
-    dtype: torch.dtype = getattr(torch, format.name)
-    return dtype
+from lowprec_check.schema.precisions import Precision
 
 
 class Application:

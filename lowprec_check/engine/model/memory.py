@@ -11,8 +11,8 @@ from torch import Tensor
 from lowprec_check.engine.core.dispatch_mode import DispatchMode
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.seed import seed_everything
+from lowprec_check.engine.core.source_location import call_model
 from lowprec_check.engine.model import device as devices
-from lowprec_check.engine.model.plain_run import call_model
 from lowprec_check.engine.model.prepared import Prepared
 
 

@@ -8,7 +8,6 @@ import statistics
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -20,7 +19,7 @@ from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.output_comparison import compare_outputs
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.seed import seed_everything
-from lowprec_check.engine.core.source_location import traceback_line
+from lowprec_check.engine.core.source_location import call_model, traceback_line
 from lowprec_check.engine.model import device as devices
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import WithLoss
@@ -47,11 +46,6 @@ class PlainResult(Struct, frozen=True, kw_only=True):
     fallbacks: tuple[str, ...] = ()
     loss: float | None = None
     output_is_zero: bool = False
-
-
-def call_model(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the model. ``source_line`` stops at this frame when it searches for the user's line."""
-    return call(*args, **kwargs)
 
 
 def output_tensors(output: Any) -> list[Tensor]:

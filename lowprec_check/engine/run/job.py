@@ -38,13 +38,14 @@ from lowprec_check.engine.run.messages import (
 )
 from lowprec_check.engine.trace.emulation import Emulation
 from lowprec_check.engine.trace.first_nonfinite import first_nonfinite
-from lowprec_check.engine.trace.instrument import Instrumented, Options, fp32_state, run_instrumented
+from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
+from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.engine.trace.withheld_kernels import withholding
 from lowprec_check.process.breadcrumb import Breadcrumb
-from lowprec_check.schema.backends import BACKENDS, EAGER, Backend
+from lowprec_check.schema.backends import BACKENDS, Backend
 from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.run_key import RunKey
+from lowprec_check.schema.run_key import EAGER, RunKey
 
 NOT_FP32 = NARROW | {torch.float64}
 """Parameter dtypes that are converted to fp32 before a scan, which then adds a note."""

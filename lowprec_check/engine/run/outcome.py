@@ -15,7 +15,7 @@ from lowprec_check.engine.run.messages import (
     MeasuresDone,
     PlainDone,
 )
-from lowprec_check.engine.trace.instrument import Instrumented
+from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.process.breadcrumb import Position
 from lowprec_check.schema.scan_result import Gap
 

@@ -23,13 +23,14 @@ from lowprec_check.engine.run.reference_errors import (
     nondeterministic_reference,
     nonfinite_reference,
 )
-from lowprec_check.engine.trace.instrument import Instrumented
+from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.errors import UsageError
 from lowprec_check.process.breadcrumb import Position
-from lowprec_check.schema.backends import BACKENDS, EAGER
+from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.op_calls import OpCalls
-from lowprec_check.schema.precisions import PRECISIONS, REFERENCE
+from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.run_key import EAGER, REFERENCE
 from lowprec_check.schema.scan_result import Run, Status
 
 REFERENCE_BUDGET = 600.0

@@ -11,8 +11,7 @@ from torch._ops import OpOverload
 from lowprec_check.engine.core.dispatch_mode import DispatchMode
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.seed import seed_everything
-from lowprec_check.engine.core.source_location import ModuleStack, source_line
-from lowprec_check.engine.model.plain_run import call_model
+from lowprec_check.engine.core.source_location import ModuleStack, call_model, source_line
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.trace.op_arguments import tensors_in
 from lowprec_check.engine.trace.op_traits import traits

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from lowprec_check.engine.core.source_location import source_line
 from lowprec_check.engine.trace.op_arguments import dtype_names
-from lowprec_check.engine.trace.recorder import Recorder
 from lowprec_check.engine.trace.rescue import Retry, find_rescue
+
+if TYPE_CHECKING:
+    from lowprec_check.engine.trace.recorder import Recorder
 
 
 class FunctionRescue(TorchFunctionMode):

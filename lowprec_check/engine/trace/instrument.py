@@ -13,43 +13,21 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.core.output_comparison import compare_outputs, same_bits
 from lowprec_check.engine.core.seed import seed_everything
-from lowprec_check.engine.core.source_location import ModuleStack
+from lowprec_check.engine.core.source_location import ModuleStack, call_model
 from lowprec_check.engine.model.memory import StorageCounter
-from lowprec_check.engine.model.plain_run import call_model, describe_error, output_tensors, reraise_interrupt
+from lowprec_check.engine.model.plain_run import describe_error, output_tensors, reraise_interrupt
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.trace.emulation import Emulation
 from lowprec_check.engine.trace.function_mode import FunctionRescue
+from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.engine.trace.journal import Journal
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.recorder import Errors, Recorder
 from lowprec_check.engine.trace.seeding import seed_inputs, seed_state
 from lowprec_check.engine.trace.twins import storage_key
 from lowprec_check.process.breadcrumb import Breadcrumb
-from lowprec_check.schema.base import Struct
-from lowprec_check.schema.op_calls import OpCalls
-from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo, Gap
-
-
-class Instrumented(Struct, frozen=True, kw_only=True):
-    """The result of the instrumented part; a worker sends it."""
-
-    gaps: list[Gap]
-    op_calls: OpCalls
-    uncalled_modules: list[str]
-    called_modules: list[str]
-    function_mode: bool = False
-    complete: bool = True
-    exception: ExceptionInfo | None = None
-    perturbed: bool | None = None
-    lockstep_error: ErrorStats | None = None
-    """Error of the output against the lockstep reference, which uses the same random values."""
-    lockstep_nonfinite: bool = False
-    emulated: dict[str, str] = {}
-    peak_memory_bytes: int | None = None
-    """Peak of the run's own tensors, if requested."""
-    faults: tuple[str, ...] = ()
-    """Failures of the instruments themselves."""
+from lowprec_check.schema.scan_result import Gap
 
 
 class Options(NamedTuple):

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.floating_dtypes import NARROW, is_float
-from lowprec_check.engine.model.application import torch_dtype
+from lowprec_check.engine.core.floating_dtypes import NARROW, is_float, torch_dtype
 from lowprec_check.schema.precisions import formats
 
 Args = tuple[Any, ...]

@@ -11,7 +11,7 @@ import torch
 from torch._ops import OpOverload
 
 from lowprec_check.engine.core.dispatch_mode import DispatchMode
-from lowprec_check.engine.model.application import torch_dtype
+from lowprec_check.engine.core.floating_dtypes import torch_dtype
 from lowprec_check.engine.trace.op_arguments import tensors_in
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.precisions import FP32, LOW_FORMATS, FloatFormat
