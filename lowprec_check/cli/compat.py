@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowprec_check.cli.app import FINDINGS, app
-from lowprec_check.cli.options import Backends, Devices, Precisions, Quiet
+from lowprec_check.cli.options import Backends, Devices, Precisions, Quiet, names_of
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.backends import BACKENDS
+from lowprec_check.schema.precisions import PRECISIONS
 
 if TYPE_CHECKING:
     from lowprec_check.schema.matrix import MatrixRow
@@ -107,8 +109,8 @@ def _options(
         words = shlex.split(more)
     except ValueError as error:
         raise UsageError(f"Cannot parse --scan-options: {error}.", "Quote it as in a shell.") from None
-    named = [word for name in precision or [] for word in ("-p", name)]
-    named += [word for name in backend or [] for word in ("--backend", name)]
+    named = [word for name in names_of(PRECISIONS, precision) or [] for word in ("-p", name)]
+    named += [word for name in names_of(BACKENDS, backend) or [] for word in ("--backend", name)]
     return (*named, *(("--budget", f"{budget:g}") if budget is not None else ()), *words)
 
 

@@ -12,7 +12,7 @@ from lowprec_check.analysis.diff import ERROR_FACTOR, TIME_FACTOR, ScanDiff, dif
 from lowprec_check.cli.app import FINDINGS, app, check_writable, load_result, screen_size
 from lowprec_check.errors import UsageError
 from lowprec_check.report.registry import FORMATS, ReportFormat, diff_formats, format_of, suffixes
-from lowprec_check.schema.devices import choices
+from lowprec_check.schema.registry import choices
 
 
 @app.command()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from lowprec_check.schema.backends import BACKENDS
-from lowprec_check.schema.devices import DEVICES, choices
+from lowprec_check.schema.devices import DEVICES
 from lowprec_check.schema.precisions import formats, low_precisions
+from lowprec_check.schema.registry import Registry, choices
 
 _PRECISIONS = ", ".join(precision.name for precision in low_precisions())
 _BACKENDS = ", ".join(f"{backend.name} ({backend.summary})" for backend in BACKENDS)
@@ -63,8 +64,12 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Do not show progress
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def split(values: Iterable[str] | None) -> list[str] | None:
-    """The values of a repeatable option, each of which may be a comma-separated list; ``None`` if it is absent."""
+def names_of(registry: Registry[Any], values: Iterable[str] | None) -> list[str] | None:
+    """The registered names that a repeatable option names, each once; a value may be a comma-separated list.
+
+    ``None`` if the option is absent; raises :class:`UsageError` for an unknown name.
+    """
     if values is None:
         return None
-    return [name.strip() for value in values for name in value.split(",") if name.strip()]
+    given = [name.strip() for value in values for name in value.split(",")]
+    return list(dict.fromkeys(registry.get(name).name for name in given if name))

@@ -11,7 +11,7 @@ import typer
 from lowprec_check.cli.app import app, check_writable, load_result, screen_size
 from lowprec_check.errors import UsageError
 from lowprec_check.report.registry import FORMATS, format_of, render, suffixes, write
-from lowprec_check.schema.devices import choices
+from lowprec_check.schema.registry import choices
 
 if TYPE_CHECKING:
     from lowprec_check.schema.scan_result import ScanResult

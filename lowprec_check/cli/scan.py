@@ -20,11 +20,13 @@ from lowprec_check.cli.options import (
     Target,
     Tolerance,
     WithoutKernel,
-    split,
+    names_of,
 )
 from lowprec_check.cli.report import Reports, check_reports, print_report
 from lowprec_check.errors import UsageError
 from lowprec_check.report.registry import write
+from lowprec_check.schema.backends import BACKENDS
+from lowprec_check.schema.precisions import PRECISIONS
 
 if TYPE_CHECKING:
     from lowprec_check.schema.scan_result import ScanResult
@@ -87,6 +89,7 @@ def scan(
     quiet: Quiet = False,
 ) -> None:
     """Run a model in fp32, half, bfloat16 and autocast. Shows which of them run, how accurate and fast they are, and what to do."""
+    precisions, backends = names_of(PRECISIONS, precision), names_of(BACKENDS, backend)
     check_writable(json, "--json")
     check_reports(report or [])
     accepted = known_findings(baseline, update_baseline)
@@ -97,8 +100,8 @@ def scan(
         from lowprec_check.engine.scan import ScanOptions
 
         options = ScanOptions(
-            precisions=split(precision),
-            backends=split(backend),
+            precisions=precisions,
+            backends=backends,
             device=device,
             budget=budget,
             errors=errors,

@@ -21,7 +21,7 @@ from lowprec_check.catalog.records import LOW, Dtype
 from lowprec_check.errors import UsageError
 from lowprec_check.pytest_plugin import options
 from lowprec_check.report.coverage import RENDERERS, Coverage, OpUse, coverage_text
-from lowprec_check.schema.devices import choices
+from lowprec_check.schema.registry import choices
 
 if TYPE_CHECKING:
     from lowprec_check.pytest_plugin.fixture.watch import Watch

@@ -66,9 +66,3 @@ def is_declared(device: str) -> bool:
     """Whether the catalog's data for a device is declared, not measured."""
     found = DEVICES.find(device_type(device))
     return found is not None and found.catalog == "declared"
-
-
-def choices(names: Sequence[str], last: str = "or") -> str:
-    """``cpu, cuda, xpu or mps``."""
-    *others, final = names
-    return f"{', '.join(others)} {last} {final}" if others else final

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib.metadata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from lowprec_check.errors import UsageError
@@ -91,3 +91,9 @@ class Registry(Generic[Item]):
             suggestion = f"Did you mean {meant.name}? " if meant else ""
             raise UsageError(f"Unknown {self._noun} {name!r}.", f"{suggestion}Choose from {', '.join(self.names())}.")
         return found
+
+
+def choices(names: Sequence[str], last: str = "or") -> str:
+    """``cpu, cuda, xpu or mps``."""
+    *others, final = names
+    return f"{', '.join(others)} {last} {final}" if others else final
