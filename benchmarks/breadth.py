@@ -1,9 +1,9 @@
-"""Scan the examples and torchvision's classification models on one device, and check each status by hand.
+"""Scan the examples and torchvision's classification models on one device, and check each status.
 
     python benchmarks/breadth.py --device cpu --size 64 --output reports/breadth-cpu
 
-Writes OUTPUT.md (a table a person reads) and OUTPUT.json (a row per model and precision). With ``--verify`` every
-status is compared with simply running the cast model, in this process: what must hold is that the two agree.
+Writes OUTPUT.md (a table) and OUTPUT.json (one row per model and precision). With ``--verify`` every status is
+compared with that of running the cast model without this tool; the two must be equal.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def classification_models() -> list[str]:
 
 
 def shape_for(name: str, size: int) -> str:
-    """The smallest input near ``size`` that the model takes."""
+    """The input shape closest to ``size`` that the model accepts."""
     if name.startswith("vit_") or name == "maxvit_t":
         return "1x3x224x224"
     return f"1x3x{max(size, SIZES.get(name, size))}x{max(size, SIZES.get(name, size))}"
 
 
 def by_hand(target: Target, precision: str, device: torch.device) -> str:
-    """The status that simply running the cast model gives: ``ok``, ``inaccurate``, ``nonfinite`` or ``error``."""
+    """The status of running the cast model without this tool: ``ok``, ``inaccurate``, ``nonfinite`` or ``error``."""
     chosen = PRECISIONS.get(precision)
     dtype = getattr(torch, chosen.format.name)
     model = copy.deepcopy(target.model).to(device)
@@ -75,12 +75,12 @@ def by_hand(target: Target, precision: str, device: torch.device) -> str:
 
 
 def checked_by_hand(target: Target, precision: str, device: str) -> str:
-    """:func:`by_hand` in a process of its own, so that this one never wakes the device."""
+    """:func:`by_hand` in a separate process, so that this one never initializes the device."""
     return isolated(lambda: by_hand(target, precision, torch.device(device)), "fork", str)
 
 
 def scan_one(spec: str, inputs: tuple[str, ...], options: argparse.Namespace) -> tuple[ScanResult | None, str]:
-    """A result, or why there is none."""
+    """A result, or the reason why there is none."""
     try:
         result = load_and_scan(
             spec,
@@ -113,7 +113,7 @@ def row(spec: str, result: ScanResult, run: Run, fp32_ms: float, verified: str |
 
 
 def collect(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Scan everything asked for."""
+    """Scan the chosen models."""
     specs: list[tuple[str, tuple[str, ...]]] = []
     if not options.models and options.part[0] == 1:
         root = Path.cwd()
@@ -142,7 +142,7 @@ def collect(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def merged(paths: list[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The environment and the rows of several reports, by model."""
+    """The environment and the rows of several reports, sorted by model."""
     parts = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     rows = [record for part in parts for record in part["rows"]]
     order = {name: index for index, name in enumerate(PRECISIONS.names())}
@@ -161,22 +161,22 @@ def cell(record: dict[str, Any]) -> str:
 
 
 def markdown(rows: list[dict[str, Any]], found: dict[str, Any], options: argparse.Namespace) -> str:
-    """The table: a line per model, a column per precision."""
+    """The report: a table with one row per model and one column per precision."""
     names = [precision.name for precision in low_precisions()]
     checked = [record for record in rows if record.get("by_hand")]
     agree = sum(record["by_hand"] == record["status"] for record in checked)
-    watched = [record for record in rows if record.get("perturbed") is not None]
+    compared = [record for record in rows if record.get("perturbed") is not None]
     lines = [
         f"# Breadth on {found['device']} ({found['device_name']}), torch {found['torch']}",
         "",
         f"Made by `python benchmarks/breadth.py --device {found['device']} --size {options.size} --verify`. Each cell:",
-        "status, rel_l2 of the output against fp32, time over fp32's; bold: what the scan recommends. Random weights.",
+        "status, rel_l2 of the output against fp32, time divided by fp32's; bold: the recommended precision. Random weights.",
         *([options.note] if options.note else []),
         "",
         f"- models: {len({record['model'] for record in rows})}, runs: {len(rows)}",
-        f"- status equal to simply running the cast model: {agree} of {len(checked)} checked",
-        f"- instrumented output equal to the plain one, bit for bit: "
-        f"{sum(not record['perturbed'] for record in watched)} of {len(watched)} runs with nothing rescued",
+        f"- status equal to that of running the cast model without the tool: {agree} of {len(checked)} checked",
+        f"- instrumented output equal to the plain output, bit for bit: "
+        f"{sum(not record['perturbed'] for record in compared)} of {len(compared)} runs without rescued ops",
         "",
         f"| model | fp32 ms | {' | '.join(names)} |",
         f"|---|---|{'---|' * len(names)}",
@@ -192,21 +192,26 @@ def markdown(rows: list[dict[str, Any]], found: dict[str, Any], options: argpars
 
 
 def main() -> None:
-    """Scan, write, and say how often the scan and the bare model agree."""
+    """Scan, print the report, and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--budget", type=float, default=20.0)
     parser.add_argument("--precision", action="append")
     parser.add_argument(
-        "--models", nargs="*", help="torchvision names; all classification models and the examples without"
+        "--models", nargs="*", help="torchvision names; default: all classification models and the examples"
     )
     parser.add_argument(
-        "--part", type=int, nargs=2, default=(1, 1), metavar=("K", "N"), help="every N-th model from K on"
+        "--part",
+        type=int,
+        nargs=2,
+        default=(1, 1),
+        metavar=("K", "N"),
+        help="only every N-th model, starting at the K-th",
     )
-    parser.add_argument("--merge", type=Path, nargs="*", help="write one report from the JSON of several parts")
-    parser.add_argument("--note", help="a line for the head of the report")
-    parser.add_argument("--verify", action="store_true")
+    parser.add_argument("--merge", type=Path, nargs="*", help="merge the JSON files of several parts into one report")
+    parser.add_argument("--note", help="a line for the top of the report")
+    parser.add_argument("--verify", action="store_true", help="check each status against running the cast model")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if options.merge:

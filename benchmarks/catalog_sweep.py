@@ -1,6 +1,6 @@
-"""What a full sweep of the catalog takes, beside a plain fp32 pass over the same samples: ``python benchmarks/catalog_sweep.py``.
+"""Time a full sweep of the catalog and an fp32 pass over the same samples: ``python benchmarks/catalog_sweep.py``.
 
-Prints seconds on the clock and of processor time, and whether a second sweep wrote the same bytes. The bound is 60 s on 2 cores.
+Prints elapsed and processor time, and whether a second sweep wrote the same bytes. The limit is 60 s on 2 cores.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from lowprec_check.engine.sweep.build import SAMPLES, build
 from lowprec_check.engine.sweep.calls import Caller, Setting
 from lowprec_check.engine.sweep.samples import load_operators, samples_of, seed_all
 
-BOUND = 60.0
+LIMIT = 60.0
 
 
 @contextlib.contextmanager
 def stopwatch(what: str) -> Iterator[None]:
-    """Print what the block took, its children included."""
+    """Print the time that the block took, including child processes."""
     before, started = _processor_time(), time.perf_counter()
     yield
     wall, busy = time.perf_counter() - started, _processor_time() - before
@@ -39,7 +39,7 @@ def _processor_time() -> float:
 
 
 def fp32_pass() -> int:
-    """Every operator forward in fp32, once a sample, in one process; the number of calls that went through."""
+    """Run every operator forward in fp32, once per sample, in one process; return the number of calls that succeeded."""
     setting, calls = Setting("cpu", SAMPLES, (), torch.float64), 0
     for name, operator in load_operators().items():
         seed_all(name)
@@ -50,10 +50,10 @@ def fp32_pass() -> int:
 
 
 def main() -> None:
-    """Time both; sweep twice to compare."""
+    """Time both; sweep twice to compare the files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--once", action="store_true", help="no second sweep to compare with")
+    parser.add_argument("--once", action="store_true", help="skip the second sweep")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -68,9 +68,9 @@ def main() -> None:
             with stopwatch("full sweep: 3 dtypes, 4 modes, fp64 reference"):
                 measured = build("cpu", jobs=options.jobs)
             written.append(measured.save(Path(folder))[0].read_bytes())
-    print(f"  {len(measured.records)} operators, {len(written[0]) / 1e3:.0f} kB, bound {BOUND:.0f} s on 2 idle cores")
+    print(f"  {len(measured.records)} operators, {len(written[0]) / 1e3:.0f} kB, limit {LIMIT:.0f} s on 2 idle cores")
     if len(written) == 2:
-        print(f"  the second sweep wrote {'the same bytes' if written[0] == written[1] else 'OTHER BYTES'}")
+        print(f"  the second sweep wrote {'the same bytes' if written[0] == written[1] else 'DIFFERENT BYTES'}")
 
 
 if __name__ == "__main__":

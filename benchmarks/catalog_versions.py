@@ -1,10 +1,10 @@
-"""Measures the catalog's CPU files for many versions of torch, each in a virtual environment that is removed afterwards.
+"""Measure the catalog's CPU files for several versions of torch, each in a temporary virtual environment.
 
     python benchmarks/catalog_versions.py 2.1.2 2.2.2 2.8.0 2.8.0+ipex
     python benchmarks/catalog_versions.py --here /path/to/python     # an interpreter that has torch, msgspec and expecttest
 
-Needs Python 3.10 or 3.11 for the oldest, 8 GB of disk and about three minutes a version (wheels of torch for CUDA run on
-CPUs too). Files go to catalog/.
+The oldest versions need Python 3.10 or 3.11. Each version needs about 8 GB of disk and three minutes; CUDA wheels of
+torch work too. The files are written to catalog/.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IPEX = "+ipex"
 
 
 def requirements(version: str) -> list[str]:
-    """What the sweep needs beside a torch of that version."""
+    """The packages that a sweep of this version of torch needs."""
     torch = version.removesuffix(IPEX)
     found = [f"torch=={torch}", "msgspec", "expecttest", "packaging", "setuptools"]
     found.append("numpy<2" if tuple(map(int, torch.split(".")[:2])) < (2, 3) else "numpy")
@@ -37,7 +37,7 @@ def requirements(version: str) -> list[str]:
 
 
 def measure(python: str, out: Path, jobs: int, extension: str | None = None) -> None:
-    """Sweep with that interpreter."""
+    """Sweep with the interpreter ``python``, and save the files in ``out``."""
     started = time.perf_counter()
     measured = build("cpu", python=python, jobs=jobs, extension=extension)
     for path in measured.save(out):
@@ -45,10 +45,12 @@ def measure(python: str, out: Path, jobs: int, extension: str | None = None) -> 
 
 
 def main() -> None:
-    """Install, measure, remove, one version after another."""
+    """For each version: install, measure, remove."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*")
-    parser.add_argument("--here", action="append", default=[], help="an interpreter that has all that is needed")
+    parser.add_argument(
+        "--here", action="append", default=[], help="an interpreter in which everything is installed; repeatable"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "catalog")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()

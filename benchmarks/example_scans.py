@@ -1,4 +1,4 @@
-"""Scans every example and ResNet-50, and saves what they give under reports/scans: ``python benchmarks/example_scans.py``."""
+"""Scan every example and ResNet-50, and save the results in reports/scans: ``python benchmarks/example_scans.py``."""
 
 from __future__ import annotations
 

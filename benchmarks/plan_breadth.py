@@ -1,9 +1,9 @@
-"""A plan, or the reason why there is none, for every torchvision classification model and precision that fails.
+"""Search a plan for every torchvision classification model and precision that fails.
 
     python benchmarks/plan_breadth.py --from reports/breadth-cpu.json --device cpu --output reports/plans-cpu
 
-The failing rows are those of ``benchmarks/breadth.py``. Every plan is applied to a fresh model and run once more, in this process: *proven*
-says that its output is within tolerance of fp32's.
+The failing rows come from ``benchmarks/breadth.py``. Every plan is applied to a newly loaded model, which is run once
+more; the plan is *proven* if the output is within the tolerance of the fp32 output.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def failing(path: Path) -> list[tuple[str, str]]:
 
 
 def plan_one(model: str, precision: str, options: dict[str, Any]) -> dict[str, Any]:
-    """One row: what the search found, and whether the plan holds on a fresh model."""
+    """One row: the result of the search, and whether the plan passes on a newly loaded model."""
     torch.set_num_threads(options["threads"])
     dtype, base = KINDS[precision]
     inputs = (shape_for(model.partition(":")[2], options["size"]),)
@@ -73,7 +73,7 @@ def plan_one(model: str, precision: str, options: dict[str, Any]) -> dict[str, A
 
 
 def holds(model: str, inputs: tuple[str, ...], plan: Plan) -> bool:
-    """Whether the applied plan passes, by simply running it."""
+    """Whether the applied plan passes, found by running the model."""
     target = load_seeded(model, inputs, 0)
     target.model.to(plan.device)
     args = [tensor.to(plan.device) for tensor in target.args]
@@ -84,16 +84,16 @@ def holds(model: str, inputs: tuple[str, ...], plan: Plan) -> bool:
 
 
 def main() -> None:
-    """Run the searches, several at once where there are cores, and write the table."""
+    """Run the searches, ``--jobs`` at once, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--from", dest="source", type=Path, required=True, help="JSON of benchmarks/breadth.py.")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--max-trials", type=int, default=400)
-    parser.add_argument("--seconds", type=float, default=150.0, help="For each row.")
+    parser.add_argument("--seconds", type=float, default=150.0, help="Time limit of each search.")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--only", default="", help="Part of a model's name.")
+    parser.add_argument("--only", default="", help="Only models whose name contains this text.")
     parser.add_argument("--output", type=Path, required=True, help="Stem of the .md and .json to write.")
     options = parser.parse_args()
     wanted = [(model, base) for model, base in failing(options.source) if options.only in model]
@@ -108,7 +108,7 @@ def main() -> None:
 
 
 def write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    """The table and its data."""
+    """Write the table and its data."""
     options.output.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     columns = ("model", "base", "as it is", "kept", "leaves", "minimal", "proven", "rel_l2", "trials", "s", "outcome")
     cells = [[_cell(row.get(column)) for column in columns] for row in rows]
@@ -120,7 +120,7 @@ def write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
         f"Made by `python benchmarks/plan_breadth.py --from {options.source} --device {options.device} --size {options.size}"
         f" --max-trials {options.max_trials} --seconds {options.seconds:.0f}`. Random weights.",
         "",
-        f"- failing rows: {len(rows)}, planned: {len(planned)}, of these proven on a fresh model: "
+        f"- failing rows: {len(rows)}, with a plan: {len(planned)}, of these proven on a newly loaded model: "
         f"{sum(row['proven'] for row in planned)}, 1-minimal: {sum(row['minimal'] for row in planned)}",
         "",
         tabulate(cells, columns, tablefmt="github"),

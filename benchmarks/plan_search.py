@@ -1,10 +1,10 @@
-"""Trials and time of the plan search against what people do by hand, on the same models.
+"""Compare the plan search with two simple searches on the same models: trials and time.
 
     python benchmarks/plan_search.py [--output reports/plan-search]
 
-*bisection*: the shortest prefix of the leaves, in the order of execution, that passes in fp32, then as much of its beginning given back
-as passes. *greedy*: all leaves in fp32, given back one by one. A trial is the same plain run for all three; the seconds of lowprec-check
-leave out the explained run that it starts from, as those of the others leave out what tells a person that the model fails.
+*bisection*: find the shortest prefix of the leaf modules, in order of execution, that passes if kept in fp32; then remove
+as many modules from its start as possible. *greedy*: keep all leaf modules in fp32, then remove them one by one. A trial is
+the same plain run for all three. The seconds of lowprec-check do not include the instrumented run that it starts from.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PRECISION = {("bf16", "cast"): "bfloat16", ("bf16", "autocast"): "autocast-bf16"
 
 
 class Case(NamedTuple):
-    """A model that fails, and the base to start from."""
+    """A model that fails, and the dtype and base of the plan."""
 
     name: str
     target: Target
@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a way to search took and found."""
+    """The cost and the result of one search."""
 
     trials: int
     seconds: float
@@ -51,7 +51,7 @@ class Result(NamedTuple):
 
 
 def with_bad_layers(model: nn.Module, names: Sequence[str]) -> nn.Module:
-    """``model`` with named layers whose result drowns in bf16 (8 bits) and not in fp32: (y + 2048) − 2048."""
+    """``model`` with layers whose result is lost in bf16 (8 bits) and not in fp32: (y + 2048) − 2048."""
 
     def cancelling(layer: nn.Module, x: Tensor) -> Tensor:
         return (type(layer).__base__.forward(layer, x) + 2048) - 2048
@@ -63,7 +63,7 @@ def with_bad_layers(model: nn.Module, names: Sequence[str]) -> nn.Module:
 
 
 def cases() -> Iterator[Case]:
-    """Real sizes with planted faults, and the examples that fail."""
+    """Models of real size with planted faults, and the examples that fail."""
     torchvision, _ = import_torchvision()
     image = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
@@ -84,15 +84,15 @@ def cases() -> Iterator[Case]:
 
 
 class Counted:
-    """Plain runs, each keep once."""
+    """Runs trials and counts them; each set of kept modules is run once."""
 
     def __init__(self, session: TargetRuns, precision: str, tree: ModuleTree) -> None:
         self.session, self.precision, self.tree = session, precision, tree
         self.known: dict[tuple[str, ...], bool] = {}
 
-    def __call__(self, keep: Sequence[str]) -> bool:
-        """Whether it passes."""
-        normal = self.tree.normalized(keep)
+    def __call__(self, keep_fp32: Sequence[str]) -> bool:
+        """Whether the model passes with these modules in fp32."""
+        normal = self.tree.normalized(keep_fp32)
         if normal not in self.known:
             run = self.session.run(self.precision, keep_fp32=normal, measured=False, instrumented=False)
             self.known[normal] = run.status == "ok"
@@ -100,7 +100,7 @@ class Counted:
 
 
 def bisection(leaves: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> int | None:
-    """Modules kept by bisecting the end, then the beginning, of one stretch."""
+    """Number of modules kept, found by bisecting the end, then the start, of one range."""
     if not passes(leaves):
         return None
     low, high = 0, len(leaves)
@@ -115,7 +115,7 @@ def bisection(leaves: Sequence[str], passes: Callable[[Sequence[str]], bool]) ->
 
 
 def greedy(leaves: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> int | None:
-    """Modules kept after each leaf was offered back."""
+    """Number of modules kept after trying to remove each leaf."""
     if not passes(leaves):
         return None
     kept = list(leaves)
@@ -126,8 +126,8 @@ def greedy(leaves: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> in
     return len(kept)
 
 
-def by_hand(case: Case, way: Callable[..., int | None]) -> tuple[Result, int]:
-    """The result of a way, and how many leaves there are."""
+def run_search(case: Case, search: Callable[..., int | None]) -> tuple[Result, int]:
+    """The result of a search, and the number of leaf modules."""
     options = RunOptions(without_kernel=case.without_kernel)
     with open_runs(case.target, lambda: case.target, options, "fork") as session:
         fp32 = session.reference()
@@ -135,12 +135,12 @@ def by_hand(case: Case, way: Callable[..., int | None]) -> tuple[Result, int]:
         leaves = [path for path in tree.types if not tree.children(path)]
         passes = Counted(session, PRECISION[case.dtype, case.base], tree)
         started = time.perf_counter()
-        kept = way(leaves, passes)
+        kept = search(leaves, passes)
         return Result(len(passes.known), time.perf_counter() - started, kept), len(leaves)
 
 
-def ours(case: Case) -> Result:
-    """What ``lowprec-check plan`` takes."""
+def plan_search(case: Case) -> Result:
+    """The result of ``lowprec-check plan``."""
     choice: dict[str, Any] = {"dtype": case.dtype, "base": case.base}
     found = plan_target(
         case.target, lambda: case.target, "fork", PlanOptions(without_kernel=case.without_kernel, **choice)
@@ -150,17 +150,17 @@ def ours(case: Case) -> Result:
 
 
 def main() -> None:
-    """Measure, print, and write the table where asked to."""
+    """Measure, print the table, and write it if requested."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, help="Stem of the .md to write.")
-    parser.add_argument("--without-greedy", action="store_true", help="Spare the longest part.")
+    parser.add_argument("--without-greedy", action="store_true", help="Skip the greedy search, which takes longest.")
     options = parser.parse_args()
     rows, trials = [], []
     for case in cases():
-        mine = ours(case)
-        bisected, leaves = by_hand(case, bisection)
-        one_by_one = by_hand(case, greedy)[0] if not options.without_greedy else Result(leaves + 1, math.nan, None)
-        results = (mine, bisected, one_by_one)
+        planned = plan_search(case)
+        bisected, leaves = run_search(case, bisection)
+        one_by_one = run_search(case, greedy)[0] if not options.without_greedy else Result(leaves + 1, math.nan, None)
+        results = (planned, bisected, one_by_one)
         trials.append([result.trials for result in results])
         rows.append([case.name, leaves, *(_cell(result) for result in results), f"{3 * math.log2(leaves) + 10:.0f}"])
         print(rows[-1], flush=True)

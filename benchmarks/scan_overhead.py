@@ -1,9 +1,10 @@
-"""What the instruments cost, as ratios within one run, medians: ``python benchmarks/scan_overhead.py``.
+"""Measure the overhead of the instruments, as medians of ratios: ``python benchmarks/scan_overhead.py``.
 
-- instrumented bf16 run over (plain fp32 + plain bf16 forward): ResNet-50, ViT-B/16 (batch 4, 224²), a 12-layer encoder;
-- peak memory of the instrumented run over the fp32 forward's (resident set, each in a process of its own);
-- overhead per op on a model of tiny ops, and how it grows with their number;
-- ``lowprec-check --help``.
+- time of an instrumented bf16 run / (plain fp32 + plain bf16 forward): ResNet-50, ViT-B/16 (batch 4, 224²), a 12-layer
+  encoder;
+- peak memory of the instrumented run / that of the fp32 forward (resident set, each in its own process);
+- overhead per op on a model of tiny ops, for growing numbers of ops;
+- time of ``lowprec-check --help``.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def overhead(name: str, repeats: int) -> None:
 
 
 def resident_growth(name: str, work: Callable[[Target], Any], sender: Any) -> None:
-    """Send by how many bytes the peak of the resident set lies above what torch alone takes."""
+    """Send the growth of the resident set in bytes: its peak during ``work`` minus its size before the model was loaded."""
 
     def read(key: str) -> int:
         with open("/proc/self/status", encoding="ascii") as file:
@@ -124,7 +125,7 @@ def resident_growth(name: str, work: Callable[[Target], Any], sender: Any) -> No
 
 
 def memory(name: str) -> None:
-    """Print the ratio of peak memories."""
+    """Print the ratio of the peak memories for one model."""
     peaks = []
     for work in (
         lambda target: plain(target, "fp32"),
@@ -140,18 +141,18 @@ def memory(name: str) -> None:
 
 
 def tiny_ops(repeats: int) -> None:
-    """Print microseconds per op beyond the plain run, for growing numbers of ops."""
+    """Print the microseconds per op added to the plain run, for growing numbers of ops."""
     for count in (5_000, 20_000, 40_000):
         target = make_target(TinyOps(count).eval(), torch.ones(16))
         extra = []
         for _ in range(repeats):
             bare = plain(target, "bfloat16")
             extra.append((instrumented(target, "bfloat16", "both") - bare) / count * 1e6)
-        print(f"{count:>6} tiny ops{'':10}{statistics.median(extra):8.1f} µs an op  (goal 100)")
+        print(f"{count:>6} tiny ops{'':10}{statistics.median(extra):8.1f} µs per op  (goal 100)")
 
 
 def help_time(repeats: int) -> None:
-    """Print how long ``--help`` takes and whether torch was imported."""
+    """Print the time of ``--help`` and whether it imported torch."""
     command = [sys.executable, "-m", "lowprec_check", "--help"]
     samples = []
     for _ in range(repeats):
@@ -166,7 +167,7 @@ def help_time(repeats: int) -> None:
 
 
 def main() -> None:
-    """Run all, or what is named."""
+    """Run all measurements, or those chosen with ``--only``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", choices=["overhead", "memory", "tiny", "help"], action="append")
@@ -175,14 +176,14 @@ def main() -> None:
     if "help" in chosen:
         help_time(options.repeats)
     if "memory" in chosen:
-        print("\npeak memory of an instrumented bf16 run over the fp32 forward's")
+        print("\npeak memory of an instrumented bf16 run / fp32 forward")
         for name in TARGETS:
             memory(name)
     if "tiny" in chosen:
-        print("\noverhead per op, everything recorded")
+        print("\noverhead per op, with all errors recorded")
         tiny_ops(options.repeats)
     if "overhead" in chosen:
-        print("\ninstrumented bf16 run over (plain fp32 + plain bf16): both errors, accumulated only")
+        print("\ntime of an instrumented bf16 run / (plain fp32 + plain bf16): both errors, accumulated only")
         for name in TARGETS:
             overhead(name, options.repeats)
 

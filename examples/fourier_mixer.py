@@ -1,4 +1,4 @@
-"""A Fourier mixer (FNet): the FFT refuses 16 bits above dispatch, before any kernel is looked up.
+"""A Fourier mixer (FNet): the FFT rejects 16-bit dtypes in a check above dispatch, before a kernel is looked up.
 
 After Lee-Thorp et al., "FNet: Mixing Tokens with Fourier Transforms" (2021).
 """

@@ -1,4 +1,4 @@
-"""Attention with a mask constant of −1e9, as many models write it: fp16 holds no such number.
+"""Attention with a mask constant of −1e9, as in many models: the constant is outside the range of fp16.
 
 https://github.com/huggingface/transformers/issues/35332 (DeBERTa: the mask constant does not convert).
 """

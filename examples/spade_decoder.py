@@ -1,9 +1,9 @@
-"""A SPADE generator whose convolutions carry spectral norm: the case that started it all.
+"""A SPADE generator with spectral norm on its convolutions: the issue that motivated this tool.
 
-After Park et al., "Semantic Image Synthesis with Spatially-Adaptive Normalization" (2019), in the shape in which
-LivePortrait uses it: https://github.com/intel/intel-extension-for-pytorch/issues/673. ``.half()`` on an Intel GPU said
-``"dot" not implemented for 'Half'`` (spectral norm divides each weight by a ``dot``); autocast in fp16 ran, twice as
-fast as fp32. Random weights, seed 0, small enough to run in a second.
+After Park et al., "Semantic Image Synthesis with Spatially-Adaptive Normalization" (2019), in the form used by
+LivePortrait: https://github.com/intel/intel-extension-for-pytorch/issues/673. On an Intel GPU, ``.half()`` raised
+``"dot" not implemented for 'Half'`` (spectral norm divides each weight by a ``dot``), while fp16 autocast worked and was
+twice as fast as fp32. Random weights, seed 0, small enough to run in a second.
 """
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.utils import spectral_norm
 
 
 class Spade(nn.Module):
-    """Normalises features and modulates them with a map made from the segmentation."""
+    """Normalizes features and modulates them with a map computed from the segmentation."""
 
     def __init__(self, channels: int, label_channels: int, hidden: int = 32) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Spade(nn.Module):
 
 
 class SpadeBlock(nn.Module):
-    """A residual block of two SPADE layers, all convolutions under spectral norm."""
+    """A residual block of two SPADE layers, all convolutions with spectral norm."""
 
     def __init__(self, channels_in: int, channels_out: int, label_channels: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class SpadeBlock(nn.Module):
 
 
 class SpadeDecoder(nn.Module):
-    """Turns a warped feature volume into an image, upsampling twice."""
+    """Converts a warped feature volume into an image, upsampling twice."""
 
     def __init__(self, channels: int = 128, label_channels: int = 64) -> None:
         super().__init__()

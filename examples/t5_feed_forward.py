@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class T5FeedForward(nn.Module):
-    """Three blocks and a final norm; the last block's weights have grown large, as in T5's trained ones."""
+    """Three blocks and a final norm; the weights of the last block are large, as in a trained T5."""
 
     def __init__(self, width: int = 64, hidden: int = 256) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """A whitening layer: four ops in a row that have no 16-bit kernel (cholesky, inv, cdist, quantile).
 
-``.half()`` shows the first; mended, the next one fails. A scan shows all of them at once.
+With ``.half()``, only the first one raises; after a fix, the next one fails. A scan reports all four at once.
 """
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Whitening(nn.Module):
-    """Decorrelates features and scales them by the median distance to learned centres."""
+    """Decorrelates features and scales them by the median distance to learned centers."""
 
     def __init__(self, features: int = 16, centres: int = 24) -> None:
         super().__init__()
@@ -33,5 +33,5 @@ def model() -> Whitening:
 
 
 def inputs() -> Tensor:
-    """A batch of 24 rows: few enough for cdist's own kernel (above 25 it goes through a matrix product)."""
+    """A batch of 24 rows: above 25, cdist uses a matrix product instead of its own kernel."""
     return torch.randn(24, 16, generator=torch.Generator().manual_seed(0))

@@ -10,7 +10,8 @@ from torch import nn
 from lowprec_check.engine.model.plain_run import PlainResult, run_plain
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.snapshot import Snapshot
-from lowprec_check.engine.trace.instrument import Instrumented, Options, fp32_state, run_instrumented
+from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
+from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.engine.trace.withheld_kernels import withholding
 from lowprec_check.schema.precisions import PRECISIONS
 

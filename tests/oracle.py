@@ -1,4 +1,4 @@
-"""The gaps of a model found the slow way: run the bare cast model, mend what failed, run again, until it passes."""
+"""Finds the gaps of a model by trial: run the bare cast model, fix the op that failed, and repeat until it passes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from lowprec_check.engine.trace.function_mode import function_name
 NARROW = (torch.half, torch.bfloat16)
 
 
-def _mended(function: Callable[..., Any], args: Any, kwargs: Any, low: torch.dtype) -> Any:
-    """As a person mends it: compute in fp32, cast real results back; complex ones go back when they are real again."""
+def _run_in_fp32(function: Callable[..., Any], args: Any, kwargs: Any, low: torch.dtype) -> Any:
+    """Compute in fp32 and cast real results back, as a user would fix it; complex results stay complex64."""
     up = lambda t: t.float() if t.dtype in NARROW else t  # noqa: E731
     args, kwargs = tree_map_only(Tensor, up, (args, kwargs))
     return tree_map_only(Tensor, lambda t: t.to(low) if t.dtype == torch.float32 else t, function(*args, **kwargs))
 
 
-class _Mend(TorchDispatchMode):
-    """Mends known ops, remembers the last one that raised, and casts real results of complex inputs back."""
+class _FixOps(TorchDispatchMode):
+    """Fixes the known ops, stores the last one that raised, and casts real results of complex inputs back."""
 
     def __init__(self, ops: set[str], low: torch.dtype) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class _Mend(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if str(func) in self.ops:
-            return _mended(func, args, kwargs, self.low)
+            return _run_in_fp32(func, args, kwargs, self.low)
         try:
             out = func(*args, **kwargs)
         except Exception:
@@ -45,7 +45,7 @@ class _Mend(TorchDispatchMode):
         return out
 
 
-class _MendFunctions(TorchFunctionMode):
+class _FixFunctions(TorchFunctionMode):
     def __init__(self, ops: set[str], low: torch.dtype) -> None:
         super().__init__()
         self.ops, self.low, self.failed = ops, low, ""
@@ -53,7 +53,7 @@ class _MendFunctions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function_name(func) in self.ops:
-            return _mended(func, args, kwargs, self.low)
+            return _run_in_fp32(func, args, kwargs, self.low)
         try:
             return func(*args, **kwargs)
         except Exception:
@@ -61,17 +61,17 @@ class _MendFunctions(TorchFunctionMode):
             raise
 
 
-def mend_and_rerun(make: Callable[[], nn.Module], x: Tensor, precision: str, rounds: int = 20) -> set[str]:
-    """Names of all ops that had to be mended."""
+def fix_and_rerun(make: Callable[[], nn.Module], x: Tensor, precision: str, rounds: int = 20) -> set[str]:
+    """Names of all ops that had to be fixed."""
     low = torch.half if precision == "half" else torch.bfloat16
-    mended: set[str] = set()
+    fixed: set[str] = set()
     for _ in range(rounds):
-        dispatch, functions = _Mend(mended, low), _MendFunctions(mended, low)
+        dispatch, functions = _FixOps(fixed, low), _FixFunctions(fixed, low)
         try:
             with torch.no_grad(), dispatch, functions:
                 make().to(low)(x.to(low))
         except Exception:
-            mended.add(dispatch.failed or functions.failed)
+            fixed.add(dispatch.failed or functions.failed)
             continue
-        return mended
-    raise AssertionError(f"not mended in {rounds} rounds: {mended}\n{traceback.format_exc()}")
+        return fixed
+    raise AssertionError(f"not fixed in {rounds} rounds: {fixed}\n{traceback.format_exc()}")

@@ -1,4 +1,4 @@
-"""Many models: each costs its own row, what is done stays done, and a cluster does it as well."""
+"""Scanning many models: each has its own row, interrupted calls resume, and a cluster works too."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from shared_result import run, shared_result
 
 from lowprec_check.compat.rows import failed_row, row_of
 from lowprec_check.compat.runner import scan_all
-from lowprec_check.compat.target_list import Request, asked_for, read_list, with_slugs
+from lowprec_check.compat.target_list import Request, expand_requests, read_list, with_slugs
 from lowprec_check.errors import UsageError
-from lowprec_check.report import matrix as pages
+from lowprec_check.report import matrix as matrix_report
 from lowprec_check.schema import matrix
 from lowprec_check.schema.matrix import Matrix, MatrixRow
 from lowprec_check.schema.scan_result import ScanResult
@@ -60,7 +60,7 @@ def gap(write: Write) -> str:
 
 
 def requests_of(*targets: str) -> list[Request]:
-    return asked_for([Request(target) for target in targets], FAST, [])
+    return expand_requests([Request(target) for target in targets], FAST, [])
 
 
 def states(found: Matrix) -> list[str]:
@@ -68,7 +68,7 @@ def states(found: Matrix) -> list[str]:
 
 
 @pytest.mark.slow
-def test_each_model_costs_its_own_row(sound: str, gap: str, write: Write, tmp_path: Path) -> None:
+def test_a_failing_model_affects_only_its_own_row(sound: str, gap: str, write: Write, tmp_path: Path) -> None:
     raises = str(write("raise ValueError('no weights here')", "raises.py"))
     dies = str(write("import os; os._exit(7)", "dies.py"))
     killed = str(write("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed.py"))
@@ -88,15 +88,15 @@ def test_each_model_costs_its_own_row(sound: str, gap: str, write: Write, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_scan_that_hangs_is_given_up_with_its_workers(write: Write, tmp_path: Path) -> None:
+def test_a_scan_that_hangs_is_killed_with_its_workers(write: Write, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     hangs = str(write(f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)", "hangs.py"))
-    found = scan_all(requests_of(hangs), tmp_path / "out", timeout=20)  # long enough to reach the file
-    assert found.rows[0].reason == "not done after 20 s"
+    found = scan_all(requests_of(hangs), tmp_path / "out", timeout=20)  # long enough to load the file
+    assert found.rows[0].reason == "timed out after 20 s"
     assert not Path(f"/proc/{pid.read_text()}").exists()
 
 
-def test_it_goes_on_where_it_was_interrupted(sound: str, gap: str, tmp_path: Path) -> None:
+def test_it_resumes_after_an_interruption(sound: str, gap: str, tmp_path: Path) -> None:
     folder, wanted = tmp_path / "out", requests_of(sound, gap)
     seen: list[str] = []
 
@@ -114,7 +114,7 @@ def test_it_goes_on_where_it_was_interrupted(sound: str, gap: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_report_without_its_scans_can_be_gone_on_with(sound: str, tmp_path: Path) -> None:
+def test_a_model_without_scan_and_page_is_scanned_again(sound: str, tmp_path: Path) -> None:
     folder, wanted = tmp_path / "out", requests_of(sound)
     found = scan_all(wanted, folder)
     (folder / "scans" / f"{found.rows[0].slug}.json").unlink()
@@ -128,7 +128,7 @@ def test_a_report_without_its_scans_can_be_gone_on_with(sound: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_only_what_failed_is_tried_again_and_only_on_request(write: Write, tmp_path: Path) -> None:
+def test_failed_models_are_scanned_again_only_on_request(write: Write, tmp_path: Path) -> None:
     flag = tmp_path / "ready"
     body = MODEL.format(body="self.linear(x)", extra=f"open({str(flag)!r})")
     folder, wanted = tmp_path / "out", requests_of(str(write(body, "later.py")))
@@ -139,7 +139,7 @@ def test_only_what_failed_is_tried_again_and_only_on_request(write: Write, tmp_p
 
 
 @pytest.mark.slow
-def test_an_edited_file_is_another_model(sound: str, gap: str, tmp_path: Path) -> None:
+def test_an_edited_file_is_scanned_again(sound: str, gap: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     scan_all(requests_of(f"{sound}:model", gap), folder)
     Path(sound).write_text(Path(gap).read_text())
@@ -152,7 +152,7 @@ def test_an_edited_file_is_another_model(sound: str, gap: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_longer_list_does_not_scan_twice_into_two_rows(sound: str, tmp_path: Path) -> None:
+def test_a_longer_list_keeps_the_rows_of_the_shorter(sound: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     scan_all(requests_of(sound), folder)
     both = with_slugs([Request(sound, FAST), Request(sound, (*FAST, "--seed", "1"))])
@@ -160,10 +160,10 @@ def test_a_longer_list_does_not_scan_twice_into_two_rows(sound: str, tmp_path: P
 
 
 @pytest.mark.slow
-def test_other_options_or_versions_are_another_scan(sound: str, tmp_path: Path) -> None:
+def test_other_options_or_versions_are_scanned_again(sound: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     found = scan_all(requests_of(sound), folder)
-    other = asked_for([Request(sound)], (*FAST, "--seed", "1"), [])
+    other = expand_requests([Request(sound)], (*FAST, "--seed", "1"), [])
     again = scan_all(other, folder)
     assert [row.options[-1] for row in again.rows] == ["1"]
     data = json.loads((folder / "matrix.json").read_text())
@@ -173,7 +173,7 @@ def test_other_options_or_versions_are_another_scan(sound: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_cluster_of_two_workers_does_it(sound: str, gap: str, write: Write, tmp_path: Path) -> None:
+def test_a_cluster_of_two_workers(sound: str, gap: str, write: Write, tmp_path: Path) -> None:
     distributed = pytest.importorskip("distributed")
     raises = str(write("raise ValueError('no weights here')", "raises.py"))
     with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
@@ -184,7 +184,7 @@ def test_a_cluster_of_two_workers_does_it(sound: str, gap: str, write: Write, tm
 
 
 @pytest.mark.parametrize("engine", ["slurm://x", "local", pytest.param("dask://127.0.0.1:1", marks=pytest.mark.slow)])
-def test_engines_that_cannot_be(engine: str, tmp_path: Path) -> None:
+def test_unknown_or_unreachable_engines_are_errors(engine: str, tmp_path: Path) -> None:
     pytest.importorskip("distributed")
     with pytest.raises(UsageError):
         scan_all(requests_of("nothing.py"), tmp_path, engine=engine)
@@ -204,7 +204,7 @@ def test_a_list_has_options_and_comments(tmp_path: Path) -> None:
         read_list(tmp_path / "none.txt")
 
 
-def test_slugs_are_file_names_one_for_each() -> None:
+def test_slugs_are_unique_file_names() -> None:
     wanted = with_slugs(
         [
             Request("torchvision:resnet18"),
@@ -223,7 +223,7 @@ def test_slugs_are_file_names_one_for_each() -> None:
 
 
 @pytest.mark.parametrize("data", ["{", "[]", '{"schema": 1}', '{"schema": 9}', '{"rows": [{"target": 1}]}', '{"x": 1}'])
-def test_a_folder_that_holds_something_else_is_refused(data: str, tmp_path: Path) -> None:
+def test_a_folder_with_an_invalid_matrix_is_an_error(data: str, tmp_path: Path) -> None:
     (tmp_path / "matrix.json").write_text(data)
     with pytest.raises(UsageError, match=r"matrix\.json"):
         scan_all([], tmp_path)
@@ -243,7 +243,7 @@ def matrix_of(*texts: str) -> Matrix:
 
 def test_the_index_has_status_error_speed_and_first_gap() -> None:
     found = matrix_of("")
-    shown = pages.markdown(found)
+    shown = matrix_report.markdown(found)
     row = next(line for line in shown.splitlines() if "[net.py](models/m0.md)" in line)
     assert "⚠️ 3.1e-01 · 0.80 ×" in row
     assert "❌ no cholesky\\_ex +1" in row
@@ -253,37 +253,37 @@ def test_the_index_has_status_error_speed_and_first_gap() -> None:
         msgspec.structs.replace(row, options=["--budget", "4", "--inputs", *own])
         for row, own in zip(found.rows, (["1x3"], ["1x4"]), strict=True)
     ]
-    mixed = pages.markdown(Matrix(rows=rows))
+    mixed = matrix_report.markdown(Matrix(rows=rows))
     assert "scanned with --budget 4\n" in mixed
     assert "[net.py --inputs 1x3](models/m0.md)" in mixed
     assert re.search(r"`torch.quantile` +\| half +\| +1 \|", shown)
 
 
-def test_a_constant_that_does_not_fit_is_no_missing_kernel() -> None:
+def test_a_scalar_overflow_is_not_counted_as_a_missing_kernel() -> None:
     overflow = gap_of("aten.masked_fill.Scalar", kind="scalar-overflow")
     result = msgspec.structs.replace(RESULT, runs=[run("fp32"), run("half", "error", gaps=[overflow])])
     found = Matrix(rows=[row_of(result, Request("net.py", slug="n"), 1.0, {})])
-    assert "❌ scalar-overflow: masked\\_fill" in pages.markdown(found)
-    assert "Ops without a kernel" not in pages.markdown(found)
+    assert "❌ scalar-overflow: masked\\_fill" in matrix_report.markdown(found)
+    assert "Ops without a kernel" not in matrix_report.markdown(found)
 
 
 @settings(deadline=None)
 @given(
     st.one_of(st.text(max_size=200), st.sampled_from(["<script>alert(1)</script>", "a|b\n|c", "x" * 10_000, "@me #1"]))
 )
-def test_no_string_breaks_the_index(nasty: str) -> None:
+def test_any_text_is_escaped_in_the_index(nasty: str) -> None:
     found = matrix_of(nasty)
-    tables = [line for line in pages.markdown(found).splitlines() if line.startswith("|")]
-    columns = len(pages.precisions(found)) + 3
+    tables = [line for line in matrix_report.markdown(found).splitlines() if line.startswith("|")]
+    columns = len(matrix_report.precisions(found)) + 3
     assert {len(re.findall(r"(?<!\\)\|", line)) - 1 for line in tables} == {8, 3, columns}
-    page = pages.page(found)
+    page = matrix_report.page(found)
     assert "<script>alert" not in page
     assert page.count("<script") == 2
 
 
 def test_the_index_page_sorts_and_filters(tmp_path: Path) -> None:
     path = tmp_path / "index.html"
-    path.write_text(pages.page(matrix_of("", "b.py", "a.py")), encoding="utf-8")
+    path.write_text(matrix_report.page(matrix_of("", "b.py", "a.py")), encoding="utf-8")
     with chromium() as browser, opened(browser, path, viewport={"width": 360, "height": 800}) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
         assert page.get_by_text("no such file").is_visible()
@@ -300,7 +300,7 @@ def test_the_index_page_sorts_and_filters(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_writes_a_report_and_says_what_failed(sound: str, gap: str, tmp_path: Path) -> None:
+def test_the_command_writes_a_report_and_counts_failures(sound: str, gap: str, tmp_path: Path) -> None:
     listed, folder = tmp_path / "list.txt", tmp_path / "out"
     listed.write_text(f"{gap}\nnothing.py\n")
     command = [sys.executable, "-m", "lowprec_check", "compat", sound, "--from-file", str(listed), "-o", str(folder)]
@@ -320,7 +320,7 @@ def test_the_command_writes_a_report_and_says_what_failed(sound: str, gap: str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("jobs", ["1", "2"])
-def test_ended_from_outside_it_ends_its_scans(jobs: str, write: Write, tmp_path: Path) -> None:
+def test_a_terminated_command_kills_its_scans(jobs: str, write: Write, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     hangs = str(write(f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)", "hangs.py"))
     command = [sys.executable, "-m", "lowprec_check", "compat", hangs, "-o", str(tmp_path / "out"), "--jobs", jobs]
@@ -329,12 +329,12 @@ def test_ended_from_outside_it_ends_its_scans(jobs: str, write: Write, tmp_path:
         assert process.poll() is None
         time.sleep(0.1)
     process.terminate()
-    said = process.communicate(timeout=300)[1].splitlines()
-    assert (process.returncode, said[-1]) == (130, "interrupted")
-    assert "the same command goes on" in said[-2]
+    lines = process.communicate(timeout=300)[1].splitlines()
+    assert (process.returncode, lines[-1]) == (130, "interrupted")
+    assert "same command" in lines[-2]
     assert not Path(f"/proc/{pid.read_text()}").exists()
 
 
-def test_nothing_to_scan_is_a_wrong_call(tmp_path: Path, call: Call) -> None:
+def test_nothing_to_scan_is_a_usage_error(tmp_path: Path, call: Call) -> None:
     done = call("compat", "-o", tmp_path)
     assert (done.returncode, "nothing to scan" in done.stderr) == (2, True)

@@ -1,8 +1,10 @@
-"""What is declared for XPU: the rule that merges the sources, the files it made, and how they are read."""
+"""Declarations: the rules that merge the sources, the file for XPU, reading it, and a second declared device."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowprec_check.catalog import declared
+from lowprec_check.catalog.aten import AtenCatalog
 from lowprec_check.catalog.declared_file import DeclaredFile, DeclaredRow, Source
+from lowprec_check.catalog.fixes import find_fix
+from lowprec_check.catalog.known_issues import matching
+from lowprec_check.catalog.missing_ops import gaps
+from lowprec_check.catalog.op_lookup import lookup
 from lowprec_check.catalog.toml_tables import read_tables
+from lowprec_check.catalog.version_diff import difference
 from lowprec_check.errors import UsageError
+from lowprec_check.pytest_plugin.op_support import support_of
+from lowprec_check.report.op.document import render_report
+from lowprec_check.report.op.grid import columns, why
+from lowprec_check.report.op.text import render_answers, render_gaps
+from lowprec_check.schema.base import encode
+from lowprec_check.schema.devices import DEVICES, Device
 from tools.xpu_declarations import claims, dtypes, kernels, registrations
 from tools.xpu_declarations.__main__ import rows, save
 from tools.xpu_declarations.corrections import Correction, Corrections
@@ -84,7 +98,7 @@ def test_the_rule_for_registrations() -> None:
     }
 
 
-def test_a_kernel_goes_before_the_fallback_and_a_correction_before_all() -> None:
+def test_precedence_of_corrections_kernels_and_fallbacks() -> None:
     both = found(intel={"svd.U": Native(frozenset({"XPU"}))}, fallback=frozenset({"svd.U"}))
     assert both["svd"] == OpRegistration("native", "torch-xpu-ops", "svd.U")
     corrected = found(fallback=frozenset({"svd.U"}), corrected={"svd.U": OpRegistration("none", "correction/x")})
@@ -92,7 +106,7 @@ def test_a_kernel_goes_before_the_fallback_and_a_correction_before_all() -> None
     assert found()["dot.out"] == OpRegistration("none", "torch", "dot")
 
 
-def test_lists_in_c_plus_plus() -> None:
+def test_lists_in_cpp_code() -> None:
     code = 'std::vector<std::string> fallback_list = {\n    "a.out",\n    // "gone",\n    "b",\n  };'
     assert registrations.fallback_list(code) == {"a.out", "b"}
     with pytest.raises(ValueError, match="fallback_list"):
@@ -116,15 +130,15 @@ BRANCH = 'void s() {\n  if (t == kHalf) return half_sum();\n  AT_DISPATCH_FLOATI
 TWICE = 'void w() {\n  AT_DISPATCH_FLOATING_TYPES(t, "two_xpu", [&] {});\n  AT_DISPATCH_FLOATING_TYPES_AND2(kHalf, kBFloat16, t, "two_xpu", [&] {});\n}\n'
 
 
-def test_dtypes_that_kernels_leave_out() -> None:
-    assert kernels.left_out([FLOATING + BOTH + ONE + V2 + COMPLEX, BRANCH, TWICE]) == {
+def test_dtypes_that_kernels_do_not_support() -> None:
+    assert kernels.unsupported([FLOATING + BOTH + ONE + V2 + COMPLEX, BRANCH, TWICE]) == {
         "cdist_xpu": {"half", "bfloat16"},
         "back_xpu": {"half"},
         "new_xpu": {"bfloat16"},
     }
-    # A site that is not understood, or in another file, keeps its tag from being conclusive.
+    # A macro that is not understood makes its tag inconclusive, also in another file.
     switch = 'AT_DISPATCH_SWITCH(t, "cdist_xpu", AT_DISPATCH_CASE(kHalf, [&] {}))'
-    assert kernels.left_out([FLOATING, switch]) == {}
+    assert kernels.unsupported([FLOATING, switch]) == {}
     assert {"_cdist_forward", "special_cdist"} < kernels.op_names("cdist_xpu")
     assert kernels.op_names("softmax") == frozenset()
 
@@ -145,30 +159,30 @@ def test_the_rule_for_dtypes() -> None:
     half = dtypes.answers(registered, Evidence(CLAIMS, {}, {}), "half")
     assert half["add.Tensor"] == half["add.out"] == DtypeAnswer(True, "opinfo:add")
     assert half["svd"] == half["svd.U"] == DtypeAnswer(False, "opinfo:linalg.svd")
-    assert half["dot"] == DtypeAnswer(True, "opinfo:fft")  # what the CPU refuses above dispatch is traced in float32
+    assert half["dot"] == DtypeAnswer(True, "opinfo:fft")  # refused above dispatch on the CPU, so traced in float32
     assert half["relu"] == DtypeAnswer(True, "opinfo:elu")
     assert half["mkldnn_linear"] == DtypeAnswer(True, "opinfo:elu")
-    assert half["inv"] == DtypeAnswer(None)  # not claimed only for want of CUDA hardware
+    assert half["inv"] == DtypeAnswer(None)  # missing only because there is no CUDA hardware
     bfloat16 = dtypes.answers(registered, Evidence(CLAIMS, {"add": frozenset({"bfloat16"})}, {}), "bfloat16")
     assert bfloat16["add.Tensor"] == DtypeAnswer(True, "tests:add")
-    assert bfloat16["dot"] == DtypeAnswer(False, "opinfo:fft")  # `cov` computes with two ops: it tells of neither
+    assert bfloat16["dot"] == DtypeAnswer(False, "opinfo:fft")  # not from `cov`, which computes with two ops
     assert bfloat16["relu"] == DtypeAnswer(None)
     assert bfloat16["inv"] == DtypeAnswer(False, "opinfo:inv")
 
 
-def test_kernels_and_corrections_overrule_claims() -> None:
+def test_kernels_and_corrections_take_precedence_over_claims() -> None:
     registered = found(fallback=frozenset({"svd.U"}))
-    left_out = {"add_xpu": frozenset({"half"}), "svd_xpu": frozenset({"half"})}
-    half = dtypes.answers(registered, Evidence(CLAIMS, {}, left_out), "half")
+    unsupported = {"add_xpu": frozenset({"half"}), "svd_xpu": frozenset({"half"})}
+    half = dtypes.answers(registered, Evidence(CLAIMS, {}, unsupported), "half")
     assert half["add.Tensor"] == half["add.out"] == DtypeAnswer(False, "kernel:add_xpu")
-    assert half["svd"] == DtypeAnswer(False, "opinfo:linalg.svd")  # it has no kernel of its own
+    assert half["svd"] == DtypeAnswer(False, "opinfo:linalg.svd")  # it does not have its own kernel
     corrected = {("add.out", "half"): DtypeAnswer(True, "correction/y")}
-    half = dtypes.answers(registered, Evidence(CLAIMS, {}, left_out, corrected), "half")
+    half = dtypes.answers(registered, Evidence(CLAIMS, {}, unsupported, corrected), "half")
     assert half["add.out"] == DtypeAnswer(True, "correction/y")
     assert half["add.Tensor"] == DtypeAnswer(False, "kernel:add_xpu")
 
 
-def test_what_intels_tests_add() -> None:
+def test_dtypes_that_tests_of_intel_add() -> None:
     text = (
         "import torch\nother = {}\n_ops_dtype_different_cuda_support = {\n"
         '    "histc": {"forward": {torch.bfloat16, torch.float16}},\n'
@@ -186,16 +200,16 @@ def test_corrections(tmp_path: Path) -> None:
     assert Corrections(path, "2.10").dtypes({"fft_fft", "add"}) == {
         ("fft_fft", "half"): DtypeAnswer(False, "correction/x")
     }
-    with pytest.raises(UsageError, match=r"no op of this release is called fft_\*"):
+    with pytest.raises(UsageError, match=r"this release has no op fft_\*"):
         Corrections(path, "2.9").dtypes({"add"})
-    for wrong, says in (
-        ("", "says nothing"),
+    for wrong, message in (
+        ("", "has no effect"),
         ("half = 1", "bool"),
         ('registration = "maybe"', "maybe"),
         ("haf = true", "haf"),
     ):
         path.write_text(entry.format(wrong))
-        with pytest.raises(UsageError, match=rf"corrections.toml: entry 'x': .*{says}"):
+        with pytest.raises(UsageError, match=rf"corrections.toml: entry 'x': .*{message}"):
             Corrections(path, "2.10")
     curated = read_tables(ROOT / "catalog" / "declared-xpu-corrections.toml", "correction", Correction)
     assert len({entry.id for entry in curated}) == len(curated) > 3
@@ -226,7 +240,7 @@ def rows_of(table: dict[str, tuple[OpRegistration, DtypeAnswer, DtypeAnswer]]) -
 
 
 @given(releases=st.dictionaries(st.sampled_from(["2.8", "2.9", "2.10", "2.11"]), TABLES, min_size=1), data=st.data())
-def test_what_is_written_is_read_whatever_the_order(
+def test_reading_returns_what_was_written_in_any_order(
     tmp_path_factory: pytest.TempPathFactory,
     releases: dict[str, dict[str, tuple[OpRegistration, DtypeAnswer, DtypeAnswer]]],
     data: st.DataObject,
@@ -242,10 +256,10 @@ def test_what_is_written_is_read_whatever_the_order(
         assert file.sources[release] == SOURCES
         assert dict(file.release(release)) == rows_of(table)
         for op, (row, half, b) in table.items():
-            assert file.release(release)[op] == DeclaredRow(*row, half.takes, b.takes, half.source, b.source)
+            assert file.release(release)[op] == DeclaredRow(*row, half.supported, b.supported, half.source, b.source)
 
 
-def test_a_release_more_adds_lines_only(tmp_path: Path) -> None:
+def test_a_new_release_only_adds_lines(tmp_path: Path) -> None:
     path = tmp_path / "declared-xpu.jsonl"
     row = DeclaredRow("native", "torch")
     save(path, "2.8", SOURCES, {"add": row, "dot": DeclaredRow("fallback", "fallback"), "old": row})
@@ -259,12 +273,12 @@ def test_a_release_more_adds_lines_only(tmp_path: Path) -> None:
     ]
 
 
-def test_a_file_that_is_wrong_is_named_with_its_line_and_op(tmp_path: Path) -> None:
+def test_errors_name_file_line_and_op(tmp_path: Path) -> None:
     good = (ROOT / "catalog" / "declared-xpu.jsonl").read_text(encoding="utf-8")
     path = tmp_path / "declared-xpu.jsonl"
     dot = next(line for line in good.splitlines() if line.startswith('["dot","2.11"'))
     number = good.splitlines().index(dot) + 1
-    wrongs = {
+    errors = {
         rf":{number}: op 'dot': Invalid enum value 'natve'": good.replace(
             '["dot","2.11","native"', '["dot","2.11","natve"'
         ),
@@ -272,20 +286,20 @@ def test_a_file_that_is_wrong_is_named_with_its_line_and_op(tmp_path: Path) -> N
         rf":{number}: op 'dot': .*length": good.replace(
             dot, '["dot","2.11","native","torch",null,true,true,"a:b","a:b",8]'
         ),
-        rf":{number}: op 'dot': there is no source 'hearsay'": good.replace(dot, '["dot","2.11","native","hearsay"]'),
-        rf":{number}: op 'dot': version '9.9' is not in the head": good.replace(dot, dot.replace("2.11", "9.9")),
-        rf":{number}: op 'dot' version '2.8': there twice": good.replace(dot, dot.replace("2.11", "2.8")),
-        rf":{number}: does not begin with an operator": good.replace(dot, "[1]"),
+        rf":{number}: op 'dot': unknown source 'hearsay'": good.replace(dot, '["dot","2.11","native","hearsay"]'),
+        rf":{number}: op 'dot': version '9.9' is not listed at the top": good.replace(dot, dot.replace("2.11", "9.9")),
+        rf":{number}: op 'dot' version '2.8': duplicate": good.replace(dot, dot.replace("2.11", "2.8")),
+        rf":{number}: does not start with an operator": good.replace(dot, "[1]"),
         rf":{number}: .*malformed": good.replace(dot, "nonsense"),
-        ":1: schema 1 is not 2": good.replace('"schema":2', '"schema":1'),
+        ":1: schema 1, but": good.replace('"schema":2', '"schema":1'),
         ":1: .*extra": good.replace('"schema":2', '"schema":2,"extra":0'),
         ":2: .*urk": good.replace('"url"', '"urk"', 1),
         ".*truncated": good[: len(good) // 2],
     }
-    for says, text in wrongs.items():
+    for message, text in errors.items():
         assert text != good
         path.write_text(text, encoding="utf-8")
-        with pytest.raises(UsageError, match=rf"declared-xpu\.jsonl{says}"):
+        with pytest.raises(UsageError, match=rf"declared-xpu\.jsonl{message}"):
             dict(DeclaredFile(path).release("2.13"))
 
 
@@ -293,19 +307,19 @@ def test_names_and_releases() -> None:
     for name in ("aten.dot.default", "aten::dot", "torch.ops.aten.dot.default", "dot"):
         assert declared.overload_name(name) == "dot"
     assert declared.overload_name("aten::add.Tensor") == "add.Tensor"
-    assert declared.load("2.13.0+cpu") is declared.load("2.13.0+cpu")
-    assert declared.load("2.13.0+cpu").torch == "2.13"
-    assert declared.releases() == tuple(f"2.{minor}" for minor in range(8, 16))
+    assert declared.load("xpu", "2.13.0+cpu") is declared.load("xpu", "2.13.0+cpu")
+    assert declared.load("xpu", "2.13.0+cpu").torch == "2.13"
+    assert declared.releases("xpu") == tuple(f"2.{minor}" for minor in range(8, 16))
     with pytest.raises(UsageError, match=r"torch 2\.7") as error:
-        declared.load("2.7.1")
+        declared.load("xpu", "2.7.1")
     assert "2.8, 2.9" in (error.value.hint or "")
-    with pytest.raises(UsageError, match="no version"):
-        declared.load("nightly")
-    assert declared.load("2.13").row("aten.no_such_op") is None
-    assert {"dot", "dot.out"} == set(declared.load("2.13").overloads("aten::dot"))
+    with pytest.raises(UsageError, match="is not a version"):
+        declared.load("xpu", "nightly")
+    assert declared.load("xpu", "2.13").row("aten.no_such_op") is None
+    assert {"dot", "dot.out"} == set(declared.load("xpu", "2.13").overloads("aten::dot"))
 
 
-# Read by hand from the sources, release by release: op, first native release, takes half, takes bfloat16 (in 2.13).
+# Checked by hand in the sources of each release: op, first native release, supports half, supports bfloat16 (in 2.13).
 KNOWN = [
     ("dot", "2.11", True, True),
     ("vdot", "2.11", True, True),
@@ -327,32 +341,32 @@ KNOWN = [
 
 
 @pytest.mark.parametrize(("op", "since", "half", "bfloat16"), KNOWN, ids=str)
-def test_what_is_known_by_other_means(op: str, since: str | None, half: bool | None, bfloat16: bool | None) -> None:
-    history = declared.history(op)
+def test_rows_checked_by_hand(op: str, since: str | None, half: bool | None, bfloat16: bool | None) -> None:
+    history = declared.history("xpu", op)
     assert next((dated.torch for dated in history if dated.row and dated.row.registration == "native"), None) == since
     for dated in history:
         if dated.row is not None and since is not None and dated.row.registration != "native":
             assert dated.row.registration == "fallback"
-    row = declared.load("2.13").row(op)
+    row = declared.load("xpu", "2.13").row(op)
     assert row is not None
-    assert (row.takes("half"), row.takes("bfloat16")) == (half, bfloat16)
-    evidence = declared.load("2.13").evidence(row)
+    assert (row.supports("half"), row.supports("bfloat16")) == (half, bfloat16)
+    evidence = declared.load("xpu", "2.13").evidence(row)
     assert evidence
     assert all(url.startswith("https://github.com/") for url in evidence)
 
 
-@pytest.mark.parametrize("release", declared.releases())
-def test_the_files_are_whole_and_sorted(release: str) -> None:
-    known = declared.load(release)
+@pytest.mark.parametrize("release", declared.releases("xpu"))
+def test_releases_are_complete_and_sorted(release: str) -> None:
+    known = declared.load("xpu", release)
     assert list(known.ops) == sorted(known.ops)
     assert len(known.ops) > 3000
     assert any(row.via for row in known.ops.values())
     for op, row in known.ops.items():
         if row.via is not None:
-            handed_to = known.ops[row.via]
-            assert (handed_to.registration, handed_to.source, handed_to.via) == (row.registration, row.source, None), op
-        for takes, source in ((row.half, row.half_source), (row.bfloat16, row.bfloat16_source)):
-            assert (takes is None) == (source is None), op
+            called = known.ops[row.via]
+            assert (called.registration, called.source, called.via) == (row.registration, row.source, None), op
+        for supported, source in ((row.half, row.half_source), (row.bfloat16, row.bfloat16_source)):
+            assert (supported is None) == (source is None), op
             assert source is None or source.partition(":")[0] in known.sources, op
 
 
@@ -364,7 +378,7 @@ class Sample:
 
 
 class Op:
-    """What `claims.py` asks of an OpInfo, for a function without a half kernel on the CPU."""
+    """The parts of an OpInfo that `claims.py` uses, for a function without a half kernel on the CPU."""
 
     def sample_inputs(self, device: str, dtype: torch.dtype, requires_grad: bool) -> list[Sample]:
         return [Sample(dtype, requires_grad)]
@@ -374,17 +388,17 @@ class Op:
         return torch.linalg.inv(matrix) + (torch.linalg.inv(matrix.detach(), out=out) + out).sum()
 
 
-def test_ops_behind_a_claim() -> None:
-    forward = claims.leaves_of(Op(), torch.float16, backward=False)
+def test_aten_ops_of_a_claim() -> None:
+    forward = claims.dispatched_ops(Op(), torch.float16, backward=False)
     assert {"linalg_inv_ex", "linalg_inv_ex.inverse", "add.Tensor", "sum"} <= set(forward)
-    assert "linalg_inv_ex" not in claims.leaves_of(Op(), torch.bfloat16, backward=True)
-    assert "mm" in claims.leaves_of(Op(), torch.bfloat16, backward=True)
-    assert claims.leaves_of(object(), torch.float16, backward=False) == []
+    assert "linalg_inv_ex" not in claims.dispatched_ops(Op(), torch.bfloat16, backward=True)
+    assert "mm" in claims.dispatched_ops(Op(), torch.bfloat16, backward=True)
+    assert claims.dispatched_ops(object(), torch.float16, backward=False) == []
 
 
-def test_what_has_no_kernel_is_computed_in_float32_under_the_mode() -> None:
+def test_the_collector_computes_missing_kernels_in_float32() -> None:
     matrix = torch.tensor([[2.0, 0.0], [0.0, 4.0]], dtype=torch.bfloat16)
-    with claims.Leaves(torch.bfloat16) as mode:
+    with claims.OpCollector(torch.bfloat16) as mode:
         inverse = torch.linalg.inv(matrix)
         out = torch.empty(2, 2, dtype=torch.bfloat16)
         torch.linalg.inv(matrix, out=out)
@@ -393,30 +407,89 @@ def test_what_has_no_kernel_is_computed_in_float32_under_the_mode() -> None:
     assert torch.equal(inverse, expected)
     assert torch.equal(out, expected)
     assert "linalg_inv_ex" in mode.names
-    with pytest.raises(RuntimeError, match="singular"), claims.Leaves(torch.bfloat16):
+    with pytest.raises(RuntimeError, match="singular"), claims.OpCollector(torch.bfloat16):
         torch.linalg.inv(torch.zeros(2, 2, dtype=torch.bfloat16))
 
 
+@pytest.fixture
+def npu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A second declared device: its Device and its file, a copy of the one for XPU."""
+    text = (ROOT / "catalog" / "declared-xpu.jsonl").read_text(encoding="utf-8")
+    (tmp_path / "declared-xpu.jsonl").write_text(text, encoding="utf-8")
+    (tmp_path / "declared-npu.jsonl").write_text(text.replace('"device":"xpu"', '"device":"npu"', 1), encoding="utf-8")
+    monkeypatch.setattr(declared, "data_folder", lambda: tmp_path)
+    monkeypatch.setitem(DEVICES._items, "npu", Device(name="npu", catalog="declared"))
+    caches = (declared._file, declared.releases, declared.load)
+    for cached in caches:
+        cached.cache_clear()
+    yield "npu"
+    for cached in caches:
+        cached.cache_clear()
+
+
+def as_xpu(answer: Any) -> str:
+    """An answer about npu as JSON, with npu renamed."""
+    return encode(answer).decode().replace("npu", "xpu")
+
+
+@pytest.mark.usefixtures("npu")
+def test_a_second_declared_device_needs_only_its_entry_and_its_file() -> None:
+    for op in ("dot", "linalg.svd", "fft.rfft"):
+        [on_npu], [on_xpu] = lookup(op, device="npu"), lookup(op, device="xpu")
+        assert on_npu.cells
+        assert as_xpu(on_npu.cells) == encode(on_xpu.cells).decode()
+        assert {cell.device for cell in lookup(op)[0].cells} == {"cpu", "cuda", "xpu", "npu"}
+    assert lookup("dot", torch="2.1")[0].elsewhere.keys() == {"cuda", "xpu", "npu"}
+    assert as_xpu(gaps("npu:0", "half", "2.11")) == encode(gaps("xpu", "half", "2.11")).decode()
+    assert as_xpu(difference("2.8", "2.11", "npu")) == encode(difference("2.8", "2.11", "xpu")).decode()
+    fixes = [find_fix("aten.angle.default", device=device, dtype="half", torch="2.8.0") for device in ("npu", "xpu")]
+    assert fixes[0]
+    assert fixes[0] == fixes[1]
+    for op in ("aten.dot.default", "aten._linalg_svd.default", "aten._cdist_forward.default"):
+        on_npu, on_xpu = (AtenCatalog(device, "float16", "2.13.0").of(op) for device in ("npu", "xpu"))
+        assert as_xpu(on_npu) == encode(on_xpu).decode()
+    assert support_of("dot", "float16", "npu").evidence == "declared"
+    assert matching(op="dot", device="npu") == []
+
+
+@pytest.mark.usefixtures("npu")
+def test_reports_show_a_second_declared_device() -> None:
+    for shown in (render_answers(lookup("dot", device="npu")), render_gaps(gaps("npu", "half", "2.8"))):
+        assert "npu" in shown
+        assert "xpu" not in shown
+    assert "npu: declared only for torch 2.8 to 2.15" in render_answers(lookup("dot", torch="2.1"))
+    labels = {device: [c.label for c in columns() if c.device == device] for device in ("npu", "xpu")}
+    assert labels["npu"] == labels["xpu"] == list(declared.releases("npu"))
+    assert why("linalg.svd", "float16", columns()).count("\nnpu 2.15: ") == 1
+    document = render_report()
+    for title in ("Missing on {}", "Gained and lost by version on {}"):
+        [on_npu, on_xpu] = (
+            document.partition(f"## {title.format(device)}")[2].replace("npu", "xpu") for device in ("npu", "xpu")
+        )
+        assert on_npu.partition("\n## ")[0] == on_xpu.partition("\n## ")[0]
+        assert on_npu
+
+
 def test_worst() -> None:
-    known = declared.load("2.10")
+    known = declared.load("xpu", "2.10")
     assert known.worst([]) == "native"
     assert known.worst(["aten.mm.default", "aten.relu.default"]) == "native"
     assert known.worst(["aten.mm.default", "aten.dot.default"]) == "fallback"
     assert known.worst(["aten.mm.default", "mine.op.default", "aten.dot.default"]) == "none"
 
 
-def test_this_torch_agrees_on_which_ops_are_made_of_others() -> None:
-    """The dispatcher of any build knows what an XPU tensor would get of the kernels that serve every backend."""
+def test_composite_ops_agree_with_the_dispatcher_of_the_installed_torch() -> None:
+    """The dispatcher of any build knows which ops an XPU tensor can use through kernels for every backend."""
     release = declared.release_of(torch.__version__)
-    if release not in declared.releases():
-        pytest.skip(f"nothing is declared for torch {release}")
-    known = declared.load(release)
+    if release not in declared.releases("xpu"):
+        pytest.skip(f"no declarations for torch {release}")
+    known = declared.load("xpu", release)
     names = {name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
     assert set(known.ops) <= names
     assert {row.registration for row in known.ops.values()} >= {"composite", "none"}
     for op, row in known.ops.items():
-        served = torch._C._dispatch_has_computed_kernel_for_dispatch_key(f"aten::{op}", "XPU")
+        has_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key(f"aten::{op}", "XPU")
         if row.registration == "composite":
-            assert served, op
+            assert has_kernel, op
         elif row.registration == "none" and row.via is None:
-            assert not served, op
+            assert not has_kernel, op

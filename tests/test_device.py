@@ -1,4 +1,4 @@
-"""Devices that are not here: every call the code makes exists in ``torch.xpu`` and its siblings."""
+"""Devices that this machine lacks: every function the code calls exists in ``torch.xpu`` and similar modules."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ import torch
 from conftest import ROOT
 
 from lowprec_check.engine.model import device as devices
+from lowprec_check.engine.model.plain_run import PlainResult
+from lowprec_check.engine.model.target import make_target
+from lowprec_check.engine.run.reference_errors import failed_reference
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.scan_result import ExceptionInfo
 
-ROOMS = ("engine/model/device.py", "engine/machine.py")
-"""The files that may speak to a device module."""
+FILES = ("engine/model/device.py", "engine/machine.py")
+"""The files that may use a device module."""
 
 
 def device_module_calls() -> set[str]:
-    """What these files take from a device module: of a variable ``module``, of ``module_of(…)``, of ``torch.xpu``."""
+    """The attributes of device modules that these files use: of a variable ``module``, ``module_of(…)``, ``torch.xpu``."""
     found = set()
-    for room in ROOMS:
-        for node in ast.walk(ast.parse((ROOT / "lowprec_check" / room).read_text(encoding="utf-8"))):
+    for file in FILES:
+        for node in ast.walk(ast.parse((ROOT / "lowprec_check" / file).read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and _is_device_module(node.value):
                 found.add(node.attr)
             if (
@@ -47,17 +51,17 @@ def test_every_device_call_exists_in_torch_xpu() -> None:
     calls = device_module_calls()
     assert {"synchronize", "memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"} <= calls
     assert {"is_available", "get_device_name", "device_count", "is_bf16_supported"} <= calls
-    calls |= {"is_initialized", "manual_seed_all"}  # asked of both by name in worker.py and precision.py
+    calls |= {"is_initialized", "manual_seed_all"}  # used by name in seed.py and isolation.py
     for module in (torch.xpu, torch.cuda):
         assert not {name for name in calls if not hasattr(module, name)}
 
 
-def test_mps_has_what_is_not_optional() -> None:
+def test_mps_has_the_required_functions() -> None:
     assert hasattr(torch.mps, "synchronize")
     assert hasattr(torch.mps, "is_available")
 
 
-def test_resolve() -> None:
+def test_resolve_finds_devices_by_name() -> None:
     assert devices.resolve(None).type == "cpu"
     assert devices.resolve("cpu") == torch.device("cpu")
     for name in ("toaster", "meta", "cpu:x"):
@@ -65,7 +69,7 @@ def test_resolve() -> None:
             devices.resolve(name)
 
 
-def test_cpu_through_the_same_path() -> None:
+def test_the_cpu_uses_the_same_functions() -> None:
     cpu = torch.device("cpu")
     result, seconds = devices.timed(cpu, lambda: 7)
     assert result == 7
@@ -74,13 +78,29 @@ def test_cpu_through_the_same_path() -> None:
     assert devices.default_autocast_dtype(cpu) == torch.bfloat16
 
 
-def test_no_vendor_is_named_outside_the_device_room() -> None:
+def test_torch_cuda_is_used_only_in_a_few_files() -> None:
     engine = ROOT / "lowprec_check" / "engine"
     named = {path for path in engine.parent.rglob("*.py") if "torch.cuda" in path.read_text(encoding="utf-8")}
     assert named == {
-        engine / "load.py",  # a comment on an environment variable
+        engine / "load.py",  # in a comment
         engine / "model" / "device.py",
         engine / "core" / "seed.py",
         engine / "run" / "isolation.py",
-        engine / "sweep" / "worker.py",  # knows nothing of this package but the sweep
+        engine / "sweep" / "worker.py",  # uses little of the rest of the package
     }
+
+
+@pytest.mark.parametrize(
+    ("device", "hint"),
+    [
+        ("xpu:0", "set PYTORCH_ENABLE_XPU_FALLBACK=1 to run it on the CPU, or scan with --device cpu"),
+        ("mps", "set PYTORCH_ENABLE_MPS_FALLBACK=1 to run it on the CPU, or scan with --device cpu"),
+        ("cuda", "If the op has no kernel on cuda, scan with --device cpu."),
+    ],
+)
+def test_the_fallback_variable_is_suggested_only_for_devices_that_have_one(device: str, hint: str) -> None:
+    raised = ExceptionInfo(type="NotImplementedError", message="no kernel", module=None, source=None)
+    target = make_target(torch.nn.Linear(2, 2), torch.ones(1, 2))
+    message, found = failed_reference(PlainResult(status="error", exception=raised), target, device)
+    assert f"fails in fp32 on {device}" in message
+    assert hint in found

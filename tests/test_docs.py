@@ -42,7 +42,6 @@ def test_links_are_valid(target: Path) -> None:
     assert target.exists()
 
 
-@pytest.mark.xfail(strict=True, reason="docs/architecture.md is from before the packages moved")
 def test_every_package_and_module_of_the_engine_is_on_the_map() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     package = ROOT / "lowprec_check"

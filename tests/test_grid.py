@@ -1,4 +1,4 @@
-"""The reports: op-support.html as a page, what its letters say, and the document beside it."""
+"""The reports: the page op-support.html, its letters, and the document op-support.md."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def letters(line: Line, device: str, cell: tuple[str, str] = ("float16", "forwar
 # -- letters
 
 
-def test_operators_that_only_cuda_runs_are_there(grid: dict[str, Line]) -> None:
+def test_the_grid_has_operators_that_only_cuda_runs(grid: dict[str, Line]) -> None:
     on_cuda = history("cuda")[-1]
     assert {op for op, record in on_cuda.records.items() if record.samples[0]} <= grid.keys()
     for op in ("jiterator_unary", "jiterator_binary"):
@@ -42,7 +42,7 @@ def test_operators_that_only_cuda_runs_are_there(grid: dict[str, Line]) -> None:
     assert "_flash_attention_forward" in " ".join(grid)
 
 
-def test_no_is_said_only_where_fp32_runs(grid: dict[str, Line]) -> None:
+def test_no_means_that_fp32_runs(grid: dict[str, Line]) -> None:
     modes = {"forward": "forward", "autocast": "forward", "backward": "backward", "autocast-backward": "backward"}
     for index, column in enumerate(columns()):
         for op, line in grid.items() if column.sweep else ():
@@ -53,7 +53,7 @@ def test_no_is_said_only_where_fp32_runs(grid: dict[str, Line]) -> None:
                 assert states[index] != "o" or not runs, (op, mode, column.label)
 
 
-def test_partly_on_the_cpu_is_told_from_wholly(grid: dict[str, Line]) -> None:
+def test_partly_and_wholly_on_the_cpu_differ(grid: dict[str, Line]) -> None:
     assert letters(grid["dot"], "xpu")["2.8"] == "f"
     assert letters(grid["matmul"], "xpu")["2.8"] == "p"
     assert letters(grid["dot"], "xpu")["2.11"] == letters(grid["matmul"], "xpu")["2.11"] == "a"
@@ -71,12 +71,12 @@ def test_every_letter_is_in_the_legend(grid: dict[str, Line]) -> None:
     assert used - {"-"} == set(re.findall(r'<b class="(\w)">', page)) == set("asnofp")
 
 
-def test_why_is_said_for_the_dtype_and_each_device() -> None:
-    said = why("cdist", "bfloat16", columns())
-    assert [line.partition(" ")[0] for line in said.splitlines()] == ["cpu", "cuda", "xpu"]
-    assert "'BFloat16'" in said
-    assert "Half" not in said
-    assert "in the samples measured it runs only where" in said
+def test_reasons_are_for_the_dtype_and_each_device() -> None:
+    text = why("cdist", "bfloat16", columns())
+    assert [line.partition(" ")[0] for line in text.splitlines()] == ["cpu", "cuda", "xpu"]
+    assert "'BFloat16'" in text
+    assert "Half" not in text
+    assert "in the measured samples it runs only where" in text
     assert why("angle", "float16", columns()) == "cuda 2.11: \"angle_cuda\" not implemented for 'Half'"
 
 
@@ -86,14 +86,14 @@ def test_why_is_said_for_the_dtype_and_each_device() -> None:
 @pytest.mark.slow
 def test_the_document_counts_what_is_declared_for_xpu() -> None:
     rows = re.findall(r"^\| xpu +\| ([\d.]+) +\| declared +\| (\d+) .*", render_report(), re.M)
-    assert rows == [(release, str(gaps("xpu", "float16", release).runnable)) for release in declared.releases()]
+    assert rows == [(release, str(gaps("xpu", "float16", release).runnable)) for release in declared.releases("xpu")]
 
 
 @pytest.mark.slow
 def test_the_document_lists_what_xpu_gained() -> None:
-    found = render_report().partition("## What versions gained and lost on xpu")[2].partition("\n## ")[0]
+    found = render_report().partition("## Gained and lost by version on xpu (declared)")[2].partition("\n## ")[0]
     lists = dict(re.findall(r"^- \*\*([\d.]+)\*\*: (.*)$", found, re.M))
-    assert list(lists) == list(declared.releases())[1:]
+    assert list(lists) == list(declared.releases("xpu"))[1:]
     gained = difference("2.11", "2.12", "xpu").gained
     assert gained
     assert all(change.op in lists["2.12"] for change in gained)
@@ -134,7 +134,7 @@ def test_all_columns_fit_a_desktop(browser: Any, tmp_path: Path) -> None:
 
 @pytest.mark.xdist_group("browser of grid")
 @pytest.mark.slow
-def test_on_a_phone_the_table_scrolls_beside_the_names(browser: Any, tmp_path: Path) -> None:
+def test_on_a_phone_the_names_stay_while_the_table_scrolls(browser: Any, tmp_path: Path) -> None:
     with open_grid(browser, tmp_path, viewport={"width": 400, "height": 800}) as page:
         document, window, table, box = widths(page)
         assert document <= window
@@ -148,7 +148,7 @@ def test_on_a_phone_the_table_scrolls_beside_the_names(browser: Any, tmp_path: P
 
 @pytest.mark.xdist_group("browser of grid")
 @pytest.mark.slow
-def test_devices_and_reasons_are_had_from_the_keyboard(browser: Any, tmp_path: Path) -> None:
+def test_devices_and_reasons_work_with_the_keyboard(browser: Any, tmp_path: Path) -> None:
     with open_grid(browser, tmp_path) as page:
         page.focus("#shown input[value=cpu]")
         page.keyboard.press("Space")
@@ -167,7 +167,7 @@ def test_devices_and_reasons_are_had_from_the_keyboard(browser: Any, tmp_path: P
 @pytest.mark.xdist_group("browser of grid")
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_no_accessibility_rule_is_broken(browser: Any, tmp_path: Path, scheme: str) -> None:
+def test_the_page_passes_all_accessibility_rules(browser: Any, tmp_path: Path, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     with open_grid(browser, tmp_path, color_scheme=scheme) as page:
         page.uncheck("#gaps")

@@ -1,4 +1,4 @@
-"""What the worker of a job says arrives as it was said."""
+"""Messages of a job's worker are decoded as they were sent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lowprec_check.engine.run.messages import (
     encode,
 )
 from lowprec_check.engine.run.outcome import JobOutcome
-from lowprec_check.engine.trace.instrument import Instrumented
+from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.op_calls import OpCall, OpCalls, to_columns
 from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo
@@ -56,7 +56,7 @@ ROW = OpCall(
 
 
 def op_calls(rows: int) -> OpCalls:
-    """``rows`` calls, whose texts are equal and not identical, as they are in a worker's columns."""
+    """``rows`` calls whose texts are equal but not identical objects, as in a worker's columns."""
     again = [msgspec.json.decode(msgspec.json.encode(ROW), type=OpCall) for _ in range(rows - 1)]
     return to_columns([ROW, *again])
 
@@ -105,7 +105,7 @@ def test_a_nan_arrives_as_a_nan() -> None:
     assert math.isnan(received.measures.metric)
 
 
-def test_a_text_that_is_no_unicode_does_not_stop_a_message() -> None:
+def test_a_message_with_invalid_unicode_is_sent() -> None:
     odd = msgspec.structs.replace(PLAIN, exception=msgspec.structs.replace(RAISED, message="\udcff.bin"), loss=math.inf)
     received = decode(encode(PlainDone(odd)))
     assert isinstance(received, PlainDone)
@@ -114,7 +114,7 @@ def test_a_text_that_is_no_unicode_does_not_stop_a_message() -> None:
     assert received.result.loss == math.inf
 
 
-def test_equal_texts_of_a_column_are_kept_once() -> None:
+def test_equal_texts_of_a_column_are_stored_once() -> None:
     received = decode(encode(Explained(FOUND)))
     assert isinstance(received, Explained)
     for name in ("op", "module", "dtypes", "shape"):
@@ -122,15 +122,15 @@ def test_equal_texts_of_a_column_are_kept_once() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80", msgspec.msgpack.encode({"type": "gap"}), encode(Finished())[:-1]])
-def test_anything_else_is_refused(data: bytes) -> None:
+def test_other_data_is_a_decode_error(data: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         decode(data)
 
 
-def test_an_outcome_is_what_was_said() -> None:
+def test_an_outcome_collects_the_messages() -> None:
     outcome = JobOutcome()
     for message in MESSAGES:
-        outcome.note(message)
+        outcome.add(message)
     assert (outcome.plain, outcome.explained, outcome.faults) == (PLAIN, FOUND, ["measuring failed"])
     assert outcome.measures is not None
     assert [found.op for found in outcome.gaps] == ["aten.fill_.Scalar"]
@@ -141,13 +141,13 @@ def wrong_call() -> Mlp:
 
 
 @pytest.mark.parametrize("isolation", ["fork", "none"])
-def test_a_function_far_away_returns_and_raises_as_here(isolation: str) -> None:
+def test_an_isolated_function_returns_and_raises_as_a_local_one(isolation: str) -> None:
     assert isolated(lambda: {"x": [1, None, math.inf]}, isolation, dict) == {"x": [1, None, math.inf]}  # type: ignore[arg-type]
     with pytest.raises(UsageError) as caught:
         isolated(wrong_call, isolation, Mlp)  # type: ignore[arg-type]
     assert (caught.value.message, caught.value.hint) == ("No.", "Do this.")
 
 
-def test_another_exception_of_a_worker_comes_with_its_traceback() -> None:
+def test_an_unexpected_exception_in_a_worker_has_its_traceback() -> None:
     with pytest.raises(WorkerError, match="ZeroDivisionError"):
         isolated(lambda: 1 // 0, "fork", int)

@@ -1,4 +1,4 @@
-"""Names as people write them: of operators, modules, dtypes, devices and versions, from Python and on the command line."""
+"""Spellings of operators, modules, dtypes, devices and versions, in Python and on the command line."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ def ops(query: str) -> list[str]:
     return [found.op for found in find(query, RECORDS)]
 
 
-# -- from Python
+# -- in Python
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_a_dtype_in_any_spelling_is_the_same(dtype: Any) -> None:
+def test_all_spellings_of_a_dtype(dtype: Any) -> None:
     assert catalog.gaps("cpu", dtype) == catalog.gaps("cpu", "float16")
     assert catalog.gaps("cpu", dtype).missing
     assert catalog.difference("2.1", "2.13", dtype=dtype).gained
     assert {cell.dtype for cell in catalog.lookup("dot", dtype=dtype)[0].cells} == {"float16"}
-    assert catalog.mending("aten.dot.default", device="cpu", dtype=dtype, torch="2.1.2")
+    assert catalog.find_fix("aten.dot.default", device="cpu", dtype=dtype, torch="2.1.2")
     assert catalog.matching(op="dot", device="xpu", dtype=dtype)[0].id == "ipex-673"
 
 
-def test_a_device_may_be_torchs_own() -> None:
+def test_a_device_may_be_a_torch_device() -> None:
     cpu = torch.device("cpu")
     assert catalog.gaps(cpu) == catalog.gaps("cpu")
     assert catalog.gaps(torch.device("cuda:0")) == catalog.gaps("cuda")
     assert catalog.difference("2.8", "2.13", cpu) == catalog.difference("2.8", "2.13")
     assert catalog.lookup("dot", device=cpu) == catalog.lookup("dot", device="cpu")
-    assert catalog.mending("aten.dot.default", device=cpu, dtype="half", torch="2.1.2")
+    assert catalog.find_fix("aten.dot.default", device=cpu, dtype="half", torch="2.1.2")
     assert catalog.matching(op="dot", device=torch.device("xpu:0")) == catalog.matching(op="dot", device="xpu")
 
 
@@ -60,20 +60,20 @@ def test_a_device_may_be_torchs_own() -> None:
         lambda: catalog.difference("2.8", "2.13", dtype="fp32"),
         lambda: catalog.lookup("dot", dtype=""),
         lambda: catalog.lookup("dot", device="npu"),
-        lambda: catalog.mending("aten.dot.default", device="cpu", dtype="int8", torch="2.1.2"),
-        lambda: catalog.mending("aten.dot.default", device="cpu", dtype="half", torch="new"),
-        lambda: catalog.mending("aten.dot.default", device="npu", dtype="half", torch="2.1.2"),
+        lambda: catalog.find_fix("aten.dot.default", device="cpu", dtype="int8", torch="2.1.2"),
+        lambda: catalog.find_fix("aten.dot.default", device="cpu", dtype="half", torch="new"),
+        lambda: catalog.find_fix("aten.dot.default", device="npu", dtype="half", torch="2.1.2"),
         lambda: catalog.matching(torch="new"),
         lambda: catalog.matching(dtype="int8"),
         lambda: catalog.matching(device="npu"),
     ],
 )
-def test_what_there_is_not_is_refused(ask: Callable[[], object]) -> None:
+def test_unknown_names_are_an_error(ask: Callable[[], object]) -> None:
     with pytest.raises(UsageError):
         ask()
 
 
-def test_a_version_may_begin_with_v() -> None:
+def test_a_version_may_start_with_v() -> None:
     assert catalog.gaps("cpu", "half", "v2.14") == catalog.gaps("cpu", "half", "2.14")
     assert catalog.difference("v2.8", "v2.15", "xpu").after == "2.15"
     assert catalog.matching(op="dot", torch="v2.1") == catalog.matching(op="dot", torch="2.1.0+cpu")
@@ -111,7 +111,7 @@ def test_a_version_may_begin_with_v() -> None:
         ("sdpa", "nn.functional.scaled_dot_product_attention"),
     ],
 )
-def test_a_name_answers_with_the_operator_itself(query: str, op: str) -> None:
+def test_a_name_finds_its_operator(query: str, op: str) -> None:
     assert ops(query) == [op]
     assert catalog.lookup(query, device="cpu")[0].dispatching is None
 
@@ -126,15 +126,15 @@ def test_a_name_answers_with_the_operator_itself(query: str, op: str) -> None:
         ("copy_", "fft.rfft"),
     ],
 )
-def test_what_only_others_dispatch_is_said_to_be_no_operator(query: str, among: str) -> None:
+def test_an_aten_op_finds_the_operators_that_dispatch_it(query: str, among: str) -> None:
     answers = catalog.lookup(query, device="cpu")
     name = query.removeprefix("aten::").partition(".")[0]
     assert among in {answer.op for answer in answers}
     assert {answer.dispatching for answer in answers} == {name}
-    assert render_answers(answers).startswith(f"{name} is no operator of its own here; these dispatch it:")
+    assert render_answers(answers).startswith(f"{name} is not an operator in the catalog; these operators dispatch it:")
 
 
-def test_every_other_name_that_torch_has_is_found() -> None:
+def test_every_alias_in_torch_is_found() -> None:
     for info in op_db:
         for alias in info.aliases:
             found = ops(alias.name)
@@ -157,13 +157,13 @@ def test_every_other_name_that_torch_has_is_found() -> None:
         ("torch.ops.aten._safe_softmax.default", "_safe_softmax"),
     ],
 )
-def test_what_aten_calls_a_function(op: str, name: str) -> None:
+def test_aten_names_of_functions(op: str, name: str) -> None:
     assert function_name(op) == name
 
 
 # -- modules
 
-DESCRIBED_NOWHERE = {
+NOT_IN_OPINFO = {
     *("LSTM", "LSTMCell", "GRU", "GRUCell", "RNN", "RNNBase", "RNNCell", "RNNCellBase"),
     *("Transformer", "TransformerDecoder", "TransformerDecoderLayer", "TransformerEncoder", "TransformerEncoderLayer"),
     *("AdaptiveLogSoftmaxWithLoss", "CrossMapLRN2d", "Fold", "LPPool1d", "LPPool2d", "LPPool3d"),
@@ -174,17 +174,17 @@ WITHOUT_AN_OPERATOR = {
 }
 
 
-def test_every_module_of_torch_is_found_or_said_to_be_unmeasured() -> None:
+def test_every_module_of_torch_is_found_or_has_a_reason() -> None:
     classes = inspect.getmembers(nn, lambda found: inspect.isclass(found) and issubclass(found, nn.Module))
     unknown = {name for name, _ in classes if why_unmeasured(name)}
-    assert unknown == DESCRIBED_NOWHERE | WITHOUT_AN_OPERATOR
+    assert unknown == NOT_IN_OPINFO | WITHOUT_AN_OPERATOR
     assert all(ops(f"nn.{name}") for name, _ in classes if name not in unknown)
-    for names, says in (
-        (DESCRIBED_NOWHERE, "is not measured.*lowprec-check scan"),
+    for names, message in (
+        (NOT_IN_OPINFO, "is not measured.*lowprec-check scan"),
         (WITHOUT_AN_OPERATOR, "has no operator of its own.*lowprec-check scan"),
     ):
         for name in names:
-            with pytest.raises(UsageError, match=f"(?s)nn.{name} {says}"):
+            with pytest.raises(UsageError, match=f"(?s)nn.{name} {message}"):
                 find(f"nn.{name}", RECORDS)
 
 
@@ -206,7 +206,7 @@ def test_every_module_of_torch_is_found_or_said_to_be_unmeasured() -> None:
         ("L1Loss", "nn.functional.l1_loss"),
     ],
 )
-def test_a_module_is_the_function_that_it_calls(module: str, op: str) -> None:
+def test_a_module_finds_the_function_that_it_calls(module: str, op: str) -> None:
     found = ops(module)
     assert found[0] == op
     assert len({function_name(op) for op in found}) == 1
@@ -215,19 +215,19 @@ def test_a_module_is_the_function_that_it_calls(module: str, op: str) -> None:
 # -- on the command line
 
 
-def test_questions_without_an_answer_say_why(call: Call) -> None:
-    for arguments, says in [
-        (["op", "nn.LSTM"], "no recurrent or fused transformer layers"),
+def test_lookups_without_an_answer_give_the_reason(call: Call) -> None:
+    for arguments, message in [
+        (["op", "nn.LSTM"], "does not include recurrent or fused transformer layers"),
         (["op", "nn.LSTM"], "lowprec-check scan"),
-        (["catalog", "diff", "2.13", "2.14", "--dtype", "fp32"], "--dtype half or bfloat16"),
+        (["catalog", "diff", "2.13", "2.14", "--dtype", "fp32"], "fp32 is the baseline"),
     ]:
         done = call(*arguments)
         assert done.returncode == 2
-        assert says in done.stderr
+        assert message in done.stderr
         assert "Did you mean" not in done.stderr
 
 
-def test_devices_that_a_version_is_not_known_on_are_named() -> None:
+def test_devices_without_the_version_are_named() -> None:
     [answer] = catalog.lookup("dot", torch="2.13")
     assert answer.elsewhere == {"cuda": ["2.11"]}
     assert "cuda: measured only for torch 2.11" in render_answers([answer])
@@ -237,5 +237,5 @@ def test_devices_that_a_version_is_not_known_on_are_named() -> None:
     assert catalog.lookup("dot", torch="2.13", device="cpu")[0].elsewhere == {}
 
 
-def test_the_difference_may_go_back(call: Call) -> None:
+def test_the_help_of_diff_mentions_older_versions(call: Call) -> None:
     assert "it may be an older one" in " ".join(call("catalog", "diff", "--help").stdout.split())

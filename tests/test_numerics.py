@@ -1,4 +1,4 @@
-"""The error reductions against the definition, in double precision."""
+"""Error measures compared with their definitions in double precision."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowprec_check.engine.core.floating_dtypes import widen
+from lowprec_check.engine.core.floating_dtypes import underflows, widen
 from lowprec_check.engine.core.output_comparison import compare_outputs
 from lowprec_check.engine.core.tensor_comparison import CHUNK, compare_tensor
 
@@ -30,7 +30,7 @@ def defined(out: torch.Tensor, reference: torch.Tensor) -> float:
     wide=st.sampled_from((torch.float32, torch.float64)),
     scale=st.sampled_from((1e-4, 1.0, 1e3)),
 )
-def test_compare_tensor_is_the_definition(size: int, dtype: torch.dtype, wide: torch.dtype, scale: float) -> None:
+def test_compare_tensor_matches_the_definition(size: int, dtype: torch.dtype, wide: torch.dtype, scale: float) -> None:
     reference = torch.randn(size, dtype=wide) * scale
     other = reference + torch.randn(size, dtype=wide) * scale * 0.1
     out = reference.to(dtype)
@@ -55,7 +55,7 @@ def test_layouts_do_not_matter(layout: str) -> None:
     assert compare_tensor(out, [reference]).errors[0] == pytest.approx(defined(out, reference), rel=1e-3)
 
 
-def test_what_is_not_finite() -> None:
+def test_nonfinite_values() -> None:
     reference = torch.tensor([1.0, -math.inf, 3.0, 4.0])
     same = compare_tensor(torch.tensor([1.0, -math.inf, 3.0, 4.0]).half(), [reference])
     assert (same.errors, same.introduced_inf, same.introduced_nan, same.absmax) == ([0.0], 0, 0, 4.0)
@@ -63,7 +63,7 @@ def test_what_is_not_finite() -> None:
     assert (worse.errors, worse.introduced_inf, worse.introduced_nan) == ([math.inf], 1, 1)
 
 
-def test_squares_beyond_the_dtype() -> None:
+def test_squares_that_overflow() -> None:
     reference = torch.full((10,), 1e30)
     assert compare_tensor((reference * 1.01).bfloat16(), [reference]).errors[0] == pytest.approx(0.01, rel=0.5)
 
@@ -76,21 +76,21 @@ def test_complex_values() -> None:
     )
 
 
-def test_outputs_zero_over_zero_is_zero() -> None:
+def test_output_error_with_a_zero_reference() -> None:
     zeros = [torch.zeros(3)]
     assert compare_outputs(zeros, zeros).rel_l2 == 0.0
     assert compare_outputs([torch.ones(3)], zeros).rel_l2 == math.inf
     assert compare_outputs([torch.ones(3)], zeros).error.rel_l2 is None
 
 
-def test_outputs_the_worst_leaf_counts() -> None:
+def test_output_error_is_that_of_the_worst_leaf() -> None:
     reference = [torch.ones(4), torch.ones(4), torch.tensor([1, 2])]
     found = compare_outputs([torch.ones(4), torch.ones(4) * 1.5, torch.tensor([9, 9])], reference)
     assert found.rel_l2 == pytest.approx(0.5)
     assert found.error.sqnr_db == pytest.approx(-20 * math.log10(0.5))
 
 
-def test_outputs_of_other_shapes_are_infinitely_far() -> None:
+def test_output_error_is_infinite_for_other_shapes() -> None:
     assert compare_outputs([torch.ones(3)], [torch.ones(4)]).rel_l2 == math.inf
     assert compare_outputs([], [torch.ones(4)]).rel_l2 == math.inf
 
@@ -99,6 +99,21 @@ def test_top1_agreement() -> None:
     reference = torch.tensor([[1.0, 2.0], [4.0, 3.0]])
     assert compare_outputs([reference.flip(1)], [reference]).error.top1 == 0.0
     assert compare_outputs([reference.half()], [reference]).error.top1 == 1.0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.float16, True),
+        (torch.float8_e4m3fn, True),
+        (torch.bfloat16, False),
+        (torch.float32, False),
+        (torch.float64, False),
+        (torch.complex64, False),
+    ],
+)
+def test_dtypes_with_a_smaller_range_than_fp32_underflow(dtype: torch.dtype, expected: bool) -> None:
+    assert underflows(dtype) is expected
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

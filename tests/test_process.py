@@ -1,4 +1,4 @@
-"""Workers under supervision: one that ends, dies, hangs, floods, or overruns, and what is said of it."""
+"""Supervised workers that end, die, hang, flood, or exceed a limit."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.process.command_worker import CommandWorker, LineWorker
 from lowprec_check.process.exit_code import describe_exit, signal_name
 from lowprec_check.process.function_worker import FunctionWorker, SendBytes
-from lowprec_check.process.supervisor import Said, Seen, Supervisor
+from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor
 
 MANY = 500
-"""Messages: more than are taken at once."""
+"""More messages than are read at once."""
 
 
 def decode(data: bytes) -> int:
@@ -67,74 +67,74 @@ def forked(task: Callable[[SendBytes], None], breadcrumb: Breadcrumb | None = No
     return FunctionWorker(task, decode, method="fork", breadcrumb=breadcrumb)
 
 
-def watch(worker: FunctionWorker[int] | LineWorker[int]) -> tuple[list[int], Seen[Worker[int]]]:
-    """All that a worker says, and how it is gone."""
+def watch(worker: FunctionWorker[int] | LineWorker[int]) -> tuple[list[int], StateEvent[Worker[int]]]:
+    """All messages of a worker, and its last state."""
     supervisor: Supervisor[Worker[int], int] = Supervisor([worker], tick=0.02)
-    heard, last = [], None
+    messages, last = [], None
     with supervisor:
         for event in supervisor.events():
-            if isinstance(event, Said):
-                heard.append(event.message)
+            if isinstance(event, MessageEvent):
+                messages.append(event.message)
             else:
                 last = event
     assert last is not None
     assert last.state != "running"
     assert worker.exit_code is not None
-    return heard, last
+    return messages, last
 
 
-def test_a_worker_that_ends_is_heard_to_the_end() -> None:
-    heard, gone = watch(forked(counts))
-    assert heard == list(range(MANY))
-    assert (gone.state, gone.exit_code, gone.position) == ("ended", 0, None)
+def test_all_messages_of_a_worker_arrive_before_its_end() -> None:
+    messages, end = watch(forked(counts))
+    assert messages == list(range(MANY))
+    assert (end.state, end.exit_code, end.position) == ("ended", 0, None)
 
 
-@pytest.mark.parametrize(("task", "says"), [(counts_and_dies, MANY), (exits, 0)])
-def test_a_worker_that_dies_is_heard_until_then(task: Callable[[SendBytes], None], says: int) -> None:
-    heard, gone = watch(forked(task))
-    assert heard == list(range(says))
-    assert gone.state == "ended"
-    assert gone.exit_code == (-signal.SIGSEGV if says else 7)
+@pytest.mark.parametrize(("task", "count"), [(counts_and_dies, MANY), (exits, 0)])
+def test_messages_sent_before_a_crash_arrive(task: Callable[[SendBytes], None], count: int) -> None:
+    messages, end = watch(forked(task))
+    assert messages == list(range(count))
+    assert end.state == "ended"
+    assert end.exit_code == (-signal.SIGSEGV if count else 7)
 
 
 def test_a_worker_that_hangs_is_killed_at_its_deadline() -> None:
     worker = forked(hangs)
-    worker.allow(0.3)
-    heard, gone = watch(worker)
-    assert (heard, gone.state, gone.exit_code) == ([], "timeout", None)
+    worker.set_timeout(0.3)
+    messages, end = watch(worker)
+    assert (messages, end.state, end.exit_code) == ([], "timeout", None)
     assert worker.exit_code == -signal.SIGKILL
 
 
-def test_a_worker_that_floods_does_not_stop_the_clock() -> None:
+def test_a_worker_that_floods_is_killed_at_its_deadline() -> None:
     worker = forked(floods)
-    worker.allow(0.5)
-    heard, gone = watch(worker)
-    assert set(heard) == {1}
-    assert gone.state == "timeout"
+    worker.set_timeout(0.5)
+    messages, end = watch(worker)
+    assert set(messages) == {1}
+    assert end.state == "timeout"
 
 
-def test_an_op_past_its_limit_is_stuck_and_named(tmp_path: Path) -> None:
+def test_an_op_that_exceeds_its_limit_is_named(tmp_path: Path) -> None:
     path = tmp_path / "breadcrumb"
     worker = forked(functools.partial(hangs_in_an_op, path), Breadcrumb.create(path))
     worker.op_limit = 0.2
-    gone = watch(worker)[1]
-    assert gone.state == "stuck"
-    assert gone.position is not None
-    assert (gone.position.op, gone.position.module, gone.position.source) == ("aten.mm.default", "layer", "model.py:3")
+    end = watch(worker)[1]
+    assert end.state == "stuck"
+    assert end.position is not None
+    assert (end.position.op, end.position.module, end.position.source) == ("aten.mm.default", "layer", "model.py:3")
 
 
-def test_time_between_ops_is_no_ops_time(tmp_path: Path) -> None:
+def test_time_between_ops_does_not_count_for_an_op(tmp_path: Path) -> None:
     path = tmp_path / "breadcrumb"
     worker = forked(functools.partial(hangs_between_ops, path), Breadcrumb.create(path))
     worker.op_limit = 0.1
-    worker.allow(1.0)
-    gone = watch(worker)[1]
-    assert gone.state == "timeout"
-    assert gone.position is not None
-    assert not gone.position.in_op
+    worker.set_timeout(1.0)
+    end = watch(worker)[1]
+    assert end.state == "timeout"
+    assert end.position is not None
+    assert not end.position.in_op
 
 
-def test_leaving_the_block_ends_the_workers() -> None:
+def test_leaving_the_block_kills_the_workers() -> None:
     workers = [forked(hangs), forked(hangs)]
     supervisor: Supervisor[FunctionWorker[int], int] = Supervisor(workers[:1])
     supervisor.add(workers[1])
@@ -148,37 +148,37 @@ def line_worker(code: str, log: Path) -> LineWorker[int]:
     return LineWorker([sys.executable, "-c", code], decode, environment=os.environ, log=log)
 
 
-def test_a_command_takes_tasks_and_answers_in_lines(tmp_path: Path) -> None:
+def test_a_command_reads_tasks_and_writes_messages_in_lines(tmp_path: Path) -> None:
     code = (
         "import sys\nfor line in sys.stdin:\n    print(int(line) ** 2, flush=True)\n    if line == '9\\n': sys.exit(3)"
     )
     worker = line_worker(code, tmp_path / "log")
     for task in (b"2", b"9"):
-        worker.give(task)
-    heard, gone = watch(worker)
-    assert (heard, gone.state, gone.exit_code) == ([4, 81], "ended", 3)
+        worker.send_task(task)
+    messages, end = watch(worker)
+    assert (messages, end.state, end.exit_code) == ([4, 81], "ended", 3)
 
 
-def test_a_task_for_a_worker_that_is_dead_is_lost_and_its_end_is_seen(tmp_path: Path) -> None:
+def test_a_task_for_a_dead_worker_is_lost_and_its_end_is_reported(tmp_path: Path) -> None:
     worker = line_worker("raise SystemExit(3)", tmp_path / "log")
     while worker.exit_code is None:
         time.sleep(0.02)
-    worker.give(b"1")
+    worker.send_task(b"1")
     assert watch(worker)[1].exit_code == 3
 
 
-def test_a_line_may_come_in_pieces_and_errors_go_to_the_log(tmp_path: Path) -> None:
+def test_a_line_may_arrive_in_pieces_and_stderr_goes_to_the_log(tmp_path: Path) -> None:
     code = (
         "import os, sys, time\n"
         "for piece in (b'12', b'3\\n4', b'\\n'):\n    os.write(1, piece)\n    time.sleep(0.1)\n"
         "sys.exit('it failed')"
     )
-    heard, gone = watch(line_worker(code, tmp_path / "log"))
-    assert (heard, gone.exit_code) == ([123, 4], 1)
+    messages, end = watch(line_worker(code, tmp_path / "log"))
+    assert (messages, end.exit_code) == ([123, 4], 1)
     assert (tmp_path / "log").read_text() == "it failed\n"
 
 
-def test_a_command_is_killed_with_what_it_started(tmp_path: Path) -> None:
+def test_a_command_is_killed_with_its_child_processes(tmp_path: Path) -> None:
     child = tmp_path / "child"
     code = (
         "import pathlib, subprocess, sys, time\n"
@@ -191,11 +191,11 @@ def test_a_command_is_killed_with_what_it_started(tmp_path: Path) -> None:
             time.sleep(0.02)
         worker.end()
     assert worker.exit_code == -signal.SIGKILL
-    assert is_gone(int(child.read_text()))
+    assert has_ended(int(child.read_text()))
 
 
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended: soon after its signal, and perhaps before anyone has waited for it."""
+def has_ended(pid: int) -> bool:
+    """Whether a process ends within 10 s of its signal; it may be a zombie."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         try:
@@ -210,18 +210,18 @@ def is_gone(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("exit_code", "name", "sentence", "brief"),
     [
-        (-11, "SIGSEGV", "the process died of SIGSEGV", "killed by signal 11"),
-        (-42, "signal 42", "the process died of signal 42", "killed by signal 42"),
+        (-11, "SIGSEGV", "the process was killed by SIGSEGV", "killed by signal 11"),
+        (-42, "signal 42", "the process was killed by signal 42", "killed by signal 42"),
         (3, None, "the process ended with exit code 3", "exit code 3"),
     ],
 )
-def test_how_a_process_ended_in_words(exit_code: int, name: str | None, sentence: str, brief: str) -> None:
+def test_description_of_exit_codes(exit_code: int, name: str | None, sentence: str, brief: str) -> None:
     assert signal_name(exit_code) == name
     assert describe_exit(exit_code) == sentence
     assert describe_exit(exit_code, brief=True) == brief
 
 
-def test_a_breadcrumb_is_read_by_the_other_process_and_cut_where_it_is_long(tmp_path: Path) -> None:
+def test_a_breadcrumb_is_read_through_another_mapping_and_long_texts_are_cut(tmp_path: Path) -> None:
     path = tmp_path / "breadcrumb"
     reader, writer = Breadcrumb.create(path), Breadcrumb(path)
     assert reader.read() is None

@@ -1,4 +1,4 @@
-"""Coverage of an existing suite: what it finds, and that tests do not notice."""
+"""Coverage of an existing test suite: what it finds, and that tests are not affected."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from lowprec_check.catalog.aten import AtenCatalog
-from lowprec_check.pytest_plugin import coverage  # noqa: F401 - loaded once, not anew in every project
-from lowprec_check.pytest_plugin.fixture import watch  # noqa: F401 - loaded once, not anew in every project
+from lowprec_check.pytest_plugin import coverage  # noqa: F401 - imported once for all projects
+from lowprec_check.pytest_plugin.fixture import watch  # noqa: F401 - imported once for all projects
 from lowprec_check.pytest_plugin.fixture.watch import Watch
 from lowprec_check.report.coverage import RENDERERS
 
@@ -47,7 +47,7 @@ def suite(project: pytest.Pytester) -> pytest.Pytester:
 
 
 def saved(suite: pytest.Pytester, *options: str) -> dict[str, list[str]]:
-    """Tests by operator, as the JSON report has them."""
+    """Tests by operator in the JSON report."""
     suite.runpytest("--lowprec-coverage", "half", "--lowprec-report", "out.json", *options)
     found = json.loads(Path("out.json").read_text())
     return {use["op"]: use["tests"] for use in found["ops"]}
@@ -69,13 +69,13 @@ def test_the_table_names_operators_and_tests(suite: pytest.Pytester) -> None:
     assert re.search(r"^addmm +yes +1$", every, re.M)
 
 
-def test_another_device_is_looked_up(suite: pytest.Pytester) -> None:
+def test_coverage_of_another_device(suite: pytest.Pytester) -> None:
     text = suite.runpytest("--lowprec-coverage", "half", "--lowprec-device", "xpu").stdout.str()
     assert re.search(r"· xpu, torch [\d.]+, declared", text)
-    assert "linalg_inv_ex: missing-kernel: its kernel leaves the dtype out" in text
+    assert "linalg_inv_ex: missing-kernel: its kernel does not support the dtype" in text
 
 
-def test_each_operator_has_its_tests(suite: pytest.Pytester) -> None:
+def test_each_operator_lists_its_tests(suite: pytest.Pytester) -> None:
     found = saved(suite)
     assert found["aten.linalg_inv_ex.default"] == ["test_suite.py::TestCase::test_cdist", "test_suite.py::test_inv"]
     assert found["aten.linalg_cholesky_ex.default"] == ["test_suite.py::test_fixture"]
@@ -86,38 +86,44 @@ def test_each_operator_has_its_tests(suite: pytest.Pytester) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [("-n2",), ("-p", "no:terminal"), ("-n2", "-p", "no:terminal")], ids=" ".join)
-def test_merged_it_is_the_same(suite: pytest.Pytester, options: tuple[str, ...]) -> None:
+def test_results_merged_from_workers_are_the_same(suite: pytest.Pytester, options: tuple[str, ...]) -> None:
     assert saved(suite, *options) == saved(suite)
 
 
-def test_reports_by_suffix(suite: pytest.Pytester) -> None:
+def test_the_suffix_sets_the_report_format(suite: pytest.Pytester) -> None:
     for suffix, word in ((".md", "| linalg_inv_ex "), (".html", "<td>linalg_inv_ex</td>"), (".json", '"linalg.inv"')):
         path = Path(f"out{suffix}")
         result = suite.runpytest("--lowprec-coverage", "half", "--lowprec-report", str(path))
         assert word in path.read_text()
-        assert f"All of it: {path.resolve()}" in result.stdout.str()
+        assert f"Full report: {path.resolve()}" in result.stdout.str()
     assert set(RENDERERS) == {".md", ".html", ".json"}
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
-        (("--lowprec-coverage", "int8"), "--lowprec-coverage: 'int8' is no dtype of the catalog."),
-        (("--lowprec-coverage", "fp32"), "--lowprec-coverage: 'fp32' is no low precision."),
-        (("--lowprec-coverage", "half", "--lowprec-device", "tpu"), "--lowprec-device: Nothing was measured on tpu."),
-        (("--lowprec-device", "xpu"), "--lowprec-device and --lowprec-report go with --lowprec-coverage half."),
-        (("--lowprec-coverage", "half", "--lowprec-report", "a.txt"), "a.txt ends with none of .json, .md, .html."),
-        (("--lowprec-coverage", "half", "--lowprec-report", "no/a.md"), "--lowprec-report: there is no folder"),
+        (("--lowprec-coverage", "int8"), "--lowprec-coverage: 'int8' is not a dtype in the catalog."),
+        (("--lowprec-coverage", "fp32"), "--lowprec-coverage: 'fp32' is not a low precision."),
+        (
+            ("--lowprec-coverage", "half", "--lowprec-device", "tpu"),
+            "--lowprec-device: The catalog does not cover the device 'tpu'.",
+        ),
+        (("--lowprec-device", "xpu"), "need --lowprec-coverage: add --lowprec-coverage half."),
+        (
+            ("--lowprec-coverage", "half", "--lowprec-report", "a.txt"),
+            "unknown format 'a.txt': use .json, .md or .html.",
+        ),
+        (("--lowprec-coverage", "half", "--lowprec-report", "no/a.md"), "--lowprec-report: the folder"),
     ],
     ids=str,
 )
-def test_a_wrong_option_is_an_error(suite: pytest.Pytester, options: tuple[str, ...], says: str) -> None:
+def test_a_wrong_option_is_an_error(suite: pytest.Pytester, options: tuple[str, ...], message: str) -> None:
     result = suite.runpytest(*options)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert says in result.stderr.str()
+    assert message in result.stderr.str()
 
 
-def test_ini_keys_count_where_options_are_absent(suite: pytest.Pytester) -> None:
+def test_ini_keys_are_used_without_options(suite: pytest.Pytester) -> None:
     suite.makeini("[pytest]\nlowprec_coverage = half bfloat16\nlowprec_device = xpu\nlowprec_report = ini.md\n")
     text = suite.runpytest().stdout.str()
     assert "xpu, torch" in text
@@ -127,28 +133,28 @@ def test_ini_keys_count_where_options_are_absent(suite: pytest.Pytester) -> None
     suite.makeini("[pytest]\nlowprec_coverage = int8\n")
     result = suite.runpytest()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert re.search(r"lowprec_coverage in \S+tox\.ini: 'int8' is no dtype", result.stderr.str())
+    assert re.search(r"lowprec_coverage in \S+tox\.ini: 'int8' is not a dtype", result.stderr.str())
 
 
-# -- tests do not notice
+# -- tests are not affected
 
 
-def test_outcomes_and_exit_codes_stay(suite: pytest.Pytester) -> None:
+def test_outcomes_and_exit_codes_are_unchanged(suite: pytest.Pytester) -> None:
     plain = suite.runpytest("-rA")
     watched = suite.runpytest("-rA", "--lowprec-coverage", "half")
     assert watched.ret == plain.ret == pytest.ExitCode.TESTS_FAILED
 
-    def said(result: pytest.RunResult) -> str:
-        """All but the table: tracebacks, and a line for each test."""
+    def shown(result: pytest.RunResult) -> str:
+        """The output without the table: tracebacks, and one line per test."""
         text = re.sub(r"=+ lowprec coverage =+.*?(?==+ short test)", "", result.stdout.str(), flags=re.S)
         return re.sub(r"0x[0-9a-f]+|in \d+\.\d+s|=+", "", text)
 
-    assert "RuntimeError: inconsistent tensor size" in said(plain)
-    assert said(watched) == said(plain)
+    assert "RuntimeError: inconsistent tensor size" in shown(plain)
+    assert shown(watched) == shown(plain)
     suite.runpytest("--lowprec-coverage", "half", "--lf").assert_outcomes(failed=2)
 
 
-def test_warnings_of_operators_stay_at_the_line_that_called(project: pytest.Pytester) -> None:
+def test_warnings_of_operators_name_the_calling_line(project: pytest.Pytester) -> None:
     project.makepyfile(
         """
         import warnings
@@ -206,7 +212,7 @@ def _transformed() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("compute", [_encoder, _trained, _recurrent, _transformed])
-def test_outputs_are_bit_for_bit_the_same(compute: object) -> None:
+def test_outputs_are_bitwise_equal(compute: object) -> None:
     assert callable(compute)
     plain = compute()
     watching = Watch()
@@ -242,7 +248,7 @@ def test_compiled_code_stays_compiled(project: pytest.Pytester) -> None:
     project.runpytest_subprocess("--lowprec-coverage", "half").assert_outcomes(passed=1)
 
 
-def test_modes_of_fixtures_outlive_a_phase(project: pytest.Pytester) -> None:
+def test_modes_of_fixtures_stay_active_in_all_phases(project: pytest.Pytester) -> None:
     project.makepyfile(
         """
         import pytest, torch
@@ -279,13 +285,13 @@ def test_modes_of_fixtures_outlive_a_phase(project: pytest.Pytester) -> None:
 # -- the catalog by aten op
 
 
-def test_an_op_is_judged_by_who_dispatches_it() -> None:
+def test_support_of_an_aten_op_comes_from_operators_that_dispatch_it() -> None:
     half = AtenCatalog("cpu", "float16", "2.13.0")
     assert half.of("aten.addmm.default").state == "all"
     assert half.of("aten.add_.Tensor").state == "all"
     assert half.of("aten.mm.out").state == half.of("aten.add.out").state == "all"
     assert half.of("aten.randn.generator").state == "all"
-    assert half.of("aten.silu.default").state == "all"  # though its complex variant fails
+    assert half.of("aten.silu.default").state == "all"  # although its complex variant fails
     assert half.of("aten._cdist_forward.default").state == "some"
     inverse = half.of("aten.linalg_inv_ex.default")
     assert inverse.state == "none"
@@ -295,10 +301,10 @@ def test_an_op_is_judged_by_who_dispatches_it() -> None:
     assert half.evidence == "measured"
 
 
-def test_each_answer_of_the_catalog_is_true_here() -> None:
-    """The gaps that it names fail on this machine, if it has the version that was measured."""
+def test_gaps_in_the_catalog_fail_on_this_machine() -> None:
+    """Runs only with the torch release that the expectations are for."""
     if not torch.__version__.startswith("2.13."):
-        pytest.skip("the expectations are of 2.13")
+        pytest.skip("the expectations are for torch 2.13")
     x = torch.eye(3, dtype=torch.half)
     for op, call in {
         "linalg_inv_ex": lambda: torch.linalg.inv_ex(x),
@@ -319,4 +325,4 @@ def test_xpu_is_declared() -> None:
     assert half.of("aten._cdist_forward.default").state == "none"
     svd = half.of("aten._linalg_svd.default")
     assert svd.state == "none"
-    assert (svd.message or "").startswith("computed on the CPU")
+    assert (svd.message or "").startswith("runs on the CPU")

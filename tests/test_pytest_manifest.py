@@ -1,4 +1,4 @@
-"""Known failures: the manifest as a file, and what it does to tests."""
+"""Known failures: the manifest file and its effect on tests."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowprec_check.errors import UsageError
-from lowprec_check.pytest_plugin import known_failures as known  # noqa: F401 - loaded once, not anew in every project
-from lowprec_check.pytest_plugin.manifest import HEAD, NO_REASON, Known, dump, head_of, read, updated
+from lowprec_check.pytest_plugin import known_failures as known  # noqa: F401 - imported once for all projects
+from lowprec_check.pytest_plugin.manifest import HEAD, NO_REASON, KnownFailure, dump, head_of, read, updated
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 ENTRIES = st.lists(
-    st.builds(Known, test=TEXT, exception=TEXT, reason=TEXT), unique_by=lambda entry: entry.test, max_size=6
+    st.builds(KnownFailure, test=TEXT, exception=TEXT, reason=TEXT), unique_by=lambda entry: entry.test, max_size=6
 )
 
 
 @given(ENTRIES)
-def test_a_manifest_is_read_as_it_was_written(tmp_path_factory: pytest.TempPathFactory, entries: list[Known]) -> None:
+def test_reading_a_manifest_returns_what_was_written(
+    tmp_path_factory: pytest.TempPathFactory, entries: list[KnownFailure]
+) -> None:
     path = tmp_path_factory.getbasetemp() / "round.toml"
     path.write_text(dump(entries), encoding="utf-8", newline="")
     found = read(path)
@@ -28,8 +30,8 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path_factory: pytest.TempPathF
 
 
 @given(ENTRIES, st.dictionaries(TEXT, st.none() | TEXT, max_size=6), st.data())
-def test_an_update_keeps_what_it_does_not_know_better(
-    entries: list[Known], results: dict[str, str | None], data: st.DataObject
+def test_an_update_keeps_reasons_and_tests_that_did_not_run(
+    entries: list[KnownFailure], results: dict[str, str | None], data: st.DataObject
 ) -> None:
     before = {entry.test: entry for entry in entries}
     if before:
@@ -47,21 +49,21 @@ def test_an_update_keeps_what_it_does_not_know_better(
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("[[known]]\ntest = 'a'\n", "entry known 1: Object missing required field `exception`"),
         ("[[known]]\ntest = 'a'\nexception = 'E'\nwhy = 'x'\n", "unknown field `why`"),
-        ("[[known]]\ntest = 'a'\nexception = 'E'\n" * 2, "a is there twice"),
-        ("[[gap]]\n", "there is no key 'gap'"),
+        ("[[known]]\ntest = 'a'\nexception = 'E'\n" * 2, "duplicate entry a"),
+        ("[[gap]]\n", "unknown key 'gap'"),
         ("[[known]\n", "line 1"),
     ],
 )
-def test_a_wrong_manifest_is_an_error(tmp_path: Path, text: str, says: str) -> None:
+def test_a_wrong_manifest_is_an_error(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "known.toml"
     path.write_text(text)
     with pytest.raises(UsageError, match=r"known\.toml") as caught:
         read(path)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
 SUITE = """
@@ -82,12 +84,12 @@ class TestCase(unittest.TestCase):
 """
 
 KNOWN = [
-    Known(test="test_suite.py::TestCase::test_u", exception="RuntimeError", reason="a reason"),
-    Known(test="test_suite.py::test_broken", exception="OSError", reason='it says "no"'),
-    Known(test="test_suite.py::test_gap", exception="NotImplementedError"),
-    Known(test="test_suite.py::test_wrong", exception="AssertionError"),
+    KnownFailure(test="test_suite.py::TestCase::test_u", exception="RuntimeError", reason="a reason"),
+    KnownFailure(test="test_suite.py::test_broken", exception="OSError", reason='it says "no"'),
+    KnownFailure(test="test_suite.py::test_gap", exception="NotImplementedError"),
+    KnownFailure(test="test_suite.py::test_wrong", exception="AssertionError"),
 ]
-UPDATE = "To update it: pytest --lowprec-manifest known.toml --lowprec-update-manifest"
+UPDATE = "To update the manifest, run: pytest --lowprec-manifest known.toml --lowprec-update-manifest"
 
 
 @pytest.fixture
@@ -106,7 +108,7 @@ def run(suite: pytest.Pytester, *options: str) -> pytest.RunResult:
     [(), pytest.param(("-n2",), marks=pytest.mark.slow), ("-p", "no:terminal")],
     ids=["alone", "xdist", "no-terminal"],
 )
-def test_known_failures_are_expected(suite: pytest.Pytester, options: tuple[str, ...]) -> None:
+def test_known_failures_are_xfailed(suite: pytest.Pytester, options: tuple[str, ...]) -> None:
     result = run(suite, *options, "--junitxml=out.xml")
     assert result.ret == 0
     assert Path("out.xml").read_text().count('type="pytest.xfail"') == 4
@@ -116,21 +118,19 @@ def test_known_failures_are_expected(suite: pytest.Pytester, options: tuple[str,
 
 
 @pytest.mark.parametrize("options", [(), pytest.param(("-n2",), marks=pytest.mark.slow)], ids=["alone", "xdist"])
-def test_an_unexpected_pass_fails_and_says_how_to_update(suite: pytest.Pytester, options: tuple[str, ...]) -> None:
+def test_an_unexpected_pass_fails_and_shows_how_to_update(suite: pytest.Pytester, options: tuple[str, ...]) -> None:
     suite.makepyfile(test_suite=SUITE.replace('raise RuntimeError("u")', "pass"))
     result = run(suite, *options)
     result.assert_outcomes(passed=1, xfailed=3, failed=1)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.stdout.fnmatch_lines(["Passes, though known.toml knows that it fails with RuntimeError (a reason).", UPDATE])
+    result.stdout.fnmatch_lines(["Passed, but known.toml expects it to fail with RuntimeError (a reason).", UPDATE])
 
 
 def test_another_exception_fails(suite: pytest.Pytester) -> None:
     suite.makepyfile(test_suite=SUITE.replace("NotImplementedError", "ValueError"))
     result = run(suite)
     result.assert_outcomes(passed=1, xfailed=3, failed=1)
-    result.stdout.fnmatch_lines(
-        ["The manifest knows that this test fails, but with NotImplementedError; it raised ValueError.", UPDATE]
-    )
+    result.stdout.fnmatch_lines(["Raised ValueError, but known.toml expects NotImplementedError.", UPDATE])
 
 
 @pytest.mark.parametrize(
@@ -139,14 +139,17 @@ def test_another_exception_fails(suite: pytest.Pytester) -> None:
     ids=["alone", "xdist", "deselected"],
 )
 def test_unused_entries_are_reported(suite: pytest.Pytester, options: tuple[str, ...]) -> None:
-    gone = [Known(test="test_gone.py::test_a", exception="E"), Known(test="test_suite.py::test_no", exception="E")]
+    gone = [
+        KnownFailure(test="test_gone.py::test_a", exception="E"),
+        KnownFailure(test="test_suite.py::test_no", exception="E"),
+    ]
     Path("known.toml").write_text(dump([*KNOWN, *gone]))
     result = run(suite, *options)
     assert result.ret == 0
     result.stdout.fnmatch_lines(
         [
             "* lowprec: known.toml *",
-            "2 unused: there is no such test",
+            "2 unused entries: the tests do not exist",
             "test_gone.py::test_a",
             "test_suite.py::test_no",
             UPDATE,
@@ -155,14 +158,16 @@ def test_unused_entries_are_reported(suite: pytest.Pytester, options: tuple[str,
 
 
 @pytest.mark.parametrize("options", [("--lf",), ("test_suite.py::test_runs",), ("test_other.py",)])
-def test_nothing_is_said_of_tests_that_were_not_asked_for(suite: pytest.Pytester, options: tuple[str, ...]) -> None:
+def test_entries_of_tests_that_were_not_selected_are_not_reported(
+    suite: pytest.Pytester, options: tuple[str, ...]
+) -> None:
     suite.makepyfile(test_other="def test_fails(): assert 0")
     run(suite)
     assert "unused" not in run(suite, *options).stdout.str()
 
 
 @pytest.mark.parametrize("options", [(), pytest.param(("-n2",), marks=pytest.mark.slow)], ids=["alone", "xdist"])
-def test_update_rewrites_the_manifest(suite: pytest.Pytester, options: tuple[str, ...]) -> None:
+def test_update_writes_the_manifest(suite: pytest.Pytester, options: tuple[str, ...]) -> None:
     Path("known.toml").unlink()
     assert run(suite).ret == pytest.ExitCode.USAGE_ERROR
     result = run(suite, "--lowprec-update-manifest", *options)
@@ -173,7 +178,7 @@ def test_update_rewrites_the_manifest(suite: pytest.Pytester, options: tuple[str
     run(suite, *options).assert_outcomes(passed=1, xfailed=4)
 
 
-def test_update_keeps_reasons_comments_and_what_did_not_run(suite: pytest.Pytester) -> None:
+def test_update_keeps_reasons_comments_and_tests_that_did_not_run(suite: pytest.Pytester) -> None:
     suite.makepyfile(
         test_suite=SUITE.replace("OSError", "KeyError").replace('raise NotImplementedError("dot")', "pass")
     )
@@ -184,21 +189,21 @@ def test_update_keeps_reasons_comments_and_what_did_not_run(suite: pytest.Pytest
     assert text.startswith("# Ours.\n\n[[known]]\ntest = ")
     found = read(Path("known.toml"))
     assert [entry.test.rpartition("::")[2] for entry in found.values()] == ["test_u", "test_broken", "test_wrong"]
-    assert found["test_suite.py::test_broken"] == Known(
+    assert found["test_suite.py::test_broken"] == KnownFailure(
         test="test_suite.py::test_broken", exception="KeyError", reason='it says "no"'
     )
 
 
-def test_update_waits_for_a_run_that_gets_through(suite: pytest.Pytester) -> None:
+def test_an_interrupted_run_does_not_update(suite: pytest.Pytester) -> None:
     before = Path("known.toml").read_text()
     suite.makepyfile(test_other="import nothing_like_that")
     result = run(suite, "--lowprec-update-manifest")
     assert result.ret == pytest.ExitCode.INTERRUPTED
-    assert "Not rewritten: the run did not get through." in result.stdout.str()
+    assert "The manifest was not updated, because the run did not complete." in result.stdout.str()
     assert Path("known.toml").read_text() == before
 
 
-def test_the_ini_key_counts_where_the_option_is_absent(suite: pytest.Pytester) -> None:
+def test_the_ini_key_is_used_without_the_option(suite: pytest.Pytester) -> None:
     suite.makeini("[pytest]\nlowprec_manifest = known.toml\n")
     suite.runpytest().assert_outcomes(passed=1, xfailed=4)
     Path("none.toml").write_text(HEAD)
@@ -206,16 +211,16 @@ def test_the_ini_key_counts_where_the_option_is_absent(suite: pytest.Pytester) -
     suite.makeini("[pytest]\nlowprec_manifest = nowhere.toml\n")
     result = suite.runpytest()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: lowprec_manifest in *tox.ini: There is no manifest *nowhere.toml."])
+    result.stderr.fnmatch_lines(["ERROR: lowprec_manifest in *tox.ini: The manifest *nowhere.toml does not exist."])
     suite.makeini("[pytest]\n")
     result = suite.runpytest("--lowprec-update-manifest")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: --lowprec-update-manifest: give --lowprec-manifest FILE too, or the ini key."])
+    result.stderr.fnmatch_lines(["ERROR: --lowprec-update-manifest needs a manifest: add --lowprec-manifest FILE*"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), pytest.param(("-n2",), marks=pytest.mark.slow)], ids=["alone", "xdist"])
-def test_a_failing_subtest_is_its_tests_failure(suite: pytest.Pytester, options: tuple[str, ...]) -> None:
+def test_a_failing_subtest_fails_its_test(suite: pytest.Pytester, options: tuple[str, ...]) -> None:
     body = """
         import unittest
 
@@ -230,12 +235,12 @@ def test_a_failing_subtest_is_its_tests_failure(suite: pytest.Pytester, options:
     if plain.ret == 0:
         pytest.skip("this pytest does not count subtests")
     run(suite, "--lowprec-update-manifest", *options)
-    entry = Known(test="test_suite.py::TestCase::test_u", exception="AssertionError", reason="a reason")
+    entry = KnownFailure(test="test_suite.py::TestCase::test_u", exception="AssertionError", reason="a reason")
     assert list(read(Path("known.toml")).values()) == [entry]
     result = run(suite, *options)
     assert result.ret == 0
     suite.makepyfile(test_suite=body.replace("(n, 1)", "(n, n)"))
-    assert "Passes, though known.toml knows that it fails" in run(suite, *options).stdout.str()
+    assert "Passed, but known.toml expects it to fail" in run(suite, *options).stdout.str()
 
 
 def test_last_failed_reruns_an_unexpected_pass(suite: pytest.Pytester) -> None:
@@ -243,4 +248,4 @@ def test_last_failed_reruns_an_unexpected_pass(suite: pytest.Pytester) -> None:
     run(suite).assert_outcomes(passed=1, xfailed=3, failed=1)
     result = run(suite, "--lf")
     result.assert_outcomes(failed=1)
-    assert "Passes, though" in result.stdout.str()
+    assert "Passed, but" in result.stdout.str()

@@ -1,4 +1,4 @@
-"""The plugin: what it costs unused, the fixture, the marker, and what each failure says."""
+"""The plugin: no effect if unused, the fixture, the marker, and the text of each failure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lowprec_check.catalog.declared import releases
 from lowprec_check.catalog.measured import sweep_of
 from lowprec_check.catalog.measured_sweep import MeasuredSweep
 from lowprec_check.engine.sweep.build import _Sweep
-from lowprec_check.pytest_plugin import coverage  # noqa: F401 - loaded once, not anew in every project
-from lowprec_check.pytest_plugin import known_failures as known  # noqa: F401 - loaded once, not anew in every project
+from lowprec_check.pytest_plugin import coverage  # noqa: F401 - imported once for all projects
+from lowprec_check.pytest_plugin import known_failures as known  # noqa: F401 - imported once for all projects
 from lowprec_check.pytest_plugin import op_support as support
-from lowprec_check.pytest_plugin.fixture import lowprec as fixture  # noqa: F401 - loaded once, not anew in every project
-from lowprec_check.pytest_plugin.fixture import watch  # noqa: F401 - loaded once, not anew in every project
+from lowprec_check.pytest_plugin.fixture import lowprec as fixture  # noqa: F401 - imported once for all projects
+from lowprec_check.pytest_plugin.fixture import watch  # noqa: F401 - imported once for all projects
 from lowprec_check.schema.precisions import low_precisions
 
 NAMES = [precision.name for precision in low_precisions()]
@@ -44,7 +44,7 @@ net, x = Net().eval(), torch.randn(4, 8)
 
 
 def texts(result: pytest.RunResult) -> str:
-    """The errors of failed assertions, without pytest's margin."""
+    """The errors of failed assertions, without the margin that pytest adds."""
     return "\n".join(line[8:].rstrip() for line in result.outlines if line[:2] == "E ")
 
 
@@ -73,7 +73,7 @@ def test_unused_it_imports_nothing(project: pytest.Pytester) -> None:
 
 
 @pytest.mark.slow
-def test_unused_nothing_differs(pytester: pytest.Pytester) -> None:
+def test_unused_it_changes_nothing(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
         import unittest, warnings, pytest
@@ -131,16 +131,16 @@ def test_help_and_markers(project: pytest.Pytester) -> None:
 # -- the fixture
 
 
-def test_check_says_every_gap_at_once(project: pytest.Pytester) -> None:
-    said = one(project, 'lowprec.check(net, x, precision=["half", "autocast-bf16"])')
-    assert "Net does not pass in half on cpu, torch" in said
-    assert "2 gaps" in said
-    assert re.search(r"^half +error", said, re.M)
-    assert re.search(r"^autocast-bf16 +ok", said, re.M)
-    assert re.search(r"LP101 missing-kernel  half  model  aten.linalg_inv_ex.default  test_\w+.py:12", said)
-    assert re.search(r"LP102 unsupported-dtype  half  model  torch.quantile  test_\w+.py:13", said)
-    assert "compute it in fp32 and cast back" in said
-    assert "lowprec-check explain LP101" in said
+def test_check_reports_all_gaps_at_once(project: pytest.Pytester) -> None:
+    text = one(project, 'lowprec.check(net, x, precision=["half", "autocast-bf16"])')
+    assert "Net does not pass in half on cpu, torch" in text
+    assert "2 gaps" in text
+    assert re.search(r"^half +error", text, re.M)
+    assert re.search(r"^autocast-bf16 +ok", text, re.M)
+    assert re.search(r"LP101 missing-kernel  half  model  aten.linalg_inv_ex.default  test_\w+.py:12", text)
+    assert re.search(r"LP102 unsupported-dtype  half  model  torch.quantile  test_\w+.py:13", text)
+    assert "compute it in fp32 and cast back" in text
+    assert "lowprec-check explain LP101" in text
 
 
 def test_check_passes_and_returns_the_scan(project: pytest.Pytester) -> None:
@@ -151,19 +151,19 @@ def test_check_passes_and_returns_the_scan(project: pytest.Pytester) -> None:
     )
 
 
-def test_check_holds_to_the_tolerance(project: pytest.Pytester) -> None:
-    said = one(project, "lowprec.check(nn.Linear(8, 8), x, tolerance=1e-9)")
-    assert "Linear does not pass in half" in said
-    assert "error over tolerance 1e-09" in said
-    assert "LP301 output-mismatch" in said
+def test_check_fails_over_the_tolerance(project: pytest.Pytester) -> None:
+    text = one(project, "lowprec.check(nn.Linear(8, 8), x, tolerance=1e-9)")
+    assert "Linear does not pass in half" in text
+    assert "error over tolerance 1e-09" in text
+    assert "LP301 output-mismatch" in text
 
 
-def test_check_says_what_is_wrong_with_the_call(project: pytest.Pytester) -> None:
+def test_check_rejects_wrong_precisions(project: pytest.Pytester) -> None:
     assert "Unknown precision 'fp8'" in one(project, 'lowprec.check(net, x, precision="fp8")')
-    assert "fp32 is what the others are compared with" in one(project, 'lowprec.check(net, x, precision="fp32")')
+    assert "fp32 is the baseline" in one(project, 'lowprec.check(net, x, precision="fp32")')
 
 
-def test_assertions_leave_the_model_and_random_state_alone(project: pytest.Pytester) -> None:
+def test_assertions_keep_the_model_and_the_random_state(project: pytest.Pytester) -> None:
     one(
         project,
         "layer, before = nn.Sequential(nn.Linear(8, 8), nn.Dropout()), torch.get_rng_state()\n"
@@ -174,13 +174,13 @@ def test_assertions_leave_the_model_and_random_state_alone(project: pytest.Pytes
 
 
 @pytest.mark.slow
-def test_supported_is_tried_here(project: pytest.Pytester) -> None:
-    said = one(project, 'lowprec.assert_supported("aten::cdist", dtype=torch.half, backward=True)')
-    assert "aten::cdist is not supported in half on cpu (run here, torch" in said
-    assert re.search(r"cdist  forward: in part, \d+ of \d+ samples", said)
-    assert re.search(r"cdist  backward: in part, \d+ of \d+ samples", said)
-    words = " ".join(word for word in said.split() if word != "E")
-    assert "missing-kernel in _cdist_forward: \"cdist\" not implemented for 'Half'; in the samples measured it" in words
+def test_supported_is_measured_on_this_machine(project: pytest.Pytester) -> None:
+    text = one(project, 'lowprec.assert_supported("aten::cdist", dtype=torch.half, backward=True)')
+    assert "aten::cdist is not supported in half on cpu (run on this machine, torch" in text
+    assert re.search(r"cdist  forward: runs in part, \d+ of \d+ samples", text)
+    assert re.search(r"cdist  backward: runs in part, \d+ of \d+ samples", text)
+    words = " ".join(word for word in text.split() if word != "E")
+    assert "missing-kernel in _cdist_forward: \"cdist\" not implemented for 'Half'; in the measured samples it" in words
     one(
         project,
         'found = lowprec.assert_supported("aten::dot", dtype=torch.half, device="cpu", backward=True); '
@@ -190,50 +190,52 @@ def test_supported_is_tried_here(project: pytest.Pytester) -> None:
 
 
 def test_supported_is_declared_for_an_absent_xpu(project: pytest.Pytester) -> None:
-    said = one(project, 'lowprec.assert_supported("cdist", dtype=torch.bfloat16, device="xpu")')
+    text = one(project, 'lowprec.assert_supported("cdist", dtype=torch.bfloat16, device="xpu")')
     assert (
-        f"cdist is not supported in bfloat16 on xpu (not run here: from the catalog, declared, torch {releases()[0][:1]}"
-        in said
+        f"cdist is not supported in bfloat16 on xpu (from the catalog, declared, torch {releases('xpu')[0][:1]}" in text
     )
-    assert "cdist  forward: in part" in said  # Euclidean distance is a matrix product
+    assert "cdist  forward: runs in part" in text  # Euclidean distance is a matrix product
     one(project, 'assert lowprec.assert_supported("dot", device="xpu").evidence == "declared"', passed=1)
 
 
-def test_supported_says_what_is_wrong_with_the_call(project: pytest.Pytester) -> None:
-    said = one(project, 'lowprec.assert_supported("linalg.invv")')
-    assert "The catalog knows no operator 'linalg.invv'" in said
-    assert "Did you mean linalg.inv" in said
+def test_supported_rejects_unknown_names(project: pytest.Pytester) -> None:
+    text = one(project, 'lowprec.assert_supported("linalg.invv")')
+    assert "The catalog has no operator 'linalg.invv'" in text
+    assert "Did you mean linalg.inv" in text
     assert "Unknown device 'tpu'" in one(project, 'lowprec.assert_supported("dot", device="tpu")')
-    assert "is no dtype of the catalog" in one(project, 'lowprec.assert_supported("dot", dtype=torch.int8)')
+    assert "is not a dtype in the catalog" in one(project, 'lowprec.assert_supported("dot", dtype=torch.int8)')
 
 
-def test_a_recording_that_was_never_entered_is_no_pass(project: pytest.Pytester) -> None:
+def test_a_recording_that_was_never_entered_fails(project: pytest.Pytester) -> None:
     assert "Nothing was recorded" in one(project, "lowprec.record(torch.half).assert_no_gaps()")
 
 
 def test_no_gaps_of_a_module_and_of_a_function(project: pytest.Pytester) -> None:
-    said = one(project, "lowprec.assert_no_gaps(net, x, dtype=torch.half)")
-    assert re.match(r"\w+: Net does not run in half on cpu, torch [\d.]+: 2 gaps", said)
-    assert re.search(r"LP101 .*aten.linalg_inv_ex.default  test_\w+.py:12", said)
-    assert re.search(r"LP102 .*torch.quantile  test_\w+.py:13", said)
-    said = one(project, "lowprec.assert_no_gaps(torch.fft.rfft, x, dtype=torch.bfloat16)")
-    assert re.search(r"LP102 unsupported-dtype  bf16  model  torch.fft.rfft  test_\w+.py:19", said)
+    text = one(project, "lowprec.assert_no_gaps(net, x, dtype=torch.half)")
+    assert re.match(r"\w+: Net does not run in half on cpu, torch [\d.]+: 2 gaps", text)
+    assert re.search(r"LP101 .*aten.linalg_inv_ex.default  test_\w+.py:12", text)
+    assert re.search(r"LP102 .*torch.quantile  test_\w+.py:13", text)
+    text = one(project, "lowprec.assert_no_gaps(torch.fft.rfft, x, dtype=torch.bfloat16)")
+    assert re.search(r"LP102 unsupported-dtype  bf16  model  torch.fft.rfft  test_\w+.py:19", text)
     one(project, "lowprec.assert_no_gaps(torch.mm, x, x.T)", passed=1)
 
 
-def test_no_gaps_tells_the_users_own_error(project: pytest.Pytester) -> None:
-    said = one(project, "lowprec.assert_no_gaps(lambda x: torch.linalg.inv(x).view(3), torch.eye(4))")
-    assert "1 gap" in said
-    assert "aten.linalg_inv_ex.default" in said
+def test_no_gaps_shows_an_error_that_also_occurs_in_fp32(project: pytest.Pytester) -> None:
+    text = one(project, "lowprec.assert_no_gaps(lambda x: torch.linalg.inv(x).view(3), torch.eye(4))")
+    assert "1 gap" in text
+    assert "aten.linalg_inv_ex.default" in text
     assert re.search(
-        r"Stopped at test_\w+.py:19 by an error that also occurs in fp32:\n +RuntimeError: shape '\[3\]'", said
+        r"The call stopped at test_\w+.py:19 with an error that also occurs in fp32:\n +RuntimeError: shape '\[3\]'",
+        text,
     )
     assert "is not a low precision" in one(project, "lowprec.assert_no_gaps(torch.mm, x, x.T, dtype=torch.float32)")
 
 
-def test_no_gaps_tells_an_error_that_only_half_has(project: pytest.Pytester) -> None:
-    said = one(project, "lowprec.assert_no_gaps(lambda x: torch.special.i1(x.requires_grad_()).sum().backward(), x)")
-    assert re.search(r"Stopped at test_\w+.py:19 by an error that does not occur in fp32:\n +\w+Error: \"i1_b", said)
+def test_no_gaps_shows_an_error_that_occurs_only_in_half(project: pytest.Pytester) -> None:
+    text = one(project, "lowprec.assert_no_gaps(lambda x: torch.special.i1(x.requires_grad_()).sum().backward(), x)")
+    assert re.search(
+        r"The call stopped at test_\w+.py:19 with an error that does not occur in fp32:\n +\w+Error: \"i1_b", text
+    )
 
 
 @pytest.mark.parametrize(
@@ -257,38 +259,38 @@ def test_without_the_device_a_test_is_skipped(project: pytest.Pytester, call: st
     assert "SKIPPED [1] test_one.py:19: device xpu is not available" in project.runpytest("-rs").stdout.str()
 
 
-def test_all_operators_of_a_name_are_tried_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[list[str]] = []
+def test_all_operators_of_a_name_run_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[list[str]] = []
 
     def build(device: str, *, jobs: int, only: list[str]) -> MeasuredSweep:
-        tried.append(only)
+        measured.append(only)
         sweep = sweep_of(device)
         return MeasuredSweep(sweep.header, [sweep.records[op] for op in sorted(only)], [])
 
     monkeypatch.setattr(sys.modules[_Sweep.__module__], "build", build)
-    support._tried.cache_clear()
+    support._measured.cache_clear()
     for backward in (False, True):
         found = support.support_of("_linalg_svd", "float16", "cpu", backward=backward)
-        assert {state.op for state in found.states} == set(tried[0]) > {"linalg.svd", "linalg.cond"}
+        assert {state.op for state in found.states} == set(measured[0]) > {"linalg.svd", "linalg.cond"}
         assert found.evidence == "measured here"
-    support._tried.cache_clear()
-    assert len(tried) == 1
+    support._measured.cache_clear()
+    assert len(measured) == 1
 
 
-def test_record_goes_on_behind_a_gap(project: pytest.Pytester) -> None:
-    said = one(
+def test_record_continues_after_a_gap(project: pytest.Pytester) -> None:
+    text = one(
         project,
         "with lowprec.record(dtype=torch.half) as rec:\n        y = net.half()(x.half())\n"
         "    assert y.dtype == torch.half and len(rec.gaps) == 2 and len(rec.op_calls) > 5\n    rec.assert_no_gaps()",
     )
-    assert "the block does not run in half on cpu" in said
-    assert re.search(r"LP101 missing-kernel  half  <Net>  aten.linalg_inv_ex.default  test_\w+.py:12", said)
+    assert "the block does not run in half on cpu" in text
+    assert re.search(r"LP101 missing-kernel  half  <Net>  aten.linalg_inv_ex.default  test_\w+.py:12", text)
     one(project, "with lowprec.record() as rec: net(x)\n    assert not rec.gaps\n    rec.assert_no_gaps()", passed=1)
 
 
-def test_record_lets_errors_through(project: pytest.Pytester) -> None:
-    said = one(project, "with lowprec.record():\n        x.view(3)")
-    assert "RuntimeError: shape '[3]' is invalid" in said
+def test_record_does_not_hide_errors(project: pytest.Pytester) -> None:
+    text = one(project, "with lowprec.record():\n        x.view(3)")
+    assert "RuntimeError: shape '[3]' is invalid" in text
 
 
 # -- the marker
@@ -326,21 +328,21 @@ def test_marker_runs_once_per_precision(project: pytest.Pytester) -> None:
         result.stdout.fnmatch_lines([f"*::test_it[[]{name}-cpu[]] PASSED*"])
 
 
-def test_allclose_says_how_far(project: pytest.Pytester) -> None:
+def test_allclose_shows_the_error(project: pytest.Pytester) -> None:
     result = marked(project, '"half", tolerance=0.25', "assert lowprec.allclose(x * 1.5, x)")
     assert "assert <half: error 5.0e-01 is over the tolerance 2e-01 (rel_l2; max_abs " in texts(result)
     result = marked(project, '"half"', "assert lowprec.allclose(x / 0, x)")
     assert "assert <half: NaN or Inf where the reference is finite>" in texts(result)
     result = marked(project, '"half"', "assert lowprec.allclose(x[:2], x)")
-    assert "assert <half: output shape (2, 8), the reference's is (4, 8)>" in texts(result)
+    assert "assert <half: the output has shape (2, 8), the fp32 output (4, 8)>" in texts(result)
     result = marked(project, '"half"', "assert lowprec.allclose([], [])")
     assert "nothing to compare" in texts(result)
 
 
 @pytest.mark.parametrize(
-    ("marker", "says"),
+    ("marker", "message"),
     [
-        ("", "it names no precision; choose from bfloat16, autocast-bf16, half, autocast-fp16"),
+        ("", "no precision given; choose from bfloat16, autocast-bf16, half, autocast-fp16"),
         ('"fp8"', "unknown precision 'fp8'"),
         ('"half", "half"', "duplicate precision"),
         ('"half", device="tpu"', "unknown device 'tpu'; choose from cpu, cuda, xpu, mps"),
@@ -348,20 +350,20 @@ def test_allclose_says_how_far(project: pytest.Pytester) -> None:
         ('"half", tolerance="x"', "tolerance 'x' is not a positive number"),
         (
             '"half", tol=1',
-            "got an unexpected keyword argument 'tol'; it takes precisions, device, backend and tolerance",
+            "got an unexpected keyword argument 'tol'; its arguments are precisions, device, backend and tolerance",
         ),
     ],
 )
-def test_a_wrong_marker_is_an_error(project: pytest.Pytester, marker: str, says: str) -> None:
+def test_a_wrong_marker_is_an_error(project: pytest.Pytester, marker: str, message: str) -> None:
     result = marked(project, marker)
     result.assert_outcomes(errors=1)
-    assert f"marker lowprec: {says}" in result.stdout.str()
+    assert f"marker lowprec: {message}" in result.stdout.str()
 
 
 def test_marker_without_fixture_is_an_error(project: pytest.Pytester) -> None:
     result = marked(project, '"half", "bfloat16"', arguments="")
     result.assert_outcomes(errors=1)
-    assert "it would run 2 times the same" in result.stdout.str()
+    assert "every precision would run the same code" in result.stdout.str()
 
 
 def test_marker_skips_without_its_device(project: pytest.Pytester) -> None:
@@ -370,7 +372,7 @@ def test_marker_skips_without_its_device(project: pytest.Pytester) -> None:
     assert re.search(r"SKIPPED \[1\] test_\w+.py:7: device xpu is not available", result.stdout.str())
 
 
-def test_marker_in_a_unittest_class_is_refused(project: pytest.Pytester) -> None:
+def test_marker_in_a_unittest_class_is_an_error(project: pytest.Pytester) -> None:
     project.makepyfile(
         """
         import unittest, pytest
@@ -382,14 +384,14 @@ def test_marker_in_a_unittest_class_is_refused(project: pytest.Pytester) -> None
     )
     result = project.runpytest()
     result.assert_outcomes(errors=1)
-    assert "methods of unittest.TestCase take no fixtures" in result.stdout.str()
+    assert "methods of unittest.TestCase, which cannot use fixtures" in result.stdout.str()
 
 
-def test_what_needs_the_marker_says_so(project: pytest.Pytester) -> None:
+def test_helpers_without_the_marker_are_an_error(project: pytest.Pytester) -> None:
     for call in ("cast(x)", "autocast()", "allclose(x, x)", "dtype", "tolerance", "precision", "device"):
-        said = one(project, f"lowprec.{call}")
-        assert "needs to know the precision" in said
-        assert '@pytest.mark.lowprec("half")' in said
+        text = one(project, f"lowprec.{call}")
+        assert "needs the marker" in text
+        assert '@pytest.mark.lowprec("half")' in text
 
 
 @pytest.mark.slow

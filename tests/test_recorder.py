@@ -1,4 +1,4 @@
-"""The engine's properties, on generated models: nothing perturbed, complete, status is the plain run's."""
+"""Properties of the instrumented part, on generated models: it changes no output, finds all gaps, and restores state."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from generated import Chain, Step, build, chains, chains_with_gaps, inputs
 from helpers import LOW, gap_ops, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import mend_and_rerun
+from oracle import fix_and_rerun
 from torch import Tensor, nn
 
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.trace.instrument import Options
+from lowprec_check.engine.trace.op_arguments import dtype_flow
+from lowprec_check.schema.precisions import BF16, FP16, FP32
 
 many = settings(max_examples=40, deadline=None)
 
@@ -29,7 +31,7 @@ def same_bits(a: Any, b: Any) -> bool:
 
 @many
 @given(kinds=chains, precision=st.sampled_from(LOW), training=st.booleans())
-def test_nothing_perturbed(kinds: list[type[Step]], precision: str, training: bool) -> None:
+def test_the_instruments_do_not_change_the_output(kinds: list[type[Step]], precision: str, training: bool) -> None:
     plain, found = run(build(kinds, training=training), (inputs(),), precision)
     assert plain.status in ("ok", "inaccurate")
     assert found.complete
@@ -40,7 +42,7 @@ def test_nothing_perturbed(kinds: list[type[Step]], precision: str, training: bo
 @pytest.mark.slow
 @many
 @given(kinds=chains_with_gaps, precision=st.sampled_from(LOW))
-def test_status_is_what_the_bare_model_does(kinds: list[type[Step]], precision: str) -> None:
+def test_status_is_that_of_the_bare_model(kinds: list[type[Step]], precision: str) -> None:
     plain, _ = run(build(kinds), (inputs(),), precision)
     output = raised = None
     try:
@@ -62,19 +64,19 @@ def test_status_is_what_the_bare_model_does(kinds: list[type[Step]], precision: 
 
 @many
 @given(kinds=chains_with_gaps, precision=st.sampled_from(("half", "bfloat16")))
-def test_gaps_of_one_pass_are_those_of_mending_and_rerunning(kinds: list[type[Step]], precision: str) -> None:
+def test_one_pass_finds_the_gaps_of_repeated_fixing_and_rerunning(kinds: list[type[Step]], precision: str) -> None:
     _, found = run(build(kinds), (inputs(),), precision)
     assert found.complete, found.exception
-    assert gap_ops(found) == mend_and_rerun(lambda: build(kinds), inputs(), precision)
+    assert gap_ops(found) == fix_and_rerun(lambda: build(kinds), inputs(), precision)
 
 
 @pytest.mark.slow
 @many
 @given(kinds=chains, precision=st.sampled_from(LOW), wide=st.sampled_from((torch.float32, torch.float64)))
-def test_lockstep_reference_is_the_model_in_that_precision(
+def test_lockstep_reference_equals_the_model_in_the_wide_dtype(
     kinds: list[type[Step]], precision: str, wide: torch.dtype
 ) -> None:
-    """Where no decision depends on rounding, the accumulated error of the output is the difference of two bare runs."""
+    """If no decision depends on rounding, the accumulated error of the output is the difference of two bare runs."""
     kinds = [kind for kind in kinds if kind.__name__ not in ("Select", "Indexed")]
     if not kinds:
         return
@@ -87,7 +89,7 @@ def test_lockstep_reference_is_the_model_in_that_precision(
 
 
 @pytest.mark.parametrize("errors", ["both", "accumulated", "none"])
-def test_errors_asked_for_are_those_recorded(errors: Any) -> None:
+def test_only_the_requested_errors_are_recorded(errors: Any) -> None:
     model = build([type_of("Residual"), type_of("Norm")])
     _, found = run(model, (inputs(),), "bfloat16", options=Options(errors=errors))
     columns = found.op_calls
@@ -128,7 +130,7 @@ def test_dropout_follows_the_low_precision_run(precision: str) -> None:
     assert found.lockstep_error.rel_l2 < 0.05
 
 
-def test_complex_and_integer_tensors() -> None:
+def test_complex_and_integer_tensors_are_recorded() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -146,7 +148,7 @@ def test_complex_and_integer_tensors() -> None:
 
 @pytest.mark.parametrize("name", ["encoder", "lstm", "conv", "attention"])
 def test_fast_paths_are_kept(name: str) -> None:
-    """Modules that look for hooks and modes before they take their fused path."""
+    """Modules that check for hooks and modes before they use their fused path."""
     torch.manual_seed(0)
     models: dict[str, tuple[nn.Module, Tensor]] = {
         "encoder": (
@@ -188,7 +190,7 @@ class Mismatch(nn.Module):
         return self.linear(torch.ones(4, 8)) + self.linear(x)[:4]
 
 
-def test_mismatch_is_told_from_a_missing_kernel() -> None:
+def test_a_dtype_mismatch_is_not_a_missing_kernel() -> None:
     plain, found = run(Mismatch(), (inputs(),), "half")
     assert plain.status == "error"
     assert [(gap.kind, gap.module) for gap in found.gaps] == [("dtype-mismatch", "linear")]
@@ -207,7 +209,7 @@ class FailsBothWays(nn.Module):
         return x
 
 
-def test_the_users_own_error_is_raised_as_such() -> None:
+def test_an_error_of_the_model_itself_is_raised() -> None:
     _, found = run(FailsBothWays(), (inputs(),), "half")
     assert not found.gaps
     assert not found.complete
@@ -215,7 +217,7 @@ def test_the_users_own_error_is_raised_as_such() -> None:
     assert "cannot be multiplied" in found.exception.message
 
 
-def test_numeric_failure_goes_on_from_the_reference() -> None:
+def test_a_numeric_failure_continues_with_the_reference() -> None:
     class NearlySingular(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -231,13 +233,20 @@ def test_numeric_failure_goes_on_from_the_reference() -> None:
     assert {"numeric-failure", "unsupported-dtype"} <= {gap.kind for gap in found.gaps}
 
 
-def test_source_and_module_of_every_call() -> None:
+def test_every_call_has_source_and_module() -> None:
     _, found = run(build([type_of("Norm"), type_of("Select")]), (inputs(),), "half")
     assert len(found.op_calls) > 3
     for row in found.op_calls.rows():
         assert row.source is not None
         assert row.source.split(":")[0].endswith("generated.py")
         assert row.module.startswith("steps.")
+
+
+def test_dtypes_are_shown_by_the_marks_of_their_formats() -> None:
+    tensors = {known.mark: torch.ones(1, dtype=getattr(torch, known.name)) for known in (FP16, BF16, FP32)}
+    for mark, tensor in tensors.items():
+        assert dtype_flow([tensor], [torch.ones(1).double(), torch.ones(1).int()]) == f"{mark}→f64"
+    assert dtype_flow(list(tensors.values()), []) == "bf16+f16+f32→"
 
 
 def test_uncalled_modules_are_named_by_their_root() -> None:
@@ -256,7 +265,7 @@ def test_uncalled_modules_are_named_by_their_root() -> None:
     assert found.uncalled_modules == ["unused"]
 
 
-def test_memory_of_twins_is_released() -> None:
+def test_twins_are_freed_with_their_storage() -> None:
     from lowprec_check.engine.trace.twins import Twins
 
     twins = Twins()
@@ -271,7 +280,7 @@ def test_memory_of_twins_is_released() -> None:
 
 
 @pytest.mark.parametrize("precision", LOW)
-def test_everything_is_put_back(precision: str) -> None:
+def test_model_hooks_and_global_state_are_restored(precision: str) -> None:
     model = build([type_of(n) for n in ("BatchNorm", "BufferWrite", "Residual", "Quantile")], training=True)
     handle = model.steps[0].register_forward_hook(lambda *_: None)
     before = copy.deepcopy(model.state_dict())

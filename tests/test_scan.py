@@ -1,4 +1,4 @@
-"""The whole of it, in worker processes: crashes, hangs, budgets, and what the model's owner gets back."""
+"""Whole scans in worker processes: crashes, hangs, budgets, recommendations, and restored state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 
 class Misbehaves(nn.Module):
-    """Fine in fp32; in fp16 it does ``what``."""
+    """Works in fp32; in fp16 it fails as ``what`` names."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Misbehaves(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("what", "status", "says"),
+    ("what", "status", "reason"),
     [
         ("exit", "crashed", "exit code 7"),
         ("kill", "crashed", "SIGSEGV"),
@@ -63,7 +63,7 @@ class Misbehaves(nn.Module):
         ("memory", "error", None),
     ],
 )
-def test_a_bad_run_costs_its_row_and_nothing_else(what: str, status: str, says: str | None) -> None:
+def test_a_failing_run_affects_only_its_own_row(what: str, status: str, reason: str | None) -> None:
     budget = 3.0 if what == "hang" else None
     result = scan(Misbehaves(what), X, budget=budget, precisions=["half", "autocast-fp16", "bfloat16"])
     bad, other = result.run("half"), result.run("bfloat16")
@@ -71,8 +71,8 @@ def test_a_bad_run_costs_its_row_and_nothing_else(what: str, status: str, says: 
     assert other.status == "ok"
     assert result.recommendation is not None
     assert result.recommendation.precision == "bfloat16"
-    if says:
-        assert says in (bad.reason or "")
+    if reason:
+        assert reason in (bad.reason or "")
 
 
 ODD_OP = """
@@ -105,7 +105,7 @@ inputs = torch.randn(4, 8)
 
 @pytest.mark.slow
 def test_a_crash_names_the_op_and_the_rest_is_scanned(tmp_path: Path) -> None:
-    """An op that kills its process: set aside, and the gaps behind it are found."""
+    """An op that kills its process is emulated, and the gaps after it are found."""
     script = tmp_path / "deadly.py"
     forward = "return torch.quantile(torch.ops.odd.op(self.linear(x)), 0.5)"
     script.write_text(ODD_OP.format(in_half="signal.raise_signal(signal.SIGSEGV)", forward=forward))
@@ -141,7 +141,7 @@ def scan_file(path: Path, *options: str) -> ScanResult:
     return ScanResult.load(output)
 
 
-def test_scan_of_a_sound_model(mlp: Mlp) -> None:
+def test_a_model_that_passes_in_every_precision(mlp: Mlp) -> None:
     result = scan(mlp, X)
     assert [run.precision for run in result.runs] == ["fp32", "bfloat16", "autocast-bf16", "half", "autocast-fp16"]
     assert all(run.status == "ok" and run.complete and not run.gaps for run in result.runs)
@@ -153,7 +153,7 @@ def test_scan_of_a_sound_model(mlp: Mlp) -> None:
     assert result == ScanResult.from_json(result.to_json())
 
 
-def test_model_inputs_and_global_state_are_as_before(mlp: Mlp) -> None:
+def test_model_inputs_and_global_state_are_unchanged(mlp: Mlp) -> None:
     before = {name: value.clone() for name, value in mlp.state_dict().items()}
     kept, rng = X.clone(), torch.get_rng_state()
     for isolation in ("fork", "none"):
@@ -179,7 +179,7 @@ def test_fork_works_after_this_process_used_its_threads() -> None:
     assert scan(model, big, precisions=["bfloat16"]).run("bfloat16").status == "ok"
 
 
-def test_where_all_fail_modules_are_kept_in_fp32() -> None:
+def test_if_all_precisions_fail_modules_are_kept_in_fp32() -> None:
     model = build([Project, Overflow, Project])
     result = scan(model, inputs(), precisions=["half", "autocast-fp16"])
     assert result.run("half").status == "nonfinite"
@@ -190,7 +190,7 @@ def test_where_all_fail_modules_are_kept_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("precision", ["half", "bfloat16", "autocast-fp16", "autocast-bf16", "plan"])
-def test_the_pasted_code_does_what_was_measured(precision: str) -> None:
+def test_the_pasted_code_has_the_measured_error(precision: str) -> None:
     model = build([Project, Overflow, Project]) if precision == "plan" else build([Project, Project])
     x = inputs()
     wanted = ["autocast-fp16", "half"] if precision == "plan" else [precision]
@@ -222,7 +222,7 @@ def test_a_metric_is_measured_in_each_precision(mlp: Mlp) -> None:
     assert low != fp32
 
 
-def test_nondeterministic_reference_is_said() -> None:
+def test_a_nondeterministic_reference_is_reported() -> None:
     calls: list[int] = []  # state that no snapshot of the model reaches
 
     class Counts(nn.Module):
@@ -238,15 +238,15 @@ def test_nondeterministic_reference_is_said() -> None:
     assert "LP902" in {d.code for d in result.diagnostics}
 
 
-def test_zero_outputs_are_said(mlp: Mlp) -> None:
+def test_an_output_of_zeros_is_noted(mlp: Mlp) -> None:
     with torch.no_grad():
         mlp.layers[2].weight.zero_()
         mlp.layers[2].bias.zero_()
     assert any("all zeros" in note for note in scan(mlp, X, precisions=["half"]).model.notes)
 
 
-def test_compiled_models_are_scanned_inside(mlp: Mlp) -> None:
-    class Compiled(nn.Module):  # what torch.compile returns, without its price
+def test_of_a_compiled_model_the_original_is_scanned(mlp: Mlp) -> None:
+    class Compiled(nn.Module):  # like the result of torch.compile, but fast to make
         def __init__(self, original: nn.Module) -> None:
             super().__init__()
             self._orig_mod = original
@@ -257,20 +257,20 @@ def test_compiled_models_are_scanned_inside(mlp: Mlp) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "x", "says"),
+    ("model", "x", "message"),
     [
         (nn.Linear(4, 4), torch.randn(2, 3), "fails in fp32"),
         (nn.Linear(4, 4, device="meta"), torch.randn(2, 4), "meta device"),
-        (nn.Identity(), torch.randn(2, 4), "no floating parameters"),
-        ("a string", torch.randn(2), "not a torch.nn.Module"),
+        (nn.Identity(), torch.randn(2, 4), "no floating-point parameters"),
+        ("a string", torch.randn(2), "not torch.nn.Module"),
     ],
 )
-def test_what_cannot_be_scanned_is_said(model: Any, x: Tensor, says: str) -> None:
-    with pytest.raises(UsageError, match=says):
+def test_message_for_a_model_that_cannot_be_scanned(model: Any, x: Tensor, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         scan(model, x)
 
 
-def test_nonfinite_in_fp32_is_the_users_own_and_is_located() -> None:
+def test_nonfinite_values_in_fp32_are_located() -> None:
     class Log(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -279,11 +279,11 @@ def test_nonfinite_in_fp32_is_the_users_own_and_is_located() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.log(-self.linear(x).abs())
 
-    with pytest.raises(UsageError, match=r"NaN or Inf, first made by aten.log.default at .*test_scan.py:\d+"):
+    with pytest.raises(UsageError, match=r"NaN or Inf, first produced by aten.log.default at .*test_scan.py:\d+"):
         scan(Log(), X)
 
 
-def test_unknown_names_are_refused(mlp: Mlp) -> None:
+def test_unknown_names_are_errors(mlp: Mlp) -> None:
     with pytest.raises(UsageError, match="Unknown precision 'fp8'"):
         scan(mlp, X, precisions=["fp8"])
     with pytest.raises(UsageError, match="Unknown device"):
@@ -294,7 +294,7 @@ def test_unknown_names_are_refused(mlp: Mlp) -> None:
         scan(mlp, X, without_kernel=("aten.frobnicate:half",))
 
 
-def test_script_modules_are_refused(mlp: Mlp) -> None:
+def test_script_modules_are_errors(mlp: Mlp) -> None:
     import warnings
 
     with warnings.catch_warnings():
@@ -304,7 +304,7 @@ def test_script_modules_are_refused(mlp: Mlp) -> None:
         scan(traced, X)
 
 
-def test_public_names_are_lazy() -> None:
+def test_public_names_are_imported_lazily() -> None:
     assert lowprec_check.scan is scan
     with pytest.raises(AttributeError):
         lowprec_check.nothing  # noqa: B018
@@ -312,7 +312,7 @@ def test_public_names_are_lazy() -> None:
 
 @pytest.mark.slow
 def test_spawned_workers_load_the_target_again(tmp_path: Path) -> None:
-    """Where a process cannot fork: as on Windows, or with an accelerator in use."""
+    """If a process cannot fork: on Windows, or with an accelerator in use."""
     import functools
 
     from lowprec_check.engine.load import load_seeded
@@ -326,7 +326,7 @@ def test_spawned_workers_load_the_target_again(tmp_path: Path) -> None:
     assert result.run("half").perturbed is False
 
 
-def test_autocast_goes_before_a_blanket_cast_where_kernels_are_missing() -> None:
+def test_autocast_is_recommended_over_a_cast_if_kernels_are_missing() -> None:
     from test_faults import SpectralNet
 
     torch.manual_seed(0)
@@ -350,8 +350,8 @@ FORMS = [
 
 @pytest.mark.parametrize(("model", "given"), FORMS)
 @pytest.mark.parametrize("precision", ["half", "autocast-bf16"])
-def test_pasted_code_fits_the_file(tmp_path: Path, model: str, given: str, precision: str, call: Call) -> None:
-    """Whatever form model and inputs have: the file, with the pasted code at its end, runs."""
+def test_pasted_code_works_in_the_file(tmp_path: Path, model: str, given: str, precision: str, call: Call) -> None:
+    """For every form of model and inputs, the file runs with the pasted code at its end."""
     head = "import torch\nX = torch.ones(1, 8)\n" + textwrap.dedent(
         """
         class Net(torch.nn.Module):
@@ -376,7 +376,7 @@ def test_pasted_code_fits_the_file(tmp_path: Path, model: str, given: str, preci
     assert space["output"].dtype == (torch.half if precision == "half" else torch.bfloat16)
 
 
-def test_gradients_and_odd_state_are_as_before() -> None:
+def test_gradients_and_unusual_state_are_unchanged() -> None:
     """A gradient, a counter in a plain tensor, a cache in an object, complex and sparse buffers."""
 
     class Cache:
@@ -417,7 +417,7 @@ def test_gradients_and_odd_state_are_as_before() -> None:
         assert torch.equal(gradient, kept)
 
 
-def test_a_fused_layer_is_seen_in_the_precision_it_runs_in() -> None:
+def test_a_fused_layer_is_recorded_in_the_precision_it_runs_in() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     run = scan(layer, torch.randn(2, 3, 8), precisions=["autocast-bf16"]).run("autocast-bf16")
@@ -425,7 +425,7 @@ def test_a_fused_layer_is_seen_in_the_precision_it_runs_in() -> None:
     assert any(row.accumulated_error for row in run.op_calls.rows())
 
 
-def test_what_the_model_handles_itself_is_a_note() -> None:
+def test_an_error_that_the_model_handles_is_a_note() -> None:
     class Handles(Mlp):
         def forward(self, x: Tensor) -> Tensor:
             y = super().forward(x)[:4, :4]
@@ -457,23 +457,23 @@ def test_outputs_without_tensors() -> None:
     assert any("nothing was compared" in note for note in nothing.notes)
 
 
-def test_other_dtypes_are_scanned_as_fp32_and_that_is_said() -> None:
+def test_models_in_other_dtypes_are_scanned_as_fp32_with_a_note() -> None:
     for dtype in (torch.float64, torch.bfloat16):
         result = scan(Mlp().to(dtype), X.to(dtype), precisions=["half", "autocast-fp16"])
         assert result.run("autocast-fp16").output_error.rel_l2  # type: ignore[union-attr]
         assert any(str(dtype)[6:] in note for note in result.model.notes)
 
 
-def test_lazy_models_and_erratic_ones_are_refused() -> None:
+def test_lazy_and_nondeterministic_models_are_errors() -> None:
     with pytest.raises(UsageError, match="lazy"):
         scan(nn.LazyLinear(4), X)
 
     calls: list[int] = []  # state that no snapshot of the model reaches
 
-    class Erratic(Mlp):
+    class Nondeterministic(Mlp):
         def forward(self, x: Tensor) -> Tensor:
             calls.append(1)
             return super().forward(x) * len(calls)
 
-    with pytest.raises(UsageError, match="nothing can be judged"):
-        scan(Erratic(), X)
+    with pytest.raises(UsageError, match="too much for a reference"):
+        scan(Nondeterministic(), X)

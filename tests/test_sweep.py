@@ -1,4 +1,4 @@
-"""The sweep: what it finds is true, and an operator that kills its process costs itself only."""
+"""The sweep: its results are correct, and an operator that kills its process affects no other."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lowprec_check.engine.sweep.failures import Raised, condition, kind_of, merg
 from lowprec_check.engine.sweep.ulp import summary, ulp_errors
 from lowprec_check.errors import UsageError
 
-# -- the catalog agrees with the truth
+# -- the catalog agrees with direct calls
 
 
 def installed_sweep() -> Sweep:
-    """The shipped sweep of this torch; skips where it was made on another kind of CPU."""
+    """The shipped sweep of this torch; skips if it was measured on another kind of CPU."""
     try:
         sweep = sweep_of("cpu", torch.__version__)
     except UsageError as error:
@@ -39,7 +39,7 @@ def installed_sweep() -> Sweep:
 @pytest.mark.filterwarnings("ignore")
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_ops_drawn_at_random_run_bare_as_the_catalog_says(data: st.DataObject) -> None:
+def test_the_catalog_agrees_with_direct_calls_of_random_ops(data: st.DataObject) -> None:
     sweep = installed_sweep()
     op = data.draw(st.sampled_from(sorted(sweep.records)))
     dtype, mode = data.draw(st.sampled_from(LOW)), data.draw(st.sampled_from(MODES))
@@ -63,7 +63,7 @@ def test_ops_drawn_at_random_run_bare_as_the_catalog_says(data: st.DataObject) -
         ("nn.functional.pdist", "float16", "backward", "none"),
     ],
 )
-def test_known_cases(op: str, dtype: str, mode: str, state: str) -> None:
+def test_known_support_states(op: str, dtype: str, mode: str, state: str) -> None:
     assert installed_sweep().state(op, dtype, mode) == state  # type: ignore[arg-type]
 
 
@@ -85,7 +85,7 @@ def test_known_cases(op: str, dtype: str, mode: str, state: str) -> None:
         "linalg.eigvals",
     ],
 )
-def test_a_message_is_what_torch_says_of_that_dtype(op: str, dtype: Dtype) -> None:
+def test_a_message_is_that_of_torch_for_the_dtype(op: str, dtype: Dtype) -> None:
     failure = installed_sweep().records[op].failure(dtype, "forward")
     assert failure is not None
     assert all(cell.startswith(f"{dtype}/") for cell in failure.cells)
@@ -93,7 +93,7 @@ def test_a_message_is_what_torch_says_of_that_dtype(op: str, dtype: Dtype) -> No
 
 
 @pytest.mark.slow
-def test_a_fresh_sweep_finds_what_the_catalog_has(tmp_path: Path) -> None:
+def test_a_new_sweep_agrees_with_the_catalog(tmp_path: Path) -> None:
     shipped, only = installed_sweep(), ["dot", "cdist", "special.i1", "nn.functional.dropout", "linalg.svd"]
     first, second = (build("cpu", jobs=2, only=only) for _ in range(2))
     assert first.records == second.records
@@ -123,7 +123,7 @@ def deadly() -> MeasuredSweep:
 
 @pytest.mark.xdist_group("deadly sweep")
 @pytest.mark.slow
-def test_a_worker_that_dies_costs_that_operator_only(deadly: MeasuredSweep) -> None:
+def test_a_worker_that_dies_affects_only_its_operator(deadly: MeasuredSweep) -> None:
     records = {record.op: record for record in deadly.records}
     assert list(records) == ["always_dies", "dies", "hangs", "prints", "refuses_large"]
     assert records["prints"].failures == []
@@ -158,7 +158,7 @@ def test_a_call_that_hangs_is_a_timeout(deadly: MeasuredSweep) -> None:
 
 @pytest.mark.xdist_group("deadly sweep")
 @pytest.mark.slow
-def test_what_depends_on_size_is_found_with_its_condition(deadly: MeasuredSweep) -> None:
+def test_a_failure_that_depends_on_size_has_a_condition(deadly: MeasuredSweep) -> None:
     record = next(record for record in deadly.records if record.op == "refuses_large")
     assert record.state("float16", "forward") == "some"
     failure = record.failure("float16", "forward")
@@ -168,23 +168,23 @@ def test_what_depends_on_size_is_found_with_its_condition(deadly: MeasuredSweep)
 
 
 @pytest.mark.slow
-def test_an_operator_that_torch_does_not_describe() -> None:
+def test_an_unknown_operator_is_an_error() -> None:
     with pytest.raises(UsageError, match="no operator 'nosuch'"):
         build("cpu", jobs=1, only=["nosuch"])
 
 
 @pytest.mark.slow
-def test_a_device_that_is_not_there() -> None:
+def test_an_unavailable_device_is_an_error() -> None:
     if torch.cuda.is_available():
-        pytest.skip("it is there")
-    with pytest.raises(UsageError, match="not there"):
+        pytest.skip("CUDA is available")
+    with pytest.raises(UsageError, match="not available"):
         build("cuda", jobs=1)
 
 
-# -- what a failure is, and when
+# -- kinds and conditions of failures
 
 
-def test_kinds() -> None:
+def test_kinds_of_failures() -> None:
     assert kind_of(Raised("RuntimeError", "x without overflow"), "fill", fails_in_fp32=False) == "scalar-overflow"
     assert kind_of(Raised("RuntimeError", "\"dot\" not implemented for 'Half'"), None, fails_in_fp32=False) == (
         "missing-kernel"
@@ -203,19 +203,19 @@ samples = st.lists(st.fixed_dictionaries({"p": values, "largest size": st.intege
 
 
 @given(passed=samples, failed=samples)
-def test_a_condition_tells_failing_from_passing_samples(
+def test_a_condition_separates_failing_from_passing_samples(
     passed: list[dict[str, object]], failed: list[dict[str, object]]
 ) -> None:
-    said = condition(passed, failed)
-    if said is not None and " p" in said and " and " not in said and "from" not in said:
+    text = condition(passed, failed)
+    if text is not None and " p" in text and " and " not in text and "from" not in text:
         assert {repr(sample["p"]) for sample in passed}.isdisjoint(repr(sample["p"]) for sample in failed)
-    if said is not None and said.startswith("fails from largest size"):
-        bound = int(said.split()[4])
+    if text is not None and text.startswith("fails from largest size"):
+        bound = int(text.split()[4])
         assert all((sample["largest size"] >= bound) == (sample in failed) for sample in (*passed, *failed))  # type: ignore[operator]
-    assert condition(failed, passed) is None or said is None or condition(failed, passed) != said or passed == failed
+    assert condition(failed, passed) is None or text is None or condition(failed, passed) != text or passed == failed
 
 
-def test_of_properties_that_tell_equally_well_a_flag_is_named() -> None:
+def test_of_equally_good_properties_a_flag_is_named() -> None:
     sizes = {"all sizes powers of two": True, "largest size": 2}
     failed = [{"lower": 0.0, "training": True} | sizes, {"lower": 0.0, "training": True} | sizes]
     passed = [{"lower": 0.1, "training": False} | sizes, {"lower": 0.2} | sizes]
@@ -224,8 +224,8 @@ def test_of_properties_that_tell_equally_well_a_flag_is_named() -> None:
     assert condition([{"k": 1} | sizes], [{"k": 2} | odd]) == "fails from k 2 (runs up to 1)"  # arguments before sizes
 
 
-def test_a_condition_is_shown_as_what_the_samples_measured_tell() -> None:
-    assert in_samples("fails where p=2.0") == "; in the samples measured it fails where p=2.0"
+def test_a_condition_is_shown_as_limited_to_the_samples() -> None:
+    assert in_samples("fails where p=2.0") == "; in the measured samples it fails where p=2.0"
     assert in_samples(None) == ""
 
 
@@ -233,14 +233,14 @@ def raising(cell: str, message: str) -> Failure:
     return Failure(cells=[cell], type="RuntimeError", kind="missing-kernel", message=message)
 
 
-def test_failures_are_one_where_they_differ_in_the_name_of_their_dtype_only() -> None:
+def test_failures_that_differ_only_in_the_name_of_their_dtype_are_merged() -> None:
     messages = ("\"dot\" not implemented for 'Half'", "\"dot\" not implemented for 'BFloat16'")
     [dot] = merged([raising("float16/forward", messages[0]), raising("bfloat16/forward", messages[1])])
     assert dot.of("float16") == raising("float16/forward", messages[0])
     assert dot.of("bfloat16") == raising("bfloat16/forward", messages[1])
     assert dot.of("float32") is None
     cases = ("expected Half but found Float", "expected Float but found BFloat16"), ("only Half", "only Half")
-    for half, bfloat16 in cases:  # not told from each other by the name of the dtype
+    for half, bfloat16 in cases:  # they differ in more than the name of their own dtype
         assert len(merged([raising("float16/forward", half), raising("bfloat16/forward", bfloat16)])) == 2
 
 
@@ -250,7 +250,7 @@ words = st.sampled_from(
 
 
 @given(templates=st.lists(st.lists(words).map("".join), min_size=2, max_size=2))
-def test_what_is_merged_is_told_apart_again(templates: list[str]) -> None:
+def test_merged_failures_can_be_separated_again(templates: list[str]) -> None:
     failures = [raising("float16/forward", templates[0]), raising("bfloat16/forward", templates[1])]
     found = merged(failures)
     assert [whole.of(dtype) for whole in found for dtype in LOW if whole.of(dtype)] == failures
@@ -261,7 +261,7 @@ def test_what_is_merged_is_told_apart_again(templates: list[str]) -> None:
     steps=st.integers(-3, 3),
     low=st.sampled_from([torch.half, torch.bfloat16]),
 )
-def test_ulp_counts_steps_of_the_dtype(values: list[float], steps: int, low: torch.dtype) -> None:
+def test_ulp_error_is_the_number_of_steps(values: list[float], steps: int, low: torch.dtype) -> None:
     exact = torch.tensor(values, dtype=torch.float64).to(low)
     moved = exact
     for _ in range(abs(steps)):
@@ -271,7 +271,7 @@ def test_ulp_counts_steps_of_the_dtype(values: list[float], steps: int, low: tor
     assert torch.equal(errors[same_binade], torch.full_like(errors[same_binade], abs(steps)))
 
 
-def test_ulp_of_what_is_not_finite() -> None:
+def test_ulp_error_of_nonfinite_values() -> None:
     reference = torch.tensor([1e6, 1.0, float("inf"), 0.0], dtype=torch.float64)
     rounded = reference.to(torch.half)
     assert ulp_errors(rounded, reference, torch.half).tolist() == [0.0, 0.0, 0.0, 0.0]

@@ -1,4 +1,4 @@
-"""What may be scanned, and how each wrong call is answered: exit 2, one or two sentences, no traceback."""
+"""Loading targets, and the messages for wrong calls: exit code 2, one or two sentences, no traceback."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Write = Callable[..., Path]
         ("anything = Net()\ninputs = [torch.randn(1, 3)]", ""),
     ],
 )
-def test_ways_to_say_what_to_scan(write: Write, tail: str, attribute: str) -> None:
+def test_forms_of_targets(write: Write, tail: str, attribute: str) -> None:
     target = load_target(f"{write(NET + tail)}{attribute}")
     with torch.no_grad():
         assert target.call()(*target.args, **target.kwargs).shape == (1, 2)
@@ -49,7 +49,7 @@ def test_ways_to_say_what_to_scan(write: Write, tail: str, attribute: str) -> No
     assert "mymodel.py:" in target.source
 
 
-def test_imports_beside_the_file(write: Write) -> None:
+def test_a_file_can_import_its_neighbors(write: Write) -> None:
     write(NET, "pieces/net.py")
     write(
         "from .net import Net\nimport sibling\nimport torch\nmodel = Net()\ninputs = torch.randn(1, 3)", "pieces/top.py"
@@ -58,7 +58,7 @@ def test_imports_beside_the_file(write: Write) -> None:
     assert load_target(str(top)).kwargs == {}
 
 
-def test_relative_imports_inside_a_package(write: Write) -> None:
+def test_a_file_in_a_package_can_use_relative_imports(write: Write) -> None:
     write("", "pack/__init__.py")
     write("", "pack/sub/__init__.py")
     write(NET, "pack/net.py")
@@ -66,7 +66,7 @@ def test_relative_imports_inside_a_package(write: Write) -> None:
     assert type(load_target(str(top)).model).__name__ == "Net"
 
 
-def test_dotted_names(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_target_as_dotted_name(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(NET + "inputs = torch.randn(1, 3)", "dotted_target.py")
     monkeypatch.syspath_prepend(str(path.parent))
     assert load_target("dotted_target:Net").name == "dotted_target:Net"
@@ -80,7 +80,7 @@ def test_inputs_from_shapes(write: Write) -> None:
     assert (one.dtype, two.dtype, three.shape) == (torch.int64, torch.bool, (3, 1))
 
 
-def test_torchvision_by_name() -> None:
+def test_torchvision_model_by_name() -> None:
     target = load_target("torchvision:resnet18", ("1x3x32x32",))
     assert not target.model.training
     with pytest.raises(UsageError, match="Did you mean resnet18"):
@@ -94,21 +94,21 @@ def test_torchvision_by_name() -> None:
         ("import torch\n\nx = 1 / 0", r"ZeroDivisionError at .*mymodel\.py:3: division by zero", "x = 1 / 0"),
         ("import nothing_of_that_name", "ModuleNotFoundError at .*mymodel", "import nothing"),
         ("import sys\nsys.exit('no')", r"SystemExit at .*mymodel\.py:2", "sys.exit"),
-        ("x = 1", "has no model", "Define `model`"),
-        (NET + "class Other(Net):\n    pass", "several candidates", "mymodel.py:Other"),
-        (NET, "says nothing of its inputs", "inputs = torch.randn"),
-        (NET + "model = 3\ninputs = 1", "is a int, not a torch.nn.Module", None),
-        (NET + "def model():\n    return 3", "made a int, not", None),
+        ("x = 1", "defines no model", "Define `model`"),
+        (NET + "class Other(Net):\n    pass", "defines several models", "mymodel.py:Other"),
+        (NET, "defines no `inputs`", "inputs = torch.randn"),
+        (NET + "model = 3\ninputs = 1", "has type int, not torch.nn.Module", "Pass a model"),
+        (NET + "def model():\n    return 3", "returned an object of type int, not", "Return the model"),
         (
             NET + "def model():\n    raise ValueError('bad weights')",
             r"ValueError at .*mymodel\.py:\d+: bad weights",
             "raise",
         ),
         (NET + "def inputs():\n    return 1 / 0", "ZeroDivisionError", "1 / 0"),
-        (NET + "inputs = torch.randn(1, 3)\nloss = 5", "`loss` in .* is a int, not a function", None),
+        (NET + "inputs = torch.randn(1, 3)\nloss = 5", "`loss` in .* has type int, not a function", "rename it"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(write: Write, text: str, message: str, hint: str | None) -> None:
+def test_message_for_a_wrong_file(write: Write, text: str, message: str, hint: str | None) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         load_target(str(write(text)))
     if hint:
@@ -120,24 +120,24 @@ def test_what_is_wrong_with_a_file_is_said(write: Write, text: str, message: str
     [
         ("missing.py", "No such file: missing.py"),
         ("no_such_package_here:model", "No module named 'no_such_package_here'"),
-        ("nonsense", "names neither a file nor"),
-        ("os:nothing", "has no 'nothing'"),
+        ("nonsense", "neither a Python file nor"),
+        ("os:nothing", "has no attribute 'nothing'"),
         ("tests/", "is not a Python file"),
     ],
 )
-def test_wrong_targets_are_refused(spec: str, message: str) -> None:
+def test_wrong_targets_are_errors(spec: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         load_target(spec)
 
 
 @pytest.mark.parametrize("spec", ["1x", "axb", "1x3:float99", "x=1,3"])
-def test_wrong_shapes_are_refused(spec: str) -> None:
+def test_wrong_shapes_are_errors(spec: str) -> None:
     with pytest.raises(UsageError, match="--inputs"):
         parse_inputs((spec,))
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (["missing.py"], "No such file"),
         (["{file}", "-p", "fp8"], "Unknown precision"),
@@ -146,14 +146,14 @@ def test_wrong_shapes_are_refused(spec: str) -> None:
         (["{file}", "--json", "/no/such/folder/x.json"], "Cannot write"),
         (["{file}", "--select", "XX9"], "No diagnostic code begins"),
         (["{file}", "--without-kernel", "aten.dot"], "does not parse"),
-        (["{file}", "--inputs", "7x7"], "Do the inputs fit the model"),
+        (["{file}", "--inputs", "7x7"], "Check that the inputs fit the model"),
         (["{file}", "--budget", "soon"], "budget"),
     ],
 )
-def test_wrong_calls_exit_2_without_a_traceback(write: Write, options: list[str], says: str, call: Call) -> None:
+def test_wrong_calls_exit_2_without_a_traceback(write: Write, options: list[str], message: str, call: Call) -> None:
     path = write(NET + "model = Net()\ninputs = torch.randn(1, 3)")
     done = call("scan", *(option.replace("{file}", str(path)) for option in options))
     assert done.returncode == 2, done.stderr
-    assert says in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not done.stdout

@@ -1,4 +1,4 @@
-"""torchvision's models beside a torch that its compiled ops do not fit: the stand-ins, and detectors at their size."""
+"""torchvision models, and the Python replacements for its compiled ops."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def boxes_of(seed: int, count: int, spread: float) -> tuple[torch.Tensor, torch.
 
 
 def by_definition(boxes: torch.Tensor, scores: torch.Tensor, threshold: float) -> list[int]:
-    """Box by box, in Python numbers."""
+    """NMS box by box, in Python numbers."""
 
     def overlap(a: list[float], b: list[float]) -> float:
         width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
@@ -44,19 +44,19 @@ def by_definition(boxes: torch.Tensor, scores: torch.Tensor, threshold: float) -
 @given(
     st.integers(0, 10_000), st.integers(0, 400), st.sampled_from([5.0, 60.0, 500.0]), st.sampled_from([0.1, 0.5, 0.9])
 )
-def test_nms_is_its_definition(seed: int, count: int, spread: float, threshold: float) -> None:
+def test_nms_matches_its_definition(seed: int, count: int, spread: float, threshold: float) -> None:
     boxes, scores = boxes_of(seed, count, spread)
     assert zoo_ops.nms(boxes.double(), scores.double(), threshold).tolist() == by_definition(boxes, scores, threshold)
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "Half"), (torch.bfloat16, "BFloat16")])
-def test_nms_lacks_what_torchvisions_kernel_lacks(dtype: torch.dtype, name: str) -> None:
+def test_nms_rejects_the_dtypes_that_torchvision_rejects(dtype: torch.dtype, name: str) -> None:
     boxes, scores = boxes_of(0, 10, 50.0)
     with pytest.raises(NotImplementedError, match=f"\"nms_kernel\" not implemented for '{name}'"):
         zoo_ops.nms(boxes.to(dtype), scores.to(dtype), 0.5)
 
 
-def test_roi_align_takes_fp16_and_not_bf16() -> None:
+def test_roi_align_supports_fp16_but_not_bf16() -> None:
     import_torchvision()
     features, regions = torch.randn(1, 3, 16, 16), torch.tensor([[0.0, 1.0, 2.0, 9.0, 12.0]] * 100)
     wide = zoo_ops.roi_align(features, regions, 1.0, 4, 4, 2, False)
@@ -67,10 +67,10 @@ def test_roi_align_takes_fp16_and_not_bf16() -> None:
         zoo_ops.roi_align(features.bfloat16(), regions.bfloat16(), 1.0, 4, 4, 2, False)
 
 
-def test_under_autocast_they_run_in_fp32() -> None:
+def test_replacements_run_in_fp32_under_autocast() -> None:
     import_torchvision()
     if not zoo_ops.declared():
-        pytest.skip("torchvision's own ops are there")
+        pytest.skip("torchvision's compiled ops are loaded")
     ops = importlib.import_module("torchvision.ops")
     boxes, scores = boxes_of(0, 50, 50.0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -81,7 +81,7 @@ def test_under_autocast_they_run_in_fp32() -> None:
 
 
 @pytest.mark.slow
-def test_a_detector_takes_images_at_their_size() -> None:
+def test_a_detector_keeps_the_size_of_its_images() -> None:
     target = load_torchvision("fasterrcnn_mobilenet_v3_large_320_fpn", ("3x64x96",))
     assert isinstance(target.args[0], list)
     assert target.model.transform.min_size == (96,)
@@ -94,7 +94,7 @@ def test_a_detector_takes_images_at_their_size() -> None:
     ("name", "shape"),
     [("lraspp_mobilenet_v3_large", "1x3x32x32"), ("mc3_18", "1x3x4x32x32"), ("resnet18", "1x3x32x32")],
 )
-def test_the_rest_of_the_zoo_takes_a_batch(name: str, shape: str) -> None:
+def test_other_models_accept_a_batch(name: str, shape: str) -> None:
     target = load_torchvision(name, (shape,))
     assert "x".join(map(str, target.args[0].shape)) == shape
     with torch.no_grad():

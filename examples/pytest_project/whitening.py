@@ -1,4 +1,4 @@
-"""The project: a layer that cannot run in half, and a head that can."""
+"""A layer that cannot run in half, and a head that can."""
 
 import torch
 from torch import Tensor, nn

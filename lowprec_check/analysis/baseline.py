@@ -9,9 +9,8 @@ from pathlib import Path
 import msgspec
 
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.backends import EAGER
 from lowprec_check.schema.base import Struct, decode, encode
-from lowprec_check.schema.run_key import MemoryFormat
+from lowprec_check.schema.run_key import EAGER, MemoryFormat
 from lowprec_check.schema.scan_result import Diagnostic, ScanResult, is_selected
 
 SCHEMA = 1

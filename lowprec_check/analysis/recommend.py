@@ -16,8 +16,7 @@ from lowprec_check.analysis.run_summary import (
     speedup,
 )
 from lowprec_check.analysis.snippet import snippet
-from lowprec_check.schema.precisions import PLAN
-from lowprec_check.schema.run_key import qualified
+from lowprec_check.schema.run_key import PLAN, qualified
 from lowprec_check.schema.scan_result import ModelInfo, Recommendation, Run
 
 

@@ -1,4 +1,4 @@
-"""What is known of operators: by dtype, device and version of torch, each with its evidence. Never imports torch.
+"""Operator support by dtype, device and version of torch, each answer with its evidence. Never imports torch.
 
 >>> from lowprec_check import catalog
 >>> [answer.op for answer in catalog.lookup("svd", dtype="float16")]
@@ -13,31 +13,31 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lowprec_check.catalog.fixed_in import mending
+    from lowprec_check.catalog.fixes import find_fix
     from lowprec_check.catalog.known_issues import matching
     from lowprec_check.catalog.measured import history, sweep_of
     from lowprec_check.catalog.missing_ops import gaps
     from lowprec_check.catalog.op_lookup import lookup
     from lowprec_check.catalog.version_diff import difference
 
-__all__ = ["difference", "gaps", "history", "lookup", "matching", "mending", "sweep_of"]
+__all__ = ["difference", "find_fix", "gaps", "history", "lookup", "matching", "sweep_of"]
 
-_HOMES = {
+_MODULES = {
     "difference": "version_diff",
     "gaps": "missing_ops",
     "history": "measured",
     "lookup": "op_lookup",
     "matching": "known_issues",
-    "mending": "fixed_in",
+    "find_fix": "fixes",
     "sweep_of": "measured",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Load public names on first use: a sweep's worker needs none of them."""
-    if name not in _HOMES:
+    """Import public names on first use: the worker of a sweep needs none of them."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"lowprec_check.catalog.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"lowprec_check.catalog.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""Second names: of functions, and of the modules of ``torch.nn``, by the functions that they call. Never imports torch."""
+"""Aliases of functions, and the functions that the modules of ``torch.nn`` call. Never imports torch."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ ALIASES = {
     "swapaxes": "transpose",
     "swapdims": "transpose",
 }
-"""Torch's own, and one that people use; ``special.expit`` is looked up without ``special``."""
+"""The aliases of torch, and ``sdpa``; ``special.expit`` is looked up without ``special``."""
 
-_CALLED = {
+_FUNCTION = {
     "bceloss": "binary_cross_entropy",
     "bcewithlogitsloss": "binary_cross_entropy_with_logits",
     "circularpad": "pad.circular",
@@ -55,20 +55,20 @@ _CALLED = {
     "upsamplingnearest": "upsample_nearest",
     "zeropad": "pad.constant",
 }
-"""The function of a module that is not called after it."""
+"""The function that a module calls, if it has another name than the module."""
 
 _RECURRENT = re.compile(r"^_*(mkldnn_|thnn_fused_|quantized_)?(lstm|gru|rnn)|transformer")
-_NOT_DESCRIBED = re.compile(r"^(fold|lp_?pool(\dd)?|crossmaplrn2d|adaptivelogsoftmaxwithloss)$")
+_NOT_IN_OPINFO = re.compile(r"^(fold|lp_?pool(\dd)?|crossmaplrn2d|adaptivelogsoftmaxwithloss)$")
 _CONTAINERS = re.compile(r"^((base|data|distributed)?(module|parameter|parallel)\w*|container|sequential|identity)$")
 
 
 def functions_of(module: str, ops: Iterable[str]) -> list[str]:
-    """What a module of ``torch.nn`` calls, variants included: ``nn.functional.batch_norm`` for ``LazyBatchNorm2d``."""
+    """The functions that a module of ``torch.nn`` calls, variants included: ``nn.functional.batch_norm`` for ``LazyBatchNorm2d``."""
     name = re.sub(r"^(lazy|sync)", "", module.lower())
     stem = re.sub(r"\dd$", "", name)
     ops = list(ops)
     for wanted in (name, stem, name.removesuffix("loss")):
-        function = _CALLED.get(wanted, wanted).replace("_", "")
+        function = _FUNCTION.get(wanted, wanted).replace("_", "")
         for space in ("nn.functional.", ""):
             found = [op for op in ops if op.startswith(space) and function in _forms(op.removeprefix(space))]
             if found:
@@ -77,21 +77,24 @@ def functions_of(module: str, ops: Iterable[str]) -> list[str]:
 
 
 def _forms(function: str) -> tuple[str, str]:
-    """As modules are called: ``pad.constant`` and ``pad``, ``batchnorm`` for ``batch_norm``."""
+    """The spellings that module names use: ``pad.constant`` and ``pad``, ``batchnorm`` for ``batch_norm``."""
     plain = function.replace("_", "")
     return plain, plain.partition(".")[0]
 
 
 def why_unmeasured(name: str) -> tuple[str, str] | None:
-    """Why the catalog has none of that name, and what to do instead; ``None`` where nothing is known of it."""
+    """Why the catalog has no operator of that name, and what to do instead; ``None`` if the name is unknown."""
     name = name.lower()
     if _CONTAINERS.search(name):
-        return "has no operator of its own.", "Ask for what is in it, or scan the model: `lowprec-check scan TARGET`."
-    recurrent, other = _RECURRENT.search(name), _NOT_DESCRIBED.search(name)
+        return (
+            "has no operator of its own.",
+            "Look up the modules inside it, or scan the model: `lowprec-check scan TARGET`.",
+        )
+    recurrent, other = _RECURRENT.search(name), _NOT_IN_OPINFO.search(name)
     if not recurrent and not other:
         return None
-    none_of = "no recurrent or fused transformer layers" if recurrent else "none of it"
+    missing = "recurrent or fused transformer layers" if recurrent else "it"
     return (
-        f"is not measured: torch's own description of its operators (OpInfo) has {none_of}.",
-        "Scan a model that has it: `lowprec-check scan TARGET` runs it here and says what it lacks.",
+        f"is not measured: OpInfo, torch's description of its operators, does not include {missing}.",
+        "Scan a model that uses it: `lowprec-check scan TARGET` runs it and lists what is not supported.",
     )

@@ -1,6 +1,6 @@
-"""Files that keep many versions: one line per change of an operator, beginning with its name and the version the change holds since.
+"""Files that hold many versions: one line per change of an operator, starting with its name and the first version with the change.
 
-Lines are sorted by operator, then by version, and decoded only on request. Never imports torch.
+Lines are sorted by operator, then by version, and decoded on first use. Never imports torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 from lowprec_check.errors import UsageError
 
-MEASURE_AGAIN = "Restore it, or measure it again with `lowprec-check catalog build`."
+MEASURE_AGAIN = "Restore the file, or measure again with `lowprec-check catalog build`."
 
 
 class CatalogError(UsageError):
@@ -25,49 +25,49 @@ class ChangeLine(NamedTuple):
     """One change of one operator."""
 
     number: int
-    """Of the line in the file, from 1."""
+    """The line number in the file, from 1."""
     since: int
-    """Position of the version among those of the file."""
+    """The index of the version in the list of versions of the file."""
     removed: bool
-    """Whether the operator is missing from that version on."""
+    """Whether the operator is missing since that version."""
     data: bytes
 
 
 class ChangeLines:
     """The changes of a file by operator.
 
-    ``begin`` matches the beginning of a line: operator, version and, in a third group, that the operator is removed.
-    ``versions`` gives the position of each version. Raises :class:`CatalogError` naming file and line.
+    ``prefix`` matches the start of a line. Its groups are the operator, the version and, if the operator is removed, the rest.
+    ``versions`` maps each version to its index. Raises :class:`CatalogError` naming file and line.
     """
 
     def __init__(
-        self, path: Path, lines: Sequence[bytes], first: int, begin: re.Pattern[bytes], versions: Mapping[str, int]
+        self, path: Path, lines: Sequence[bytes], first: int, prefix: re.Pattern[bytes], versions: Mapping[str, int]
     ) -> None:
         self.path = path
         self.by_op: dict[str, list[ChangeLine]] = {}
         last = ""
         for number, data in enumerate(lines, first):
-            found = begin.match(data)
+            found = prefix.match(data)
             if found is None:
-                raise self._not_ours(number, data)
+                raise self._format_error(number, data)
             op, version = found[1].decode(errors="replace"), found[2].decode(errors="replace")
             if version not in versions:
-                raise self.error(number, f"op {op!r}: version {version!r} is not in the head of the file")
+                raise self.error(number, f"op {op!r}: version {version!r} is not listed at the top of the file")
             line = ChangeLine(number, versions[version], found[3] is not None, data)
             if op == last and line.since > self.by_op[op][-1].since:
                 self.by_op[op].append(line)
             elif op > last:
                 self.by_op[op] = [line]
             else:
-                raise self.error(number, f"op {op!r} version {version!r}: there twice, or not sorted")
+                raise self.error(number, f"op {op!r} version {version!r}: duplicate or not sorted")
             last = op
 
-    def _not_ours(self, number: int, data: bytes) -> CatalogError:
+    def _format_error(self, number: int, data: bytes) -> CatalogError:
         decode(self.path, number, data, dict[str, msgspec.Raw] if data[:1] == b"{" else list[msgspec.Raw])
-        return self.error(number, "does not begin with an operator and the version it holds since")
+        return self.error(number, "does not start with an operator and a version")
 
     def error(self, number: int, message: str) -> CatalogError:
-        """The error about one line."""
+        """An error that names a line."""
         return CatalogError(f"{self.path.name}:{number}: {message}", MEASURE_AGAIN)
 
 
@@ -87,13 +87,13 @@ class _Schema(msgspec.Struct):
 
 
 def read_head(path: Path, line: bytes, kind: type[T], schema: int) -> T:
-    """Decode the first line of a file, its ``schema`` first: a newer one has other keys."""
+    """Decode the first line of a file. ``schema`` is checked first: another schema has other keys."""
     found = decode(path, 1, line, _Schema).schema
     if found != schema:
-        raise CatalogError(f"{path.name}:1: schema {found} is not {schema}, the one this version reads")
+        raise CatalogError(f"{path.name}:1: schema {found}, but this version of lowprec-check reads schema {schema}")
     return decode(path, 1, line, kind)
 
 
 def split_lines(path: Path) -> list[bytes]:
-    """The lines of a file, without line ends; at least one."""
+    """The lines of a file without line ends; at least one."""
     return path.read_bytes().removesuffix(b"\n").split(b"\n")

@@ -1,4 +1,4 @@
-"""Where the catalog's data lie: inside the installed package, or at the root of a checkout."""
+"""The location of the catalog's data: inside the installed package, or at the root of a checkout."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lowprec_check.errors import UsageError
 def data_folder() -> Path:
     """The folder with the catalog's files: `lowprec_check/data` of a wheel, `catalog` of a checkout.
 
-    Raises `UsageError` where neither is there (an installation that lost its data).
+    Raises `UsageError` if neither exists (a broken installation).
     """
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "data", package.parent / "catalog"):
         if folder.is_dir():
             return folder
-    raise UsageError(f"the catalog's data are missing beside {package}", hint="reinstall lowprec-check")
+    raise UsageError(f"The catalog's data files are missing: no folder {package / 'data'}.", "Reinstall lowprec-check.")

@@ -1,8 +1,8 @@
-"""The declarations for one device in one file, which writes what releases share once. Never imports torch.
+"""A file with the declarations for one device; rows that releases share are stored once. Never imports torch.
 
-The first line counts the others. Then there is a line for each release and source, oldest release first; then the changes,
-one per line: an array of the op, the release it holds since, and its :class:`DeclaredRow`, or nothing more where the op is
-missing from that release on.
+The first line counts the others. Then comes a line for each release and source, oldest release first; then the changes, one
+per line: an array of the op, the first release with the change, and its :class:`DeclaredRow`, or nothing more if the op is
+missing since that release.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from lowprec_check.schema.base import StrictStruct
 
 SCHEMA = 2
 Registration = Literal["native", "fallback", "composite", "none"]
-REBUILD = "Restore it, or build it again: docs/declared-xpu.md shows how."
+REBUILD = "Restore the file, or rebuild it as docs/declared-xpu.md shows."
 _BEGIN = re.compile(rb'\["([^"]+)","([^"]+)"(\]$)?')
 
 
 class Source(StrictStruct, frozen=True, omit_defaults=True):
-    """Where a row comes from."""
+    """A source of rows."""
 
     what: str
     url: str
@@ -35,21 +35,21 @@ class Source(StrictStruct, frozen=True, omit_defaults=True):
 
 
 class DeclaredRow(StrictStruct, frozen=True, array_like=True):
-    """What is declared of one op. In the file an array, cut after the last value that is not null."""
+    """The declaration of one op. An array in the file, cut after the last value that is not null."""
 
     registration: Registration
     source: str
     """Key in :attr:`Release.sources`."""
     via: str | None = None
-    """The op that this one hands on to, where it has no registration of its own."""
+    """The op that this one calls, if it has no registration of its own."""
     half: bool | None = None
     bfloat16: bool | None = None
     half_source: str | None = None
     """A key in :attr:`Release.sources`, a colon, and the name of the function or kernel there."""
     bfloat16_source: str | None = None
 
-    def takes(self, dtype: str) -> bool | None:
-        """Whether the op takes `half` or `bfloat16`; `None` where no source says."""
+    def supports(self, dtype: str) -> bool | None:
+        """Whether the op supports `half` or `bfloat16`; `None` if no source covers it."""
         return {"half": self.half, "bfloat16": self.bfloat16}[dtype]
 
 
@@ -117,7 +117,7 @@ class DeclaredFile:
         return list(self._lines.by_op)
 
     def line(self, op: str, index: int) -> ChangeLine | None:
-        """The line that holds for an op in a release; ``None`` where the release has no such op."""
+        """The line that applies to an op in a release; ``None`` if the release does not have the op."""
         found = None
         for line in self._lines.by_op.get(op, ()):
             if line.since > index:
@@ -126,7 +126,7 @@ class DeclaredFile:
         return None if found is None or found.removed else found
 
     def row(self, line: ChangeLine) -> DeclaredRow:
-        """The row of a line; decoded once."""
+        """The row of a line, decoded on first use."""
         if line.number not in self._rows:
             self._rows[line.number] = self._read(line)
         return self._rows[line.number]
@@ -138,12 +138,12 @@ class DeclaredFile:
             raise self._error(line, str(error)) from None
         found = DeclaredRow(*row)
         if found.source not in self.sources[since]:
-            raise self._error(line, f"there is no source {found.source!r}")
+            raise self._error(line, f"unknown source {found.source!r}")
         return found
 
     def _error(self, line: ChangeLine, message: str) -> CatalogError:
         match = _BEGIN.match(line.data)
-        assert match is not None  # ChangeLines has seen to it
+        assert match is not None  # ChangeLines has checked it
         return CatalogError(f"{self.path.name}:{line.number}: op {match[1].decode()!r}: {message}", REBUILD)
 
 
@@ -172,7 +172,7 @@ class ReleaseRows(Mapping[str, DeclaredRow]):
 def encode_declared(
     device: str, releases: Mapping[str, tuple[Mapping[str, Source], Mapping[str, DeclaredRow]]]
 ) -> bytes:
-    """The content of a file with the sources and rows of these releases; the same for the same releases in any order."""
+    """The content of a file with the sources and rows of these releases, whatever their order."""
     versions = sorted(releases, key=version_key)
     described = [
         _SourceLine(torch=version, source=key, **msgspec.structs.asdict(source))
@@ -192,7 +192,7 @@ def encode_declared(
 
 
 def _cut(row: DeclaredRow) -> list[object]:
-    """Its values up to the last that says something."""
+    """The values up to the last that is not null."""
     values = list(msgspec.structs.astuple(row))
     while values[-1] is None:
         values.pop()

@@ -15,22 +15,23 @@ from lowprec_check.catalog.sweep_file import SweepFile
 from lowprec_check.catalog.times_file import TimesFile
 from lowprec_check.catalog.toml_tables import version_key
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.devices import catalogued, device_type
 
 
 class Sweep:
-    """What every operator of one version of torch did on one device."""
+    """The results of all operators for one version of torch on one device."""
 
     def __init__(self, header: Header, records: Mapping[str, OpRecord], read_times: Callable[[], TimesFile]) -> None:
         self.header, self.records, self._read_times = header, records, read_times
 
     @cached_property
     def times(self) -> Mapping[str, OpTimes]:
-        """How long operators take, where that was measured."""
+        """The times of operators, if they were measured."""
         return self._read_times().sweep(self.header.build)
 
     @cached_property
     def key(self) -> tuple[int, ...]:
-        """The version, to compare by."""
+        """The version as numbers, for comparing."""
         return version_key(self.header.torch)
 
     @cached_property
@@ -45,11 +46,11 @@ class Sweep:
 
     @property
     def version(self) -> str:
-        """As one asks for it: ``2.13``, ``2.8+ipex``."""
+        """As users write it: ``2.13``, ``2.8+ipex``."""
         return f"{self.release}+{self.header.extension.split()[0]}" if self.header.extension else self.release
 
     def state(self, op: str, dtype: Dtype, mode: Mode) -> State | None:
-        """Whether all, some or none of the samples of ``op`` run; ``None`` where it was not measured."""
+        """Whether all, some or none of the samples of ``op`` run; ``None`` if it was not measured."""
         record = self.records.get(op)
         if record is None or (mode.startswith("autocast") and dtype not in self.header.autocast):
             return None
@@ -57,7 +58,7 @@ class Sweep:
 
 
 def read_sweeps(path: Path) -> list[Sweep]:
-    """The sweeps of one file, in its order; raises :class:`CatalogError` naming file, line and key."""
+    """The sweeps of one file in its order; raises :class:`CatalogError` that names file, line and key."""
     file = SweepFile(path)
     read_times = cache(partial(TimesFile, times_path(path)))
     return [Sweep(header, file.sweep(index), read_times) for index, header in enumerate(file.headers)]
@@ -65,7 +66,7 @@ def read_sweeps(path: Path) -> list[Sweep]:
 
 @cache
 def sweeps(folder: Path | None = None) -> tuple[Sweep, ...]:
-    """All of them, by device, then extension, then version; raises :class:`CatalogError` naming file and line."""
+    """All sweeps by device, then extension, then version; raises :class:`CatalogError` that names file and line."""
     folder = folder or data_folder()
     paths = sorted(path for path in folder.glob("measured-*.jsonl") if not path.name.endswith(TIMES))
     found = [sweep for path in paths for sweep in read_sweeps(path)]
@@ -74,40 +75,40 @@ def sweeps(folder: Path | None = None) -> tuple[Sweep, ...]:
 
 @cache
 def history(device: str, extension: str | None = None) -> tuple[Sweep, ...]:
-    """The sweeps of one device, oldest first; where one version was measured on several machines, the last by name counts."""
+    """The sweeps of one device, oldest first; if a version was measured on several machines, the last file by name is used."""
     found = [s for s in sweeps() if s.header.device == device and s.header.extension == extension]
     return tuple({sweep.key: sweep for sweep in found}.values())
 
 
 def at_release(device: str, release: str) -> Sweep | None:
-    """The sweep of one release, ``2.13``, if it was measured on the device."""
+    """The sweep of one release, ``2.13``; ``None`` if it was not measured on the device."""
     return next((sweep for sweep in history(device) if sweep.release == release), None)
 
 
 def with_extension(device: str) -> tuple[Sweep, ...]:
-    """The sweeps of one device that had an extension loaded."""
+    """The sweeps of one device with an extension loaded."""
     return tuple(sweep for sweep in sweeps() if sweep.header.device == device and sweep.header.extension)
 
 
-def device_of(device: AnyDevice) -> str:
-    """``cuda:0`` is ``cuda``; raises :class:`UsageError` for a device that nothing is known of."""
-    name = str(device).strip()
-    kind = name.lower().partition(":")[0]
-    measured = sorted({sweep.header.device for sweep in sweeps()})
-    if kind not in (*measured, "xpu"):
+def catalog_device(device: AnyDevice) -> str:
+    """``cuda`` for ``cuda:0``; raises :class:`UsageError` for a device that is not in the catalog."""
+    kind = device_type(str(device))
+    measured = list(dict.fromkeys([*catalogued("measured"), *(sweep.header.device for sweep in sweeps())]))
+    if kind not in (*measured, *catalogued("declared")):
         raise UsageError(
-            f"Nothing is known of the device {name!r}.", f"Measured: {', '.join(measured) or 'none'}; declared: xpu."
+            f"The catalog does not cover the device {str(device)!r}.",
+            f"Measured: {', '.join(measured)}; declared: {', '.join(catalogued('declared'))}.",
         )
     return kind
 
 
 def sweep_of(device: str, version: str | None = None) -> Sweep:
-    """The sweep of a version (``2.13``, ``2.13.0+cpu``, ``2.8+ipex``), the newest without one; :class:`UsageError` where there is none."""
+    """The sweep of a version (``2.13``, ``2.13.0+cpu``, ``2.8+ipex``), by default the newest; raises :class:`UsageError` if there is none."""
     measured = history(device)
     among = with_extension(device) if version and has_extension(version) else measured
     found = [sweep for sweep in among if version is None or sweep.release == release_of(version)]
     if not found:
-        asked = f"torch {version} was" if version else "Nothing was"
+        wanted = f"torch {version}" if version else "torch"
         known = ", ".join(sweep.version for sweep in [*measured, *with_extension(device)]) or "none"
-        raise UsageError(f"{asked}{' not' if version else ''} measured on {device}.", f"Measured versions: {known}.")
+        raise UsageError(f"The catalog has no measurements of {wanted} on {device}.", f"Measured versions: {known}.")
     return found[-1]

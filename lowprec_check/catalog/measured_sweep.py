@@ -1,4 +1,4 @@
-"""A sweep that was just measured, and how it joins the file of its kind of machine. Never imports torch."""
+"""A new sweep, and how it is added to the file of its kind of machine. Never imports torch."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ TIMES = ".times.jsonl"
 
 
 class MeasuredSweep(NamedTuple):
-    """What every operator did under one build of torch on one machine."""
+    """The results of all operators with one build of torch on one machine."""
 
     header: Header
     records: list[OpRecord]
     times: list[OpTimes]
 
     def save(self, folder: Path) -> list[Path]:
-        """Write the records and the times into the files of the device, in the place of an earlier sweep of the same build.
+        """Write the records and the times to the files of the device; an earlier sweep of the same build is replaced.
 
-        Returns the two paths. Raises :class:`UsageError` where a sweep of few operators would take the place of many, and
-        :class:`CatalogError` where the files that are there cannot be read.
+        Returns the two paths. Raises :class:`UsageError` if the earlier sweep has more operators, and
+        :class:`CatalogError` if the existing files cannot be read.
         """
         path = folder / f"{self.header.stem}.jsonl"
         file = SweepFile(path) if path.exists() else None
         sweeps = {header.build: (header, file.sweep(i)) for i, header in enumerate(file.headers)} if file else {}
         build = self.header.build
-        there = sweeps[build][0].ops if build in sweeps else 0
-        if there > self.header.ops:
+        existing = sweeps[build][0].ops if build in sweeps else 0
+        if existing > self.header.ops:
             raise UsageError(
-                f"{path} has {there} operators of torch {build}, this sweep {self.header.ops}: not overwritten.",
-                "Give --out another folder.",
+                f"{path} was not changed: it has {existing} operators of torch {build}, the new sweep only {self.header.ops}.",
+                "Choose another folder with --out.",
             )
         records = {**sweeps, build: (self.header, {record.op: record for record in self.records})}
         return [_replace(path, encode_sweeps(records)), self._save_times(times_path(path), list(records))]
@@ -47,13 +47,13 @@ class MeasuredSweep(NamedTuple):
 
 
 def times_path(path: Path) -> Path:
-    """The file of the times that belong to a file of records."""
+    """The file with the times for a file of records."""
     return path.with_name(path.name.removesuffix(".jsonl") + TIMES)
 
 
 def _replace(path: Path, data: bytes) -> Path:
-    """Write all or nothing: the file holds other sweeps too."""
-    beside = path.with_name(path.name + ".new")
-    beside.write_bytes(data)
-    beside.replace(path)
+    """Replace a file atomically, since it holds other sweeps too."""
+    new = path.with_name(path.name + ".new")
+    new.write_bytes(data)
+    new.replace(path)
     return path

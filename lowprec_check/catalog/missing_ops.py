@@ -1,20 +1,23 @@
-"""Operators that run in fp32 on a device and not, or not always, in a lower precision. Never imports torch."""
+"""Operators that run in fp32 on a device but fail, at least for some inputs, in a lower precision. Never imports torch."""
 
 from __future__ import annotations
 
+import msgspec
+
 from lowprec_check.catalog import declared
-from lowprec_check.catalog.fixed_in import mended_in
-from lowprec_check.catalog.measured import Sweep, device_of, sweep_of
+from lowprec_check.catalog.declared_support import declared_support
+from lowprec_check.catalog.fixes import fixed_since
+from lowprec_check.catalog.measured import Sweep, catalog_device, sweep_of
 from lowprec_check.catalog.names import AnyDevice, AnyDtype, low_dtype_of
 from lowprec_check.catalog.records import MODES, Dtype, FailureKind, Mode, OpRecord, State
 from lowprec_check.catalog.support_cells import declared_cells
 from lowprec_check.catalog.toml_tables import version_key
-from lowprec_check.catalog.xpu_support import declared_support
 from lowprec_check.schema.base import Struct
+from lowprec_check.schema.devices import is_declared
 
 
 class MissingOp(Struct, frozen=True, kw_only=True):
-    """An operator that does not run in all samples and modes, though it does in fp32."""
+    """An operator that runs in fp32 but not in all samples and modes of a lower precision."""
 
     op: str
     states: dict[Mode, State | None]
@@ -22,28 +25,28 @@ class MissingOp(Struct, frozen=True, kw_only=True):
     at: str | None = None
     message: str | None = None
     condition: str | None = None
-    mended: str | None = None
-    """The later release from which on it runs in every mode that fails here."""
+    fixed_in: str | None = msgspec.field(name="mended", default=None)
+    """The first later release that runs it in every mode that fails here."""
 
 
 class Gaps(Struct, frozen=True, kw_only=True):
-    """All of one device, version and dtype."""
+    """The missing operators of one device, version and dtype."""
 
     device: str
     torch: str
     dtype: Dtype
     evidence: str
     runnable: int
-    """Operators that run in fp32 there."""
+    """The number of operators that run in fp32."""
     missing: list[MissingOp]
     on_cpu: list[str] = []
-    """On XPU: operators that run, at least in part copied to the CPU and back."""
+    """On a declared device: operators that run, but copy tensors to the CPU and back."""
 
 
 def gaps(device: AnyDevice = "cpu", dtype: AnyDtype = "float16", torch: str | None = None) -> Gaps:
-    """Operators that run in fp32 on the device and not, or not always, in ``dtype``; newest version without ``torch``."""
-    kind, low = device_of(device), low_dtype_of(dtype)
-    return _declared_gaps(low, torch) if kind == "xpu" else _measured_gaps(sweep_of(kind, torch), low)
+    """Operators that run in fp32 on the device but fail, at least for some inputs, in ``dtype``; ``torch`` defaults to the newest version."""
+    kind, low = catalog_device(device), low_dtype_of(dtype)
+    return _declared_gaps(kind, low, torch) if is_declared(kind) else _measured_gaps(sweep_of(kind, torch), low)
 
 
 def _measured_gaps(sweep: Sweep, dtype: Dtype) -> Gaps:
@@ -71,25 +74,25 @@ def _missing(sweep: Sweep, record: OpRecord, dtype: Dtype) -> MissingOp | None:
         at=failure.at if failure else None,
         message=failure.message if failure else None,
         condition=failure.condition if failure else None,
-        mended=_last([mended_in(sweep, [record.op], dtype, mode) for mode in failing]),
+        fixed_in=_last([fixed_since(sweep, [record.op], dtype, mode) for mode in failing]),
     )
 
 
-def _declared_gaps(dtype: Dtype, torch: str | None) -> Gaps:
-    file = declared.load(torch or declared.releases()[-1])
-    fp32 = {op: declared_support(op, file.torch, "float32", "forward") for op in sweep_of("cpu", file.torch).records}
+def _declared_gaps(device: str, dtype: Dtype, torch: str | None) -> Gaps:
+    file = declared.load(device, torch or declared.known_release(device))
+    fp32 = {op: declared_support(op, file, "float32", "forward") for op in sweep_of("cpu", file.torch).records}
     runnable = [op for op, support in fp32.items() if support is not None and support.state != "none"]
-    supports = {op: [declared_support(op, file.torch, dtype, mode) for mode in MODES[:2]] for op in runnable}
+    supports = {op: [declared_support(op, file, dtype, mode) for mode in MODES[:2]] for op in runnable}
     failing = {
         op for op, both in supports.items() if any(support is not None and support.state != "all" for support in both)
     }
     return Gaps(
-        device="xpu",
+        device=device,
         torch=file.torch,
         dtype=dtype,
         evidence="declared",
         runnable=len(runnable),
-        missing=[_declared_missing(op, dtype, file.torch) for op in runnable if op in failing],
+        missing=[_declared_missing(op, device, dtype, file.torch) for op in runnable if op in failing],
         on_cpu=sorted(
             op
             for op, both in supports.items()
@@ -98,8 +101,8 @@ def _declared_gaps(dtype: Dtype, torch: str | None) -> Gaps:
     )
 
 
-def _declared_missing(op: str, dtype: Dtype, release: str) -> MissingOp:
-    cells = declared_cells(op, (dtype,), release)
+def _declared_missing(op: str, device: str, dtype: Dtype, release: str) -> MissingOp:
+    cells = declared_cells(op, device, (dtype,), release)
     failing = [cell for cell in cells if cell.state in ("some", "none")]
     failure = failing[0].failure
     return MissingOp(
@@ -108,11 +111,11 @@ def _declared_missing(op: str, dtype: Dtype, release: str) -> MissingOp:
         kind=failure.kind if failure else None,
         at=failure.at if failure else None,
         message=failure.message if failure else None,
-        mended=_last([cell.mended for cell in failing]),
+        fixed_in=_last([cell.fixed_in for cell in failing]),
     )
 
 
 def _last(releases: list[str | None]) -> str | None:
-    """The release from which on all are mended; ``None`` if one is not."""
+    """The latest of the releases; ``None`` if one is missing."""
     known = [release for release in releases if release is not None]
     return max(known, key=version_key) if known and len(known) == len(releases) else None

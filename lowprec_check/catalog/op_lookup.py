@@ -1,4 +1,4 @@
-"""Can I use this operator in this dtype on this device, and since when: the answer to ``lowprec-check op``. Never imports torch."""
+"""Operator support by dtype, device and version: the answers of ``lowprec-check op``. Never imports torch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from lowprec_check.catalog import declared, known_issues
 from lowprec_check.catalog.aliases import ALIASES
 from lowprec_check.catalog.declared import has_extension
 from lowprec_check.catalog.known_issues import KnownIssue
-from lowprec_check.catalog.measured import Sweep, device_of, history, sweep_of, with_extension
+from lowprec_check.catalog.measured import Sweep, catalog_device, history, sweep_of, with_extension
 from lowprec_check.catalog.names import AnyDevice, AnyDtype, dtype_of, function_name, search
 from lowprec_check.catalog.records import LOW, MODES, Dtype, OpRecord
 from lowprec_check.catalog.support_cells import SupportCell, declared_cells, measured_cell
 from lowprec_check.schema.base import Struct
+from lowprec_check.schema.devices import catalogued, is_declared
 
 
 class OpAnswer(Struct, frozen=True, kw_only=True):
-    """All that is known of one operator."""
+    """The support of one operator, and issues reported about it."""
 
     op: str
     aten: list[str]
@@ -25,45 +26,47 @@ class OpAnswer(Struct, frozen=True, kw_only=True):
     cells: list[SupportCell]
     issues: list[KnownIssue]
     dispatching: str | None = None
-    """The aten op that was asked for, where it is no operator of its own and this one dispatches it."""
+    """The aten op that was looked up, if it is not an operator itself but this operator dispatches it."""
     elsewhere: dict[str, list[str]] = {}
-    """Devices that the version asked for is not known on, with the versions that are."""
+    """Devices without data for the requested version, with the versions that have data."""
 
 
 def lookup(
     query: str, *, device: AnyDevice | None = None, dtype: AnyDtype | None = None, torch: str | None = None
 ) -> list[OpAnswer]:
-    """What is known of every operator that ``query`` names; raises :class:`UsageError` where none is or nothing was measured."""
-    kind = None if device is None else device_of(device)
+    """The support of every operator that ``query`` refers to; raises :class:`UsageError` if there is none, or no data for the version."""
+    kind = None if device is None else catalog_device(device)
     low = None if dtype is None else dtype_of(dtype)
-    chosen = _chosen(kind, torch)
+    chosen = _chosen_sweeps(kind, torch)
     found = search(query, (chosen or [sweep_of("cpu", torch)])[0].records)
     elsewhere = _elsewhere(chosen, torch) if torch and kind is None else {}
     return [_answer(record, chosen, low, kind, torch, found.dispatching, elsewhere) for record in found.records]
 
 
-def _chosen(device: str | None, torch: str | None) -> list[Sweep]:
-    """The sweep of each device to answer from: the version's, or the newest; the version's with extensions too."""
+def _chosen_sweeps(device: str | None, torch: str | None) -> list[Sweep]:
+    """The sweeps of the requested version, or of the newest one, on each device; with and without extensions."""
     found = []
-    for name in [device] if device else ["cpu", "cuda"]:
+    for name in [device] if device else catalogued("measured"):
         plain = history(name)
         release = declared.release_of(torch) if torch else plain[-1].release if plain else None
         among = with_extension(name) if torch and has_extension(torch) else plain + with_extension(name)
         found += [sweep for sweep in among if sweep.release == release]
-    if device == "xpu" and torch:
-        declared.load(torch)  # says what there is
-    elif not found and device != "xpu":
-        sweep_of(device or "cpu", torch)  # says what there is
+    if device and is_declared(device):
+        if torch:
+            declared.load(device, torch)  # raises an error that lists the known releases
+    elif not found:
+        sweep_of(device or "cpu", torch)  # raises an error that lists the known versions
     return found
 
 
 def _elsewhere(chosen: Sequence[Sweep], torch: str) -> dict[str, list[str]]:
-    """The devices that a version is not known on, with the versions that are."""
-    there = {sweep.header.device for sweep in chosen}
-    known = {name: [sweep.version for sweep in history(name)] for name in ("cpu", "cuda")}
-    if has_extension(torch) or declared.release_of(torch) not in declared.releases():
-        known["xpu"] = list(declared.releases())
-    return {name: versions for name, versions in known.items() if versions and name not in there}
+    """The devices without data for a version, with the versions that have data."""
+    covered = {sweep.header.device for sweep in chosen}
+    known = {name: [sweep.version for sweep in history(name)] for name in catalogued("measured")}
+    for name in catalogued("declared"):
+        if has_extension(torch) or declared.release_of(torch) not in declared.releases(name):
+            known[name] = list(declared.releases(name))
+    return {name: versions for name, versions in known.items() if versions and name not in covered}
 
 
 def _answer(
@@ -83,8 +86,9 @@ def _answer(
         for dtype in dtypes
         for mode in MODES
     ]
-    if device in (None, "xpu"):
-        cells += declared_cells(record.op, dtypes, torch)
+    for name in catalogued("declared"):
+        if device in (None, name):
+            cells += declared_cells(record.op, name, dtypes, torch)
     issues = {
         issue.id: issue
         for name in _own_names(record)
@@ -102,7 +106,7 @@ def _answer(
 
 
 def _own_names(record: OpRecord) -> list[str]:
-    """What an operator is called, and those of its aten ops that are itself: not the `full` that half of them dispatch."""
+    """The names of an operator: its own, its aliases, and aten ops with the same function. Not ``full``, which many operators dispatch."""
     own = function_name(record.op)
     aliases = {alias for alias, name in ALIASES.items() if function_name(name) == own}
     itself = {name for name in map(function_name, record.aten) if _core(name) == _core(own)}

@@ -1,17 +1,19 @@
-"""One operator in one dtype and mode on one device: whether it runs, since when, how exactly, how fast. Never imports torch."""
+"""The support of one operator in one dtype and mode on one device: since which version, accuracy, speed. Never imports torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+import msgspec
+
 from lowprec_check.catalog import declared
-from lowprec_check.catalog.declared import has_extension
+from lowprec_check.catalog.declared import Release, has_extension
 from lowprec_check.catalog.declared_file import Registration
-from lowprec_check.catalog.fixed_in import mended_in
+from lowprec_check.catalog.declared_support import OnCpu, declared_support, dispatched
+from lowprec_check.catalog.fixes import fixed_since
 from lowprec_check.catalog.measured import Sweep, at_release, history
 from lowprec_check.catalog.records import MODES, Dtype, Failure, Mode, State, Ulp
-from lowprec_check.catalog.xpu_support import OnCpu, declared_support, dispatched
 from lowprec_check.schema.base import Struct
 
 Evidence = Literal["measured", "declared"]
@@ -27,31 +29,31 @@ class SupportCell(Struct, frozen=True, kw_only=True):
     dtype: Dtype
     mode: Mode
     state: State | None
-    """``None``: not measured, or no source says."""
+    """``None``: not measured, or no source covers it."""
     evidence: Evidence
     passed: int | None = None
     samples: int | None = None
     since: str | None = None
-    """The release from which on it has run without a break; on XPU, and in the same way (by a kernel, or on the CPU)."""
+    """The release since which it has always run; if declared, also in the same way (with a kernel, or on the CPU)."""
     since_oldest: bool = False
-    """Whether that is the oldest release looked at, so that it may be older still."""
-    mended: str | None = None
-    """The later release from which on it runs, where it does not yet."""
+    """Whether that is the oldest release in the catalog: it may have run before."""
+    fixed_in: str | None = msgspec.field(name="mended", default=None)
+    """The first later release that runs it, if this one does not."""
     error: Ulp | None = None
     slower: float | None = None
-    """Time of a call, times that in fp32."""
+    """The time of a call divided by that in fp32."""
     failure: Failure | None = None
     registration: Registration | None = None
-    """On XPU: how the worst op that it dispatches is registered there."""
+    """If declared: the registration of the worst op that it dispatches."""
     on_cpu: OnCpu | None = None
-    """On XPU, where it runs: whether it is copied to the CPU and back for it."""
+    """If declared: whether tensors are copied to the CPU and back."""
     at: str | None = None
-    """On XPU: the aten op that does not run there, or only on the CPU."""
+    """If declared: the aten op that does not run, or only on the CPU."""
     links: list[str] = []
 
 
 def measured_cell(sweep: Sweep, op: str, dtype: Dtype, mode: Mode) -> SupportCell:
-    """What the sweep saw, and since or until when, from the other versions measured on the device."""
+    """The result of the sweep, and since or until which version, from the other sweeps of the device."""
     record, header = sweep.records[op], sweep.header
     state = sweep.state(op, dtype, mode)
     count = record.count(dtype, mode) if state is not None else None
@@ -68,7 +70,7 @@ def measured_cell(sweep: Sweep, op: str, dtype: Dtype, mode: Mode) -> SupportCel
         samples=count[1] if count else None,
         since=since,
         since_oldest=oldest,
-        mended=mended_in(sweep, [op], dtype, mode) if state in ("some", "none") else None,
+        fixed_in=fixed_since(sweep, [op], dtype, mode) if state in ("some", "none") else None,
         error=record.error(dtype, mode),
         slower=_slower(sweep, op, dtype, mode),
         failure=record.failure(dtype, mode) if state in ("some", "none") else None,
@@ -76,7 +78,7 @@ def measured_cell(sweep: Sweep, op: str, dtype: Dtype, mode: Mode) -> SupportCel
 
 
 def _since(sweep: Sweep, op: str, dtype: Dtype, mode: Mode) -> tuple[str, bool]:
-    """The release from which on all samples run up to this one, and whether that is the oldest measured."""
+    """The release since which all samples have run, and whether it is the oldest measured."""
     earlier = [
         s for s in history(sweep.header.device, sweep.header.extension) if s.key <= sweep.key and op in s.records
     ]
@@ -94,28 +96,28 @@ def _slower(sweep: Sweep, op: str, dtype: Dtype, mode: Mode) -> float | None:
     return ratios[index] if index < len(ratios) else None
 
 
-def declared_cells(op: str, dtypes: Iterable[Dtype], torch: str | None) -> list[SupportCell]:
-    """What is declared for XPU, forward and backward; nothing for releases without declarations."""
-    known = declared.releases()
+def declared_cells(op: str, device: str, dtypes: Iterable[Dtype], torch: str | None) -> list[SupportCell]:
+    """The declared support on a device, forward and backward; empty for releases without declarations."""
+    known = declared.releases(device)
     release = declared.release_of(torch) if torch else known[-1] if known else None
     if release not in known or (torch and has_extension(torch)):
         return []
-    return [_declared_cell(op, release, dtype, mode) for dtype in dtypes for mode in MODES[:2]]
+    return [_declared_cell(op, declared.load(device, release), dtype, mode) for dtype in dtypes for mode in MODES[:2]]
 
 
-def _declared_cell(op: str, release: str, dtype: Dtype, mode: Mode) -> SupportCell:
-    releases, file = declared.releases(), declared.load(release)
-    supports = [declared_support(op, other, dtype, mode) for other in releases]
+def _declared_cell(op: str, file: Release, dtype: Dtype, mode: Mode) -> SupportCell:
+    device, release, releases = file.device, file.torch, declared.releases(file.device)
+    supports = [declared_support(op, declared.load(device, other), dtype, mode) for other in releases]
     states = [support and support.state for support in supports]
-    here, mended = releases.index(release), None
+    here, fixed_in = releases.index(release), None
     first = _start_of_run([support and support.rank for support in supports], here)
     if states[here] in ("some", "none") and states[-1] == "all":
-        mended = releases[_start_of_run(states, len(states) - 1)]
+        fixed_in = releases[_start_of_run(states, len(states) - 1)]
     support, sweep = supports[here], at_release("cpu", release)
     names = dispatched(sweep.records[op], mode, file) if sweep and op in sweep.records else []
-    telling = [support.at] if support and support.at else names
+    sources = [support.at] if support and support.at else names
     return SupportCell(
-        device="xpu",
+        device=device,
         torch=release,
         dtype=dtype,
         mode=mode,
@@ -123,17 +125,17 @@ def _declared_cell(op: str, release: str, dtype: Dtype, mode: Mode) -> SupportCe
         evidence="declared",
         since=releases[first] if states[here] == "all" else None,
         since_oldest=states[here] == "all" and first == 0,
-        mended=mended,
+        fixed_in=fixed_in,
         registration=file.worst(names) if names else None,
         on_cpu=support.on_cpu if support else None,
         at=support.at if support else None,
         failure=support.failure if support else None,
-        links=list(dict.fromkeys(link for name in telling for link in file.evidence(file.ops[name])))[:3],
+        links=list(dict.fromkeys(link for name in sources for link in file.evidence(file.ops[name])))[:3],
     )
 
 
 def _start_of_run(values: Sequence[object], index: int) -> int:
-    """Where the unbroken run of equal values that ends at ``index`` begins."""
+    """The start of the run of equal values that ends at ``index``."""
     while index > 0 and values[index - 1] == values[index]:
         index -= 1
     return index

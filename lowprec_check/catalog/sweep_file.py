@@ -1,9 +1,10 @@
-"""The sweeps of one kind of machine in one file, which writes what versions share once. Never imports torch.
+"""A file with the sweeps of one kind of machine; data that versions share are stored once. Never imports torch.
 
-The first line counts the others. Then there is a :class:`Header` for each sweep, oldest first, those with an extension last;
-then the changes, one per line. A change is a JSON object with the operator, ``since`` (the build of the sweep it begins with),
-and the keys of its :class:`OpRecord` that differ from the sweep before: an operator's first line has all of them, ``null``
-takes a key away, ``"removed": true`` the operator. The sweep before one with an extension is that of the same torch without it.
+The first line counts the others. Then comes a :class:`Header` for each sweep, oldest first, those with an extension last;
+then the changes, one per line. A change is a JSON object with the operator, ``since`` (the build of the first sweep with the
+change) and the keys of its :class:`OpRecord` that differ from the base sweep. The first line of an operator has all keys;
+``null`` removes a key, ``"removed": true`` the operator. The base of a sweep is the sweep before it; of one with an extension,
+the sweep of the same torch without it.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class SweepFile:
             )
         self.headers = [decode(path, number, lines[number - 1], Header) for number in range(2, 2 + head.sweeps)]
         builds = {header.build: index for index, header in enumerate(self.headers)}
-        if len(builds) != len(self.headers) or _in_order(self.headers) != self.headers:
-            raise CatalogError(f"{path.name}: sweeps are not sorted, or one is there twice", MEASURE_AGAIN)
+        if len(builds) != len(self.headers) or _sorted(self.headers) != self.headers:
+            raise CatalogError(f"{path.name}: the sweeps are not sorted, or one is a duplicate", MEASURE_AGAIN)
         self._chains = _chains(self.headers)
         self._lines = ChangeLines(path, lines[1 + head.sweeps :], 2 + head.sweeps, _BEGIN, builds)
         self._records: dict[int, OpRecord] = {}
@@ -69,11 +70,11 @@ class SweepFile:
 
     @cached_property
     def ops(self) -> list[str]:
-        """Operators of any sweep, sorted."""
+        """The operators of all sweeps, sorted."""
         return list(self._lines.by_op)
 
     def is_in(self, op: str, index: int) -> bool:
-        """Whether a sweep has the operator; decodes nothing."""
+        """Whether a sweep has the operator; does not decode anything."""
         chain = self._chains[index]
         for line in reversed(self._lines.by_op.get(op, ())):
             if line.since in chain:
@@ -81,7 +82,7 @@ class SweepFile:
         return False
 
     def record(self, op: str, index: int) -> OpRecord:
-        """The record of an operator that is in a sweep; sweeps without a change between them share one object."""
+        """The record of an operator in a sweep; sweeps without a change between them share the object."""
         lines: list[ChangeLine] = []
         for line in self._lines.by_op[op]:
             if line.since in self._chains[index]:
@@ -92,7 +93,7 @@ class SweepFile:
         return self._records[number]
 
     def _read(self, lines: Sequence[ChangeLine]) -> OpRecord:
-        """The record after these changes; an error names the first line that makes it wrong."""
+        """The record after these changes; an error names the first invalid line."""
         try:
             return _RECORD.decode(_merged(lines))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -102,7 +103,7 @@ class SweepFile:
 
 
 def _merged(lines: Sequence[ChangeLine]) -> bytes:
-    """The JSON of a record: the keys of all changes, the last of each, without ``since`` and what is ``null``."""
+    """The JSON of a record: the last value of each key in the changes, without ``since`` and ``null`` values."""
     fields: _Fields = {}
     for line in lines:
         fields |= _FIELDS.decode(line.data)
@@ -123,7 +124,7 @@ class SweepRecords(Mapping[str, OpRecord]):
         header = self._file.headers[self._index]
         if len(ops) != header.ops:
             raise CatalogError(
-                f"{self._file.path.name}: {len(ops)} operators in {header.build}, its header says {header.ops}: edited",
+                f"{self._file.path.name}: {header.build} has {len(ops)} operators, its header counts {header.ops}: edited",
                 MEASURE_AGAIN,
             )
         return ops
@@ -144,7 +145,7 @@ class SweepRecords(Mapping[str, OpRecord]):
 
 
 def bases(headers: Sequence[Header]) -> list[int | None]:
-    """For each sweep the one its changes are against: the last before it that had no extension loaded."""
+    """The index of the base of each sweep: the last sweep before it without an extension; ``None`` for the first."""
     found: list[int | None] = []
     for index, header in enumerate(headers):
         version = version_key(header.torch)
@@ -155,27 +156,27 @@ def bases(headers: Sequence[Header]) -> list[int | None]:
 
 
 def _chains(headers: Sequence[Header]) -> list[frozenset[int]]:
-    """For each sweep the positions of those whose changes make it: itself, the one it is against, and so on."""
+    """For each sweep the indices of the sweeps whose changes apply to it: itself, its base, the base of that, and so on."""
     chains: list[frozenset[int]] = []
     for index, base in enumerate(bases(headers)):
         chains.append(frozenset({index}) | (frozenset() if base is None else chains[base]))
     return chains
 
 
-def _in_order(headers: Sequence[Header]) -> list[Header]:
+def _sorted(headers: Sequence[Header]) -> list[Header]:
     return sorted(headers, key=lambda header: (header.extension or "", version_key(header.torch)))
 
 
 def encode_sweeps(sweeps: Mapping[str, tuple[Header, Mapping[str, OpRecord]]]) -> bytes:
-    """The content of a file with these sweeps, by :attr:`Header.build`; the same for the same sweeps in any order."""
-    headers = _in_order([header for header, _ in sweeps.values()])
+    """The content of a file with these sweeps, whatever their order. Keys are :attr:`Header.build`."""
+    headers = _sorted([header for header, _ in sweeps.values()])
     encoder = msgspec.json.Encoder(order="deterministic")
-    against = bases(headers)
+    base_of = bases(headers)
     tables = [sweeps[header.build][1] for header in headers]
     lines: list[bytes] = []
     for op in sorted(set().union(*tables)):
         history: list[_Fields] = []
-        for header, base, table in zip(headers, against, tables, strict=True):
+        for header, base, table in zip(headers, base_of, tables, strict=True):
             fields = _FIELDS.decode(encoder.encode(table[op])) if op in table else {}
             changes = _changes(op, header.build, {} if base is None else history[base], fields)
             lines += [msgspec.json.encode(changes)] if changes else []
@@ -185,10 +186,10 @@ def encode_sweeps(sweeps: Mapping[str, tuple[Header, Mapping[str, OpRecord]]]) -
 
 
 def _changes(op: str, build: str, before: _Fields, after: _Fields) -> dict[str, object]:
-    """What a line says of an operator; nothing where the two are equal."""
-    begin: dict[str, object] = {"op": op, "since": build}
+    """The content of a line for an operator; empty if nothing changed."""
+    start: dict[str, object] = {"op": op, "since": build}
     if not after:
-        return {**begin, "removed": True} if before else {}
+        return {**start, "removed": True} if before else {}
     changed = {key: value for key, value in after.items() if key not in before or bytes(before[key]) != bytes(value)}
-    gone = {key: _NULL for key in before if key not in after}
-    return {**begin, **changed, **gone} if changed or gone else {}
+    removed = {key: _NULL for key in before if key not in after}
+    return {**start, **changed, **removed} if changed or removed else {}

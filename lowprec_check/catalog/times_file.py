@@ -1,7 +1,7 @@
-"""How long operators take in the sweeps of one kind of machine: one line per operator, one column per sweep. Never imports torch.
+"""The times of operators in the sweeps of one kind of machine: one line per operator, one column per sweep. Never imports torch.
 
-The first line names the sweeps. Then each operator has, ``forward`` and in ``training`` (forward and backward together), the
-microseconds in fp32 and the times that in each low dtype, sweep by sweep; a row of nothing but ``null`` is left out.
+The first line names the sweeps. Each other line has, for ``forward`` and for ``training`` (forward and backward together), the
+microseconds in fp32 and the ratio to them in each low dtype, sweep by sweep. Rows of only ``null`` are left out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Line(StrictStruct, frozen=True, kw_only=True):
 
 
 class TimesFile:
-    """A file `measured-DEVICE-CAPABILITY.times.jsonl`, empty where there is none; raises :class:`CatalogError` naming file and line."""
+    """A file `measured-DEVICE-CAPABILITY.times.jsonl`, empty if it does not exist; raises :class:`CatalogError` that names file and line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -53,7 +53,7 @@ class TimesFile:
             end = data.find(b'"', len(_BEGIN))
             if not data.startswith(_BEGIN) or end < 0:
                 decode(self.path, number, data, _Line)
-                raise CatalogError(f"{self.path.name}:{number}: does not begin with its operator", MEASURE_AGAIN)
+                raise CatalogError(f"{self.path.name}:{number}: does not start with an operator", MEASURE_AGAIN)
             self._lines[data[len(_BEGIN) : end].decode(errors="replace")] = (number, data)
         if len(self._lines) != head.ops or len(lines) != head.ops + 1:
             raise CatalogError(
@@ -64,21 +64,21 @@ class TimesFile:
 
     @property
     def ops(self) -> list[str]:
-        """Operators with a time in any sweep, sorted."""
+        """The operators with a time in any sweep, sorted."""
         return list(self._lines)
 
     def sweep(self, build: str) -> SweepTimes:
-        """The times of one sweep; empty where it has none."""
+        """The times of one sweep; may be empty."""
         return SweepTimes(self, build)
 
     def times(self, op: str, build: str) -> OpTimes | None:
-        """How long an operator takes in a sweep; ``None`` where nothing was measured."""
+        """The times of an operator in a sweep; ``None`` if nothing was measured."""
         if op not in self._lines or build not in self.builds:
             return None
         line, index = self._line(op), self.builds.index(build)
         wide, *low = ([_at(getattr(line, mode), key, index) for mode in _MODES] for key in ("float32_us", *LOW))
         found = OpTimes(op=op, float32_us=wide, slower=dict(zip(LOW, low, strict=True)))
-        return found if _says_something(found) else None
+        return found if _has_values(found) else None
 
     def _line(self, op: str) -> _Line:
         if op not in self._decoded:
@@ -88,7 +88,7 @@ class TimesFile:
                 for key, column in getattr(line, mode).items():
                     if key not in ("float32_us", *LOW) or len(column) != len(self.builds):
                         raise CatalogError(
-                            f"{self.path.name}:{number}: {mode} {key!r}: not a row of {len(self.builds)} sweeps",
+                            f"{self.path.name}:{number}: {mode} {key!r}: not a list of {len(self.builds)} sweeps",
                             MEASURE_AGAIN,
                         )
             self._decoded[op] = line
@@ -118,12 +118,12 @@ def _at(columns: Mapping[str, _Column], key: str, index: int) -> float | None:
     return columns[key][index] if key in columns else None
 
 
-def _says_something(times: OpTimes) -> bool:
+def _has_values(times: OpTimes) -> bool:
     return any(value is not None for values in (times.float32_us, *times.slower.values()) for value in values)
 
 
 def encode_times(tables: Mapping[str, Mapping[str, OpTimes]]) -> bytes:
-    """The content of a file with the times of these sweeps, by build, then by operator; the same for any order."""
+    """The content of a file with the times of these sweeps, by build and operator, whatever their order."""
     builds = sorted(tables, key=lambda build: (build.partition("+")[2], version_key(build)))
     encoder = msgspec.json.Encoder()
     lines = []
@@ -144,6 +144,6 @@ def _columns(history: Sequence[OpTimes | None], index: int) -> dict[str, _Column
 
 
 def _value(values: Sequence[float | None], index: int) -> float | None:
-    """As short as can be: ``210`` for 210.0."""
+    """An integer if possible, to save space: ``210`` for 210.0."""
     value = values[index] if index < len(values) else None
     return int(value) if value is not None and value == int(value) else value

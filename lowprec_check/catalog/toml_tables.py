@@ -1,4 +1,4 @@
-"""Curated TOML files: an array of tables, each read strictly, with errors that name file and entry. Never imports torch."""
+"""TOML files that people edit: an array of tables, read strictly, with errors that name file and entry. Never imports torch."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ Entry = TypeVar("Entry")
 def read_tables(path: Path, name: str, kind: type[Entry]) -> list[Entry]:
     """The `[[name]]` tables of a file, in order, as `kind` (a msgspec struct that forbids unknown fields).
 
-    Raises :class:`UsageError` naming the file and the line, or the entry (by its `id`, or its number) and the key.
+    Raises :class:`UsageError` that names the file and the line, or the entry (by `id` or number) and the key.
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: {error}") from None
     if unknown := sorted(content.keys() - {name}):
-        raise UsageError(f"{path}: there is no key {unknown[0]!r}.", f"Entries are [[{name}]] tables.")
+        raise UsageError(f"{path}: unknown key {unknown[0]!r}.", f"Entries are [[{name}]] tables.")
     tables = content.get(name, [])
     if not isinstance(tables, list):
-        raise UsageError(f"{path}: {name!r} is one table.", f"Entries are [[{name}]] tables, with two brackets.")
+        raise UsageError(f"{path}: {name!r} is not an array of tables.", f"Write [[{name}]] with two brackets.")
     return [_convert(path, f"{name} {number}", table, kind) for number, table in enumerate(tables, 1)]
 
 
@@ -45,7 +45,7 @@ def _convert(path: Path, where: str, table: dict[str, Any], kind: type[Entry]) -
 
 
 def version_key(version: str) -> tuple[int, ...]:
-    """The numbers at the head of a version, for comparing: `2.13.0+cpu` is (2, 13, 0)."""
+    """The numbers at the start of a version, for comparing: (2, 13, 0) for `2.13.0+cpu`."""
     found = re.match(r"\d+(\.\d+)*", version)
     if found is None:
         raise ValueError(f"{version!r} is not a version")

@@ -1,17 +1,18 @@
-"""What changed between two versions of torch on one device. Never imports torch."""
+"""Changes of operator support between two versions of torch on one device. Never imports torch."""
 
 from __future__ import annotations
 
 from lowprec_check.catalog import declared
-from lowprec_check.catalog.measured import device_of, sweep_of
+from lowprec_check.catalog.declared_support import OnCpu, OpSupport, Rank, declared_support
+from lowprec_check.catalog.measured import catalog_device, sweep_of
 from lowprec_check.catalog.names import AnyDevice, AnyDtype, low_dtype_of
 from lowprec_check.catalog.records import LOW, MODES, Dtype, Mode, State
-from lowprec_check.catalog.xpu_support import OnCpu, OpSupport, Rank, declared_support
 from lowprec_check.schema.base import Struct
+from lowprec_check.schema.devices import is_declared
 
 
 class OpChange(Struct, frozen=True, kw_only=True):
-    """One operator whose support differs in the later version."""
+    """One operator whose support differs between the two versions."""
 
     op: str
     dtype: Dtype
@@ -19,12 +20,12 @@ class OpChange(Struct, frozen=True, kw_only=True):
     before: State
     after: State
     before_on_cpu: OnCpu | None = None
-    """On XPU: whether it was copied to the CPU and back."""
+    """If declared: whether tensors were copied to the CPU and back."""
     after_on_cpu: OnCpu | None = None
 
 
 class Difference(Struct, frozen=True, kw_only=True):
-    """Two versions on one device."""
+    """The changes between two versions on one device."""
 
     device: str
     before: str
@@ -33,25 +34,25 @@ class Difference(Struct, frozen=True, kw_only=True):
     gained: list[OpChange]
     lost: list[OpChange]
     only_before: list[str]
-    """Operators that the later version does not describe."""
+    """Operators that version ``after`` does not have."""
     only_after: list[str]
 
 
 def difference(before: str, after: str, device: AnyDevice = "cpu", dtype: AnyDtype | None = None) -> Difference:
-    """What was gained and lost from one version (``2.13``, ``2.8+ipex``) to another, which may be an older one.
+    """The support that operators gained and lost from one version (``2.13``, ``2.8+ipex``) to another, newer or older.
 
-    Raises :class:`UsageError` where one was not measured.
+    Raises :class:`UsageError` if the catalog does not have one of them.
     """
-    kind, only = device_of(device), None if dtype is None else low_dtype_of(dtype)
-    (before, olds), (after, news) = _supports(before, kind), _supports(after, kind)
+    kind, only = catalog_device(device), None if dtype is None else low_dtype_of(dtype)
+    (before, supports_before), (after, supports_after) = _supports(before, kind), _supports(after, kind)
     changed: dict[tuple[str, Dtype, Rank, Rank], list[tuple[Mode, OpSupport, OpSupport]]] = {}
-    for (op, low, mode), old in olds.items():
-        new = news.get((op, low, mode))
+    for (op, low, mode), old in supports_before.items():
+        new = supports_after.get((op, low, mode))
         if old is not None and new is not None and old.rank != new.rank and low == (only or low):
             changed.setdefault((op, low, old.rank, new.rank), []).append((mode, old, new))
     gained: list[OpChange] = []
     lost: list[OpChange] = []
-    for (op, low, was, is_now), cells in sorted(changed.items(), key=lambda item: item[0]):
+    for (op, low, rank_before, rank_after), cells in sorted(changed.items(), key=lambda item: item[0]):
         _, old, new = cells[0]
         change = OpChange(
             op=op,
@@ -62,13 +63,13 @@ def difference(before: str, after: str, device: AnyDevice = "cpu", dtype: AnyDty
             before_on_cpu=old.on_cpu,
             after_on_cpu=new.on_cpu,
         )
-        (gained if is_now > was else lost).append(change)
-    ops = {op for op, _, _ in olds}, {op for op, _, _ in news}
+        (gained if rank_after > rank_before else lost).append(change)
+    ops = {op for op, _, _ in supports_before}, {op for op, _, _ in supports_after}
     return Difference(
         device=kind,
         before=before,
         after=after,
-        evidence="declared" if kind == "xpu" else "measured",
+        evidence="declared" if is_declared(kind) else "measured",
         gained=gained,
         lost=lost,
         only_before=sorted(ops[0] - ops[1]),
@@ -77,15 +78,15 @@ def difference(before: str, after: str, device: AnyDevice = "cpu", dtype: AnyDty
 
 
 def _supports(version: str, device: str) -> tuple[str, dict[tuple[str, Dtype, Mode], OpSupport | None]]:
-    """The version as the catalog calls it, and the support of each operator in it; ``None`` where that is not known."""
-    if device != "xpu":
+    """The version in the spelling of the catalog, and the support of each operator in it; ``None`` if unknown."""
+    if not is_declared(device):
         sweep = sweep_of(device, version)
         states = {(op, low, mode): sweep.state(op, low, mode) for op in sweep.records for low in LOW for mode in MODES}
         return sweep.version, {cell: OpSupport(state) if state else None for cell, state in states.items()}
-    release = declared.load(version).torch
-    return release, {
+    release = declared.load(device, version)
+    return release.torch, {
         (op, low, mode): declared_support(op, release, low, mode)
-        for op in sweep_of("cpu", release).records
+        for op in sweep_of("cpu", release.torch).records
         for low in LOW
         for mode in MODES[:2]
     }

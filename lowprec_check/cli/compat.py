@@ -69,10 +69,10 @@ def compat(
     """Scan many models and write a compatibility matrix. Resumes after an interruption."""
     from lowprec_check.compat.report_folder import ReportFolder
     from lowprec_check.compat.runner import scan_all
-    from lowprec_check.compat.target_list import Request, asked_for, read_list
+    from lowprec_check.compat.target_list import Request, expand_requests, read_list
 
     listed = read_list(from_file) if from_file else []
-    requests = asked_for(
+    requests = expand_requests(
         [*map(Request, targets or []), *listed], _options(precision, backend, budget, scan_options), device or []
     )
     if not requests:

@@ -10,9 +10,9 @@ import typer
 
 from lowprec_check.cli.app import FINDINGS, app, check_writable, progress, screen_size
 from lowprec_check.cli.options import Backend, Device, Inputs, Quiet, Seed, Target, Tolerance, WithoutKernel
-from lowprec_check.schema.backends import EAGER
 from lowprec_check.schema.devices import choices
 from lowprec_check.schema.precisions import plan_bases
+from lowprec_check.schema.run_key import EAGER
 
 _FORMATS = list(dict.fromkeys(base.format.short for base in plan_bases()))
 _KINDS = list(dict.fromkeys(base.kind for base in plan_bases()))

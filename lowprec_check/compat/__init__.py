@@ -1,1 +1,1 @@
-"""Many models scanned, each in a process of its own, into one matrix. Never imports torch."""
+"""Scans many models, each in its own process, and collects the results in a matrix. Never imports torch."""

@@ -1,4 +1,4 @@
-"""The folder that ``compat`` writes: an index and a page per model, in Markdown and, if wanted, in HTML."""
+"""The folder that ``compat`` writes: an index and one page per model, in Markdown and optionally in HTML."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowprec_check.schema.scan_result import ResultError, ScanResult
 
 
 class ReportFolder:
-    """Writes below ``folder``; raises :class:`UsageError` at once where that cannot be."""
+    """Writes the report into ``folder``; the constructor raises :class:`UsageError` if it cannot be written."""
 
     def __init__(self, folder: Path, title: str, *, html: bool) -> None:
         self.folder, self.title = folder, title
@@ -22,16 +22,18 @@ class ReportFolder:
         try:
             (folder / "models").mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"Cannot write below {folder}: {error.strerror}.", "Give -o another folder.") from None
+            raise UsageError(
+                f"Cannot create {folder / 'models'}: {error.strerror}.", "Choose another folder with -o."
+            ) from None
 
     def model(self, row: MatrixRow, result: ScanResult | None) -> None:
-        """Write the pages of one model; none for one that failed."""
+        """Write the pages of one model; a model that failed has none."""
         if result is not None:
             for suffix in self.suffixes:
                 write(result, self.folder / "models" / f"{row.slug}{suffix}")
 
     def index(self, found: Matrix) -> None:
-        """Write the index, and the pages that an earlier, interrupted call left out."""
+        """Write the index, and the pages missing because an earlier call was interrupted."""
         for row in found.rows:
             missing = [s for s in self.suffixes if not (self.folder / "models" / f"{row.slug}{s}").exists()]
             if row.state == "scanned" and missing:
@@ -45,5 +47,5 @@ class ReportFolder:
             self.model(row, ScanResult.load(self.folder / "scans" / f"{row.slug}.json"))
         except (OSError, ResultError) as error:
             raise UsageError(
-                f"The saved scan of {row.target} cannot be read: {error}.", "Scan into a new folder."
+                f"Cannot read the saved scan of {row.target}: {error}.", "Choose a new folder with -o."
             ) from None

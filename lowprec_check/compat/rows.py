@@ -1,4 +1,4 @@
-"""The rows of the matrix: what a scan, or its failure, puts into one. Never imports torch."""
+"""Makes the rows of the matrix from scans, successful or failed. Never imports torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _ENVIRONMENT = ("torch", "python", "device_name", "cpu_capability", "threads", "
 
 
 def request_of(row: MatrixRow) -> Request:
-    """Return the request that a row answers."""
+    """Return the request that a row was made for."""
     return Request(row.target, tuple(row.options), row.device, row.slug)
 
 
 def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict[str, str]) -> MatrixRow:
-    """Return the row of a model that was scanned."""
+    """Return the row of a scanned model."""
     advice = result.recommendation
     kept = f" + {len(advice.keep_fp32)} in fp32" if advice and advice.keep_fp32 else ""
     return _row(

@@ -1,4 +1,4 @@
-"""Scan many models, each in a process of its own; resumes after an interruption. Never imports torch."""
+"""Scans many models, each in its own process; resumes after an interruption. Never imports torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from lowprec_check.compat.executors import spread
+from lowprec_check.compat.executors import map_unordered
 from lowprec_check.compat.rows import failed_row, request_of, row_of
 from lowprec_check.compat.scan_process import ScanLimits, ScanOutcome, end_running_scans, scan_one
 from lowprec_check.compat.target_list import Request
@@ -31,13 +31,13 @@ def scan_all(
     retry_failed: bool = False,
     on_row: OnRow | None = None,
 ) -> Matrix:
-    """Scan what ``folder`` does not have yet; every row is saved as soon as it is known.
+    """Scan the models that ``folder`` does not contain yet; every row is saved as soon as its scan has ended.
 
-    ``folder`` gets ``matrix.json`` and ``scans/<slug>.json``; ``on_row`` is called with how many rows there are, of how
-    many, the row and its result (``None`` where it failed).
+    ``matrix.json`` and ``scans/<slug>.json`` are written into ``folder``. ``on_row`` is called with the number of
+    finished rows, the number of all rows, the row, and its result (``None`` if the scan failed).
 
     Raises:
-        UsageError: the engine is unknown, not installed or not reached, or the folder holds something else.
+        UsageError: the engine is unknown, not installed or not reachable, or ``matrix.json`` in the folder is not valid.
     """
     (folder / "scans").mkdir(parents=True, exist_ok=True)
     versions = _versions()
@@ -72,7 +72,7 @@ def _versions() -> dict[str, str]:
 
 
 def _file(target: str) -> dict[str, str]:
-    """A digest of the target's file, where it is one: edited, it is another model."""
+    """A digest of the target's file, if it is one, so that an edited file is scanned again."""
     path = re.sub(r"(\.py):[^:]*$", r"\1", target)
     with contextlib.suppress(OSError, ValueError):
         return {"file": hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]}
@@ -80,14 +80,14 @@ def _file(target: str) -> dict[str, str]:
 
 
 def _is_done(row: MatrixRow, folder: Path, retry_failed: bool) -> bool:
-    """Whether a saved row can stay: its scan is there, or at least its page."""
+    """Whether a saved row need not be scanned again: its scan is saved, or at least its page."""
     if row.state == "failed":
         return not retry_failed
     return any((folder / name).exists() for name in (f"scans/{row.slug}.json", f"models/{row.slug}.md"))
 
 
 def _ordered(rows: dict[Request, MatrixRow], requests: list[Request]) -> Matrix:
-    """Those asked for now in their order; then those of earlier calls."""
+    """The requested rows in their order, then the rows of earlier calls."""
     first = [rows[request] for request in requests if request in rows]
     slugs, asked = {request.slug for request in requests}, {request._replace(slug="") for request in requests}
     others = [row for key, row in rows.items() if row.slug not in slugs and key._replace(slug="") not in asked]
@@ -106,8 +106,8 @@ def _row(outcome: ScanOutcome, made_with: dict[str, str]) -> tuple[MatrixRow, Sc
 
 
 def _outcomes(requests: list[Request], limits: ScanLimits, jobs: int, engine: str | None) -> Iterator[ScanOutcome]:
-    """As they come. Ending early ends the scans that are still running here."""
+    """Yield outcomes in order of completion. If iteration stops early, the scans still running on this machine are killed."""
     try:
-        yield from spread(functools.partial(scan_one, limits=limits), requests, jobs, engine)
+        yield from map_unordered(functools.partial(scan_one, limits=limits), requests, jobs, engine)
     finally:
         end_running_scans()

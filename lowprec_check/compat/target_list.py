@@ -1,4 +1,4 @@
-"""Which models to scan: a list in a file, the options and devices of each, a file name for each. Never imports torch."""
+"""Which models to scan: reads a list from a file, adds options and devices, chooses file names. Never imports torch."""
 
 from __future__ import annotations
 
@@ -18,46 +18,49 @@ class Request(NamedTuple):
 
     target: str
     options: tuple[str, ...] = ()
-    """Further options of ``scan``."""
+    """Additional options of ``scan``."""
     device: str | None = None
     slug: str = ""
-    """A file name for it, unlike any other of the same list."""
+    """A file name, unique in the list."""
 
 
 def read_list(path: Path) -> list[Request]:
-    """Read one target per line, followed by options of ``scan``; ``#`` begins a comment."""
+    """Read one target per line, followed by options of ``scan``; ``#`` starts a comment."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"Cannot read {path}: {why}.", "It must be a text file with a target a line.") from None
+        raise UsageError(
+            f"Cannot read {path}: {why}.", "Choose a text file with one target per line, followed by scan options."
+        ) from None
     requests = []
     for number, line in enumerate(lines, 1):
         try:
             words = shlex.split(line, comments=True)
         except ValueError as error:
             raise UsageError(
-                f"{path}:{number} does not parse: {error}.", "Write a target, and options of scan behind it."
+                f"Cannot parse {path}:{number}: {error}.",
+                "Write one target per line, followed by scan options.",
             ) from None
         if words:
             requests.append(Request(words[0], tuple(words[1:])))
     return requests
 
 
-def asked_for(requests: Iterable[Request], options: tuple[str, ...], devices: Iterable[str]) -> list[Request]:
-    """Return each model on each device, once, with the options of all in front of its own."""
-    where: list[str | None] = [*devices] or [None]
+def expand_requests(requests: Iterable[Request], options: tuple[str, ...], devices: Iterable[str]) -> list[Request]:
+    """Return each model on each device, without duplicates; ``options`` are placed before the model's own options."""
+    chosen: list[str | None] = [*devices] or [None]
     return with_slugs(
         request._replace(options=(*options, *request.options), device=device)
         for request in requests
-        for device in where
+        for device in chosen
     )
 
 
 def with_slugs(requests: Iterable[Request]) -> list[Request]:
-    """Return each request once, with its slug: the target and the device.
+    """Return the requests without duplicates, each with its slug: the target and the device.
 
-    Where several share that, a digest of the options is added.
+    If several requests have the same slug, a digest of their options is appended.
     """
     plain = {request: _plain_slug(request) for request in requests}
     taken = Counter(plain.values())

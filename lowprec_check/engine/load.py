@@ -1,4 +1,4 @@
-"""What the command line does first: load a target in this process so that workers can share it, then scan or plan."""
+"""Load a target in this process, so that worker processes can share it, then scan or plan. Used by the command line."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lowprec_check.engine.scan import ScanOptions, scan_target
 from lowprec_check.schema.plan import Planning
 from lowprec_check.schema.scan_result import ScanResult
 
-# Lets `torch.cuda.is_available()` in a user's file answer without waking the driver, which no fork survives.
+# Makes `torch.cuda.is_available()` in a user's file work without initializing CUDA, which does not survive a fork.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def load_seeded(spec: str, inputs: tuple[str, ...], seed: int) -> Target:
-    """Load with seeded random numbers: a file that draws its weights draws the same in every worker and scan."""
+    """Load after seeding, so that a file with random weights gets the same ones in every worker and scan."""
     seed_everything(seed)
     return load_target(spec, inputs)
 
@@ -45,7 +45,7 @@ def load_and_plan(
 
 def _load(spec: str, inputs: tuple[str, ...], seed: int) -> tuple[Target, Load, Isolation]:
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # no pool of threads in the process that forks
+    torch.set_num_threads(1)  # a process that forks must not have a pool of threads
     try:
         target = load_seeded(spec, inputs, seed)
     finally:

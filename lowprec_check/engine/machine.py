@@ -1,4 +1,4 @@
-"""What this machine has and accelerates. Runs in a process of its own where it may wake a device."""
+"""The hardware and which precisions it accelerates. May initialize a device, so it runs in a separate process if possible."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU_FEATURES = ("avx2", "avx512", "avx512_bf16", "avx512_fp16", "amx_tile", "amx
 
 
 def environment(device: str | None = None) -> dict[str, Any]:
-    """Versions, CPU features, what oneDNN accelerates, accelerators, IPEX. Raises ``UsageError`` for a bad device."""
+    """Versions, CPU features, accelerated dtypes, accelerators, IPEX; raises ``UsageError`` if ``device`` is not available."""
     chosen = devices.resolve(device)
     return {
         "torch": str(torch.__version__),
@@ -47,7 +47,7 @@ def _has(feature: str) -> bool | None:
 
 
 def _accelerates(device: torch.device, kind: str) -> bool | None:
-    """Whether matrix products run in this dtype in hardware; ``None`` where this torch cannot tell."""
+    """Whether the hardware computes matrix products in this dtype; ``None`` if this torch cannot report it."""
     if device.type != "cpu":
         module = devices.module_of(device)
         test = getattr(module, "is_bf16_supported", None)
@@ -81,9 +81,9 @@ def _version(package: str) -> str | None:
 
 
 def ipex_fits() -> bool | None:
-    """Whether the installed Intel extension is for this torch; ``None`` without it.
+    """Whether the installed Intel extension matches this torch; ``None`` if it is not installed.
 
-    With another torch it ends the process at import, so it is never imported to find out.
+    The versions are compared without importing it: with another torch, its import ends the process.
     """
     version = _version("intel-extension-for-pytorch")
     if version is None:

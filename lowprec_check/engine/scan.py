@@ -1,4 +1,4 @@
-"""The main job: run a target in every precision on every backend, explain, diagnose, recommend."""
+"""Scans a target: runs it in every precision on every backend, then explains, diagnoses and recommends."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from lowprec_check.engine.run.target_runs import OnProgress, RunOptions, TargetR
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.engine.trace.withheld_kernels import parse_withheld
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.backends import BACKENDS, EAGER
-from lowprec_check.schema.precisions import PRECISIONS, REFERENCE
+from lowprec_check.schema.backends import BACKENDS
+from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.registry import Registry
+from lowprec_check.schema.run_key import EAGER, REFERENCE
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 Reference = Literal["fp32", "fp64"]
@@ -33,7 +34,7 @@ Names = str | Sequence[str] | None
 
 @dataclass(frozen=True, kw_only=True)
 class ScanOptions:
-    """What to run and how; the arguments of :func:`scan`, which describes them."""
+    """What to run and how. The fields are the arguments of :func:`scan`, documented there."""
 
     precisions: Names = None
     backends: Names = None
@@ -66,7 +67,7 @@ class ScanOptions:
                 raise UsageError(f"Unknown {name} {getattr(self, name)!r}.", f"Choose from {', '.join(allowed)}.")
 
     def for_runs(self, device: str) -> RunOptions:
-        """What each run needs of them, on the device that was found."""
+        """The options of each run, on the resolved ``device``."""
         return RunOptions(
             device=device,
             budget=self.budget,
@@ -78,7 +79,7 @@ class ScanOptions:
         )
 
     def saved(self, isolation: Isolation) -> dict[str, Any]:
-        """What the result keeps of them."""
+        """The options as they are saved with the result."""
         return {
             "isolation": isolation,
             "precisions": self.chosen_precisions(),
@@ -95,7 +96,7 @@ class ScanOptions:
 
 
 def _names(registry: Registry[Any], names: Names) -> list[str]:
-    """Registered names, each once, for names and aliases."""
+    """The registered names for names and aliases, without duplicates."""
     given = [names] if isinstance(names, str) else list(names or ())
     return list(dict.fromkeys(registry.get(name).name for name in given))
 
@@ -121,35 +122,36 @@ def scan(
     isolation: Isolation | None = None,
     on_progress: OnProgress | None = None,
 ) -> ScanResult:
-    """Scan ``model`` on ``inputs``; model, inputs and global state stay as they were.
+    """Scan ``model`` on ``inputs``; the model, the inputs and global state are left unchanged.
 
     Args:
-        model: in fp32, in the mode (``eval`` or ``train``) in which it is to be judged.
-        inputs: a tensor, a tuple of positional or a mapping of keyword arguments, or a function that makes one.
-        precisions: names such as ``half``, ``bfloat16``, ``autocast-fp16``, ``autocast-bf16``; all by default.
-        backends: how the model is executed; ``eager`` by default.
+        model: in fp32, in the mode (``eval`` or ``train``) to scan it in.
+        inputs: a tensor, a tuple of positional arguments, a mapping of keyword arguments, or a function that returns one of these.
+        precisions: names such as ``half``, ``bfloat16``, ``autocast-fp16``, ``autocast-bf16``; by default all of them.
+        backends: how to execute the model; by default ``eager``.
         device: ``cpu``, ``cuda``, ``xpu`` or ``mps``; by default an accelerator if there is one, else the CPU.
         budget: seconds for each part of a run; by default 20, or ten fp32 forwards if that is more.
-        errors: what to compute for each op: local and accumulated error (``both``), or less, faster
+        errors: which errors to compute for each op: local and accumulated (``both``), or fewer to be faster
             (``accumulated``, ``none``).
-        reference: the dtype of the reference that each op is compared with.
-        tolerance: the largest rel_l2 of the output that passes; by default that of the precision.
-        seed: of every run.
-        without_kernel: kernels to run without, as if torch lacked them: ``aten.dot:half``.
-        plan: whether to search for modules to keep in fp32 for every precision that fails; by default a quick search
-            if none passes.
-        select, ignore: prefixes of diagnostic codes.
-        loss: ``loss(output) -> tensor``, run and checked as part of the model.
-        metric: ``metric(model) -> float``, reported for each run.
-        isolation: ``fork`` (the default where it is possible) runs in worker processes; ``none`` runs in this process,
-            without budget and crash protection (the default if this process already uses an accelerator).
-        on_progress: called with the name of the run and what it is doing.
+        reference: dtype of the reference that each op is compared with, ``fp32`` or ``fp64``.
+        tolerance: the largest rel_l2 of the output that passes; by default the tolerance of the precision.
+        seed: random seed of every run.
+        without_kernel: kernels to treat as missing, such as ``aten.dot:half``.
+        plan: whether to search for modules to keep in fp32 for every precision that fails; by default a quick search if
+            no precision passes.
+        select: report only diagnostics whose code starts with one of these prefixes.
+        ignore: omit diagnostics whose code starts with one of these prefixes.
+        loss: ``loss(output) -> tensor``; it is run and checked as part of the model.
+        metric: ``metric(model) -> float``; it is reported for each run.
+        isolation: ``fork`` runs in worker processes (the default if possible); ``none`` runs in this process, without time
+            limits and crash protection (the default if this process already uses an accelerator).
+        on_progress: called with the name of the run and its current step.
 
     Returns:
-        everything that was found.
+        the result of all runs, with diagnostics and a recommendation.
 
     Raises:
-        UsageError: the model, its inputs or an option cannot be scanned; the message says what to do.
+        UsageError: the model, its inputs or an option is not valid; the message explains what to do.
     """
     if isolation not in (None, "fork", "none"):
         raise UsageError(f"Unknown isolation {isolation!r}.", "Choose fork or none.")
@@ -182,7 +184,7 @@ def scan_target(
     spec: str | None = None,
     on_progress: OnProgress | None = None,
 ) -> ScanResult:
-    """As :func:`scan`, for a loaded target; ``load`` gives it to a worker, ``spec`` is what the user called it."""
+    """Like :func:`scan`, for a loaded target; a worker gets it from ``load``. ``spec`` is the user's name for it."""
     options.check()
     machine = isolated(lambda: environment(options.device), isolation, dict[str, Any])
     settings = options.for_runs(machine["device"])
@@ -208,7 +210,7 @@ def scan_target(
 
 
 def _low_runs(session: TargetRuns, options: ScanOptions) -> list[Run]:
-    """Every precision on every backend, but for the reference, which ran first."""
+    """Run every precision on every backend, except the reference, which has already run."""
     keys = [(precision, backend) for backend in options.chosen_backends() for precision in options.chosen_precisions()]
     return [
         session.run(precision, backend) for precision, backend in keys if (precision, backend) != (REFERENCE, EAGER)

@@ -1,1 +1,1 @@
-"""Worker processes: how they start, talk, overrun, end and are described. Never imports torch."""
+"""Worker processes: starting them, receiving their messages, enforcing limits, describing how they ended. Never imports torch."""

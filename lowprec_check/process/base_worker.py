@@ -1,4 +1,4 @@
-"""What a supervisor needs to know of a worker process, whatever started it. Never imports torch."""
+"""The interface of a worker process, as its supervisor uses it. Never imports torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lowprec_check.process.breadcrumb import Breadcrumb, Position
 Message = TypeVar("Message")
 
 Decode = Callable[[bytes], Message]
-"""Makes a message of its encoded form; raises ``msgspec.DecodeError`` for anything else."""
+"""Decodes a message; raises ``msgspec.DecodeError`` if the bytes are not a valid message."""
 
 BATCH = 64
-"""Messages taken from a worker at once: one that floods its pipe must not keep its supervisor from the clock."""
+"""Messages read from a worker at once, so that a worker that floods its pipe cannot delay the check of deadlines."""
 
 
 class Worker(abc.ABC, Generic[Message]):
@@ -26,31 +26,31 @@ class Worker(abc.ABC, Generic[Message]):
     def __init__(self, breadcrumb: Breadcrumb | None = None) -> None:
         self.breadcrumb = breadcrumb
         self.deadline = math.inf
-        """When it must have ended, as ``time.monotonic()`` gives it."""
+        """``time.monotonic()`` by which the process must have ended."""
         self.op_limit = math.inf
-        """Seconds that one op may take."""
+        """Seconds allowed for one op."""
 
-    def allow(self, seconds: float) -> None:
-        """Move the deadline to ``seconds`` from now; ``math.inf`` removes it."""
+    def set_timeout(self, seconds: float) -> None:
+        """Set the deadline to ``seconds`` from now; ``math.inf`` removes it."""
         self.deadline = time.monotonic() + seconds
 
     def position(self) -> Position | None:
-        """Return where the worker is; ``None`` if it has no breadcrumb or has not run an op."""
+        """Return the op that the worker runs or ran last; ``None`` if it has no breadcrumb or has not run an op."""
         return self.breadcrumb.read() if self.breadcrumb is not None else None
 
     @abc.abstractmethod
     def waitables(self) -> Sequence[int | Connection]:
-        """Return what becomes ready when the worker sends a message or ends; empty if nothing does."""
+        """Return the objects to wait on: they become ready when the worker sends a message or ends. May be empty."""
 
     @abc.abstractmethod
     def receive(self) -> list[Message]:
-        """Return what has arrived, at most :data:`BATCH` messages or so; never wait for more."""
+        """Return the messages that have arrived, about :data:`BATCH` at most, without waiting."""
 
     @property
     @abc.abstractmethod
     def exit_code(self) -> int | None:
-        """How it ended; ``None`` while it runs."""
+        """Exit code of the process; ``None`` while it runs."""
 
     @abc.abstractmethod
     def end(self) -> None:
-        """Kill the process if it still runs, wait until it is gone, and release its pipes."""
+        """Kill the process if it still runs, wait until it has ended, and close its pipes."""

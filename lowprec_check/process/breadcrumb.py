@@ -1,7 +1,7 @@
-"""A breadcrumb that survives the death of a process: which op is running, where, since when.
+"""A breadcrumb: a small file that records which op a worker is running, and since when. It survives a crash.
 
-A small file mapped into both processes. The worker writes it before and after every op; its supervisor reads it to show
-progress, to see that one op takes too long, and to name the op in which the process died.
+The file is mapped into both processes. The worker writes it before and after every op; its supervisor reads it to show
+progress, to detect an op that takes too long, and to name the op in which the process died.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ IDLE, IN_OP, AFTER_OP = 0, 1, 2
 
 
 class Position(NamedTuple):
-    """What a breadcrumb says."""
+    """What a breadcrumb contains."""
 
     state: int
     started: float
-    """When the op began, as ``time.time()`` gives it."""
+    """``time.time()`` at which the op started."""
     ops: int
     op: str
     module: str
@@ -31,11 +31,11 @@ class Position(NamedTuple):
 
     @property
     def in_op(self) -> bool:
-        """Whether an op had begun and not ended."""
+        """Whether an op has started and not ended."""
         return self.state == IN_OP
 
     def seconds_in_op(self) -> float:
-        """Seconds since the running op began; 0 between ops."""
+        """Seconds since the running op started; 0 between ops."""
         return time.time() - self.started if self.in_op else 0.0
 
 
@@ -49,19 +49,19 @@ class Breadcrumb:
 
     @classmethod
     def create(cls, path: str | Path) -> Breadcrumb:
-        """Make an empty breadcrumb."""
+        """Create an empty breadcrumb at ``path``."""
         Path(path).write_bytes(bytes(_SIZE))
         return cls(path)
 
     def enter(self, op: str, module: str, source: str | None) -> None:
-        """Note that an op begins."""
+        """Record that an op starts."""
         text = f"{op}\0{module}\0{source or ''}".encode()[: _SIZE - _HEAD.size]
         self._ops += 1
         head = _HEAD.pack(IN_OP, time.time(), self._ops, len(text))
         self._map[: _HEAD.size + len(text)] = head + text
 
     def leave(self) -> None:
-        """Note that the op has ended."""
+        """Record that the op has ended."""
         self._map[0] = AFTER_OP
 
     def read(self) -> Position | None:

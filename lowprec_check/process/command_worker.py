@@ -1,4 +1,4 @@
-"""Workers that run a command: one that exchanges lines with its supervisor, one that is read when it has ended.
+"""Workers that run a command: one exchanges lines with its supervisor, the other is read after it has ended.
 
 Never imports torch.
 """
@@ -21,7 +21,7 @@ _CHUNK = 1 << 16
 
 
 class LineWorker(Worker[Message]):
-    """A command that takes tasks from its standard input and writes messages to its standard output, a line each."""
+    """A command that reads tasks from its standard input and writes messages to its standard output, one per line."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class LineWorker(Worker[Message]):
         log: Path,
         breadcrumb: Breadcrumb | None = None,
     ) -> None:
-        """``log`` is the file for its standard error."""
+        """``log`` is the file for standard error."""
         super().__init__(breadcrumb)
         self.log = log
         self._decode = decode
@@ -44,34 +44,34 @@ class LineWorker(Worker[Message]):
         assert self._process.stdout is not None
         self._tasks, self._messages = self._process.stdin, self._process.stdout
         self._at_end = False
-        self._begun = b""
+        self._partial_line = b""
 
-    def give(self, task: bytes) -> None:
-        """Write a task; a worker that is dead is noticed when it is looked at."""
+    def send_task(self, task: bytes) -> None:
+        """Write a task. If the worker is dead, the task is lost; the supervisor reports its end."""
         with contextlib.suppress(BrokenPipeError):
             self._tasks.write(task + b"\n")
             self._tasks.flush()
 
     def waitables(self) -> list[int]:
-        """Return the standard output, while it is open."""
+        """Return standard output, while it is open."""
         return [] if self._at_end else [self._messages.fileno()]
 
     def receive(self) -> list[Message]:
-        """Return the messages of one chunk of the output; an unfinished line waits for its rest."""
+        """Return the messages in one chunk of the output; an incomplete line is kept until its rest arrives."""
         if self._at_end or not multiprocessing.connection.wait([self._messages.fileno()], timeout=0):
             return []
         chunk = os.read(self._messages.fileno(), _CHUNK)
         self._at_end = not chunk
-        *lines, self._begun = (self._begun + chunk).split(b"\n")
+        *lines, self._partial_line = (self._partial_line + chunk).split(b"\n")
         return [self._decode(line) for line in lines]
 
     @property
     def exit_code(self) -> int | None:
-        """How the process ended; ``None`` while it runs."""
+        """Exit code of the process; ``None`` while it runs."""
         return self._process.poll()
 
     def end(self) -> None:
-        """Kill the process if it still runs, and wait until it is gone."""
+        """Kill the process if it still runs, and wait until it has ended."""
         self._process.kill()
         self._process.wait()
         self._at_end = True
@@ -81,12 +81,12 @@ class LineWorker(Worker[Message]):
 
 
 class CommandWorker(Worker[NoReturn]):
-    """A command in a process group of its own, whose output is read when it has ended."""
+    """A command in its own process group, whose output is read after it has ended."""
 
     def __init__(
         self, command: Sequence[str], *, environment: Mapping[str, str], output: IO[bytes], errors: IO[bytes]
     ) -> None:
-        """``output`` and ``errors`` are files, not pipes: nothing must be read from them while the command runs."""
+        """``output`` and ``errors`` must be files: nobody reads them while the command runs, and a full pipe would block it."""
         super().__init__()
         self._process = subprocess.Popen(
             command,
@@ -98,7 +98,7 @@ class CommandWorker(Worker[NoReturn]):
         )
 
     def waitables(self) -> list[int]:
-        """Return nothing: only a look tells that it has ended."""
+        """Return nothing: the supervisor polls the exit code."""
         return []
 
     def receive(self) -> list[NoReturn]:
@@ -107,11 +107,11 @@ class CommandWorker(Worker[NoReturn]):
 
     @property
     def exit_code(self) -> int | None:
-        """How the process ended; ``None`` while it runs."""
+        """Exit code of the process; ``None`` while it runs."""
         return self._process.poll()
 
     def end(self) -> None:
-        """Kill the process, if it still runs, with those that it started; may be called from any thread."""
+        """Kill the process, if it still runs, and the processes it started; may be called from any thread."""
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 _kill_group(self._process)

@@ -1,7 +1,7 @@
-"""How a process ended, in words. Never imports torch.
+"""Describes how a process ended. Never imports torch.
 
-An exit code is what :mod:`subprocess` and :mod:`multiprocessing` report: the signal's number, negated, for a process
-that a signal ended.
+Exit codes are those of :mod:`subprocess` and :mod:`multiprocessing`: for a process killed by a signal, the negated
+number of the signal.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import signal
 
 
 def signal_name(exit_code: int) -> str | None:
-    """Return the name of the signal that ended the process (``SIGSEGV``); ``None`` if it exited by itself."""
+    """Return the name of the signal that killed the process (``SIGSEGV``); ``None`` if it exited by itself."""
     if exit_code >= 0:
         return None
     try:
         return signal.Signals(-exit_code).name
-    except ValueError:  # a real-time signal has a number only
+    except ValueError:  # a real-time signal has no name
         return f"signal {-exit_code}"
 
 
 def describe_exit(exit_code: int, *, brief: bool = False) -> str:
-    """Describe the end of a process, for a report; ``brief`` where a table has no space for a sentence."""
+    """Describe how a process ended, for a report; ``brief`` is a few words for a table."""
     name = signal_name(exit_code)
     if brief:
         return f"exit code {exit_code}" if name is None else f"killed by signal {-exit_code}"
-    return f"the process ended with exit code {exit_code}" if name is None else f"the process died of {name}"
+    return f"the process ended with exit code {exit_code}" if name is None else f"the process was killed by {name}"

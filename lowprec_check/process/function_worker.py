@@ -1,8 +1,8 @@
-"""A worker that runs a function of this program, in a process that was forked or spawned. Never imports torch.
+"""A worker that runs a Python function in a forked or spawned process. Never imports torch.
 
-Where the platform can fork, the worker shares the memory of its parent (copy on write) and starts in milliseconds. The
-function runs in a fresh thread of the forked process: an OpenMP runtime keeps its pool of threads per thread, and the
-one that the parent may have used does not survive a fork.
+A forked worker shares the memory of its parent (copy on write) and starts in milliseconds. The function runs in a new
+thread of the worker: OpenMP keeps one pool of threads per calling thread, and a pool that the parent has used does not
+survive a fork.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lowprec_check.process.breadcrumb import Breadcrumb
 
 SendBytes = Callable[[bytes], None]
 Task = Callable[[SendBytes], None]
-"""What the worker runs; it catches its own exceptions. Pickled for a spawned process."""
+"""The function to run. It must catch its own exceptions, and be picklable for a spawned process."""
 
 
 class FunctionWorker(Worker[Message]):
@@ -50,7 +50,7 @@ class FunctionWorker(Worker[Message]):
         sender.close()
 
     def waitables(self) -> list[int | Connection]:
-        """Return the pipe, while it is open, and the sentinel of the process."""
+        """Return the pipe, while it is open, and the process sentinel."""
         pipe = [] if self._at_end else [self._receiver]
         return [*pipe, self._process.sentinel]
 
@@ -66,12 +66,12 @@ class FunctionWorker(Worker[Message]):
 
     @property
     def exit_code(self) -> int | None:
-        """How the process ended; ``None`` while it runs."""
+        """Exit code of the process; ``None`` while it runs."""
         code: int | None = self._process.exitcode
         return code
 
     def end(self) -> None:
-        """Kill the process if it still runs, and wait until it is gone."""
+        """Kill the process if it still runs, and wait until it has ended."""
         if self._process.is_alive():
             self._process.kill()
         self._process.join()
@@ -83,10 +83,10 @@ class FunctionWorker(Worker[Message]):
 
 
 def _main(task: Task, sender: Connection, log: Path | None) -> None:
-    os.dup2(2, 1)  # what the model prints must not mix with a report
+    os.dup2(2, 1)  # what the model prints must not end up in a report on stdout
     with open(log or os.devnull, "w", encoding="utf-8") as file:
         faulthandler.enable(file)
-        _be_the_one_to_kill()
+        _prefer_for_oom_kill()
         thread = threading.Thread(target=task, args=(sender.send_bytes,), daemon=True)
         thread.start()
         thread.join()
@@ -94,8 +94,8 @@ def _main(task: Task, sender: Connection, log: Path | None) -> None:
         os._exit(0)  # without the exit handlers of the parent
 
 
-def _be_the_one_to_kill() -> None:
-    """Ask Linux to kill this process, not its parent, when memory runs out."""
+def _prefer_for_oom_kill() -> None:
+    """Make Linux kill this process instead of its parent if memory runs out."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 

@@ -1,4 +1,4 @@
-"""The loop that watches workers: what they say, that they end, and that they keep their limits. Never imports torch."""
+"""Watches workers: receives their messages, notices when they end, kills those past a limit. Never imports torch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lowprec_check.process.breadcrumb import Position
 AnyWorker = TypeVar("AnyWorker", bound=Worker[Any])
 
 State = Literal["running", "ended", "timeout", "stuck"]
-"""``ended``: by itself; ``timeout``: past its deadline, killed; ``stuck``: in one op past its limit, killed."""
+"""``ended``: by itself; ``timeout``: killed at its deadline; ``stuck``: killed because one op exceeded its limit."""
 
 
 @dataclass(frozen=True)
-class Said(Generic[AnyWorker, Message]):
+class MessageEvent(Generic[AnyWorker, Message]):
     """A worker sent a message."""
 
     worker: AnyWorker
@@ -27,22 +27,22 @@ class Said(Generic[AnyWorker, Message]):
 
 
 @dataclass(frozen=True)
-class Seen(Generic[AnyWorker]):
-    """How a worker is: reported at every look while it is ``running``, and once when it is gone."""
+class StateEvent(Generic[AnyWorker]):
+    """The state of a worker: reported at every check while it is ``running``, and once when it has ended."""
 
     worker: AnyWorker
     state: State
     position: Position | None
-    """Where it is, or was."""
+    """The op that it runs, or ran last."""
     exit_code: int | None = None
-    """How it ended, if that was by itself."""
+    """Its exit code, if it ended by itself."""
 
 
 class Supervisor(Generic[AnyWorker, Message]):
-    """Context manager that watches workers and ends those that are left when its block is left."""
+    """Context manager that watches workers; on exit it kills those that still run."""
 
     def __init__(self, workers: Iterable[AnyWorker] = (), *, tick: float = 0.1) -> None:
-        """Look at every worker at least each ``tick`` seconds."""
+        """Check every worker at least every ``tick`` seconds."""
         self._workers = list(workers)
         self._tick = tick
 
@@ -59,38 +59,38 @@ class Supervisor(Generic[AnyWorker, Message]):
         """Watch one more worker."""
         self._workers.append(worker)
 
-    def events(self) -> Iterator[Said[AnyWorker, Message] | Seen[AnyWorker]]:
-        """Yield what happens until no worker is left.
+    def events(self) -> Iterator[MessageEvent[AnyWorker, Message] | StateEvent[AnyWorker]]:
+        """Yield events until no worker is left.
 
-        Every message of a worker comes before its end. A worker that is past a limit is killed before that is reported.
+        All messages of a worker come before its end. A worker past a limit is killed before this is reported.
         """
         while self._workers:
             self._wait()
             for worker in tuple(self._workers):
-                yield from self._look_at(worker)
+                yield from self._check(worker)
 
     def _wait(self) -> None:
-        """Wait for a message or an end, for one tick at most."""
+        """Wait for a message or the end of a worker, for at most one tick."""
         waitables = [waitable for worker in self._workers for waitable in worker.waitables()]
         if waitables:
             multiprocessing.connection.wait(waitables, timeout=self._tick)
         else:
             time.sleep(self._tick)
 
-    def _look_at(self, worker: AnyWorker) -> Iterator[Said[AnyWorker, Message] | Seen[AnyWorker]]:
-        exit_code = worker.exit_code  # before the messages, so that none is left behind by a worker that ends now
+    def _check(self, worker: AnyWorker) -> Iterator[MessageEvent[AnyWorker, Message] | StateEvent[AnyWorker]]:
+        exit_code = worker.exit_code  # read before the messages, so that none is missed if the worker ends now
         messages = worker.receive()
         for message in messages:
-            yield Said(worker, message)
+            yield MessageEvent(worker, message)
         position = worker.position()
-        state = "ended" if exit_code is not None and not messages else _against_limits(worker, position)
+        state = "ended" if exit_code is not None and not messages else _check_limits(worker, position)
         if state != "running":
             self._workers.remove(worker)
             worker.end()
-        yield Seen(worker, state, position, exit_code if state == "ended" else None)
+        yield StateEvent(worker, state, position, exit_code if state == "ended" else None)
 
 
-def _against_limits(worker: Worker[Any], position: Position | None) -> State:
+def _check_limits(worker: Worker[Any], position: Position | None) -> State:
     if time.monotonic() > worker.deadline:
         return "timeout"
     if position is not None and position.seconds_in_op() > worker.op_limit:

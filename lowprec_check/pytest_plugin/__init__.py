@@ -1,1 +1,1 @@
-"""Parts of the pytest plugin, each loaded when a test or an option asks for it."""
+"""The pytest plugin. Each part is imported when a test or an option needs it."""

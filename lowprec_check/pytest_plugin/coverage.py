@@ -1,7 +1,7 @@
-"""``--lowprec-coverage``: the operators that a project's own tests use, and which of them lack a low precision.
+"""``--lowprec-coverage``: the operators that a project's tests use, and which of them do not support a low precision.
 
-Tests run as they are. The process that runs one attaches the operators to its reports, which pytest-xdist brings to one
-process, where they are looked up in the catalog. Imports torch where tests run, nowhere else.
+Tests run unchanged. The process that runs a test attaches the operators to the test report. pytest-xdist sends the reports to
+one process, which looks the operators up in the catalog. Only processes that run tests import torch.
 """
 
 from __future__ import annotations
@@ -15,47 +15,53 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lowprec_check.catalog.aten import AtenCatalog
+from lowprec_check.catalog.measured import catalog_device
 from lowprec_check.catalog.names import dtype_of
 from lowprec_check.catalog.records import LOW, Dtype
 from lowprec_check.errors import UsageError
 from lowprec_check.pytest_plugin import options
 from lowprec_check.report.coverage import RENDERERS, Coverage, OpUse, coverage_text
+from lowprec_check.schema.devices import choices
 
 if TYPE_CHECKING:
     from lowprec_check.pytest_plugin.fixture.watch import Watch
 
 
 def register(config: pytest.Config) -> None:
-    """Check the options and take part in the session; raises :class:`pytest.UsageError` where one is wrong."""
+    """Check the options and register the plugin; raises :class:`pytest.UsageError` if an option is wrong."""
     names, device = options.value(config, "coverage"), options.value(config, "device") or "cpu"
     report = options.path(config, "report")
     if not names:
         if config.option.lowprec_device or config.option.lowprec_report:
-            raise pytest.UsageError("--lowprec-device and --lowprec-report go with --lowprec-coverage half.")
+            raise pytest.UsageError(
+                "--lowprec-device and --lowprec-report need --lowprec-coverage: add --lowprec-coverage half."
+            )
         return
     if report is not None and report.suffix not in RENDERERS:
         where = options.where(config, "report")
-        raise pytest.UsageError(f"{where}: {report.name} ends with none of {', '.join(RENDERERS)}.")
+        raise pytest.UsageError(f"{where}: unknown format {report.name!r}: use {choices([*RENDERERS])}.")
     if report is not None and not report.parent.is_dir():
-        raise pytest.UsageError(f"{options.where(config, 'report')}: there is no folder {report.parent}.")
-    here = importlib.metadata.version("torch")
+        raise pytest.UsageError(f"{options.where(config, 'report')}: the folder {report.parent} does not exist.")
+    installed = importlib.metadata.version("torch")
+    wrong = "device"
     try:
-        catalogs = [AtenCatalog(device, dtype, here) for dtype in dict.fromkeys(map(_low, names))]
+        device = catalog_device(device)
+        wrong = "coverage"
+        catalogs = [AtenCatalog(device, dtype, installed) for dtype in dict.fromkeys(map(_low, names))]
     except UsageError as error:
-        wrong = "device" if "was measured on" in error.message else "coverage"
         raise pytest.UsageError(f"{options.where(config, wrong)}: {error}") from None
-    config.pluginmanager.register(Recorded(config, catalogs, report), "lowprec-coverage")
+    config.pluginmanager.register(CoverageRecorder(config, catalogs, report), "lowprec-coverage")
 
 
 def _low(name: str) -> Dtype:
     dtype = dtype_of(name)
     if dtype not in LOW:
-        raise UsageError(f"{name!r} is no low precision.", "Choose half or bfloat16.")
+        raise UsageError(f"{name!r} is not a low precision.", "Choose half or bfloat16.")
     return dtype
 
 
-class Recorded:
-    """Watches tests, and sums up what they used."""
+class CoverageRecorder:
+    """Records the operators of each test and reports them at the end."""
 
     def __init__(self, config: pytest.Config, catalogs: list[AtenCatalog], report: Path | None) -> None:
         self.config, self.catalogs, self.report = config, catalogs, report
@@ -65,24 +71,24 @@ class Recorded:
         self.failed_to_write: str | None = None
         self._watch: Watch | None = None
 
-    # -- where tests run
+    # -- in processes that run tests
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self) -> Generator[None, object, object]:
-        """Watch what fixtures do."""
-        return (yield from self._watched())
+        """Record the setup of fixtures."""
+        return (yield from self._recorded())
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self) -> Generator[None, object, object]:
-        """Watch the test."""
-        return (yield from self._watched())
+        """Record the test."""
+        return (yield from self._recorded())
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self) -> Generator[None, object, object]:
-        """Watch what fixtures do afterwards."""
-        return (yield from self._watched())
+        """Record the teardown of fixtures."""
+        return (yield from self._recorded())
 
-    def _watched(self) -> Generator[None, object, object]:
+    def _recorded(self) -> Generator[None, object, object]:
         if self._watch is None:
             from lowprec_check.pytest_plugin.fixture.watch import Watch
 
@@ -100,16 +106,16 @@ class Recorded:
         report.lowprec_ops = self._watch.take() if self._watch else []  # type: ignore[attr-defined]
         return report
 
-    # -- where results come together
+    # -- in the process that collects results
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Collect what each test used."""
+        """Collect the operators of each test."""
         self.tests.add(report.nodeid)
         for op in getattr(report, "lowprec_ops", ()):
             self.uses[op].add(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        """Look the operators up, and write the report."""
+        """Look up the operators and write the report."""
         if options.is_worker(self.config):
             return
         self.found = self._coverage()
@@ -135,7 +141,7 @@ class Recorded:
         )
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Print the table; with ``-v`` all operators, else those that do not simply run."""
+        """Print the table: with ``-v`` all operators, else only those that do not run in all cases."""
         if self.found is None:
             return
         terminalreporter.section("lowprec coverage")
@@ -143,4 +149,4 @@ class Recorded:
         for line in coverage_text(self.found, every=every).splitlines():
             terminalreporter.write_line(line)
         if self.report is not None:
-            terminalreporter.write_line(self.failed_to_write or f"All of it: {self.report}")
+            terminalreporter.write_line(self.failed_to_write or f"Full report: {self.report}")

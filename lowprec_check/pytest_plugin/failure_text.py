@@ -1,4 +1,4 @@
-"""What a failed assertion says: every finding at once, as a scan shows it. Never imports torch."""
+"""Texts of failed assertions: all findings at once, in the format of a scan. Never imports torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HELP = "compute it in fp32 and cast back, or use autocast"
 
 
 def scan_text(result: ScanResult, exception: ExceptionInfo | None = None, *, in_fp32: bool = False) -> str:
-    """A line of summary, the verdicts, and all findings; ``exception`` is what stopped the call, ``in_fp32`` too."""
+    """A summary line, the table of runs, and all findings. ``exception`` stopped the call; ``in_fp32``: it occurs in fp32 too."""
     low = [run for run in result.runs if not run.is_reference]
     failed = [label(run) for run in low if run.status != "ok"] or [label(run) for run in low]
     torch, device = str(result.environment.get("torch", "")).partition("+")[0], result.environment.get("device")
@@ -47,26 +47,28 @@ def scan_text(result: ScanResult, exception: ExceptionInfo | None = None, *, in_
 
 def _print_error(console: Console, exception: ExceptionInfo, which: str) -> None:
     where = f" at {exception.source}" if exception.source else ""
-    console.print(f"Stopped{where} by an error that {which}:")
+    console.print(f"The call stopped{where} with an error that {which}:")
     console.print(Padding(Text(f"{exception.type}: {exception.message}"), (0, 0, 0, 6)))
 
 
-_WORDS = {"all": "runs", "some": "in part", "none": "no", None: "not known"}
+_WORDS = {"all": "runs", "some": "runs in part", "none": "does not run", None: "unknown"}
 _EVIDENCE = {
-    "measured here": "run here",
-    "measured": "not run here: from the catalog, measured",
-    "declared": "not run here: from the catalog, declared",
+    "measured here": "run on this machine",
+    "measured": "from the catalog, measured",
+    "declared": "from the catalog, declared",
 }
 
 
 def no_support_text(found: Support) -> str:
-    """Which operators do not run in the dtype, in which mode, why, and by what evidence."""
+    """The operators that do not run in the dtype, with mode, reason and evidence."""
     evidence = f"{_EVIDENCE[found.evidence]}, torch {found.torch}"
     with screen(WIDTH, color=False) as (console, printed):
         console.print(f"{found.asked} is not supported in {SHORT[found.dtype]} on {found.device} ({evidence})")
         console.print()
         if not found.states:
-            console.print("Nothing is known of it there. `lowprec-check catalog build` measures it on the device.")
+            console.print(
+                "The catalog has no data for it on this device. Measure it there with `lowprec-check catalog build`."
+            )
         for state in found.failing:
             _print_state(console, state)
     return printed.text.rstrip("\n")
@@ -75,12 +77,12 @@ def no_support_text(found: Support) -> str:
 def _print_state(console: Console, state: OpState) -> None:
     samples = f", {state.passed} of {state.samples} samples" if state.samples else ""
     no_backward = state.state is None and state.mode == "backward"
-    console.print(f"{state.op}  {state.mode}: {'it has none' if no_backward else _WORDS[state.state]}{samples}")
+    console.print(f"{state.op}  {state.mode}: {'no backward' if no_backward else _WORDS[state.state]}{samples}")
     parts = []
     if state.failure is not None:
         at = f" in {state.failure.at}" if state.failure.at else ""
         parts.append(f"{state.failure.kind}{at}: {shorten(state.failure.message)}{in_samples(state.failure.condition)}")
     if state.state in ("some", "none"):
-        parts.append(f"→ {HELP}" + (f"; runs since torch {state.mended}" if state.mended else ""))
+        parts.append(f"→ {HELP}" + (f"; supported since torch {state.fixed_in}" if state.fixed_in else ""))
     for part in parts:
         console.print(Padding(Text(part), (0, 0, 0, 6)))

@@ -1,6 +1,6 @@
-"""The pytest plugin: what pytest calls. Imports neither torch nor a room of ours until a test or an option asks.
+"""The hooks of the pytest plugin. Imports neither torch nor other modules of this package until a test or an option needs them.
 
-The fixture ``lowprec``, the marker ``lowprec``, and options and ini keys that all begin with ``lowprec``.
+Defines the fixture ``lowprec``, the marker ``lowprec``, and options and ini keys that start with ``lowprec``.
 See docs/pytest.md.
 """
 
@@ -13,14 +13,14 @@ import pytest
 if TYPE_CHECKING:
     from lowprec_check.pytest_plugin.fixture.lowprec import Lowprec
 
-_MARKER = """lowprec(*precisions, device="cpu", backend="eager", tolerance=None): run the test once in each precision \
-({precisions}), with lowprec.cast(model), lowprec.autocast() and lowprec.allclose(y, reference); device: the test is \
-skipped if it is not available; backend: for lowprec.check ({backends}); tolerance: the largest rel_l2 that passes, by \
-default that of the precision."""
+_MARKER = """lowprec(*precisions, device="cpu", backend="eager", tolerance=None): run the test once per precision \
+({precisions}); use lowprec.cast(model), lowprec.autocast() and lowprec.allclose(y, reference) in it. device: where to \
+run; the test is skipped if it is not available. backend: for lowprec.check ({backends}). tolerance: the largest rel_l2 that \
+passes; default: that of the precision."""
 
 
 def marker_help(config: pytest.Config) -> str:
-    """The marker's line in ``pytest --markers``, where it lists what is registered; elsewhere nothing is looked up."""
+    """The marker's description in ``pytest --markers``; otherwise only its name, so that nothing is imported."""
     if not config.option.markers:
         return "lowprec"
     from lowprec_check.schema.backends import BACKENDS
@@ -31,40 +31,43 @@ def marker_help(config: pytest.Config) -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare options; each has an ini key of the same name, which counts where the option is absent."""
+    """Define the options. Each has an ini key of the same name, used if the option is not given."""
     group = parser.getgroup("lowprec", "low precision (lowprec-check)")
     group.addoption(
         "--lowprec-coverage",
         metavar="DTYPE",
         action="append",
-        help="Record the operators of every test and end with a table of those that lack half or bfloat16; repeatable.",
+        help="Record the operators of every test; at the end, list those that do not support this dtype: half or bfloat16. "
+        "Repeatable.",
     )
     group.addoption(
         "--lowprec-device",
         metavar="DEVICE",
-        help="Device of that table: cpu, cuda or xpu; it need not be there. By default cpu.",
+        help="Device to look up for --lowprec-coverage, such as cuda; this machine does not need to have it. Default: cpu.",
     )
     group.addoption(
-        "--lowprec-report", metavar="FILE", help="Write all of that table to FILE: .json, .md or .html by its suffix."
+        "--lowprec-report",
+        metavar="FILE",
+        help="Write the full coverage table to FILE; the suffix sets the format: .json, .md or .html.",
     )
     group.addoption(
         "--lowprec-manifest",
         metavar="FILE",
-        help="Known failures (TOML): these tests must fail, each with its exception; one that passes is a failure.",
+        help="TOML file of known failures: each test in it must fail with its exception, and is then reported as xfailed.",
     )
     group.addoption(
         "--lowprec-update-manifest",
         action="store_true",
-        help="Rewrite the manifest from what the tests of this run do; reasons are kept.",
+        help="Update the manifest with the results of this run; reasons are kept.",
     )
-    parser.addini("lowprec_coverage", "As --lowprec-coverage: half, bfloat16 or both.", type="args", default=[])
-    parser.addini("lowprec_device", "As --lowprec-device.", default=None)
-    parser.addini("lowprec_report", "As --lowprec-report, relative to the ini file.", default=None)
-    parser.addini("lowprec_manifest", "As --lowprec-manifest, relative to the ini file.", default=None)
+    parser.addini("lowprec_coverage", "Same as --lowprec-coverage: half, bfloat16 or both.", type="args", default=[])
+    parser.addini("lowprec_device", "Same as --lowprec-device.", default=None)
+    parser.addini("lowprec_report", "Same as --lowprec-report, relative to the ini file.", default=None)
+    parser.addini("lowprec_manifest", "Same as --lowprec-manifest, relative to the ini file.", default=None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker, and the parts that options ask for."""
+    """Register the marker and the parts that options need."""
     config.addinivalue_line("markers", marker_help(config))
     option = config.option
     if option.lowprec_manifest or option.lowprec_update_manifest or config.getini("lowprec_manifest"):
@@ -80,7 +83,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each precision of the marker."""
+    """Make one test per precision of the marker."""
     mark = metafunc.definition.get_closest_marker("lowprec")
     if mark is not None:
         from lowprec_check.pytest_plugin.marker import parametrize
@@ -89,11 +92,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Methods of ``unittest.TestCase`` cannot be run once per precision: say so instead of running them once."""
+    """Fail marked methods of ``unittest.TestCase``, which cannot run once per precision."""
     if getattr(item, "callspec", None) is None and item.get_closest_marker("lowprec") is not None:
         pytest.fail(
-            "The marker lowprec does not work here: methods of unittest.TestCase take no fixtures. "
-            "Make it a function or a method of a plain class.",
+            "The marker lowprec does not work on methods of unittest.TestCase, which cannot use fixtures. "
+            "Make the test a function or a method of a plain class.",
             pytrace=False,
         )
 

@@ -1,4 +1,4 @@
-"""The manifest of known failures: TOML in, the same TOML out, sorted. Never imports torch."""
+"""Reads and writes the manifest of known failures, a sorted TOML file. Never imports torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from lowprec_check.catalog.toml_tables import read_tables
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.base import StrictStruct
 
-HEAD = "# Tests that are known to fail, each with its exception. Written by pytest --lowprec-update-manifest; reasons are yours.\n"
-NO_REASON = "not said yet"
+HEAD = "# Tests that are known to fail, each with its exception. Updated by pytest --lowprec-update-manifest; fill in the reasons.\n"
+NO_REASON = "no reason given"
 
 
-class Known(StrictStruct, frozen=True, kw_only=True):
-    """One test that fails."""
+class KnownFailure(StrictStruct, frozen=True, kw_only=True):
+    """One test that is known to fail."""
 
     test: str
     """Its exact id, ``tests/test_model.py::test_half[dot]``."""
@@ -25,30 +25,28 @@ class Known(StrictStruct, frozen=True, kw_only=True):
     reason: str = NO_REASON
 
 
-Manifest = dict[str, Known]
+Manifest = dict[str, KnownFailure]
 """By test."""
 
 
 def read(path: Path) -> Manifest:
-    """Read a manifest strictly; raises :class:`UsageError` naming file, entry and key."""
+    """Read a manifest strictly; raises :class:`UsageError` that names file, entry and key."""
     try:
-        entries = read_tables(path, "known", Known)
+        entries = read_tables(path, "known", KnownFailure)
     except FileNotFoundError:
-        raise UsageError(
-            f"There is no manifest {path}.", "--lowprec-update-manifest makes one of the tests that fail."
-        ) from None
+        raise UsageError(f"The manifest {path} does not exist.", "Create it with --lowprec-update-manifest.") from None
     except OSError as error:
         raise UsageError(f"Cannot read {path}: {error.strerror}.") from None
     found: Manifest = {}
     for entry in entries:
         if entry.test in found:
-            raise UsageError(f"{path}: {entry.test} is there twice.")
+            raise UsageError(f"{path}: duplicate entry {entry.test}.", "Remove one of them.")
         found[entry.test] = entry
     return found
 
 
-def dump(entries: Iterable[Known], head: str = HEAD) -> str:
-    """The text of a manifest: sorted by test, so that two people's updates merge."""
+def dump(entries: Iterable[KnownFailure], head: str = HEAD) -> str:
+    """The text of a manifest, sorted by test so that updates of two people merge."""
     tables = [
         f"\n[[known]]\ntest = {_string(e.test)}\nexception = {_string(e.exception)}\nreason = {_string(e.reason)}\n"
         for e in sorted(entries, key=lambda entry: entry.test)
@@ -57,7 +55,7 @@ def dump(entries: Iterable[Known], head: str = HEAD) -> str:
 
 
 def _string(text: str) -> str:
-    """A TOML basic string; JSON's are the same but for DEL."""
+    """A TOML basic string, which differs from a JSON string only in DEL."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -72,7 +70,7 @@ def head_of(path: Path) -> str:
 
 
 class Change(NamedTuple):
-    """A manifest brought up to date."""
+    """An updated manifest and its changes."""
 
     manifest: Manifest
     added: list[str]
@@ -80,18 +78,18 @@ class Change(NamedTuple):
     removed: list[str]
 
 
-def updated(before: Manifest, results: Mapping[str, str | None], gone: Iterable[str] = ()) -> Change:
-    """``before`` after tests ran: ``results`` has the exception of each (``None``: it passed), ``gone`` are not there any more.
+def updated(before: Manifest, results: Mapping[str, str | None], missing: Iterable[str] = ()) -> Change:
+    """Update ``before``. ``results`` has the exception of each test that ran (``None``: it passed); ``missing`` tests do not exist.
 
-    Entries of tests that did not run stay as they are; reasons are kept.
+    Entries of tests that did not run are unchanged; reasons are kept.
     """
-    after = {test: known for test, known in before.items() if test not in set(gone)}
+    after = {test: known for test, known in before.items() if test not in set(missing)}
     for test, exception in results.items():
         if exception is None:
             after.pop(test, None)
         else:
             reason = before[test].reason if test in before else NO_REASON
-            after[test] = Known(test=test, exception=exception, reason=reason)
+            after[test] = KnownFailure(test=test, exception=exception, reason=reason)
     return Change(
         after,
         added=sorted(after.keys() - before.keys()),

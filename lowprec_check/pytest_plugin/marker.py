@@ -1,4 +1,4 @@
-"""The marker ``lowprec``: its arguments, and one test for each precision. Never imports torch."""
+"""The marker ``lowprec``: its arguments, and one test per precision. Never imports torch."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any, NamedTuple
 import pytest
 
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.backends import BACKENDS, EAGER
+from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.devices import DEVICES, device_of, device_type
 from lowprec_check.schema.precisions import PRECISIONS, low_precisions
 from lowprec_check.schema.registry import Registry
-from lowprec_check.schema.run_key import RunKey
+from lowprec_check.schema.run_key import EAGER, RunKey
 
 
 class Case(NamedTuple):
-    """One precision in which a test is run."""
+    """One precision that a test runs in."""
 
     key: RunKey
     tolerance: float | None
 
     @property
     def id(self) -> str:
-        """What the test's name ends with: ``half-cpu``, ``half-inductor-cpu``."""
+        """The parameter in the test's id: ``half-cpu``, ``half-inductor-cpu``."""
         backend = [] if self.key.backend == EAGER else [self.key.backend]
         return "-".join([self.key.precision, *backend, self.key.device])
 
 
-def is_there(device: str) -> bool:
+def is_device_available(device: str) -> bool:
     """Whether a device is available; raises :class:`UsageError` for an unknown one."""
     kind = device_of(device).name
     if kind == "cpu":
@@ -39,23 +39,23 @@ def is_there(device: str) -> bool:
 
 
 class MarkerError(ValueError):
-    """The marker's arguments are wrong."""
+    """An argument of the marker is wrong."""
 
 
 def cases(mark: pytest.Mark) -> list[Case]:
-    """The precisions that a marker asks for, in its order; raises :class:`MarkerError` saying what is wrong."""
+    """The cases of a marker, in its order; raises :class:`MarkerError` if an argument is wrong."""
     try:
         bound = inspect.signature(_arguments).bind(*mark.args, **mark.kwargs)
     except TypeError as error:
-        raise MarkerError(f"{error}; it takes precisions, device, backend and tolerance") from None
+        raise MarkerError(f"{error}; its arguments are precisions, device, backend and tolerance") from None
     bound.apply_defaults()
     tolerance = bound.kwargs["tolerance"]
     names = [precision.name for precision in low_precisions()]
     if not bound.args:
-        raise MarkerError(f"it names no precision; choose from {', '.join(names)}")
+        raise MarkerError(f"no precision given; choose from {', '.join(names)}")
     precisions = [_named(PRECISIONS, name) for name in bound.args]
     if not set(precisions) <= set(names):
-        raise MarkerError(f"fp32 is what the others are compared with; choose from {', '.join(names)}")
+        raise MarkerError(f"fp32 is the baseline; choose from {', '.join(names)}")
     if len(set(precisions)) < len(precisions):
         raise MarkerError("duplicate precision")
     if not isinstance(bound.kwargs["device"], str) or DEVICES.find(device_type(bound.kwargs["device"])) is None:
@@ -71,7 +71,7 @@ def _arguments(*precisions: str, device: str = "cpu", backend: str = EAGER, tole
 
 
 def _named(registry: Registry[Any], name: object) -> str:
-    """The name that a name or alias stands for."""
+    """The name for a name or alias."""
     try:
         return str(registry.get(str(name)).name)
     except UsageError as error:
@@ -83,17 +83,17 @@ def _is_positive(value: object) -> bool:
 
 
 def parametrize(metafunc: pytest.Metafunc, mark: pytest.Mark) -> None:
-    """Run a test once for each case; a wrong marker, or a test that cannot tell the cases apart, is a collection error."""
+    """Run a test once per case; a wrong marker, or a test without the fixture, is a collection error."""
     try:
         found = cases(mark)
     except MarkerError as error:
         pytest.fail(f"{metafunc.definition.nodeid}: marker lowprec: {error}.", pytrace=False)
     if "lowprec" not in metafunc.fixturenames:
         pytest.fail(
-            f"{metafunc.definition.nodeid}: has the marker lowprec but not the fixture: it would run "
-            f"{len(found)} times the same. Add the argument lowprec, and use lowprec.cast(model).",
+            f"{metafunc.definition.nodeid}: the test has the marker lowprec but does not use the fixture, so every "
+            "precision would run the same code. Add the argument lowprec, and use lowprec.cast(model).",
             pytrace=False,
         )
     device = found[0].key.device
-    marks = [] if is_there(device) else [pytest.mark.skip(reason=f"device {device} is not available")]
+    marks = [] if is_device_available(device) else [pytest.mark.skip(reason=f"device {device} is not available")]
     metafunc.parametrize("lowprec", [pytest.param(case, id=case.id, marks=marks) for case in found], indirect=True)

@@ -1,4 +1,4 @@
-"""Whether an operator runs in a dtype: tried here where the device is there, else as the catalog says. Never imports torch."""
+"""Whether an operator runs in a dtype: measured if the device is available, else looked up in the catalog. Never imports torch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 from lowprec_check.catalog import declared
-from lowprec_check.catalog.fixed_in import mended_in
+from lowprec_check.catalog.fixes import fixed_since
 from lowprec_check.catalog.measured import at_release, history, sweep_of
 from lowprec_check.catalog.measured_sweep import MeasuredSweep
 from lowprec_check.catalog.names import find
 from lowprec_check.catalog.records import Dtype, Failure, Header, Mode, OpRecord, State
 from lowprec_check.catalog.support_cells import declared_cells, measured_cell
 from lowprec_check.errors import UsageError
-from lowprec_check.pytest_plugin.marker import is_there
+from lowprec_check.pytest_plugin.marker import is_device_available
 from lowprec_check.schema.devices import catalogued, is_declared
 
 Evidence = Literal["measured here", "measured", "declared"]
@@ -25,16 +25,16 @@ class OpState(NamedTuple):
     op: str
     mode: Mode
     state: State | None
-    """``None``: not known, or it has no backward."""
+    """``None``: unknown, or it has no backward."""
     passed: int | None = None
     samples: int | None = None
     failure: Failure | None = None
-    mended: str | None = None
-    """The later release of torch from which on it runs."""
+    fixed_in: str | None = None
+    """The first later release of torch that runs it."""
 
 
 class Support(NamedTuple):
-    """What is known of all operators that a name stands for."""
+    """The support of all operators that a name refers to."""
 
     asked: str
     dtype: Dtype
@@ -50,26 +50,28 @@ class Support(NamedTuple):
 
     @property
     def failing(self) -> list[OpState]:
-        """Those that do not."""
+        """The operators and modes that do not run in all samples."""
         return [state for state in self.states if state.state != "all"]
 
 
 def support_of(asked: str, dtype: Dtype, device: str, *, backward: bool = False) -> Support:
-    """What is known of ``asked``; raises :class:`UsageError` for a name or device that there is not."""
+    """The support of the operators named ``asked``; raises :class:`UsageError` for an unknown name or device."""
     if device not in catalogued():
         raise UsageError(f"Unknown device {device!r}.", f"Choose from {', '.join(catalogued())}.")
     modes: tuple[Mode, ...] = ("forward", "backward") if backward else ("forward",)
     records = _named(asked, device)
-    tried = _tried(device, tuple(record.op for record in records))
-    if tried is not None:
-        found = {record.op: record for record in tried.records}
-        states = [_state(found[record.op], dtype, mode, device, tried.header) for record in records for mode in modes]
-        return Support(asked, dtype, device, tried.header.torch, "measured here", states)
+    measured = _measured(device, tuple(record.op for record in records))
+    if measured is not None:
+        found = {record.op: record for record in measured.records}
+        states = [
+            _state(found[record.op], dtype, mode, device, measured.header) for record in records for mode in modes
+        ]
+        return Support(asked, dtype, device, measured.header.torch, "measured here", states)
     return _from_catalog(asked, records, dtype, device, modes)
 
 
 def _named(asked: str, device: str) -> list[OpRecord]:
-    """The operators of that very name; all that it may stand for, where none has just that name."""
+    """The operators of exactly that name; if there are none, all that it may refer to."""
     sweep = sweep_of(device) if history(device) else sweep_of("cpu")
     found = find(asked, sweep.records)
     exact = [record for record in found if record.op == asked.rpartition("::")[2].removeprefix("torch.")]
@@ -77,11 +79,11 @@ def _named(asked: str, device: str) -> list[OpRecord]:
 
 
 @cache
-def _tried(device: str, ops: tuple[str, ...]) -> MeasuredSweep | None:
-    """The operators' samples run here, in a process of their own; ``None`` where that is not possible."""
+def _measured(device: str, ops: tuple[str, ...]) -> MeasuredSweep | None:
+    """Run the samples of the operators in a separate process; ``None`` if that is not possible."""
     from lowprec_check.engine.sweep.build import build
 
-    if not is_there(device):
+    if not is_device_available(device):
         return None
     try:
         return build(device, jobs=1, only=list(ops))
@@ -94,23 +96,23 @@ def _state(record: OpRecord, dtype: Dtype, mode: Mode, device: str, header: Head
     passed, samples = record.count(dtype, mode) or (None, None)
     failure = record.failure(dtype, mode) if state in ("some", "none") else None
     sweep = next((s for s in history(device) if s.header.torch == header.torch), None)
-    mended = mended_in(sweep, [record.op], dtype, mode) if sweep and failure else None
-    return OpState(record.op, mode, state, passed, samples, failure, mended)
+    fixed_in = fixed_since(sweep, [record.op], dtype, mode) if sweep and failure else None
+    return OpState(record.op, mode, state, passed, samples, failure, fixed_in)
 
 
 def _from_catalog(asked: str, records: list[OpRecord], dtype: Dtype, device: str, modes: tuple[Mode, ...]) -> Support:
-    release = declared.release_of(_installed_torch())
+    installed = _installed_torch()
     evidence: Evidence
     if is_declared(device):
-        evidence, torch = "declared", release if release in declared.releases() else declared.releases()[-1]
-        cells = [(record.op, cell) for record in records for cell in declared_cells(record.op, (dtype,), torch)]
+        evidence, torch = "declared", declared.known_release(device, installed)
+        cells = [(record.op, cell) for record in records for cell in declared_cells(record.op, device, (dtype,), torch)]
     else:
-        sweep = at_release(device, release) or sweep_of(device)
+        sweep = at_release(device, declared.release_of(installed)) or sweep_of(device)
         evidence, torch = "measured", sweep.release
         known = [record.op for record in records if record.op in sweep.records]
         cells = [(op, measured_cell(sweep, op, dtype, mode)) for op in known for mode in modes]
     states = [
-        OpState(op, cell.mode, cell.state, cell.passed, cell.samples, cell.failure, cell.mended)
+        OpState(op, cell.mode, cell.state, cell.passed, cell.samples, cell.failure, cell.fixed_in)
         for op, cell in cells
         if cell.mode in modes
     ]

@@ -1,4 +1,4 @@
-"""Options and ini keys: the option counts, else the ini key. Never imports torch."""
+"""Values of options; if an option is not given, its ini key is used. Never imports torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 
 
 def value(config: pytest.Config, name: str) -> Any:
-    """What ``--lowprec-NAME`` says, else the ini key ``lowprec_NAME``; ``None`` or empty where neither is given."""
+    """The value of ``--lowprec-NAME``, else of the ini key ``lowprec_NAME``; ``None`` or empty if neither is given."""
     given = config.getoption(f"lowprec_{name}")
     return given if given else config.getini(f"lowprec_{name}")
 
 
 def path(config: pytest.Config, name: str) -> Path | None:
-    """A file: the option's is relative to where pytest was called, the ini key's to the ini file."""
+    """A path: in an option relative to the directory pytest was started in, in an ini key to the ini file."""
     given = config.getoption(f"lowprec_{name}")
     if given:
         return config.invocation_params.dir / str(given)
@@ -24,11 +24,11 @@ def path(config: pytest.Config, name: str) -> Path | None:
 
 
 def where(config: pytest.Config, name: str) -> str:
-    """What a wrong value is blamed on: the option or the ini key."""
+    """The option or ini key that a value comes from, for error messages."""
     option = f"--lowprec-{name.replace('_', '-')}"
     return option if config.getoption(f"lowprec_{name}") else f"lowprec_{name} in {config.inipath}"
 
 
 def is_worker(config: pytest.Config) -> bool:
-    """Whether this process is one of pytest-xdist's workers, whose results another process sums up."""
+    """Whether this process is a worker of pytest-xdist; another process reports its results."""
     return hasattr(config, "workerinput")

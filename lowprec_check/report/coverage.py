@@ -107,7 +107,7 @@ def _table(found: Coverage, uses: Sequence[OpUse]) -> Table:
 
 def _words(use: OpUse, dtype: Dtype) -> str:
     support = use.support[dtype]
-    return _WORDS[support.state] + (f", from torch {support.mended}" if support.mended else "")
+    return _WORDS[support.state] + (f", from torch {support.fixed_in}" if support.fixed_in else "")
 
 
 def _print_use(console: Console, use: OpUse) -> None:

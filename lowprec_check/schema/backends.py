@@ -13,9 +13,7 @@ from typing import Any, ClassVar
 
 from lowprec_check.schema.precisions import Precision
 from lowprec_check.schema.registry import Registry
-
-EAGER = "eager"
-"""The name of the backend whose fp32 run is the reference."""
+from lowprec_check.schema.run_key import EAGER
 
 
 class Backend:

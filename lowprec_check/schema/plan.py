@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.backends import EAGER
 from lowprec_check.schema.base import Struct, decode, encode
 from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.run_key import MemoryFormat
+from lowprec_check.schema.run_key import EAGER, MemoryFormat
 
 SCHEMA = 1
 

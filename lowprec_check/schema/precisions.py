@@ -31,6 +31,8 @@ class FloatFormat:
     tolerance: float
     """Default tolerance for the rel_l2 of a model's output."""
     aliases: tuple[str, ...] = ()
+    cpp_name: str = ""
+    """The dtype's name in error messages of torch's C++ code, ``Half``."""
 
     @property
     def roundoff(self) -> float:
@@ -63,9 +65,9 @@ class FloatFormat:
         return self.min_exponent > FP32.min_exponent
 
 
-FP32 = FloatFormat("float32", "fp32", "f32", 24, -126, 127, tolerance=1e-3, aliases=("float",))
-BF16 = FloatFormat("bfloat16", "bf16", "bf16", 8, -126, 127, tolerance=5e-2)
-FP16 = FloatFormat("float16", "fp16", "f16", 11, -14, 15, tolerance=1e-2, aliases=("half", "f16"))
+FP32 = FloatFormat("float32", "fp32", "f32", 24, -126, 127, tolerance=1e-3, aliases=("float",), cpp_name="Float")
+BF16 = FloatFormat("bfloat16", "bf16", "bf16", 8, -126, 127, tolerance=5e-2, cpp_name="BFloat16")
+FP16 = FloatFormat("float16", "fp16", "f16", 11, -14, 15, tolerance=1e-2, aliases=("half", "f16"), cpp_name="Half")
 
 LOW_FORMATS = (BF16, FP16)
 """The 16-bit formats that a device may accelerate."""
@@ -154,12 +156,6 @@ def _built_in() -> Sequence[Precision]:
 
 PRECISIONS: Registry[Precision] = Registry("precision", Precision, _built_in)
 """All precisions, in the order in which a scan shows them."""
-
-REFERENCE = "fp32"
-"""The name of the precision that all others are compared with."""
-
-PLAN = "plan"
-"""The name of a run that keeps modules in fp32; its ``base`` is one of :data:`PRECISIONS`."""
 
 
 def low_precisions() -> list[Precision]:

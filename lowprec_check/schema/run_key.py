@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, get_args
 
-from lowprec_check.schema.backends import EAGER
-from lowprec_check.schema.precisions import REFERENCE
+REFERENCE = "fp32"
+"""The precision that all others are compared with."""
+
+EAGER = "eager"
+"""The backend whose fp32 run is the reference."""
+
+PLAN = "plan"
+"""The precision of a run that keeps modules in fp32; its ``base`` is the precision of the others."""
 
 MemoryFormat = Literal["contiguous", "channels_last"]
 MEMORY_FORMATS: tuple[MemoryFormat, ...] = get_args(MemoryFormat)

@@ -12,12 +12,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from lowprec_check.schema.backends import EAGER
 from lowprec_check.schema.base import Struct, decode
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Plan
 from lowprec_check.schema.precisions import PRECISIONS, Precision
-from lowprec_check.schema.run_key import MemoryFormat, Phase, RunKey, qualified
+from lowprec_check.schema.run_key import EAGER, MemoryFormat, Phase, RunKey, qualified
 
 SCHEMA = 1
 

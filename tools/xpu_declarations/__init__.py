@@ -1,1 +1,1 @@
-"""What torch's and Intel's sources declare for XPU, made into `catalog/declared-xpu.jsonl`. See docs/declared-xpu.md."""
+"""Builds `catalog/declared-xpu.jsonl` from the source code of torch and Intel. See docs/declared-xpu.md."""

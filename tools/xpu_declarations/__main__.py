@@ -1,4 +1,4 @@
-"""Writes a release into `catalog/declared-xpu.jsonl` from public sources; docs/declared-xpu.md shows the commands.
+"""Writes a release to `catalog/declared-xpu.jsonl` from public sources; docs/declared-xpu.md shows the commands.
 
 python -m tools.xpu_declarations --wheel torch-2.13.0-….whl --claims claims.json --intel torch-xpu-ops
 """
@@ -41,20 +41,21 @@ class Clone:
         return self._git("show", f"{self.commit}:{file}")
 
     def url(self, file: str) -> str:
-        """Where the file can be seen."""
+        """The URL of the file on GitHub."""
         return f"{self.home}/blob/{self.commit}/{file}"
 
     def _git(self, *arguments: str) -> str:
         done = subprocess.run(["git", "-C", str(self.path), *arguments], capture_output=True, text=True, check=False)
         if done.returncode:
             raise UsageError(
-                f"git in {self.path}: {done.stderr.strip()}", "Give --intel a clone of intel/torch-xpu-ops."
+                f"git in {self.path}: {done.stderr.strip()}",
+                "Set --intel to a clone of intel/torch-xpu-ops that has this commit.",
             )
         return done.stdout
 
 
 def intel_sources(clone: Clone, note: str | None) -> tuple[dict[str, str], dict[str, Source]]:
-    """The texts that are read from torch-xpu-ops, and their descriptions."""
+    """The texts of the files read from torch-xpu-ops, and the sources, by key."""
     fallback = next(
         name for name in (f"{NATIVE}/XPUFallback.cpp", f"{NATIVE}/XPUFallback.template") if name in clone.files
     )
@@ -72,14 +73,15 @@ def intel_sources(clone: Clone, note: str | None) -> tuple[dict[str, str], dict[
 
 
 def torch_sources(wheel: Path, claims: dtypes.Claims) -> tuple[str, dict[str, Source]]:
-    """The yaml of torch, and the descriptions of what is read from torch."""
+    """The yaml of torch, and the sources from torch, by key."""
     with zipfile.ZipFile(wheel) as archive:
         text = archive.read(YAML).decode()
         version = archive.read("torch/version.py").decode()
     found = dict(re.findall(r"^(__version__|git_version) = '([^'+]*)", version, re.MULTILINE))
     if found["git_version"] != claims.commit:
         raise UsageError(
-            f"The claims are of torch {claims.torch} ({claims.commit}), the wheel is not.", f"{wheel}: {found}"
+            f"The claims are for torch {claims.torch} ({claims.commit}), but {wheel} is {found['__version__']} ({found['git_version']}).",
+            "Use a wheel and claims of the same build.",
         )
     blob = f"https://github.com/pytorch/pytorch/blob/{claims.commit}"
     of = f"of torch {found['__version__']}"
@@ -95,7 +97,7 @@ def torch_sources(wheel: Path, claims: dtypes.Claims) -> tuple[str, dict[str, So
 def build(
     wheel: Path, claims_path: Path, intel: Path, ref: str | None
 ) -> tuple[str, dict[str, Source], dict[str, DeclaredRow]]:
-    """The release, its sources by key and its rows by op."""
+    """The release, its sources by key, and its rows by op."""
     claims = msgspec.json.decode(claims_path.read_bytes(), type=dtypes.Claims)
     release = release_of(claims.torch)
     clone = Clone(intel, ref or f"release/{release}")
@@ -121,37 +123,39 @@ def build(
         if file.startswith("src/ATen") and file.endswith((".cpp", ".h"))
     )
     evidence = dtypes.Evidence(
-        claims.claims, dtypes.additions(texts["tests"]), kernels.left_out(code), corrections.dtypes(all_ops)
+        claims.claims, dtypes.additions(texts["tests"]), kernels.unsupported(code), corrections.dtypes(all_ops)
     )
-    taken = {dtype: dtypes.answers(found, evidence, dtype) for dtype in dtypes.DTYPES}
-    return release, sources | intel_described | corrections.sources(), rows(found, taken)
+    supported = {dtype: dtypes.answers(found, evidence, dtype) for dtype in dtypes.DTYPES}
+    return release, sources | intel_described | corrections.sources(), rows(found, supported)
 
 
-def rows(found: dict[str, registrations.OpRegistration], taken: dict[str, dtypes.Answers]) -> dict[str, DeclaredRow]:
+def rows(
+    found: dict[str, registrations.OpRegistration], supported: dict[str, dtypes.Answers]
+) -> dict[str, DeclaredRow]:
     """The row of each op."""
     result = {}
     for op, registered in found.items():
-        half, bfloat16 = taken["half"][op], taken["bfloat16"][op]
-        result[op] = DeclaredRow(*registered, half.takes, bfloat16.takes, half.source, bfloat16.source)
+        half, bfloat16 = supported["half"][op], supported["bfloat16"][op]
+        result[op] = DeclaredRow(*registered, half.supported, bfloat16.supported, half.source, bfloat16.source)
     return result
 
 
 def save(path: Path, release: str, sources: dict[str, Source], table: dict[str, DeclaredRow]) -> None:
-    """Write a release into the file of the device, in the place of earlier declarations for it."""
+    """Write a release to the file of the device; earlier declarations for it are replaced."""
     file = DeclaredFile(path) if path.exists() else None
-    there = {known: (file.sources[known], file.release(known)) for known in file.releases} if file else {}
-    path.write_bytes(encode_declared("xpu", {**there, release: (sources, table)}))
+    existing = {known: (file.sources[known], file.release(known)) for known in file.releases} if file else {}
+    path.write_bytes(encode_declared("xpu", {**existing, release: (sources, table)}))
 
 
 def main() -> None:
-    """Parse, build, write."""
+    """Parse the arguments, build the release, write it."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.xpu_declarations", description=(__doc__ or "").partition(";")[0]
     )
     parser.add_argument("--wheel", type=Path, required=True, help="a wheel of torch, any platform")
-    parser.add_argument("--claims", type=Path, required=True, help="what claims.py wrote under the same torch")
+    parser.add_argument("--claims", type=Path, required=True, help="the file that claims.py wrote with the same torch")
     parser.add_argument("--intel", type=Path, required=True, help="a clone of intel/torch-xpu-ops")
-    parser.add_argument("--ref", help="branch or commit to read there, where there is no release/X.Y")
+    parser.add_argument("--ref", help="branch or commit of the clone to read; default: release/X.Y")
     options = parser.parse_args()
     path = data_folder() / "declared-xpu.jsonl"
     try:

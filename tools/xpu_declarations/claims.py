@@ -1,11 +1,11 @@
-"""What OpInfo claims for XPU, and which aten ops stand behind each claim: `python claims.py OUT.json`.
+"""Writes the dtypes that OpInfo claims for XPU, and the aten ops of each claim: `python claims.py OUT.json`.
 
-Runs under the torch whose claims are wanted (2.8 or later, any build, plus `expecttest`), and so imports nothing
-of lowprec-check. OpInfo is private to torch. A claim of `op.supported_dtypes("xpu")` is about a Python function; the aten
-ops behind it are those that the function's first samples dispatch on the CPU with floating inputs of that dtype,
-where a kernel that the CPU lacks is computed in float32. Conditions on CUDA hardware inside OpInfo come out as on a
-machine without CUDA, which is what an XPU machine sees; what they would be with it is kept beside (`on_cuda`), as a dtype that is
-missing for want of CUDA hardware says nothing of XPU.
+Run it with the torch to examine (2.8 or later, any build, plus `expecttest`); it imports nothing from lowprec-check. OpInfo
+is private to torch. A claim of `op.supported_dtypes("xpu")` is about a Python function. Its aten ops are those that the first
+samples of the function dispatch on the CPU with floating inputs of that dtype; an op that the CPU does not support is
+computed in float32. Conditions on CUDA hardware inside OpInfo evaluate as on a machine without CUDA, the same as on an XPU
+machine. The claims with CUDA hardware are stored too (`on_cuda`): a dtype that is only missing because there is no CUDA
+hardware says nothing about XPU.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from torch.utils._pytree import tree_iter, tree_map
 DTYPES = {"float32": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
 SAMPLES = 64
 SECONDS = 10
-"""Budget of one op in one dtype; beyond it the leaves seen so far are kept."""
+"""Time limit for one op in one dtype; the ops collected until then are kept."""
 
 
-class Leaves(TorchDispatchMode):
-    """Collects the aten ops called with a floating input of `dtype`; computes in float32 what has no kernel."""
+class OpCollector(TorchDispatchMode):
+    """Collects the aten ops called with a floating input of `dtype`; ops without a kernel are computed in float32."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -42,7 +42,7 @@ class Leaves(TorchDispatchMode):
         self.names: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the op as it is, or widened."""
+        """Run the op unchanged, or in float32 if that fails."""
         kwargs = kwargs or {}
         if any(self._low(leaf) for leaf in tree_iter((args, kwargs))) and func.namespace == "aten":
             self.names.add(
@@ -70,7 +70,7 @@ class Leaves(TorchDispatchMode):
             if self._low(leaf):
                 back[id(wide[id(leaf)])] = leaf
                 if func._schema.is_mutable:
-                    if leaf.shape != wide[id(leaf)].shape:  # an `out=` that the op has resized
+                    if leaf.shape != wide[id(leaf)].shape:  # the op resized its `out=`
                         leaf.resize_(wide[id(leaf)].shape)
                     leaf.copy_(wide[id(leaf)])
 
@@ -97,9 +97,9 @@ def budget(seconds: int) -> Iterator[None]:
         signal.alarm(0)
 
 
-def leaves_of(op: Any, dtype: torch.dtype, backward: bool) -> list[str]:
+def dispatched_ops(op: Any, dtype: torch.dtype, backward: bool) -> list[str]:
     """The aten ops that the first samples of `op` dispatch, in the forward or in the backward pass."""
-    mode = Leaves(dtype)
+    mode = OpCollector(dtype)
     with contextlib.suppress(Exception), budget(SECONDS):
         for sample in itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=backward), SAMPLES):
             with contextlib.suppress(RuntimeError, TypeError, ValueError, NotImplementedError, IndexError):
@@ -107,13 +107,13 @@ def leaves_of(op: Any, dtype: torch.dtype, backward: bool) -> list[str]:
     return sorted(mode.names)
 
 
-def trace(call: Callable[[], Any], mode: Leaves, backward: bool) -> None:
+def trace(call: Callable[[], Any], mode: OpCollector, backward: bool) -> None:
     """Run `call` under `mode`; with `backward`, only the backward pass is collected."""
     if not backward:
         with torch.no_grad(), mode:
             call()
         return
-    with Leaves(mode.dtype):  # widens what the CPU lacks; its names are the forward's
+    with OpCollector(mode.dtype):  # computes in float32 what the CPU does not support; its names are not used
         outputs = [out for out in tree_iter(call()) if isinstance(out, torch.Tensor) and out.requires_grad]
     if outputs:
         total = sum(out.abs().sum().float() for out in outputs)
@@ -122,19 +122,19 @@ def trace(call: Callable[[], Any], mode: Leaves, backward: bool) -> None:
 
 
 def names_of(dtypes: Any) -> list[str]:
-    """Those of DTYPES that are among `dtypes`."""
+    """The names of those DTYPES that are in `dtypes`."""
     return [name for name, dtype in DTYPES.items() if dtype in dtypes]
 
 
 def claims_on_cuda() -> dict[str, list[str]]:
-    """The forward dtypes that OpInfo would claim on a machine with a recent CUDA device: asked in a fresh process."""
+    """The forward dtypes that OpInfo would claim on a machine with a recent CUDA device, found in a new process."""
     done = subprocess.run([sys.executable, __file__, "--on-cuda"], capture_output=True, text=True, check=True)
     claims: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
     return claims
 
 
 def print_on_cuda() -> None:
-    """What the fresh process does."""
+    """Print the claims with CUDA hardware; runs in the new process."""
     from torch.testing._internal import common_cuda
 
     for name in dir(common_cuda):
@@ -146,12 +146,12 @@ def print_on_cuda() -> None:
 
 
 def name_of(op: Any) -> str:
-    """OpInfo's name, with its variant."""
+    """The name in OpInfo, with the variant."""
     return str(op.name + (f".{op.variant_test_name}" if op.variant_test_name else ""))
 
 
 def claim_of(op: Any) -> dict[str, Any]:
-    """The aten name, the forward and backward dtypes that OpInfo claims on XPU, and the aten ops behind each."""
+    """The aten name, the forward and backward dtypes that OpInfo claims for XPU, and the aten ops of each."""
     forward = names_of(op.supported_dtypes("xpu"))
     backward = names_of(op.supported_backward_dtypes("xpu")) if op.supports_autograd else []
     traced = forward if "float32" in forward else []
@@ -159,8 +159,8 @@ def claim_of(op: Any) -> dict[str, Any]:
         "aten": op.aten_name,
         "forward": forward,
         "backward": backward,
-        "forward_ops": {name: leaves_of(op, DTYPES[name], backward=False) for name in traced},
-        "backward_ops": {name: leaves_of(op, DTYPES[name], backward=True) for name in traced if name in backward},
+        "forward_ops": {name: dispatched_ops(op, DTYPES[name], backward=False) for name in traced},
+        "backward_ops": {name: dispatched_ops(op, DTYPES[name], backward=True) for name in traced if name in backward},
     }
 
 

@@ -1,16 +1,16 @@
-"""Which of half and bfloat16 an aten op takes on XPU: one answer of several sources, by a fixed order.
+"""Whether an aten op supports half and bfloat16 on XPU: one answer from several sources.
 
-The rule, per op and dtype, the first that speaks (docs/declared-xpu.md says why):
+For each op and dtype, the first rule that applies (docs/declared-xpu.md gives the reasons):
 
 1. a correction (curated, with a link);
-2. *no* where the kernel's dispatch macro leaves the dtype out (`kernels.py`), for ops with a kernel of their own;
-3. *yes* where OpInfo, or torch-xpu-ops' additions to it, claims a function that is this op or dispatches it;
-4. *no* where OpInfo does not claim a function that is this op or computes with nothing but it, and not for want of CUDA
-   hardware either;
-5. what 3 and 4 say of another variant: first of one that hands on to the same kernel (`add_` and `add.out`), then of one with
-   the same name (`huber_loss` and `huber_loss.out`).
+2. *no* if the dispatch macro of the kernel does not include the dtype (`kernels.py`), for ops with their own kernel;
+3. *yes* if OpInfo, or torch-xpu-ops' additions to it, claims the dtype for a function that is this op or dispatches it;
+4. *no* if OpInfo does not claim the dtype for a function that is this op or whose only computing op is this one, and would
+   not with CUDA hardware either;
+5. the result of 3 and 4 for another variant: first one that calls the same kernel (`add_` and `add.out`), then one with the
+   same name (`huber_loss` and `huber_loss.out`).
 
-Where none speaks the answer is unknown, `None`.
+If none applies, the answer is unknown, `None`.
 """
 
 from __future__ import annotations
@@ -67,23 +67,23 @@ PLUMBING = frozenset(
         *("ones", "ones_like", "scalar_tensor", "zero_", "zeros", "zeros_like"),
     }
 )
-"""Base names of ops that move or make values: a dtype does not fail for their sake."""
+"""Base names of ops that move or create values: they support every dtype."""
 
 
 class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One entry of what `claims.py` writes."""
+    """One entry of a file that `claims.py` writes."""
 
     aten: str
     forward: list[str]
     backward: list[str]
     on_cuda: list[str]
-    """The forward dtypes that it would claim on a machine with CUDA hardware."""
+    """The forward dtypes that OpInfo would claim on a machine with CUDA hardware."""
     forward_ops: dict[str, list[str]] = {}
     backward_ops: dict[str, list[str]] = {}
 
 
 class Claims(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file that `claims.py` wrote."""
+    """A file that `claims.py` writes."""
 
     torch: str
     commit: str
@@ -91,9 +91,9 @@ class Claims(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DtypeAnswer(NamedTuple):
-    """Whether a dtype is taken, and which source says so."""
+    """Whether a dtype is supported, and the source."""
 
-    takes: bool | None
+    supported: bool | None
     source: str | None = None
 
 
@@ -101,12 +101,12 @@ Answers = dict[str, DtypeAnswer]
 
 
 def base_of(op: str) -> str:
-    """`add.Tensor` is `add`."""
+    """`add` for `add.Tensor`."""
     return op.partition(".")[0]
 
 
 def additions(text: str) -> dict[str, frozenset[str]]:
-    """What torch-xpu-ops' `xpu_test_utils.py` adds to OpInfo's forward dtypes for XPU, by OpInfo name."""
+    """The forward dtypes that `xpu_test_utils.py` of torch-xpu-ops adds to those of OpInfo, by OpInfo name."""
     for node in ast.parse(text).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_ops_dtype_different_cuda_support":
             return dict(_added(node.value))
@@ -123,12 +123,12 @@ def _added(table: ast.expr) -> Iterator[tuple[str, frozenset[str]]]:
 
 
 class Evidence(NamedTuple):
-    """All that is read about dtypes for one release."""
+    """All data about dtypes for one release."""
 
     claims: Mapping[str, Claim]
     added: Mapping[str, frozenset[str]]
-    left_out: Mapping[str, frozenset[str]]
-    """By kernel tag, from `kernels.left_out`."""
+    unsupported: Mapping[str, frozenset[str]]
+    """By kernel tag, from `kernels.unsupported`."""
     corrected: Mapping[tuple[str, str], DtypeAnswer] = {}
     """By op and dtype."""
 
@@ -137,11 +137,11 @@ def answers(found: Mapping[str, OpRegistration], evidence: Evidence, dtype: str)
     """The answer for each op of `found`, in one dtype."""
     yes, no = _claimed(found, evidence, dtype)
     refused = {
-        op: f"kernel:{tag}" for tag, dtypes in evidence.left_out.items() if dtype in dtypes for op in op_names(tag)
+        op: f"kernel:{tag}" for tag, dtypes in evidence.unsupported.items() if dtype in dtypes for op in op_names(tag)
     }
     kernel: Answers = {}
     name: Answers = {}
-    for op, answer in [*no.items(), *yes.items()]:  # a yes overrules a no of another variant
+    for op, answer in [*no.items(), *yes.items()]:  # a yes takes precedence over a no of another variant
         kernel[found[op].via or op] = name[base_of(op)] = answer
     result = {}
     for op, registered in found.items():
@@ -156,7 +156,7 @@ def answers(found: Mapping[str, OpRegistration], evidence: Evidence, dtype: str)
 
 
 def _claimed(found: Mapping[str, OpRegistration], evidence: Evidence, dtype: str) -> tuple[Answers, Answers]:
-    """What OpInfo and its additions say: the ops that take the dtype, and those that do not."""
+    """The ops that support the dtype, and those that do not, according to OpInfo and the additions to it."""
     by_base: dict[str, list[str]] = {}
     for op in found:
         by_base.setdefault(base_of(op), []).append(op)
@@ -179,7 +179,7 @@ def _claimed(found: Mapping[str, OpRegistration], evidence: Evidence, dtype: str
 
 
 def _note(answers: Answers, ops: set[str], answer: DtypeAnswer) -> None:
-    """Keep the first answer, and the one of the function named like the op before all."""
+    """Keep the first answer, but prefer that of the function with the name of the op."""
     for op in ops:
         if op not in answers or (answer.source or "").partition(":")[2] == base_of(op):
             answers[op] = answer

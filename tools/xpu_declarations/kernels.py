@@ -1,8 +1,8 @@
-"""Which 16-bit dtypes an XPU kernel leaves out, read from the dispatch macros in torch-xpu-ops' C++.
+"""The 16-bit dtypes that an XPU kernel does not support, from the dispatch macros in the C++ code of torch-xpu-ops.
 
-`AT_DISPATCH_FLOATING_TYPES(dtype, "cdist_xpu", …)` says that the kernel `cdist_xpu` takes float and double only. Only the
-absence of a dtype is concluded, and only where every macro with that tag is understood and its file does not speak of
-a 16-bit dtype outside such macros (`sum` branches on half before the macro).
+`AT_DISPATCH_FLOATING_TYPES(dtype, "cdist_xpu", …)` means that the kernel `cdist_xpu` supports only float and double. Only
+unsupported dtypes are reported, and only if every macro with the tag is understood and the file does not mention a 16-bit dtype
+outside such macros (`sum` branches on half before the macro).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Site(NamedTuple):
 
     tag: str
     conclusive: bool
-    takes: frozenset[str]
+    dtypes: frozenset[str]
     real: bool
-    """Whether it dispatches real floating dtypes (and not complex or integral ones only)."""
+    """Whether it dispatches real floating dtypes, not only complex or integral ones."""
 
 
 def sites(text: str) -> Iterator[Site]:
@@ -41,15 +41,15 @@ def sites(text: str) -> Iterator[Site]:
         types, tag = _types_and_tag(macro, arguments)
         if tag is None:
             continue
-        takes = frozenset(name for name, words in WORDS.items() if _names(types, words))
+        dtypes = frozenset(name for name, words in WORDS.items() if _names(types, words))
         if macro.endswith("_AND_HALF"):
-            takes |= {"half"}
+            dtypes |= {"half"}
         conclusive = not branches and _UNDERSTOOD.fullmatch(macro) is not None
-        yield Site(tag, conclusive, takes, _REAL.search(macro + types) is not None)
+        yield Site(tag, conclusive, dtypes, _REAL.search(macro + types) is not None)
 
 
-def left_out(texts: Iterable[str]) -> dict[str, frozenset[str]]:
-    """Of each kernel tag that is conclusive, the 16-bit dtypes it does not take (tags that take both are left away)."""
+def unsupported(texts: Iterable[str]) -> dict[str, frozenset[str]]:
+    """The 16-bit dtypes that each conclusive kernel tag does not support; tags that support both are left out."""
     found: dict[str, list[Site]] = {}
     for text in texts:
         for site in sites(text):
@@ -57,12 +57,12 @@ def left_out(texts: Iterable[str]) -> dict[str, frozenset[str]]:
     missing = {}
     for tag, uses in sorted(found.items()):
         if all(use.conclusive for use in uses) and any(use.real for use in uses):
-            missing[tag] = frozenset(WORDS) - frozenset().union(*(use.takes for use in uses))
+            missing[tag] = frozenset(WORDS) - frozenset().union(*(use.dtypes for use in uses))
     return {tag: dtypes for tag, dtypes in missing.items() if dtypes}
 
 
 def op_names(tag: str) -> frozenset[str]:
-    """The base names of aten ops that a kernel tag may stand for: `cdist_xpu` is `_cdist_forward`."""
+    """The base names of aten ops that a kernel tag may belong to: `_cdist_forward` for `cdist_xpu`."""
     if not tag.endswith("_xpu"):
         return frozenset()
     stem = tag.removesuffix("_xpu")
@@ -86,7 +86,7 @@ def _types_and_tag(macro: str, arguments: str) -> tuple[str, str | None]:
 
 
 def _balanced(text: str, start: int) -> str:
-    """What stands between the parenthesis that ends at `start` and the one that closes it."""
+    """The text from `start`, which follows an opening parenthesis, to the closing one."""
     depth = 1
     for place in range(start, len(text)):
         depth += {"(": 1, ")": -1}.get(text[place], 0)

@@ -1,13 +1,13 @@
-"""Which aten op has a kernel on XPU, read from torch's and Intel's declarations. Needs PyYAML for `parse`.
+"""How each aten op is registered on XPU, from the declarations of torch and Intel. `parse` needs PyYAML.
 
-The rule, in order (docs/declared-xpu.md says why):
+The first rule that applies (docs/declared-xpu.md gives the reasons):
 
 1. a correction (curated, with a link);
 2. *native*: a kernel registered for dispatch key `XPU` in torch's or torch-xpu-ops' `native_functions.yaml`, or in a
    `TORCH_LIBRARY_IMPL(aten, XPU)` of torch-xpu-ops;
-3. *fallback*: named in the fallback list of torch-xpu-ops, which runs it on the CPU;
-4. an op that only hands on to another (structured delegate, generated variant) is what the other is;
-5. *composite*: has a kernel for every backend, made of other ops;
+3. *fallback*: on the fallback list of torch-xpu-ops, which runs the op on the CPU;
+4. an op that only calls another op (structured delegate, generated variant) has the registration of that op;
+5. *composite*: has a kernel for every backend, composed of other ops;
 6. *none*: calling it raises.
 """
 
@@ -21,22 +21,22 @@ from lowprec_check.catalog.declared_file import Registration
 
 IMPLICIT = "CompositeImplicitAutograd"
 COMPOSITE = frozenset({IMPLICIT, "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"})
-"""Alias keys whose kernels serve every backend. The ones for nested tensors do not serve dense XPU tensors."""
+"""Alias keys whose kernels work on every backend. Those for nested tensors do not work on dense XPU tensors."""
 
 
 class Native(NamedTuple):
-    """What one entry of `native_functions.yaml` says."""
+    """One entry of `native_functions.yaml`."""
 
     keys: frozenset[str]
-    """Dispatch keys with a kernel of their own."""
+    """Dispatch keys with their own kernel."""
     delegate: str | None = None
-    """The op that a structured variant hands on to."""
+    """The op that a structured variant calls."""
     autogen: tuple[str, ...] = ()
     """Variants that torchgen generates by calling this op."""
 
 
 class OpRegistration(NamedTuple):
-    """How an op is registered on XPU, by which source, and through which other op."""
+    """How an op is registered on XPU, the source, and the other op that it calls, if any."""
 
     registration: Registration
     source: str
@@ -52,7 +52,7 @@ def parse(text: str) -> dict[str, Native]:
 
 
 def _native(entry: Mapping[str, Any]) -> Native:
-    """As torchgen reads it: without `dispatch` an op is made of others, and of such an op no variants are generated."""
+    """As torchgen reads it: an op without `dispatch` is composite, and no variants of it are generated."""
     delegate = entry.get("structured_delegate")
     if "dispatch" in entry or entry.get("structured") or delegate:
         keys = frozenset(key.strip() for names in entry.get("dispatch") or () for key in names.split(","))
@@ -63,10 +63,10 @@ def _native(entry: Mapping[str, Any]) -> Native:
 
 
 def fallback_list(text: str) -> frozenset[str]:
-    """The ops that `XPUFallback.cpp` (or `.template`) sends to the CPU without being asked to."""
+    """The ops that `XPUFallback.cpp` (or `.template`) runs on the CPU by default."""
     block = re.search(r"fallback_list\s*=\s*\{(.*?)\}", text, re.DOTALL)
     if block is None:
-        raise ValueError("there is no fallback_list")
+        raise ValueError("no fallback_list found")
     code = re.sub(r"//[^\n]*", "", block.group(1))
     return frozenset(re.findall(r'"([^"]+)"', code))
 
@@ -81,12 +81,12 @@ def library_impls(text: str) -> frozenset[str]:
 
 
 class Declarations(NamedTuple):
-    """All that is read for one release."""
+    """All declarations for one release."""
 
     torch: Mapping[str, Native]
     """From torch's own yaml: every op of the release."""
     intel: Mapping[str, Native]
-    """From torch-xpu-ops' yaml; empty since 2.14, when torch's own took it in."""
+    """From the yaml of torch-xpu-ops; empty since 2.14, when it was merged into that of torch."""
     library: frozenset[str]
     fallback: frozenset[str]
     corrected: Mapping[str, OpRegistration] = {}
@@ -103,16 +103,16 @@ def _find(op: str, declared: Declarations, base: Mapping[str, str]) -> OpRegistr
     registered = _registered(op, declared)
     if registered is not None:
         return registered
-    handed_to = native.delegate if native is not None else base[op]
-    if handed_to is not None:
-        found = _find(handed_to, declared, base)
-        return OpRegistration(found.registration, found.source, found.via or handed_to)
+    called = native.delegate if native is not None else base[op]
+    if called is not None:
+        found = _find(called, declared, base)
+        return OpRegistration(found.registration, found.source, found.via or called)
     composite = native is not None and native.keys & COMPOSITE
     return OpRegistration("composite" if composite else "none", "torch")
 
 
 def _registered(op: str, declared: Declarations) -> OpRegistration | None:
-    """What is said of the op itself."""
+    """The registration of the op itself."""
     if op in declared.corrected:
         return declared.corrected[op]
     for source, entries in (("torch", declared.torch), ("torch-xpu-ops", declared.intel)):

@@ -1,4 +1,4 @@
-"""What this project promises about low precision."""
+"""Tests of this project in low precision."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from whitening import Head, Whitening
 X = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
 
 
-def test_head_keeps_running_in_bfloat16(lowprec):
+def test_head_runs_in_bfloat16(lowprec):
     torch.manual_seed(0)
     lowprec.check(Head().eval(), X, precision="bfloat16")
 
@@ -21,7 +21,7 @@ def test_dot_runs_in_half_and_trains(lowprec):
 
 
 @pytest.mark.lowprec("autocast-fp16", "autocast-bf16", tolerance=0.02)
-def test_whitening_is_right_under_autocast(lowprec):
+def test_whitening_is_accurate_under_autocast(lowprec):
     model = Whitening()
     with lowprec.autocast():
         y = lowprec.cast(model)(lowprec.cast(X))

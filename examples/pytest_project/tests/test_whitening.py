@@ -1,4 +1,4 @@
-"""An ordinary test: coverage sees the operators that it uses."""
+"""An ordinary test: coverage records the operators that it uses."""
 
 import torch
 from whitening import Whitening

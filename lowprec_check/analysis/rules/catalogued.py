@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowprec_check.catalog.fixed_in import mending
+from lowprec_check.catalog.fixes import find_fix
 from lowprec_check.catalog.known_issues import KnownIssue, Way, known_issues, matching
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.precisions import LOW_FORMATS, Precision
@@ -10,13 +10,13 @@ from lowprec_check.schema.scan_result import Gap, Run, ScanResult
 
 
 def fixed_since(gap: Gap, run: Run, result: ScanResult) -> str | None:
-    """Which torch release supports the op, in words; ``None`` if the catalog has not measured it."""
+    """``supported since torch 2.14`` or ``no torch release up to 2.15 supports it``; ``None`` if the catalog has not measured it."""
     basis, dtype = run.basis, _catalog_dtype(run.basis)
     if basis is None or dtype is None or gap.phase == "optimizer":
         return None
     torch = str(result.environment.get("torch", ""))
     try:
-        found = mending(
+        found = find_fix(
             gap.op, device=run.device, dtype=dtype, torch=torch, phase=gap.phase, autocast=basis.kind == "autocast"
         )
     except UsageError:  # an unreadable catalog must not fail the scan

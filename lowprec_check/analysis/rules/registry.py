@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from lowprec_check.analysis.rules.catalogued import fixed_since, known_issue
-from lowprec_check.schema.backends import EAGER
+from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Diagnostic, GapKind, Run, ScanResult, Severity, is_selected
 
 SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")

@@ -1,1 +1,1 @@
-"""The backends, one module each with a ``BACKEND``; torch is imported only when one prepares a model."""
+"""The backends: one module for each, with an instance ``BACKEND``. torch is imported only in ``prepare``."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lowprec_check.schema.backends import EAGER, Backend
+from lowprec_check.schema.backends import Backend
+from lowprec_check.schema.run_key import EAGER
 
 
 class Eager(Backend):

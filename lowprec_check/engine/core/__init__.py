@@ -1,1 +1,1 @@
-"""What the other rooms of the engine stand on: comparing tensors, nested containers, dispatch modes, source lines."""
+"""Basics of the engine: comparing tensors, nested containers, dispatch modes, source lines."""

@@ -1,4 +1,4 @@
-"""The base of our dispatch modes, and what their handlers need of the dispatcher."""
+"""The base class of all dispatch modes here, and helpers for their handlers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode that is called as it stands.
+    """A dispatch mode whose handler torch does not wrap.
 
-    torch wraps a mode's handler to keep Dynamo out, which imports ``torch._dynamo`` (a second) at the first op and
-    costs microseconds at every other. Nothing is compiled under our modes.
+    torch wraps a handler to keep Dynamo out. The wrapper imports ``torch._dynamo`` at the first op (about a second) and
+    costs microseconds at every further op. It is not needed: nothing is compiled under these modes.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class DispatchMode(TorchDispatchMode):
 
 @contextlib.contextmanager
 def reached_by_autocast(device_type: str) -> Iterator[None]:
-    """Let autocast reach the ops inside a kernel, as it does where no mode is active: a mode's handler keeps it out."""
+    """Let autocast apply to the ops inside a kernel, as it does without a mode; inside a mode's handler it is excluded."""
     key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}", None)
     if key is None:
         yield

@@ -11,5 +11,5 @@ def first_line(message: str) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that memory ran out, on any device."""
+    """Whether ``error`` is an out-of-memory error, on any device."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)

@@ -1,9 +1,11 @@
-"""Floating dtypes: which are narrow, and which dtype a reference in fp32 or fp64 has in their place."""
+"""Floating dtypes: which are narrow, which underflow, and which dtype replaces them in an fp32 or fp64 reference."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from lowprec_check.schema.precisions import FloatFormat
 
 _NARROW_NAMES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 NARROW = frozenset(getattr(torch, name) for name in _NARROW_NAMES if hasattr(torch, name))
@@ -12,18 +14,29 @@ NARROW = frozenset(getattr(torch, name) for name in _NARROW_NAMES if hasattr(tor
 _WIDE_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 
 
+def torch_dtype(format: FloatFormat) -> torch.dtype:
+    """The torch dtype of a format, ``torch.float16`` for fp16."""
+    dtype: torch.dtype = getattr(torch, format.name)
+    return dtype
+
+
 def is_float(tensor: Tensor) -> bool:
     """Whether the dtype is floating or complex."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def is_narrow(tensor: Tensor) -> bool:
-    """Whether the dtype is floating and narrower than fp32 (or complex of such parts)."""
+    """Whether the dtype is floating and narrower than fp32 (or complex with such parts)."""
     return tensor.dtype in NARROW or tensor.dtype == torch.complex32
 
 
+def underflows(dtype: torch.dtype) -> bool:
+    """Whether normal fp32 values can be too small for ``dtype`` and become subnormal or 0: true for fp16, not for bf16."""
+    return torch.finfo(dtype).tiny > torch.finfo(torch.float32).tiny
+
+
 def widened_dtype(dtype: torch.dtype, wide: torch.dtype) -> torch.dtype:
-    """The dtype that stands for ``dtype`` in a reference computed in ``wide`` (fp32 or fp64)."""
+    """The dtype that replaces ``dtype`` in a reference computed in ``wide`` (fp32 or fp64)."""
     if dtype.is_complex:
         return _WIDE_COMPLEX[wide] if dtype != torch.complex128 else dtype
     if dtype.is_floating_point and dtype != torch.float64:
@@ -32,5 +45,5 @@ def widened_dtype(dtype: torch.dtype, wide: torch.dtype) -> torch.dtype:
 
 
 def widen(tensor: Tensor, wide: torch.dtype = torch.float32) -> Tensor:
-    """``tensor`` in its widened dtype; itself where that is its own."""
+    """``tensor`` in its widened dtype; ``tensor`` itself if it already has that dtype."""
     return tensor.to(widened_dtype(tensor.dtype, wide))

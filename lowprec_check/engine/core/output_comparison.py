@@ -1,4 +1,4 @@
-"""The error of a model's whole output: its tensors against the reference's, pairwise; the worst counts."""
+"""The error of a model's whole output: its tensors are compared pairwise with the reference's; the largest error counts."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class OutputComparison(NamedTuple):
 
 
 def compare_outputs(outputs: Sequence[Tensor], references: Sequence[Tensor]) -> OutputComparison:
-    """Compare the leaves of two outputs, pairwise; the worst leaf counts.
+    """Compare the leaves of two outputs pairwise; the leaf with the largest error counts.
 
-    Floating leaves are compared; where there are none, the integer ones are. Leaves that differ in number or
-    shape (a detector that kept another number of boxes) are infinitely far.
+    Only floating leaves are compared, or the integer ones if there are no floating leaves. The error is infinite if the
+    number or the shapes of the leaves differ, for instance when a detector keeps a different number of boxes.
     """
     if len(outputs) != len(references):
-        return _incomparable(f"{len(outputs)} output tensors, the reference has {len(references)}")
+        return _incomparable(f"the output has {len(outputs)} tensors, the fp32 output {len(references)}")
     floating = any(is_float(reference) for reference in references)
     worst: OutputComparison | None = None
     nonfinite = False
@@ -38,14 +38,14 @@ def compare_outputs(outputs: Sequence[Tensor], references: Sequence[Tensor]) -> 
         if floating and not is_float(reference):
             continue
         if out.shape != reference.shape:
-            return _incomparable(f"output shape {tuple(out.shape)}, the reference's is {tuple(reference.shape)}")
+            return _incomparable(f"the output has shape {tuple(out.shape)}, the fp32 output {tuple(reference.shape)}")
         compared = _compare_leaf(out, reference)
         nonfinite |= compared.nonfinite
         if worst is None or compared.rel_l2 > worst.rel_l2:
             worst = compared
     if worst is None:
         nothing = ErrorStats(rel_l2=0.0, max_abs=0.0, cosine=None, sqnr_db=None)
-        return OutputComparison(nothing, 0.0, False, "the output holds no tensor or number: nothing was compared")
+        return OutputComparison(nothing, 0.0, False, "the output contains no tensor or number: nothing was compared")
     return worst._replace(nonfinite=nonfinite)
 
 
@@ -83,7 +83,7 @@ def _top1(out: Tensor, reference: Tensor) -> float | None:
 
 
 def same_bits(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether two outputs agree in number, dtypes, shapes and values; a NaN equals a NaN."""
+    """Whether two outputs have the same number of tensors, dtypes, shapes and values; NaN equals NaN."""
     return len(outputs) == len(others) and all(
         a.dtype == b.dtype and a.shape == b.shape and _equal(a, b) for a, b in zip(outputs, others, strict=True)
     )

@@ -1,4 +1,4 @@
-"""Tensors inside whatever a model takes and returns: mappings, sequences, dataclasses, ModelOutput-likes."""
+"""Tensors inside the inputs and outputs of a model: mappings, sequences, dataclasses, and objects such as ModelOutput."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 
 def leaves(value: Any, *, numbers: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield ``(path, tensor)`` for every tensor in ``value``, in a stable order; a cycle is cut.
+    """Yield ``(path, tensor)`` for every tensor in ``value``, in a stable order; cycles are followed once.
 
-    With ``numbers``, Python numbers are yielded too, as tensors of one.
+    With ``numbers``, Python numbers are yielded too, as tensors with one element.
     """
     yield from _leaves(value, "", frozenset(), numbers)
 
@@ -37,18 +37,18 @@ def _children(value: Any) -> Iterator[tuple[Any, Any]]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield field.name, getattr(value, field.name, None)
-    elif _is_holder(value):
+    elif _is_user_object(value):
         yield from vars(value).items()
 
 
-def _is_holder(value: Any) -> bool:
-    """Whether ``value`` is an object of the user's own that may hold tensors in its attributes."""
-    made_of = type(value).__module__.partition(".")[0]
-    return hasattr(value, "__dict__") and not callable(value) and made_of not in ("builtins", "torch", "numpy", "types")
+def _is_user_object(value: Any) -> bool:
+    """Whether ``value`` is an instance of a user's class, which may hold tensors in its attributes."""
+    package = type(value).__module__.partition(".")[0]
+    return hasattr(value, "__dict__") and not callable(value) and package not in ("builtins", "torch", "numpy", "types")
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """Return ``value`` with every tensor replaced by ``function(tensor)``; containers are new, kinds kept."""
+    """Return ``value`` with every tensor replaced by ``function(tensor)``, in new containers of the same types."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
@@ -63,15 +63,15 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def _has_tensors_in_attributes(value: Any) -> bool:
-    return (dataclasses.is_dataclass(value) and not isinstance(value, type)) or _is_holder(value)
+    return (dataclasses.is_dataclass(value) and not isinstance(value, type)) or _is_user_object(value)
 
 
 def _map_attributes(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """A copy of an object; objects of the user's own inside it stay (they may point back)."""
+    """A copy of an object; user objects inside it are shared, because they may refer back to it."""
     clone = copy.copy(value)
     for name, _ in _children(value):
         item = getattr(value, name)
-        if dataclasses.is_dataclass(item) or not _is_holder(item):
+        if dataclasses.is_dataclass(item) or not _is_user_object(item):
             object.__setattr__(clone, name, map_tensors(item, function))
     return clone
 

@@ -1,4 +1,4 @@
-"""Seeding every generator that a model may draw from."""
+"""Seed every random number generator that a model may use."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch (the CPU, and accelerators that are initialized), ``random``, and NumPy if it is loaded.
+    """Seed torch (the CPU and all initialized accelerators), ``random``, and NumPy if it is loaded.
 
-    ``torch.manual_seed`` would import ``torch._dynamo`` on its first call, which takes a second in each worker.
+    ``torch.manual_seed`` is avoided: its first call imports ``torch._dynamo``, which takes a second in each worker.
     """
     torch.default_generator.manual_seed(seed)
     for module in (torch.cuda, torch.xpu):

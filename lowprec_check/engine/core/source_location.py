@@ -1,6 +1,6 @@
-"""Where an op was called: the module on top of the stack, and the line of the model's own code.
+"""Where an op was called: the innermost running module, and the line of the user's code.
 
-Global hooks only: a hook on a module itself takes ``TransformerEncoderLayer`` off its fast path.
+Only global hooks are used: a hook on a module itself makes ``TransformerEncoderLayer`` leave its fast path.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import sys
 import sysconfig
 from collections import Counter
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -19,22 +20,22 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 import lowprec_check
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_OURS = os.path.dirname(lowprec_check.__file__) + os.sep
+_PACKAGE = os.path.dirname(lowprec_check.__file__) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 
 
 @functools.cache
-def is_users(filename: str) -> bool:
-    """Whether a source file is neither torch's, nor ours, nor the standard library's."""
-    if filename.startswith((_TORCH, _OURS, "<frozen", "<__array", "<eval_with_key")):
+def is_user_code(filename: str) -> bool:
+    """Whether a source file belongs to neither torch, nor this package, nor the standard library."""
+    if filename.startswith((_TORCH, _PACKAGE, "<frozen", "<__array", "<eval_with_key")):
         return False
     in_site = "site-packages" in filename or "dist-packages" in filename
     return in_site or not filename.startswith(_STDLIB)
 
 
 @functools.cache
-def _shown(filename: str) -> str:
-    """The path as a person would type it: relative to here, or from the package on."""
+def _display_path(filename: str) -> str:
+    """The path as a user would write it: relative to the current folder, or starting at the installed package."""
     for marker in ("site-packages" + os.sep, "dist-packages" + os.sep):
         if marker in filename:
             return filename.split(marker, 1)[1]
@@ -44,40 +45,45 @@ def _shown(filename: str) -> str:
 
 def show_line(filename: str, line: int) -> str:
     """``model.py:41``."""
-    return f"{_shown(filename)}:{line}"
+    return f"{_display_path(filename)}:{line}"
+
+
+def call_model(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the model. ``source_line`` stops at this frame when it searches for the user's line."""
+    return call(*args, **kwargs)
 
 
 def source_line(frame: FrameType | None = None) -> str | None:
-    """The innermost line on the stack that is neither torch's nor ours; ``None`` if there is none."""
+    """The innermost line of user code on the stack; ``None`` if there is none."""
     frame = frame or sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if is_users(code.co_filename):
+        if is_user_code(code.co_filename):
             return show_line(code.co_filename, frame.f_lineno)
-        if code.co_filename.startswith(_OURS) and code.co_name == "call_model":
+        if code.co_filename.startswith(_PACKAGE) and code.co_name == "call_model":
             return None
         frame = frame.f_back
     return None
 
 
 def traceback_line(traceback: TracebackType | None) -> str | None:
-    """The innermost line of a traceback that is neither torch's nor ours."""
+    """The innermost line of user code in a traceback; ``None`` if there is none."""
     found = None
     while traceback is not None:
         filename = traceback.tb_frame.f_code.co_filename
-        if is_users(filename):
+        if is_user_code(filename):
             found = show_line(filename, traceback.tb_lineno)
         traceback = traceback.tb_next
     return found
 
 
 def module_names(model: torch.nn.Module) -> dict[torch.nn.Module, str]:
-    """Dotted path of every module; a shared module keeps its first."""
+    """Dotted path of every module; the first path of a module that is shared."""
     return {module: name for name, module in model.named_modules()}
 
 
 class ModuleStack:
-    """Context manager: which module of ``model`` is running, and how often each was called."""
+    """Context manager that tracks which module of ``model`` is running and how often each was called."""
 
     def __init__(self, model: torch.nn.Module, device_type: str = "cpu") -> None:
         self._device_type = device_type
@@ -85,10 +91,10 @@ class ModuleStack:
         self._stack: list[tuple[torch.nn.Module, str]] = []
         self._handles: list[Any] = []
         self.current = ""
-        """Dotted path of the innermost running module; ``""`` at the top."""
+        """Dotted path of the innermost running module; ``""`` for the model itself."""
         self.calls: Counter[str] = Counter()
         self.autocast = False
-        """Whether autocast was on when that module was entered; inside a mode's handler nobody can tell."""
+        """Whether autocast was on when that module was entered; inside a mode's handler torch always reports it as off."""
 
     def __enter__(self) -> ModuleStack:
         self._handles = [
@@ -104,7 +110,7 @@ class ModuleStack:
 
     def _enter(self, module: torch.nn.Module, _inputs: Any) -> None:
         name = self._names.get(module)
-        if name is None:  # made during forward: named after the module that made it
+        if name is None:  # created during forward: named after the module that created it
             name = f"{self.current}.<{type(module).__name__}>".lstrip(".")
         self.calls[name] += 1
         self._stack.append((module, name))

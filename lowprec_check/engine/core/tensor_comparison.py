@@ -1,7 +1,7 @@
-"""How far one tensor is from its references, in what range it lies, what it lost: one pass over an op's output.
+"""Compares one tensor with its references in one pass: errors, range, NaN and Inf, values flushed to zero.
 
-The output is read once, in chunks that stay in cache: widening, range, difference and two dot products per chunk.
-Everything irregular (NaN, Inf, squares that overflow) takes a slower, exact path.
+The tensor is read once, in chunks that stay in cache: widening, range, difference and two dot products per chunk.
+Special cases (NaN, Inf, squares that overflow) use a slower, exact path.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from torch import Tensor
 from lowprec_check.engine.core.floating_dtypes import NARROW
 
 CHUNK = 1 << 19
-"""Elements per chunk on a CPU: 2 MiB in fp32, long enough to hide the start of threads, short enough for the cache."""
+"""Elements per chunk on a CPU: 2 MiB in fp32, large enough to hide the start of threads, small enough for the cache."""
 
 
 class TensorComparison(NamedTuple):
-    """What one pass over an output against its references tells."""
+    """The result of comparing one tensor with its references."""
 
     errors: list[float]
-    """rel_l2 against each reference; ``inf`` where a value is not finite or the reference is 0."""
+    """rel_l2 against each reference; ``inf`` if a value is not finite or the reference is 0."""
     absmax: float
     """Largest finite magnitude."""
     introduced_inf: int
     introduced_nan: int
     flushed: float | None
-    """Share of the first reference's non-zeros that are 0 here for want of range; ``None`` if not asked for."""
+    """Share of the first reference's non-zeros that underflowed to 0; ``None`` if not requested."""
     rms: float | None = None
     """Root mean square of the first reference; ``None`` without one."""
 
 
 def compare_tensor(out: Tensor, references: Sequence[Tensor], *, count_flushed: bool = False) -> TensorComparison:
-    """Compare ``out`` (any floating dtype and shape) with ``references`` of its shape, widened dtypes.
+    """Compare ``out`` (any floating dtype and shape) with ``references`` of the same shape, in widened dtypes.
 
-    Without references only the range is measured.
+    Without references, only the range is measured.
     """
     flat = _flat_together([as_real(out), *(as_real(reference) for reference in references)])
     count = flat[0].numel()
@@ -71,7 +71,7 @@ def _relative(difference: float, reference: float) -> float:
 
 
 def _reduce(parts: list[Tensor]) -> list[float]:
-    """Smallest and largest value of the first, then for each other the squares of the difference and of itself."""
+    """Minimum and maximum of the first tensor; then for each reference the sums of squares of the difference and of itself."""
     first, *references = parts
     wide = first
     if first.dtype in NARROW:
@@ -89,9 +89,9 @@ def _reduce(parts: list[Tensor]) -> list[float]:
 
 
 def _count_flushed(out: Tensor, reference: Tensor) -> int:
-    """Zeros where the reference is not zero but below ``out``'s smallest normal number: lost to its range.
+    """Zeros where the reference is not zero but below ``out``'s smallest normal number: underflow.
 
-    A zero where the reference is larger has another cause (a difference, a decision).
+    A zero where the reference is larger has another cause, such as a subtraction or a different decision.
     """
     lost = (out == 0).logical_and_(reference != 0)
     return int(lost.logical_and_(reference.abs() < torch.finfo(out.dtype).tiny).sum())
@@ -101,7 +101,7 @@ _buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
 
 def _scratch(like: Tensor, index: int) -> Tensor:
-    """A buffer of one chunk, kept: fresh memory for each chunk would cost more than the arithmetic in it."""
+    """A reused buffer for one chunk: allocating one for each chunk would cost more than the arithmetic."""
     key = (index, torch.float32 if like.dtype in NARROW else like.dtype, like.device)
     if key not in _buffers or _buffers[key].numel() != like.numel():
         _buffers[key] = torch.empty(like.numel(), dtype=key[1], device=like.device)
@@ -116,7 +116,7 @@ def as_real(tensor: Tensor) -> Tensor:
 
 
 def _flat_together(tensors: list[Tensor]) -> list[Tensor]:
-    """One-dimensional views in one element order, copied only where the layouts differ."""
+    """One-dimensional views in the same element order, copied only if the layouts differ."""
     first = tensors[0]
     if all(tensor.is_contiguous() for tensor in tensors):
         return [tensor.view(-1) for tensor in tensors]
@@ -150,14 +150,14 @@ def _compare_exactly(out: Tensor, references: list[Tensor], count_flushed: bool)
 
 
 def _exact_rms(reference: Tensor) -> float | None:
-    """Root mean square of what is finite; ``None`` where nothing is."""
+    """Root mean square of the finite values; ``None`` if there are none."""
     finite = reference[reference.isfinite()]
     scale = float(finite.abs().max()) if finite.numel() else None
     return scale * math.sqrt(float((finite / scale).square().mean())) if scale else scale
 
 
 def _exact_error(value: Tensor, finite: Tensor, reference: Tensor) -> float:
-    """rel_l2 in fp64 where both are finite; a non-finite value against a finite reference is infinitely far."""
+    """rel_l2 in fp64 over the elements where both are finite; ``inf`` if a value is not finite and its reference is."""
     expected = reference.isfinite()
     if bool((~finite & expected).any()):
         return math.inf

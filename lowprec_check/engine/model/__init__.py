@@ -1,1 +1,1 @@
-"""The user's model: loading it, casting it, running it plain, putting it back."""
+"""The user's model: loading it, casting it, running it without instruments, restoring it."""

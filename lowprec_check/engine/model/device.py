@@ -1,4 +1,4 @@
-"""Every accelerator through one code path: ``torch.get_device_module`` and ``torch.accelerator``, no per-vendor copies."""
+"""One code path for all devices, through ``torch.get_device_module``; nothing here is specific to a vendor."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def module_of(device: torch.device) -> Any:
 
 
 def is_available(kind: str) -> bool:
-    """Whether this torch has a device of that type."""
+    """Whether torch can use a device of this type here."""
     if kind == "cpu":
         return True
     try:
         return bool(module_of(torch.device(kind)).is_available())
-    except RuntimeError:  # a type that this build of torch does not know
+    except RuntimeError:  # this build of torch does not support the type
         return False
 
 
 def resolve(name: str | None) -> torch.device:
-    """The device named, or the one at hand; raises :class:`UsageError` if it is not there."""
+    """The device ``name``, by default an accelerator if there is one; raises :class:`UsageError` if it is not available."""
     if name is None:
         return torch.device(next((kind for kind in accelerators() if is_available(kind)), "cpu"))
     try:
@@ -38,20 +38,20 @@ def resolve(name: str | None) -> torch.device:
     if device is None or device.type not in DEVICES.names():
         raise UsageError(f"Unknown device {name!r}.", f"Choose from {', '.join(DEVICES.names())}.")
     if not is_available(device.type):
-        there = [kind for kind in DEVICES.names() if is_available(kind)]
-        raise UsageError(f"Device {name!r} is not available.", f"This torch sees: {', '.join(there)}.")
+        available = [kind for kind in DEVICES.names() if is_available(kind)]
+        raise UsageError(f"Device {name!r} is not available.", f"Available here: {', '.join(available)}.")
     return device
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that was asked of it."""
+    """Wait until the device has finished all work."""
     module_of(device).synchronize()
 
 
 def peak_memory(device: torch.device, work: Callable[[], Any]) -> int | None:
-    """Bytes that ``work`` allocates on the accelerator at its peak, by the allocator's own account.
+    """Peak bytes that ``work`` allocates on the accelerator, as its allocator reports them.
 
-    ``None`` where the device keeps no such account (mps) or is the CPU.
+    ``None`` for the CPU, and for a device whose allocator does not report a peak (mps).
     """
     module = module_of(device)
     if not hasattr(module, "reset_peak_memory_stats"):
@@ -65,7 +65,7 @@ def peak_memory(device: torch.device, work: Callable[[], Any]) -> int | None:
 
 
 def timed(device: torch.device, work: Callable[[], Any]) -> tuple[Any, float]:
-    """The result of ``work`` and the seconds it took, the device's own work included."""
+    """The result of ``work`` and its duration in seconds, including the work on the device."""
     synchronize(device)
     started = time.perf_counter()
     result = work()
@@ -74,11 +74,11 @@ def timed(device: torch.device, work: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def default_autocast_dtype(device: torch.device) -> torch.dtype:
-    """What ``torch.autocast(device.type)`` casts to: bf16 on a CPU, fp16 on CUDA and XPU."""
+    """The default dtype of ``torch.autocast(device.type)``: bf16 on a CPU, fp16 on CUDA and XPU."""
     return torch.get_autocast_dtype(device.type)
 
 
 def name_of(device: torch.device) -> str:
-    """The device's name as its vendor gives it."""
+    """The device's product name."""
     module = module_of(device)
     return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type

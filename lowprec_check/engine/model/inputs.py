@@ -1,4 +1,4 @@
-"""Inputs given on the command line or in a file, as what a call takes."""
+"""Model inputs from the command line or a file, converted to the arguments of a call."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch import Tensor
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.errors import UsageError
 
-PASTE_INPUTS = """Add to the file (a tensor, a tuple, a dict of keyword arguments, or a function that makes one):
+PASTE_INPUTS = """Add to the file (a tensor, a tuple, a dict of keyword arguments, or a function that returns one):
 
     import torch
     torch.manual_seed(0)
     inputs = torch.randn(1, 3, 224, 224)
 
-or give shapes: --inputs 1x3x224x224, or --inputs input_ids=1x128:int64"""
+or pass shapes: --inputs 1x3x224x224, or --inputs input_ids=1x128:int64"""
 
 _SPEC = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>scalar|\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
 
 
 def is_function(value: Any) -> bool:
-    """Whether inputs are given as a function that makes them."""
+    """Whether inputs are given as a function that returns them."""
     return callable(value) and not isinstance(value, (Tensor, Mapping))
 
 
 def call_with_number(given: Callable[..., Any], index: int) -> Any:
-    """Return ``given(index)`` if it takes an argument, else ``given()``."""
+    """Return ``given(index)`` if it accepts an argument, else ``given()``."""
     try:
         inspect.signature(given).bind(index)
     except (TypeError, ValueError):
@@ -48,7 +48,7 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def call_form(inputs: Any) -> str:
-    """The call that :func:`as_call` stands for, as code."""
+    """The call with the arguments of :func:`as_call`, as code."""
     if isinstance(inputs, Mapping):
         return "model(**inputs)"
     return "model(*inputs)" if isinstance(inputs, (tuple, list)) else "model(inputs)"
@@ -57,7 +57,7 @@ def call_form(inputs: Any) -> str:
 def parse_inputs(specs: tuple[str, ...], *, seed: int = 0) -> Any:
     """Random inputs for specs like ``1x3x224x224``, ``1x128:int64``, ``mask=1x128:bool``; seeded.
 
-    Integers are drawn from 0 to 9. Raises :class:`UsageError` on a spec that does not parse.
+    Integers are between 0 and 9. Raises :class:`UsageError` if a spec cannot be parsed.
     """
     generator = torch.Generator().manual_seed(seed)
     args: list[Tensor] = []
@@ -66,7 +66,7 @@ def parse_inputs(specs: tuple[str, ...], *, seed: int = 0) -> Any:
         match = _SPEC.fullmatch(spec.strip())
         dtype = getattr(torch, match["dtype"] or "float32", None) if match else None
         if match is None or not isinstance(dtype, torch.dtype):
-            raise UsageError(f"--inputs {spec!r} does not parse.", "Write 1x3x224x224, 1x128:int64 or mask=1x128:bool.")
+            raise UsageError(f"Cannot parse --inputs {spec!r}.", "Examples: 1x3x224x224, 1x128:int64, mask=1x128:bool.")
         shape = [] if match["shape"] == "scalar" else [int(size) for size in match["shape"].split("x")]
         tensor = _random(shape, dtype, generator)
         if match["name"]:
@@ -74,7 +74,7 @@ def parse_inputs(specs: tuple[str, ...], *, seed: int = 0) -> Any:
         else:
             args.append(tensor)
     if args and kwargs:
-        raise UsageError("--inputs mixes named and unnamed tensors.", "Name all of them, or none.")
+        raise UsageError("--inputs mixes tensors with and without a name.", "Name all of them or none.")
     return kwargs or tuple(args)
 
 
@@ -88,7 +88,7 @@ def _random(shape: list[int], dtype: torch.dtype, generator: torch.Generator) ->
 
 
 def describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """``(1, 3, 224, 224)`` for each tensor, with its dtype where that is not fp32."""
+    """``(1, 3, 224, 224)`` for each tensor, with its dtype if that is not fp32."""
     described = []
     for path, tensor in (*leaves(args), *leaves(kwargs)):
         dtype = "" if tensor.dtype == torch.float32 else f" {str(tensor.dtype)[6:]}"

@@ -1,8 +1,8 @@
-"""Modules that stay in fp32 inside a low-precision model: exact weights, casts at the borders, regions outside autocast.
+"""Keeps modules in fp32 inside a low-precision model: exact weights, casts at their borders, no autocast inside.
 
-Module hooks and wrapped ``forward`` methods: they survive ``deepcopy``, leave ``state_dict`` as it is and are traced by
-``torch.compile``; a module with hooks leaves its fused fast path (``TransformerEncoderLayer``), so that its children are
-really called. The code of :mod:`lowprec_check.analysis.snippet` does the very same.
+This uses module hooks and wrapped ``forward`` methods. They survive ``deepcopy``, do not change ``state_dict`` and are
+traced by ``torch.compile``. A module with hooks does not use its fused fast path (``TransformerEncoderLayer``), so its
+children are called. The code written by :mod:`lowprec_check.analysis.snippet` does the same.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lowprec_check.engine.core.pytree import map_tensors
 
 _KNOWN = (Tensor, int, float, bool, str, type(None))
-"""What torch's own pytree leaves as it is, or knows."""
+"""Types that torch's own pytree handles as leaves."""
 
 
-def cast_except(model: nn.Module, low: torch.dtype, keep: Sequence[str], *, method: str | None = None) -> None:
-    """Cast ``model`` in place as ``model.half()`` does; the modules of ``keep`` stay as exact as they were, in fp32.
+def cast_except(model: nn.Module, low: torch.dtype, keep_fp32: Sequence[str], *, method: str | None = None) -> None:
+    """Cast ``model`` in place as ``model.half()`` does; the modules in ``keep_fp32`` keep their exact fp32 values.
 
     ``method`` is the name of the model's own method that casts to ``low``, ``half``, if there is one.
     """
-    untie(model, shared_weights(model, keep))
-    kept = [model.get_submodule(name) for name in keep]
+    untie(model, shared_weights(model, keep_fp32))
+    kept = [model.get_submodule(name) for name in keep_fp32]
     exact = [[tensor.detach().clone() for tensor in _state(module)] for module in kept]
     if method is not None:
         getattr(model, method)()
@@ -42,9 +42,9 @@ def cast_except(model: nn.Module, low: torch.dtype, keep: Sequence[str], *, meth
         module.register_forward_hook(borders.leave)
 
 
-def keep_out_of_autocast(model: nn.Module, low: torch.dtype, keep: Sequence[str], device_type: str) -> None:
-    """Make the modules of ``keep`` run outside autocast, on inputs widened to fp32; their outputs stay fp32."""
-    for name in keep:
+def keep_out_of_autocast(model: nn.Module, low: torch.dtype, keep_fp32: Sequence[str], device_type: str) -> None:
+    """Make the modules in ``keep_fp32`` run outside autocast, on inputs widened to fp32; their outputs stay fp32."""
+    for name in keep_fp32:
         module = model.get_submodule(name)
         module.forward = functools.partial(_outside_autocast, device_type, module.forward)
         module.register_forward_pre_hook(Borders(low).enter, with_kwargs=True, prepend=True)
@@ -56,17 +56,17 @@ def put_under_autocast(model: nn.Module, low: torch.dtype, device_type: str) -> 
 
 
 def cast_inputs(model: nn.Module, low: torch.dtype) -> None:
-    """Make ``model``, cast to ``low``, take inputs in fp32."""
+    """Make ``model``, which is cast to ``low``, accept fp32 inputs."""
     model.register_forward_pre_hook(Borders(low).cast, with_kwargs=True, prepend=True)
 
 
 def is_planned(model: nn.Module) -> bool:
-    """Whether :func:`put_under_autocast` or :func:`cast_inputs` was at ``model`` already."""
+    """Whether :func:`put_under_autocast` or :func:`cast_inputs` has already been applied to ``model``."""
     hooks = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
     return getattr(model.forward, "func", None) is _under_autocast or any(isinstance(hook, Borders) for hook in hooks)
 
 
-# As partial objects over bound methods these survive ``deepcopy`` and pickling; Dynamo traces their ``with`` blocks.
+# Used as partial objects over bound methods, which survive ``deepcopy`` and pickling; Dynamo traces their ``with`` blocks.
 
 
 def _outside_autocast(device_type: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +94,7 @@ class Borders:
         return tree_map_only(Tensor, lambda t: t.to(self.low) if t.dtype == torch.float32 else t, output)
 
     def cast(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Cast all floating inputs to ``low``, those inside objects of the user's own too."""
+        """Cast all floating inputs to ``low``, including those inside user objects."""
         if all(isinstance(leaf, _KNOWN) for leaf in tree_leaves((args, kwargs))):
             return tree_map_only(Tensor, self._narrow, (args, kwargs))
         return map_tensors(args, self._narrow), map_tensors(kwargs, self._narrow)
@@ -103,9 +103,9 @@ class Borders:
         return tensor.to(self.low) if tensor.is_floating_point() else tensor
 
 
-def shared_weights(model: nn.Module, keep: Sequence[str]) -> list[str]:
-    """Parameters of kept modules that modules elsewhere hold too: ``["head.weight"]`` for one tied to an embedding."""
-    kept = [(name, model.get_submodule(name)) for name in keep]
+def shared_weights(model: nn.Module, keep_fp32: Sequence[str]) -> list[str]:
+    """Parameters of kept modules that other modules share: ``["head.weight"]`` for a weight tied to an embedding."""
+    kept = [(name, model.get_submodule(name)) for name in keep_fp32]
     inside = {id(module) for _, root in kept for module in root.modules()}
     elsewhere = {
         id(parameter)
@@ -123,7 +123,7 @@ def _every(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def untie(model: nn.Module, parameters: Sequence[str]) -> None:
-    """Give each named parameter a copy of its own."""
+    """Replace each named parameter with a copy."""
     for path in parameters:
         owner, _, name = path.rpartition(".")
         module = model.get_submodule(owner)

@@ -1,4 +1,4 @@
-"""A target from the user's file, a dotted name or torchvision: the model, its inputs, and what else the file defines."""
+"""Loads a target from a file, a dotted name or torchvision: the model, its inputs, and an optional loss and metric."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ from lowprec_check.engine.model.inputs import (
 )
 from lowprec_check.engine.model.target import Target, check, class_line
 from lowprec_check.engine.model.torchvision_zoo import load_torchvision
-from lowprec_check.engine.model.user_module import definition_line, guarded, import_file, import_name, title_of
+from lowprec_check.engine.model.user_module import (
+    call_user_code,
+    definition_line,
+    display_name,
+    import_file,
+    import_name,
+)
 from lowprec_check.errors import UsageError
 
 FACTORIES = ("make_model", "build_model", "create_model", "get_model")
@@ -31,20 +37,20 @@ FACTORIES = ("make_model", "build_model", "create_model", "get_model")
 def load_target(spec: str, inputs: tuple[str, ...] = ()) -> Target:
     """Load ``file.py``, ``file.py:attr``, ``package.module:attr`` or ``torchvision:name``.
 
-    ``inputs`` are shapes (``1x3x224x224``, ``ids=1x128:int64``) for where the file gives none. Raises
-    :class:`UsageError` for everything that is the caller's to mend.
+    ``inputs`` are shapes (``1x3x224x224``, ``ids=1x128:int64``) that replace the inputs of the file. Raises
+    :class:`UsageError` for everything the user can fix.
     """
     if spec.startswith("torchvision:"):
         target = load_torchvision(spec.partition(":")[2], inputs)
     else:
-        with contextlib.redirect_stdout(sys.stderr), _own_arguments(spec):
+        with contextlib.redirect_stdout(sys.stderr), _without_our_arguments(spec):
             target = _load_from_module(spec, inputs)
     return check(target)
 
 
 @contextlib.contextmanager
-def _own_arguments(spec: str) -> Iterator[None]:
-    """A file that parses ``sys.argv`` sees its own name and nothing of ours."""
+def _without_our_arguments(spec: str) -> Iterator[None]:
+    """Hide the options of this tool from a file that parses ``sys.argv``."""
     kept, sys.argv = sys.argv, [spec.rpartition(":")[0] or spec]
     try:
         yield
@@ -81,12 +87,12 @@ def _split(spec: str) -> tuple[str, str | None]:
     if not path.endswith(".py"):
         if not attribute and (path.endswith(("/", "\\")) or Path(path).exists()):
             raise UsageError(
-                f"{spec} is not a Python file.", "Give a .py file, package.module:attr or torchvision:name."
+                f"{spec} is not a Python file.", "Pass a .py file, package.module:attr or torchvision:name."
             )
         if not attribute:
             raise UsageError(
-                f"{spec!r} names neither a file nor an attribute of a module.",
-                "Give mymodel.py, mymodel.py:make_model, package.module:attr or torchvision:resnet50.",
+                f"{spec!r} is neither a Python file nor an attribute of a module.",
+                "Pass mymodel.py, mymodel.py:make_model, package.module:attr or torchvision:resnet50.",
             )
     return path, attribute or None
 
@@ -97,23 +103,24 @@ def _split(spec: str) -> tuple[str, str | None]:
 def _find_model(module: types.ModuleType, attribute: str | None) -> tuple[str, Any]:
     if attribute is not None:
         if not hasattr(module, attribute):
-            names = ", ".join(_candidates(module)) or "nothing that makes a model"
-            raise UsageError(f"{title_of(module)} has no {attribute!r}.", f"It has: {names}.")
+            names = ", ".join(_candidates(module))
+            hint = f"Choose from: {names}." if names else "It defines nothing that makes a model."
+            raise UsageError(f"{display_name(module)} has no attribute {attribute!r}.", hint)
         return attribute, getattr(module, attribute)
     if hasattr(module, "model"):
         return "model", module.model
     found = _candidates(module)
     if len(found) == 1:
         return found[0], getattr(module, found[0])
-    name = title_of(module)
+    name = display_name(module)
     if found:
         choices = "\n".join(f"    lowprec-check scan {name}:{choice}" for choice in found)
-        raise UsageError(f"{name} has several candidates for the model.", f"Name one:\n{choices}")
-    raise UsageError(f"{name} has no model.", "Define `model`: a torch.nn.Module, or a function that makes one.")
+        raise UsageError(f"{name} defines several models.", f"Choose one:\n{choices}")
+    raise UsageError(f"{name} defines no model.", "Define `model`: a torch.nn.Module, or a function that returns one.")
 
 
 def _candidates(module: types.ModuleType) -> list[str]:
-    """Modules made at the top level; else factories by name; else classes that need no argument."""
+    """Names of modules at the top level; if none, of factory functions; if none, of classes that need no argument."""
     names = [name for name in vars(module) if not name.startswith("_")]
     instances = [name for name in names if isinstance(getattr(module, name), nn.Module)]
     factories = [name for name in names if name in FACTORIES and callable(getattr(module, name))]
@@ -135,9 +142,12 @@ def _make(module: types.ModuleType, name: str, found: Any) -> tuple[Any, str | N
     source = definition_line(module, name)
     if isinstance(found, nn.Module) or not callable(found):
         return found, source
-    made = guarded(name, found)
+    made = call_user_code(name, found)
     if not isinstance(made, nn.Module):
-        raise UsageError(f"{title_of(module)}:{name} made a {type(made).__name__}, not a torch.nn.Module.")
+        raise UsageError(
+            f"{display_name(module)}:{name} returned an object of type {type(made).__name__}, not a torch.nn.Module.",
+            f"Return the model from `{name}`.",
+        )
     return made, source
 
 
@@ -155,8 +165,8 @@ def _setup(module: types.ModuleType, name: str, found: Any, *, given_by_file: bo
 def _inputs_of(module: types.ModuleType) -> Any:
     given = getattr(module, "inputs", None)
     if given is None:
-        raise UsageError(f"{title_of(module)} says nothing of its inputs.", PASTE_INPUTS)
-    return guarded("inputs", given) if is_function(given) else given
+        raise UsageError(f"{display_name(module)} defines no `inputs`.", PASTE_INPUTS)
+    return call_user_code("inputs", given) if is_function(given) else given
 
 
 def _make_batch(module: types.ModuleType, inputs: tuple[str, ...]) -> Callable[[int], Any] | None:
@@ -165,11 +175,14 @@ def _make_batch(module: types.ModuleType, inputs: tuple[str, ...]) -> Callable[[
     given: Any = getattr(module, "inputs", None)
     if not is_function(given):
         return None
-    return lambda index: guarded("inputs", lambda: call_with_number(given, index))
+    return lambda index: call_user_code("inputs", lambda: call_with_number(given, index))
 
 
 def _optional(module: types.ModuleType, name: str) -> Any:
     value = getattr(module, name, None)
     if value is not None and not callable(value):
-        raise UsageError(f"`{name}` in {title_of(module)} is a {type(value).__name__}, not a function.")
+        raise UsageError(
+            f"`{name}` in {display_name(module)} has type {type(value).__name__}, not a function.",
+            f"Make `{name}` a function, or rename it.",
+        )
     return value

@@ -1,4 +1,4 @@
-"""Peak memory of a call: the allocator's own account on an accelerator, live tensor storages on a CPU."""
+"""Peak memory of a call: reported by the allocator on an accelerator, counted from live tensor storages on a CPU."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 from lowprec_check.engine.core.dispatch_mode import DispatchMode
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.seed import seed_everything
+from lowprec_check.engine.core.source_location import call_model
 from lowprec_check.engine.model import device as devices
-from lowprec_check.engine.model.plain_run import call_model
 from lowprec_check.engine.model.prepared import Prepared
 
 
 def measure_memory(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], *, seed: int) -> int:
-    """Peak bytes of one call: weights, buffers, inputs, and what the call holds at its peak.
+    """Peak bytes of one call: weights, buffers, inputs, and all tensors alive at the peak.
 
-    On a CPU, a kernel's own scratch is not among them.
+    On a CPU, temporary memory inside kernels is not counted.
     """
     inputs, named = ready.inputs(args, kwargs)
     counter = StorageCounter(ready, inputs, named)
@@ -38,7 +38,7 @@ def measure_memory(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 class StorageCounter:
-    """Counts the bytes of live storages, those of the model and its inputs from the start."""
+    """Counts the bytes of live storages, including those of the model and its inputs."""
 
     def __init__(self, ready: Prepared, inputs: Any, named: Any) -> None:
         inside = [tensor for _, tensor in (*leaves(inputs), *leaves(named))]
@@ -50,7 +50,7 @@ class StorageCounter:
         self._now = self.resident = self.peak = sum(sizes.values())
 
     def count(self, tensor: Tensor) -> None:
-        """An op returned ``tensor``; its storage counts until it dies."""
+        """Count the storage of ``tensor``, which an op returned, until it is freed."""
         if tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()

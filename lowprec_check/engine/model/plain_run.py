@@ -1,4 +1,4 @@
-"""The plain part of a run: the model as its user would run it, nothing attached. The truth about status, time, memory."""
+"""The plain part of a run: the model as the user would run it, without instruments. Status, time and memory come from here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import statistics
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -20,7 +19,7 @@ from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.output_comparison import compare_outputs
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.seed import seed_everything
-from lowprec_check.engine.core.source_location import traceback_line
+from lowprec_check.engine.core.source_location import call_model, traceback_line
 from lowprec_check.engine.model import device as devices
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import WithLoss
@@ -29,12 +28,12 @@ from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo, Status
 
 SAMPLES = 7
 MANY_SAMPLES, MANY_SECONDS = 50, 0.3
-"""More for short calls, whose times scatter more."""
+"""More samples for short calls, whose times vary more."""
 _FALLBACK = re.compile(r"fall(ing|s)?[ -]?back.*cpu|fallback from \w+ to cpu", re.IGNORECASE)
 
 
 class PlainResult(Struct, frozen=True, kw_only=True):
-    """What the plain part found, without the output itself; a worker sends it."""
+    """The result of the plain part, without the output; a worker sends it."""
 
     status: Status
     exception: ExceptionInfo | None = None
@@ -42,25 +41,20 @@ class PlainResult(Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     """Of the first call."""
     random: bool = False
-    """Whether the model drew random numbers."""
+    """Whether the model used random numbers."""
     notes: tuple[str, ...] = ()
     fallbacks: tuple[str, ...] = ()
     loss: float | None = None
     output_is_zero: bool = False
 
 
-def call_model(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the model. The frame in which the search for the user's line ends."""
-    return call(*args, **kwargs)
-
-
 def output_tensors(output: Any) -> list[Tensor]:
-    """The tensors of an output, detached, as plain tensors; numbers count as tensors of one."""
+    """The tensors of an output, detached, as plain tensors; Python numbers become tensors with one element."""
     return [tensor.detach().as_subclass(Tensor) for _, tensor in leaves(output, numbers=True)]
 
 
 def reraise_interrupt(error: BaseException) -> None:
-    """Let Ctrl-C through; a worker's thread never gets one, so there it is the model's own."""
+    """Reraise Ctrl-C. Python delivers it only to the main thread, so in a worker's thread the model itself raised it."""
     if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
         raise error
 
@@ -82,7 +76,7 @@ def run_plain(
     tolerance: float | None = None,
     reference: list[Tensor] | None = None,
 ) -> tuple[PlainResult, list[Tensor] | None]:
-    """First call: what was found, and the leaves of the output, ``None`` if it raised."""
+    """The first call: its result, and the leaves of the output, ``None`` if it raised."""
     seed_everything(seed)
     state_before = torch.get_rng_state()
     with warnings.catch_warnings(record=True) as caught:
@@ -110,7 +104,7 @@ def run_plain(
 
 
 def _judge(plain: PlainResult, outputs: list[Tensor], reference: list[Tensor], tolerance: float | None) -> PlainResult:
-    """Return ``plain`` with the status and error that ``outputs`` have against ``reference``."""
+    """Return ``plain`` with the status and error of ``outputs`` compared with ``reference``."""
     compared = compare_outputs([tensor.cpu() for tensor in outputs], reference)
     status: Status = "ok"
     if compared.nonfinite:
@@ -129,7 +123,7 @@ def _loss(output: Any) -> float | None:
 
 
 def describe_error(error: BaseException, model: torch.nn.Module) -> ExceptionInfo:
-    """The exception in words, with the module and the user's line it came from."""
+    """Type and message of the exception, with the module and the user's line that raised it."""
     return ExceptionInfo(
         type=type(error).__name__,
         message=first_line(str(error)),
@@ -151,16 +145,16 @@ def _module_of_traceback(error: BaseException, model: torch.nn.Module) -> str | 
 def measure_latency(
     ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], *, seed: int, first: float, seconds: float
 ) -> float:
-    """Median milliseconds of ``SAMPLES`` or more further calls within ``seconds``; the first call if none fits."""
+    """Median milliseconds of at least ``SAMPLES`` calls, or as many as fit in ``seconds``; else the time of the first call."""
     samples: list[float] = []
     started = time.monotonic()
 
-    def goes_on() -> bool:
+    def may_continue() -> bool:
         elapsed = time.monotonic() - started
         if elapsed + (samples[-1] if samples else first) > seconds:
             return False
         return len(samples) < SAMPLES or (elapsed < MANY_SECONDS and len(samples) < MANY_SAMPLES)
 
-    while goes_on():
+    while may_continue():
         samples.append(run_once(ready, args, kwargs, seed)[1])
     return statistics.median(samples or [first]) * 1e3

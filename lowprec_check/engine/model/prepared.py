@@ -1,4 +1,4 @@
-"""A model in one precision, ready to be called, and put back afterwards."""
+"""A model in one precision, ready to be called, and restored afterwards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Prepared(NamedTuple):
     application: Application
     device: torch.device
     call: Callable[..., Any]
-    """What is called: the model, or the model and the user's loss."""
+    """The function to call: the model, or the model and the user's loss."""
 
     @property
     def precision(self) -> Precision:
@@ -40,7 +40,7 @@ class Prepared(NamedTuple):
         return map_tensors(args, ready), map_tensors(kwargs, ready)
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
-        """A new context to call it in: autocast or nothing."""
+        """A new context for the call: autocast or nothing."""
         return self.application.context(self.device.type)
 
 
@@ -53,10 +53,10 @@ def prepared(
     keep_fp32: Sequence[str] = (),
     call: Callable[..., Any] | None = None,
 ) -> Iterator[Prepared]:
-    """Apply ``precision`` to ``model`` in place, and put the model back afterwards; no gradients in between.
+    """Apply ``precision`` to ``model`` in place, without gradients, and restore the model afterwards.
 
-    ``keep_fp32`` names modules that stay in fp32. The model must already be on ``device``. ``call`` is what is called
-    in its place, such as the model and a loss.
+    ``keep_fp32`` names modules that stay in fp32. The model must already be on ``device``. ``call`` is the function to
+    call instead of the model, such as the model and a loss.
     """
     snapshot = Snapshot(model)
     application = application_of(precision)

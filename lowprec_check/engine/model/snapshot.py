@@ -1,4 +1,4 @@
-"""A model's state and the global state that a run may change, put back afterwards, in place."""
+"""Saves the state of a model and the global state that a run may change, and restores both in place."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
 class Snapshot:
-    """What was there before; :meth:`restore` puts it back, and may be called again and again.
+    """The saved state; :meth:`restore` may be called repeatedly.
 
-    Parameters keep their storage, buffers are restored by value. Everything else that a module holds (caches,
-    counters, lists) is lent to the run as a deep copy, so that the user's own objects are never written to.
-    Gradients are taken away until then: a cast would cast them too.
+    Parameters keep their storage, buffers are restored by value. All other attributes of modules (caches, counters,
+    lists) are replaced with deep copies for the run, so that the user's own objects are never changed. Gradients are
+    removed until :meth:`restore`, because a cast would cast them too.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,10 +38,10 @@ class Snapshot:
         self._default_dtype = torch.get_default_dtype()
         for parameter, *_ in self._parameters:
             parameter.grad = None
-        self._lend()
+        self._replace_with_copies()
 
     def restore(self) -> None:
-        """Put back what was there; what was lent is thrown away and lent anew by the next snapshot."""
+        """Restore the saved state; the copies made for the run are dropped."""
         self._restore_modules()
         with torch.no_grad():
             for parameter, data, grad, requires_grad in self._parameters:
@@ -63,7 +63,7 @@ class Snapshot:
         self.restore()
         for parameter, *_ in self._parameters:
             parameter.grad = None
-        self._lend()
+        self._replace_with_copies()
 
     def _restore_modules(self) -> None:
         for (module, state), registries in zip(self._modules, self._registries, strict=True):
@@ -73,8 +73,8 @@ class Snapshot:
                 state[key].clear()
                 state[key].update(content)
 
-    def _lend(self) -> None:
-        """Give each module copies of what it holds beside parameters, buffers and modules; sharing is kept."""
+    def _replace_with_copies(self) -> None:
+        """Replace attributes other than parameters, buffers and modules with copies; objects shared by modules stay shared."""
         memo: dict[int, Any] = {}
         for module, _ in self._modules:
             memo[id(module)] = module
@@ -97,7 +97,7 @@ def _copy(value: Any, memo: dict[int, Any], *, shallow: bool) -> Any:
         return value.copy() if type(value) in _CONTAINERS else copy.copy(value)
     try:
         return copy.deepcopy(value, memo)
-    except Exception:  # non-leaf tensors, generators, locks, files: shared with the user's own
+    except Exception:  # non-leaf tensors and generators are copied below; locks and files stay the user's own
         return _copy_tensor_or_generator(value)
 
 

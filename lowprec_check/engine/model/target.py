@@ -1,4 +1,4 @@
-"""A model and how to call it, made from objects at hand, and the check that it can be scanned."""
+"""A model and how to call it, and the check that it can be scanned."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowprec_check.engine.core.source_location import show_line
 from lowprec_check.engine.model.inputs import as_call, call_form, call_with_number, is_function
 from lowprec_check.errors import UsageError
 
-_PASTE_BATCHES = """Make `inputs` a function of the batch's number:
+_PASTE_BATCHES = """Make `inputs` a function of the batch number:
 
     def inputs(batch=0):
         generator = torch.Generator().manual_seed(batch)
@@ -24,7 +24,7 @@ _PASTE_BATCHES = """Make `inputs` a function of the batch's number:
 
 
 class WithLoss(NamedTuple):
-    """What is called where the file defines a loss: the output, and the loss on it."""
+    """The result of a call if the file defines a loss: the output and its loss."""
 
     output: Any
     loss: Tensor
@@ -40,29 +40,29 @@ class Target(NamedTuple):
     loss: Callable[[Any], Tensor] | None = None
     metric: Callable[[nn.Module], float] | None = None
     source: str | None = None
-    """Where the model is made, for ops that no line of its own calls."""
+    """The line that makes the model, for ops that no line of the user's code calls."""
     form: str = "model(*inputs)"
     """How ``inputs`` are given to the model, as code."""
     setup: tuple[str, ...] = ()
-    """Code that makes ``model`` and ``inputs`` of what the file defines."""
+    """Lines of code that set ``model`` and ``inputs``, from what the file defines."""
     notes: tuple[str, ...] = ()
     make_batch: Callable[[int], Any] | None = None
-    """Makes the inputs of batch 0, 1, 2, …, where they are not fixed; draws from torch's generator, or is seeded."""
+    """Returns the inputs of batch 0, 1, 2, …, seeded or drawn from torch's generator; ``None`` if the inputs are fixed."""
 
     def batch(self, index: int) -> Target:
-        """This target with the inputs of another batch; raises :class:`UsageError` where there is only one."""
+        """This target with the inputs of another batch; raises :class:`UsageError` if there is only one."""
         if index == 0:
             return self
         if self.make_batch is None:
-            raise UsageError("The inputs are fixed, so there is only one batch.", _PASTE_BATCHES)
+            raise UsageError("`inputs` is not a function, so there is only one batch.", _PASTE_BATCHES)
         args, kwargs = as_call(self.make_batch(index))
         mine, others = (list(leaves(given)) for given in ((self.args, self.kwargs), (args, kwargs)))
         if len(mine) == len(others) and all(torch.equal(a, b) for (_, a), (_, b) in zip(mine, others, strict=True)):
-            raise UsageError(f"Batch {index} is the same as batch 0.", _PASTE_BATCHES)
+            raise UsageError(f"`inputs` returns the same values for batch {index} as for batch 0.", _PASTE_BATCHES)
         return self._replace(args=args, kwargs=kwargs)
 
     def call(self, model: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """What to call: ``model`` (by default the target's own), and the loss on its output if there is one."""
+        """The function to call: ``model`` (by default the target's), followed by the loss if there is one."""
         model, loss = model or self.model, self.loss
         if loss is None:
             return model
@@ -75,7 +75,7 @@ class Target(NamedTuple):
 
 
 def make_target(model: nn.Module, inputs: Any, *, loss: Any = None, metric: Any = None) -> Target:
-    """A target from objects at hand; raises :class:`UsageError` as :func:`load_target` does."""
+    """A target from a model and its inputs; raises :class:`UsageError` if it cannot be scanned."""
     given = inputs() if is_function(inputs) else inputs
     args, kwargs = as_call(given)
     name, source, form = type(model).__name__, class_line(model), call_form(given)
@@ -84,45 +84,48 @@ def make_target(model: nn.Module, inputs: Any, *, loss: Any = None, metric: Any 
 
 
 def check(target: Target) -> Target:
-    """Refuse what cannot be scanned, and unwrap what can be scanned better inside."""
+    """Raise :class:`UsageError` if ``target`` cannot be scanned; unwrap a compiled model."""
     model, notes = target.model, list(target.notes)
     if isinstance(model, torch.jit.ScriptModule):
         raise UsageError(
-            "The model is a ScriptModule: its ops belong to no Python module or line, so nothing could be located.",
-            "Scan the Python module that it was made from.",
+            "The model is a ScriptModule: its ops have no Python module or line to report.",
+            "Scan the Python module it was made from.",
         )
     original = getattr(model, "_orig_mod", None)
     if isinstance(original, nn.Module):
         notes.append("the model was compiled: the original module was scanned in eager mode")
         model = original
     if not isinstance(model, nn.Module):
-        raise UsageError(f"The target is a {type(model).__name__}, not a torch.nn.Module.")
+        raise UsageError(
+            f"The target has type {type(model).__name__}, not torch.nn.Module.",
+            "Pass a model, or a function that returns one.",
+        )
     state = [*model.parameters(), *model.buffers()]
     if any(tensor.is_meta for tensor in state):
         raise UsageError(
-            "The model has parameters on the meta device: there are no values to run.",
-            "Materialise it first: model.to_empty(device='cpu'), then load or initialise its weights.",
+            "The model has parameters on the meta device, which have no values.",
+            "Call model.to_empty(device='cpu'), then load or initialize its weights.",
         )
     if not any(tensor.is_floating_point() for tensor in state):
         raise UsageError(
-            "The model has no floating parameters: there is nothing to cast.",
-            "If it is quantised, scan the floating-point model that it was made from.",
+            "The model has no floating-point parameters to cast.",
+            "If it is quantized, scan the floating-point model it was made from.",
         )
     if any(is_lazy(tensor) for tensor in state):
         raise UsageError(
-            "The model has lazy modules that were not run yet: their shapes are unknown.",
-            "Run it once on its inputs in your file, before the scan.",
+            "The model has lazy modules whose shapes are not known yet.",
+            "Call the model once on its inputs in your file.",
         )
     dtypes = {str(p.dtype)[6:] for p in model.parameters() if p.is_floating_point()} - {"float32"}
     if dtypes:
         notes.append(f"the model has {' and '.join(sorted(dtypes))} parameters: it was scanned as fp32")
     if model.training:
-        notes.append("the model is in training mode; call model.eval() in your file if you mean inference")
+        notes.append("the model is in training mode; for inference, call model.eval() in your file")
     return target._replace(model=model, notes=tuple(notes))
 
 
 def class_line(model: nn.Module) -> str | None:
-    """Return where the class of ``model`` is defined; ``None`` for torch's own, or where there is no source."""
+    """Return where the class of ``model`` is defined; ``None`` if it is a class of torch or has no source."""
     if type(model).__module__.startswith("torch."):
         return None
     try:

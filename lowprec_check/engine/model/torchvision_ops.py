@@ -1,8 +1,9 @@
-"""torchvision beside a torch that its compiled ops do not fit: schemas for its import, kernels for its detectors.
+"""Python replacements for torchvision's compiled ops, if those do not load with this torch.
 
-The kernels take what torchvision's own CPU kernels take and raise as they do (``csrc/ops/cpu/nms_kernel.cpp``: fp32, fp64;
-``roi_align_kernel.cpp``: fp16 too), and run in fp32 under autocast (``csrc/ops/autocast``), so that statuses and gaps
-are the compiled ops'. Their times are not.
+They define the schemas that ``import torchvision`` expects, and kernels for its detectors. The kernels support the same
+dtypes as torchvision's CPU kernels and raise the same errors (``csrc/ops/cpu/nms_kernel.cpp``: fp32, fp64;
+``roi_align_kernel.cpp``: fp16 too), and run in fp32 under autocast (``csrc/ops/autocast``). Statuses and gaps are
+therefore those of the compiled ops, but times are not.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor
 
 NOTE = (
-    "torchvision's compiled ops do not load beside this torch: nms and roi_align are stand-ins for the same dtypes, "
-    "whose times say nothing"
+    "torchvision's compiled ops do not load with this torch: nms and roi_align are Python replacements that support the "
+    "same dtypes, so the measured times do not apply to the compiled ops"
 )
 
 _NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
@@ -25,7 +26,7 @@ _libraries: list[Any] = []
 
 
 def declare() -> None:
-    """Define what ``import torchvision`` expects to find, once."""
+    """Define the ops that ``import torchvision`` expects, once."""
     if _libraries:
         return
     library = torch.library.Library("torchvision", "DEF")
@@ -41,8 +42,8 @@ def declare() -> None:
     _libraries.append(library)
 
 
-def let_torchvision_call_them() -> None:
-    """Past its check that all of its compiled ops are there, where those used are."""
+def skip_ops_check() -> None:
+    """Disable torchvision's check that its compiled ops are loaded, in the modules that use the replaced ops."""
     for name in ("torchvision.ops.boxes", "torchvision.ops.roi_align"):
         module = importlib.import_module(name).__dict__
         module["_assert_has_ops"] = lambda: None
@@ -51,12 +52,12 @@ def let_torchvision_call_them() -> None:
 
 
 def declared() -> bool:
-    """Whether the stand-ins are in use."""
+    """Whether the replacements are in use."""
     return bool(_libraries)
 
 
 def nms(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    """Indices (int64) of the boxes kept, by falling score: each drops those that overlap it by more than the threshold.
+    """Indices (int64) of the boxes kept, by descending score: a kept box removes those that overlap it more than the threshold.
 
     Args:
         dets: boxes (N, 4) as x1, y1, x2, y2; fp32 or fp64.
@@ -65,7 +66,7 @@ def nms(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     """
     if dets.dtype != scores.dtype:
         raise RuntimeError("dets should have the same type as scores")
-    _refuse(dets, "nms_kernel", torch.float16, torch.bfloat16)
+    _raise_if_unsupported(dets, "nms_kernel", torch.float16, torch.bfloat16)
     order = scores.sort(descending=True).indices
     boxes = dets[order]
     kept = torch.ones(len(order), dtype=torch.bool)
@@ -81,7 +82,7 @@ _ROWS = 256
 
 
 def _overlaps(some: Tensor, others: Tensor) -> Tensor:
-    """Intersection over union of boxes (M, 4) with others (N, 4), as (M, N); 0 where the union is empty."""
+    """Intersection over union of boxes (M, 4) with others (N, 4), as (M, N); 0 if the union is empty."""
     sides = torch.minimum(some[:, None, 2:], others[:, 2:]) - torch.maximum(some[:, None, :2], others[:, :2])
     common = sides.clamp(min=0).prod(2)
     areas = [(boxes[:, 2:] - boxes[:, :2]).prod(1) for boxes in (some, others)]
@@ -91,11 +92,11 @@ def _overlaps(some: Tensor, others: Tensor) -> Tensor:
 def roi_align(input: Tensor, rois: Tensor, *options: Any) -> Tensor:
     """Features (K, C, height, width) of regions ``rois`` (K, 5) of ``input`` (N, C, H, W); fp32, fp64 or fp16.
 
-    Torchvision's own implementation in Python, uncompiled and some regions at a time: it needs memory.
+    Runs torchvision's own Python implementation, for a few regions at a time to save memory.
     """
     if input.dtype != rois.dtype:
         raise RuntimeError("input should have the same type as rois")
-    _refuse(input, "roi_align_forward_kernel", torch.bfloat16)
+    _raise_if_unsupported(input, "roi_align_forward_kernel", torch.bfloat16)
     plain = importlib.import_module("torchvision.ops.roi_align")._roi_align.__wrapped__
     parts = [plain(input, some, *options) for some in rois.split(_REGIONS)]
     return torch.cat(parts).to(input.dtype)
@@ -104,7 +105,7 @@ def roi_align(input: Tensor, rois: Tensor, *options: Any) -> Tensor:
 _REGIONS = 64
 
 
-def _refuse(tensor: Tensor, kernel: str, *dtypes: torch.dtype) -> None:
+def _raise_if_unsupported(tensor: Tensor, kernel: str, *dtypes: torch.dtype) -> None:
     if tensor.dtype in dtypes:
         raise NotImplementedError(f"\"{kernel}\" not implemented for '{_NAMES[tensor.dtype]}'")
 

@@ -1,4 +1,4 @@
-"""Models of torchvision by name, with random weights and a fixed seed."""
+"""Loads torchvision models by name, with random weights and a fixed seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowprec_check.errors import UsageError
 
 
 def import_torchvision() -> tuple[Any, str | None]:
-    """``(torchvision, note)``; where its compiled ops cannot load, stand-ins are declared first.
+    """``(torchvision, note)``; if its compiled ops cannot be loaded, replacements are defined first.
 
     Raises :class:`UsageError` if it is not installed.
     """
@@ -30,7 +30,7 @@ def import_torchvision() -> tuple[Any, str | None]:
             raise
     zoo_ops.declare()
     module = importlib.import_module("torchvision")
-    zoo_ops.let_torchvision_call_them()
+    zoo_ops.skip_ops_check()
     return module, zoo_ops.NOTE
 
 
@@ -40,7 +40,7 @@ def load_torchvision(name: str, inputs: tuple[str, ...] = ()) -> Target:
     models = torchvision.models
     if name not in models.list_models():
         near = difflib.get_close_matches(name, models.list_models(), 3)
-        hint = f"Did you mean {', '.join(near)}?" if near else "torchvision.models.list_models() names them all."
+        hint = f"Did you mean {', '.join(near)}?" if near else "torchvision.models.list_models() returns all names."
         raise UsageError(f"torchvision has no model {name!r}.", hint)
 
     def make_batch(index: int) -> Any:
@@ -50,13 +50,13 @@ def load_torchvision(name: str, inputs: tuple[str, ...] = ()) -> Target:
     given = make_batch(0)
     args, kwargs = as_call(given)
     torch.manual_seed(0)
-    model = models.get_model(name, **_small_enough(models, name), **_as_large_as(given, models, name)).eval()
+    model = models.get_model(name, **_builder_options(models, name), **_detector_size(given, models, name)).eval()
     notes = (note,) if note and kind_of(models, name) == "detection" else ()
     return Target(f"torchvision:{name}", model, args, kwargs, notes=notes, form=call_form(given), make_batch=make_batch)
 
 
-def _small_enough(models: Any, name: str) -> dict[str, Any]:
-    """No download of a backbone; ``init_weights=False`` spares a minute where initialisation is that slow."""
+def _builder_options(models: Any, name: str) -> dict[str, Any]:
+    """Options for the model builder: no download of a backbone, and no slow weight initialization (up to a minute)."""
     options: dict[str, Any] = {"weights": None}
     builder = models.get_model_builder(name)
     if "weights_backbone" in builder.__annotations__:
@@ -71,8 +71,8 @@ def kind_of(models: Any, name: str) -> str:
     return str(models.get_model_builder(name).__module__.split(".")[2])
 
 
-def _as_large_as(given: Any, models: Any, name: str) -> dict[str, int]:
-    """Detectors enlarge images to 800 and more pixels; here they work on those given, at their size."""
+def _detector_size(given: Any, models: Any, name: str) -> dict[str, int]:
+    """Options that make a detector keep the size of its images; by default it enlarges them to at least 800 pixels."""
     if kind_of(models, name) != "detection" or name.startswith("ssd") or not isinstance(given, tuple):
         return {}
     side = max(max(image.shape[-2:]) for image in given[0])
@@ -80,7 +80,7 @@ def _as_large_as(given: Any, models: Any, name: str) -> dict[str, int]:
 
 
 def default_inputs(models: Any, name: str, *, seed: int = 0) -> tuple[Any, ...]:
-    """One image, clip or list of images of the size that the model was made for, seeded."""
+    """Random inputs of the usual size for the model: an image, a clip, a pair or a list of images; seeded."""
     generator = torch.Generator().manual_seed(seed)
     kind = kind_of(models, name)
     if kind == "detection":

@@ -1,4 +1,4 @@
-"""The user's module: imported from a file or by name, and run so that an exception becomes one line with their line."""
+"""Imports the user's module from a file or by name; an exception becomes a short message with the user's line."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from lowprec_check.engine.core.source_location import is_users, show_line
+from lowprec_check.engine.core.source_location import is_user_code, show_line
 from lowprec_check.errors import UsageError
 
 T = TypeVar("T")
 
 
 def import_file(path: Path) -> types.ModuleType:
-    """Import a file, as part of its package if it is in one."""
+    """Import a file, as a module of its package if it is in one."""
     if not path.is_file():
-        raise UsageError(f"No such file: {path}.", "Give the path of the Python file that makes the model.")
+        raise UsageError(f"No such file: {path}.", "Pass the path of the Python file that defines the model.")
     path = path.resolve()
     package, root = path.stem, path.parent
     if (root / "__init__.py").exists():
         while (root / "__init__.py").exists():
             package, root = f"{root.name}.{package}", root.parent
-    else:  # a package around the file's folder, so that `from .helper import x` works too
+    else:  # treat the folder as a package, so that `from .helper import x` works
         parent = types.ModuleType(f"_lowprec_target_{root.name}")
         parent.__path__ = [str(root)]
         sys.modules[parent.__name__] = parent
@@ -35,7 +35,7 @@ def import_file(path: Path) -> types.ModuleType:
     for folder in (str(root), str(path.parent)):
         if folder not in sys.path:
             sys.path.insert(0, folder)
-    return guarded(package, lambda: _execute(package, path))
+    return call_user_code(package, lambda: _execute(package, path))
 
 
 def _execute(name: str, path: Path) -> types.ModuleType:
@@ -59,42 +59,43 @@ def import_name(name: str) -> types.ModuleType:
     except (ImportError, ValueError):
         missing = True
     if missing:
-        raise UsageError(f"No module named {name!r}.", "Is it installed, or below this folder?")
-    return guarded(name, lambda: importlib.import_module(name))
+        raise UsageError(f"No module named {name!r}.", "Install it, or run the command in the folder that contains it.")
+    return call_user_code(name, lambda: importlib.import_module(name))
 
 
-def guarded(what: str, work: Callable[[], T]) -> T:
-    """Run the user's code; an exception becomes one line with their line."""
+def call_user_code(what: str, work: Callable[[], T]) -> T:
+    """Run the user's code; an exception becomes a :class:`UsageError` with the user's line."""
     try:
         return work()
     except UsageError:
         raise
     except SyntaxError as error:
-        where = show_line(error.filename or what, error.lineno or 0)
+        location = show_line(error.filename or what, error.lineno or 0)
         text = (error.text or "").strip()
-        raise UsageError(f"Syntax error at {where}: {error.msg}.", f"    {text}" if text else None) from None
+        raise UsageError(f"Syntax error at {location}: {error.msg}.", f"    {text}" if text else None) from None
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        theirs = [frame for frame in frames if is_users(frame.filename)]
-        if not theirs:
+        user_frames = [frame for frame in frames if is_user_code(frame.filename)]
+        if not user_frames:
             raise UsageError(
-                f"Calling {what}() failed: {type(error).__name__}: {error}", "It must need no argument."
+                f"Calling {what}() failed: {type(error).__name__}: {error}",
+                f"Make sure that {what}() needs no arguments.",
             ) from None
-        frame = ([f for f in theirs if "site-packages" not in f.filename] or theirs)[-1]
-        where = show_line(frame.filename, frame.lineno or 0)
+        frame = ([f for f in user_frames if "site-packages" not in f.filename] or user_frames)[-1]
+        location = show_line(frame.filename, frame.lineno or 0)
         raise UsageError(
-            f"{type(error).__name__} at {where}: {str(error).strip() or 'no message'}", f"    {frame.line}"
+            f"{type(error).__name__} at {location}: {str(error).strip() or 'no message'}", f"    {frame.line}"
         ) from None
 
 
-def title_of(module: types.ModuleType) -> str:
-    """Return what a message calls the module: its file, as a person would type it."""
+def display_name(module: types.ModuleType) -> str:
+    """Return the name of the module for messages: its file, as a user would write it."""
     file = getattr(module, "__file__", None)
     return show_line(file, 0).removesuffix(":0") if file else module.__name__
 
 
 def definition_line(module: types.ModuleType, name: str) -> str | None:
-    """Where ``name`` is assigned or defined at the top level of the file."""
+    """The line that assigns or defines ``name`` at the top level of the file."""
     file = getattr(module, "__file__", None)
     if not file:
         return None

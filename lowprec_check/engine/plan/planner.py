@@ -23,9 +23,10 @@ from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.engine.run.target_runs import OnProgress, RunOptions, TargetRuns, open_runs
 from lowprec_check.engine.trace.withheld_kernels import parse_withheld
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.backends import BACKENDS, EAGER
+from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.plan import Plan, Planning
 from lowprec_check.schema.precisions import plan_bases
+from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Run
 
 QUICK = Limits(max_trials=60, seconds=120.0)

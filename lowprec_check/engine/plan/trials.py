@@ -17,7 +17,8 @@ from lowprec_check.engine.model.keep_fp32 import shared_weights
 from lowprec_check.engine.run.target_runs import TargetRuns
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.plan import Attempt
-from lowprec_check.schema.precisions import PLAN, PRECISIONS, REFERENCE
+from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.run_key import PLAN, REFERENCE
 from lowprec_check.schema.scan_result import Run
 
 SLOWER = 1.5

@@ -1,4 +1,4 @@
-"""How far a worker is from this process, and a function called as far away."""
+"""Whether runs happen in a forked process, a spawned process or this one, and calling a function that way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from lowprec_check.errors import UsageError
 from lowprec_check.process.function_worker import FunctionWorker, SendBytes
-from lowprec_check.process.supervisor import Said, Supervisor
+from lowprec_check.process.supervisor import MessageEvent, Supervisor
 from lowprec_check.schema.base import Struct
 
 Isolation = Literal["fork", "spawn", "none"]
@@ -23,16 +23,16 @@ Result = TypeVar("Result")
 
 
 class WorkerError(Exception):
-    """The tool itself failed inside a worker; the text is its traceback."""
+    """The tool itself failed in a worker; the message is the traceback."""
 
 
 class _Returned(Struct, frozen=True, tag="returned"):
-    """What the function returned, encoded."""
+    """The encoded return value of the function."""
 
     value: msgspec.Raw
 
 
-class _Refused(Struct, frozen=True, tag="refused"):
+class _UsageFailed(Struct, frozen=True, tag="usage-failed"):
     """The :class:`UsageError` that the function raised."""
 
     message: str
@@ -45,34 +45,34 @@ class _Raised(Struct, frozen=True, tag="raised"):
     traceback: str
 
 
-_Answer = _Returned | _Refused | _Raised
+_Answer = _Returned | _UsageFailed | _Raised
 
 
 def best_isolation(*, can_spawn: bool) -> Isolation:
-    """Fork where that is safe (no accelerator in use by this process), else spawn, else none."""
+    """``fork`` if that is safe (this process uses no accelerator), else ``spawn`` if possible, else ``none``."""
     if hasattr(os, "fork") and sys.platform.startswith("linux") and not accelerator_in_use():
         return "fork"
     return "spawn" if can_spawn else "none"
 
 
 def accelerator_in_use() -> bool:
-    """Whether this process holds a context on an accelerator, which no fork survives."""
+    """Whether this process has initialized an accelerator; its context does not survive a fork."""
     return bool(torch.cuda.is_initialized() or torch.xpu.is_initialized())
 
 
 def isolated(function: Callable[[], Result], isolation: Isolation, kind: type[Result]) -> Result:
-    """Return what ``function`` returns, a ``kind`` that msgspec encodes, from a forked process where one can be had.
+    """Call ``function`` in a forked process if ``isolation`` is ``fork``, and return its value, a ``kind`` that msgspec encodes.
 
-    It may wake a device. Raises :class:`UsageError` as ``function`` does, and :class:`WorkerError` for anything else
-    that it raises in another process.
+    The function may initialize a device. A :class:`UsageError` that it raises is raised here too; any other exception in
+    the forked process becomes a :class:`WorkerError`.
     """
     if isolation != "fork":
         return function()
     worker = FunctionWorker(functools.partial(_answer, function), _decode, method="fork")
     supervisor: Supervisor[FunctionWorker[_Answer], _Answer] = Supervisor([worker])
     with supervisor:
-        answer = next((event.message for event in supervisor.events() if isinstance(event, Said)), None)
-    if isinstance(answer, _Refused):
+        answer = next((event.message for event in supervisor.events() if isinstance(event, MessageEvent)), None)
+    if isinstance(answer, _UsageFailed):
         raise UsageError(answer.message, answer.hint)
     if isinstance(answer, _Raised):
         raise WorkerError(answer.traceback)
@@ -85,12 +85,12 @@ def _decode(data: bytes) -> _Answer:
 
 
 def _answer(function: Callable[[], Result], send_bytes: SendBytes) -> None:
-    """In the worker: call the function and send how that went."""
+    """In the worker: call the function and send the value or the error."""
     answer: _Answer
     try:
         answer = _Returned(msgspec.Raw(msgspec.msgpack.encode(function())))
     except UsageError as error:
-        answer = _Refused(error.message, error.hint)
+        answer = _UsageFailed(error.message, error.hint)
     except Exception:
         answer = _Raised(traceback.format_exc())
     send_bytes(msgspec.msgpack.encode(answer))

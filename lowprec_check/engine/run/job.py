@@ -1,4 +1,4 @@
-"""One run, from the inside: what a worker does with a model. Knows nothing of processes."""
+"""One run: the work that a worker does with a model. Independent of processes."""
 
 from __future__ import annotations
 
@@ -38,24 +38,25 @@ from lowprec_check.engine.run.messages import (
 )
 from lowprec_check.engine.trace.emulation import Emulation
 from lowprec_check.engine.trace.first_nonfinite import first_nonfinite
-from lowprec_check.engine.trace.instrument import Instrumented, Options, fp32_state, run_instrumented
+from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
+from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.engine.trace.withheld_kernels import withholding
 from lowprec_check.process.breadcrumb import Breadcrumb
-from lowprec_check.schema.backends import BACKENDS, EAGER, Backend
+from lowprec_check.schema.backends import BACKENDS, Backend
 from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.run_key import RunKey
+from lowprec_check.schema.run_key import EAGER, RunKey
 
 NOT_FP32 = NARROW | {torch.float64}
-"""Dtypes of parameters that make a model be scanned as fp32, with a note."""
+"""Parameter dtypes that are converted to fp32 before a scan, which then adds a note."""
 
 Send = Callable[[FromJob], None]
-"""Takes a message as soon as there is one."""
+"""Sends one message."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a worker is to do; picklable."""
+    """The work of one worker; picklable."""
 
     precision: str
     backend: str = EAGER
@@ -63,7 +64,7 @@ class Job:
     workdir: str
     plain: bool = True
     measured: bool = True
-    """Whether time and memory are; a metric always is."""
+    """Whether to measure time and memory; a metric is always measured."""
     instrumented: bool = True
     keep_fp32: tuple[str, ...] = ()
     errors: Errors = "both"
@@ -84,12 +85,12 @@ class Job:
 
     @property
     def key(self) -> RunKey:
-        """What identifies the run."""
+        """Identifies the run."""
         return RunKey(self.precision, self.backend, self.device)
 
     @property
     def breadcrumb_path(self) -> Path:
-        """The file in which the worker notes where it is."""
+        """The file in which the worker records the op it runs."""
         return Path(self.workdir) / "breadcrumb"
 
     @property
@@ -99,7 +100,7 @@ class Job:
 
 
 def run_job(job: Job, target: Target, send: Send) -> None:
-    """Do ``job``, sending what is found as it is found; the model is put back as it was."""
+    """Run ``job`` and send each result as soon as it is known; afterwards the model is restored."""
     device = torch.device(job.device)
     model = target.model
     inputs = _wide_inputs(target)
@@ -123,7 +124,7 @@ def run_job(job: Job, target: Target, send: Send) -> None:
 
 
 class _OnBackend:
-    """Calls the model as a backend prepared it, which it does with the inputs of the first call."""
+    """Calls the model through a backend, which prepares it at the first call, with the inputs of that call."""
 
     def __init__(self, backend: Backend, target: Target, model: torch.nn.Module) -> None:
         self._backend, self._target, self._model = backend, target, model
@@ -148,15 +149,15 @@ def _run_parts(
     try:
         if job.plain:
             plain, outputs = _plain(job, ready, args, kwargs)
-            too_slow = plain.status == "error" or _is_hopeless(job, plain.seconds)
+            too_slow = plain.status == "error" or _is_too_slow(job, plain.seconds)
             send(PlainDone(plain))
             if outputs is not None and (job.measured or target.metric is not None):
                 snapshot.rewind()
-                with _faults_noted("measuring", send):
+                with _report_faults("measuring", send):
                     send(MeasuresDone(_measure(job, target, ready, args, kwargs, plain, outputs, snapshot)))
         if job.instrumented:
             snapshot.rewind()
-            with _faults_noted("instrumenting", send):
+            with _report_faults("instrumenting", send):
                 comparable = outputs if ready is eager else None
                 send(Explained(_instrument(job, eager, args, kwargs, fp32, comparable, send, too_slow)))
     finally:
@@ -164,8 +165,8 @@ def _run_parts(
 
 
 @contextlib.contextmanager
-def _faults_noted(what: str, send: Send) -> Iterator[None]:
-    """The plain run is known by now: a failure of ours costs its explanation, not the row."""
+def _report_faults(what: str, send: Send) -> Iterator[None]:
+    """Send an exception as a fault and continue: the plain run has already been sent."""
     try:
         yield
     except Exception as error:
@@ -173,7 +174,7 @@ def _faults_noted(what: str, send: Send) -> Iterator[None]:
 
 
 def _wide_inputs(target: Target) -> tuple[Any, Any]:
-    """The inputs in fp32 where the model's own dtypes are widened or narrowed to it."""
+    """The inputs, in fp32 if they have a parameter dtype that is converted to fp32."""
     given = {parameter.dtype for parameter in target.model.parameters()} & NOT_FP32
 
     def wide(tensor: Tensor) -> Tensor:
@@ -204,34 +205,34 @@ def _measure(
     outputs: list[Tensor],
     snapshot: Snapshot,
 ) -> Measures:
-    self_error = where = None
+    self_error = nonfinite_at = None
     if job.is_reference:
         again, _ = run_once(ready, args, kwargs, job.seed)
         compared = compare_outputs(output_tensors(again), outputs)
         self_error = compared.error if compared.rel_l2 else None
         if plain.status == "nonfinite":
             snapshot.rewind()
-            where = first_nonfinite(ready, args, kwargs, job.seed)
+            nonfinite_at = first_nonfinite(ready, args, kwargs, job.seed)
     first = plain.seconds
-    hopeless = _is_hopeless(job, first)
+    too_slow = _is_too_slow(job, first)
     latency = memory = None
     if job.measured:
-        seconds = 0.0 if hopeless else min(2.0, job.budget / 5)
+        seconds = 0.0 if too_slow else min(2.0, job.budget / 5)
         latency = measure_latency(ready, args, kwargs, seed=job.seed, first=first, seconds=seconds)
-        memory = measure_memory(ready, args, kwargs, seed=job.seed) if not hopeless else None
-    metric = float(target.metric(_as_users_call_it(ready))) if target.metric is not None and not hopeless else None
+        memory = measure_memory(ready, args, kwargs, seed=job.seed) if not too_slow else None
+    metric = float(target.metric(_as_standalone(ready))) if target.metric is not None and not too_slow else None
     return Measures(
-        latency_ms=latency, peak_memory_bytes=memory, self_error=self_error, nonfinite_at=where, metric=metric
+        latency_ms=latency, peak_memory_bytes=memory, self_error=self_error, nonfinite_at=nonfinite_at, metric=metric
     )
 
 
-def _is_hopeless(job: Job, seconds: float) -> bool:
-    """Whether one call takes so long, for its own sake and beside fp32, that it is not to be repeated."""
+def _is_too_slow(job: Job, seconds: float) -> bool:
+    """Whether one call takes too long to be repeated: over an eighth of the budget, and over ten times fp32's time."""
     return job.fp32_ms is not None and seconds > max(job.budget / 8, 10 * job.fp32_ms / 1e3)
 
 
-def _as_users_call_it(ready: Prepared) -> torch.nn.Module:
-    """The model itself, which from now on takes fp32 inputs from the CPU, in whatever precision is being tried."""
+def _as_standalone(ready: Prepared) -> torch.nn.Module:
+    """The model for the user's metric: it accepts fp32 inputs on the CPU, whatever its precision and device."""
     model, device = ready.model, ready.device
     ready.application.make_standalone(model, device.type)
     if device.type != "cpu":
@@ -258,7 +259,7 @@ def _instrument(
         errors="none" if job.is_reference else job.errors,
         wide=torch.float64 if job.reference == "fp64" else torch.float32,
         emulation=emulation,
-        crumb=Breadcrumb(job.breadcrumb_path),
+        breadcrumb=Breadcrumb(job.breadcrumb_path),
         on_gap=lambda gap: send(GapFound(gap)),
         seed=job.seed,
         count_memory=too_slow,

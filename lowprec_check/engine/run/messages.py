@@ -1,4 +1,4 @@
-"""What the worker of a job says, as msgspec encodes it: nothing that a worker sends is unpickled."""
+"""The messages of a job's worker, encoded by msgspec: nothing that a worker sends is unpickled."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 import msgspec
 
 from lowprec_check.engine.model.plain_run import PlainResult
-from lowprec_check.engine.trace.instrument import Instrumented
+from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.scan_result import ErrorStats, Gap
 
 
 class Measures(Struct, frozen=True, kw_only=True):
-    """Time and memory of the plain run, and for the reference whether it agrees with itself."""
+    """Time and memory of the plain run; for the reference also the difference between two of its runs."""
 
     latency_ms: float | None = None
     peak_memory_bytes: int | None = None
     self_error: ErrorStats | None = None
     nonfinite_at: tuple[str, str, str | None] | None = None
-    """Op, module and source line that made the first NaN or Inf."""
+    """Op, module and source line that produced the first NaN or Inf."""
     metric: float | None = None
 
 
@@ -37,7 +37,7 @@ class MeasuresDone(Struct, frozen=True, tag="measures"):
 
 
 class GapFound(Struct, frozen=True, tag="gap"):
-    """The instrumented part met a new gap; sent at once, in case that the process dies later."""
+    """The instrumented part found a new gap; sent at once, in case the process dies later."""
 
     gap: Gap
 
@@ -49,7 +49,7 @@ class Explained(Struct, frozen=True, tag="explained"):
 
 
 class InstrumentFault(Struct, frozen=True, tag="fault"):
-    """The tool failed after the plain run: that costs the explanation, not the row."""
+    """The tool failed after the plain run: the run has no explanation, but keeps its status."""
 
     message: str
 
@@ -59,7 +59,7 @@ class Finished(Struct, frozen=True, tag="finished"):
 
 
 class ToolFailed(Struct, frozen=True, tag="failed"):
-    """The tool itself failed; the text is its traceback."""
+    """The tool itself failed; the text is the traceback."""
 
     traceback: str
 
@@ -70,7 +70,7 @@ _DECODER: msgspec.msgpack.Decoder[FromJob] = msgspec.msgpack.Decoder(FromJob)
 
 
 def encode(message: FromJob) -> bytes:
-    """Encode as MessagePack, in which a float may be infinite or NaN; a lone surrogate in a text becomes ``?``."""
+    """Encode as MessagePack, which supports infinite and NaN floats; a lone surrogate in a text becomes ``?``."""
     try:
         return msgspec.msgpack.encode(message)
     except UnicodeEncodeError:
@@ -78,7 +78,7 @@ def encode(message: FromJob) -> bytes:
 
 
 def decode(data: bytes) -> FromJob:
-    """Decode what :func:`encode` made; raises ``msgspec.DecodeError`` for anything else."""
+    """Decode the output of :func:`encode`; raises ``msgspec.DecodeError`` for anything else."""
     message = _DECODER.decode(data)
     if isinstance(message, Explained):
         _share_texts(message.result.op_calls)
@@ -86,7 +86,7 @@ def decode(data: bytes) -> FromJob:
 
 
 def _share_texts(op_calls: OpCalls) -> None:
-    """Keep each text of the columns once: there are a hundred thousand rows and a hundred names."""
+    """Store each distinct text of the columns once: there may be 100,000 rows and 100 different names."""
     known: dict[str | None, str | None] = {}
     for column in (op_calls.op, op_calls.module, op_calls.source, op_calls.dtypes, op_calls.shape):
         texts: list[Any] = column
@@ -94,7 +94,7 @@ def _share_texts(op_calls: OpCalls) -> None:
 
 
 def _encodable(value: Any) -> Any:
-    """Return ``value`` with every text as UTF-8 can hold it: a file name or a message need not be valid Unicode."""
+    """Return ``value`` with every text valid in UTF-8: a file name or a message need not be valid Unicode."""
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     if isinstance(value, dict):

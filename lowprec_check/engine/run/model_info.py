@@ -1,4 +1,4 @@
-"""What was run, for the head of a report and for code to paste."""
+"""Describes the scanned model, for the head of a report and for the code to paste."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lowprec_check.schema.scan_result import ModelInfo, Run
 
 
 def describe_target(target: Target, fp32: Run) -> ModelInfo:
-    """What was run, for the head of a report and the code to paste."""
+    """Describe the model and its inputs."""
     model = target.model
     notes = list(target.notes)
     if fp32.output_is_zero:
-        notes.append("the fp32 output is all zeros (a zero-initialised head?): the output error says nothing here")
+        notes.append("the fp32 output is all zeros (a zero-initialized head?), so the output error is meaningless")
     return ModelInfo(
         name=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -33,7 +33,7 @@ def describe_target(target: Target, fp32: Run) -> ModelInfo:
 
 
 def _widening(target: Target) -> list[str]:
-    """Code that makes fp32 of a model in other dtypes, as the runs do."""
+    """Code that converts a model in other dtypes to fp32, as the runs do."""
     if not any(parameter.dtype in NOT_FP32 for parameter in target.model.parameters()):
         return []
     widen = "lambda t: t.float() if t.is_floating_point() else t"
@@ -41,6 +41,6 @@ def _widening(target: Target) -> list[str]:
 
 
 def _is_castable(target: Target) -> bool:
-    """Whether torch's own pytree reaches every tensor of the inputs, so that pasted code can cast them."""
+    """Whether torch's pytree finds every tensor of the inputs, so that pasted code can cast them."""
     reached = tree_flatten((target.args, target.kwargs))[0]
     return sum(isinstance(leaf, Tensor) for leaf in reached) == sum(1 for _ in leaves((target.args, target.kwargs)))

@@ -1,4 +1,4 @@
-"""All that came back from the worker of a job, and how it ended."""
+"""Collects the messages of a job's worker, and how it ended."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from lowprec_check.engine.run.messages import (
     MeasuresDone,
     PlainDone,
 )
-from lowprec_check.engine.trace.instrument import Instrumented
+from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.process.breadcrumb import Position
 from lowprec_check.schema.scan_result import Gap
 
 
 @dataclasses.dataclass
 class JobOutcome:
-    """What a job found; a part that was not run, or in which the worker died, is ``None``."""
+    """The results of a job; a part that did not run, or in which the worker died, is ``None``."""
 
     plain: PlainResult | None = None
     measures: Measures | None = None
     explained: Instrumented | None = None
     gaps: list[Gap] = dataclasses.field(default_factory=list)
-    """As they were found, for an instrumented part that did not get through."""
+    """Gaps in the order they were found, for an instrumented part that did not finish."""
     faults: list[str] = dataclasses.field(default_factory=list)
-    """Where the tool failed after the plain run."""
+    """Failures of the tool after the plain run."""
     ended: Literal["done", "crashed", "timeout", "stuck"] = "done"
-    """``stuck``: one op took longer than its limit."""
+    """``stuck``: one op exceeded its time limit."""
     reason: str | None = None
-    """How the process died, where it crashed."""
+    """How the process died, if it crashed."""
     position: Position | None = None
-    """Where it was when it died."""
+    """The op that ran when it died."""
 
-    def note(self, message: FromJob) -> None:
-        """Keep what a message says."""
+    def add(self, message: FromJob) -> None:
+        """Store the content of a message."""
         if isinstance(message, PlainDone):
             self.plain = message.result
         elif isinstance(message, MeasuresDone):

@@ -1,4 +1,4 @@
-"""Runs of one target: each in its worker, made into a :class:`Run`. What a scan and a planner share."""
+"""Runs one target repeatedly, each time in a worker, and returns a :class:`Run`. Used by scans and by the planner."""
 
 from __future__ import annotations
 
@@ -18,36 +18,37 @@ from lowprec_check.engine.run.job_worker import Load, execute
 from lowprec_check.engine.run.messages import Measures
 from lowprec_check.engine.run.outcome import JobOutcome
 from lowprec_check.engine.run.reference_errors import (
-    erratic_reference,
     failed_reference,
-    no_reference,
+    missing_reference,
+    nondeterministic_reference,
     nonfinite_reference,
 )
-from lowprec_check.engine.trace.instrument import Instrumented
+from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.errors import UsageError
 from lowprec_check.process.breadcrumb import Position
-from lowprec_check.schema.backends import BACKENDS, EAGER
+from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.op_calls import OpCalls
-from lowprec_check.schema.precisions import PRECISIONS, REFERENCE
+from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.run_key import EAGER, REFERENCE
 from lowprec_check.schema.scan_result import Run, Status
 
 REFERENCE_BUDGET = 600.0
-"""Seconds for fp32, whose time is not known yet."""
+"""Budget in seconds of the fp32 run, whose time is not known yet."""
 
-HOPELESS_SELF_ERROR = 0.1
-"""Above this rel_l2 between two fp32 runs, there is no reference."""
+MAX_SELF_ERROR = 0.1
+"""Largest rel_l2 between two fp32 runs for which fp32 is used as the reference."""
 
-RELAUNCHES = 12
-"""How many ops may be set aside (crashed, or too slow) before a run is given up."""
+MAX_RELAUNCHES = 12
+"""Number of ops that may crash or be too slow, and are then emulated, before the instrumented part is abandoned."""
 
 OnProgress = Callable[[str, str], None]
-"""Takes the name of the run and what it is doing."""
+"""Called with the name of the run and its current step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How to run; ``budget`` in seconds, by default 20 or ten fp32 forwards, whichever is more."""
+    """Options of all runs; ``budget`` is in seconds, by default 20 or ten fp32 forwards, whichever is longer."""
 
     device: str = "cpu"
     budget: float | None = None
@@ -59,7 +60,7 @@ class RunOptions:
 
 
 class TargetRuns:
-    """A target, its fp32 reference (made first, by :meth:`reference`), and runs against it."""
+    """Runs a target: first the fp32 reference, by :meth:`reference`, then other precisions, compared with it."""
 
     def __init__(
         self,
@@ -80,20 +81,20 @@ class TargetRuns:
     # -- the reference
 
     def reference(self) -> Run:
-        """Run fp32; raises :class:`UsageError` if the model fails, hangs or is non-finite there."""
+        """Run fp32; raises :class:`UsageError` if the model fails, hangs, or has NaN or Inf in its output."""
         budget = self.options.budget or REFERENCE_BUDGET
         job = self._job(REFERENCE, budget=budget)
         outcome = self._execute(job)
         plain, measures = outcome.plain, outcome.measures
         if plain is None:
-            raise UsageError(*no_reference(outcome, budget))
+            raise UsageError(*missing_reference(outcome, budget))
         if plain.exception is not None:
             raise UsageError(*failed_reference(plain, self.target, self.options.device))
         if plain.status == "nonfinite":
             raise UsageError(*nonfinite_reference(measures))
         self._self_error = _self_error(measures)
-        if self._self_error > HOPELESS_SELF_ERROR:
-            raise UsageError(*erratic_reference(self._self_error))
+        if self._self_error > MAX_SELF_ERROR:
+            raise UsageError(*nondeterministic_reference(self._self_error))
         self.random = plain.random
         run = self._assemble(job, outcome)
         self.fp32 = msgspec.structs.replace(run, nondeterministic=self._self_error > 0)
@@ -106,7 +107,7 @@ class TargetRuns:
         return self.options.budget or max(20.0, 10 * (fp32_ms or 0.0) / 1e3)
 
     def tolerance(self, precision: str) -> float:
-        """On rel_l2 of the output; wider where fp32 does not agree with itself."""
+        """Largest rel_l2 of the output that passes; larger if two fp32 runs differ."""
         default = PRECISIONS.get(precision).tolerance
         return max(default if self.options.tolerance is None else self.options.tolerance, 3 * self._self_error)
 
@@ -121,9 +122,9 @@ class TargetRuns:
         measured: bool = True,
         instrumented: bool = True,
     ) -> Run:
-        """Run ``precision`` on ``backend``; ``measured``: with time and memory; ``instrumented``: with every op explained.
+        """Run ``precision`` on ``backend``. ``measured`` adds time and memory, ``instrumented`` explains every op.
 
-        A crash, a hang or an exception is a status.
+        A crash, a hang or an exception is reported as the status.
         """
         reason = BACKENDS.get(backend).skip_reason(PRECISIONS.get(precision), self.options.device, "contiguous")
         if reason is not None:
@@ -143,12 +144,12 @@ class TargetRuns:
         return self._assemble(job, outcome)
 
     def _explain(self, job: Job, outcome: JobOutcome) -> JobOutcome:
-        """The instrumented part alone, again and again without the op in which it died, until it gets through."""
+        """Run only the instrumented part; after a crash or hang, repeat it with the responsible op emulated."""
         position = outcome.position if outcome.plain is not None else None
         ended, reason = outcome.ended, outcome.reason
-        for _ in range(RELAUNCHES):
+        for _ in range(MAX_RELAUNCHES):
             if position is not None and position.in_op:
-                job = _set_aside(job, position.op, ended, reason, self._op_limit())
+                job = _emulate(job, position.op, ended, reason, self._op_limit())
             elif position is not None:
                 break
             outcome = self._execute(job)
@@ -232,7 +233,7 @@ class TargetRuns:
             return plain.status, None
         if outcome.ended == "crashed":
             return "crashed", f"{outcome.reason or 'the process died'}{_in_which_op(outcome, explained)}"
-        return "timeout", f"over the budget of {self.budget:.0f} s"
+        return "timeout", f"exceeded the budget of {self.budget:.0f} s"
 
 
 def _finite(value: float | None) -> float | None:
@@ -247,7 +248,7 @@ def _status_in_lockstep(explained: Instrumented, tolerance: float) -> Status:
 
 
 def _peak_memory(measures: Measures | None, explained: Instrumented | None) -> int | None:
-    """The plain run's; of a run too slow to be repeated, that of its own tensors while it was explained."""
+    """Peak of the plain run; for a run too slow to repeat, the peak of its tensors during the instrumented part."""
     if measures is not None and measures.peak_memory_bytes is not None:
         return measures.peak_memory_bytes
     return explained.peak_memory_bytes if explained is not None else None
@@ -260,7 +261,7 @@ def _self_error(measures: Measures | None) -> float:
 
 
 def _in_which_op(outcome: JobOutcome, explained: Instrumented | None) -> str:
-    """The op that killed the process: the one set aside for it, or the last one seen."""
+    """The op that killed the process: the one emulated since then, or the last one that ran."""
     for gap in explained.gaps if explained else ():
         if gap.kind == "crash":
             return f", in {gap.op}{f' of {gap.module}' if gap.module else ''}"
@@ -269,11 +270,13 @@ def _in_which_op(outcome: JobOutcome, explained: Instrumented | None) -> str:
     return f", {'in' if outcome.position.in_op else 'after'} {_describe(outcome.position)}"
 
 
-def _set_aside(job: Job, op: str, ended: str, reason: str | None, limit: float) -> Job:
+def _emulate(job: Job, op: str, ended: str, reason: str | None, limit: float) -> Job:
     if ended == "crashed":
         return dataclasses.replace(job, crashed=(*job.crashed, (op, reason or "the process died")))
     why = (
-        f"one call took over {limit:.0f} s" if ended == "stuck" else "one call was still running when the budget ended"
+        f"one call took more than {limit:.0f} s"
+        if ended == "stuck"
+        else "one call was still running when the budget ended"
     )
     return dataclasses.replace(job, slow=(*job.slow, (op, why)))
 
@@ -288,6 +291,6 @@ def _describe(position: Position) -> str:
 def open_runs(
     target: Target, load: Load, options: RunOptions, isolation: Isolation, on_progress: OnProgress | None = None
 ) -> Iterator[TargetRuns]:
-    """A session with a working folder of its own, removed afterwards."""
+    """Yield a :class:`TargetRuns` with a temporary working folder."""
     with tempfile.TemporaryDirectory(prefix="lowprec-check-") as workdir:
         yield TargetRuns(target, load, options, isolation, workdir, on_progress)

@@ -1,7 +1,7 @@
-"""Measures every operator in worker processes that may die, and collects what they found. Never imports torch.
+"""Measures every operator in worker processes, which may crash, and collects the results. Never imports torch.
 
-A worker takes one operator at a time. When it dies, or one call takes too long, the cell it was in (its breadcrumb
-tells) is noted as lost, another worker takes its place, and the operator is measured again without that cell.
+A worker measures one operator at a time. If it dies, or one call takes too long, its breadcrumb names the cell (dtype and
+mode) it was in. That cell is recorded as lost, a new worker starts, and the operator is measured again without the cell.
 """
 
 from __future__ import annotations
@@ -17,27 +17,36 @@ from pathlib import Path
 import msgspec
 
 from lowprec_check.catalog.measured_sweep import MeasuredSweep
-from lowprec_check.catalog.records import Failure, Header, OpRecord, OpTimes
+from lowprec_check.catalog.records import DTYPES, Failure, Header, OpRecord, OpTimes
 from lowprec_check.engine.sweep.failures import Raised
-from lowprec_check.engine.sweep.messages import POISONED, Answer, Fault, FromWorker, Hello, Refusal, Task, decode
+from lowprec_check.engine.sweep.messages import (
+    DEVICE_LOST,
+    Answer,
+    CannotMeasure,
+    Fault,
+    FromWorker,
+    Hello,
+    Task,
+    decode,
+)
 from lowprec_check.errors import UsageError
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.process.command_worker import LineWorker
 from lowprec_check.process.exit_code import describe_exit, signal_name
-from lowprec_check.process.supervisor import Said, Seen, Supervisor
+from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor
 
 SAMPLES = 24
 CALL_SECONDS = 30.0
-"""A call that takes longer has its process killed."""
-DEATHS = 8
-"""So many deaths in one operator, and it is given up; one is enough in fp32, as there is nothing to compare with then."""
+"""The worker is killed if one call takes longer."""
+MAX_DEATHS = 8
+"""An operator is given up after this many deaths of its worker, or after one in fp32, which all others are compared with."""
 START_SECONDS = 300.0
 
 REPRODUCIBLE = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_CBWR": "AUTO", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""The order of a set must not decide which samples are drawn, nor the alignment of memory which way MKL adds."""
+"""Environment that makes sweeps reproducible: the order of sets, the choice of samples, and the order of MKL's additions."""
 
 OnProgress = Callable[[int, int, str], None]
-"""Told how many operators are done, of how many, and which comes next."""
+"""Called with the number of finished operators, the number of all, and the name of the next."""
 
 
 def build(
@@ -54,8 +63,8 @@ def build(
 ) -> MeasuredSweep:
     """Measure every operator (or those named in ``only``) with the torch of the interpreter ``python``.
 
-    ``worker`` is the module that a worker runs; a call that takes longer than ``call_seconds`` has its process killed.
-    Raises :class:`UsageError` where this torch or the device cannot be measured, or an operator is not known.
+    ``worker`` is the module that a worker runs; it is killed if one call takes longer than ``call_seconds``. Raises
+    :class:`UsageError` if this torch or the device cannot be measured, or if an operator is unknown.
     """
     command = [python, "-m", worker, "--device", device, "--samples", str(samples)]
     command += ["--extension", extension] if extension else []
@@ -67,7 +76,7 @@ SweepWorker = LineWorker[FromWorker]
 
 
 class _Sweep:
-    """The queue of operators and the workers that empty it."""
+    """The queue of operators, and the workers that measure them."""
 
     def __init__(
         self,
@@ -81,7 +90,7 @@ class _Sweep:
         self.call_seconds = call_seconds
         self.supervisor: Supervisor[SweepWorker, FromWorker] = Supervisor(tick=0.2)
         self.measuring: dict[SweepWorker, str] = {}
-        """The operator that each busy worker has."""
+        """The operator that each busy worker measures."""
         self.header: Header | None = None
         self.waiting: collections.deque[str] = collections.deque()
         self.lost: dict[str, dict[str, Raised]] = collections.defaultdict(dict)
@@ -89,13 +98,13 @@ class _Sweep:
         self.total = self.started = 0
 
     def run(self, jobs: int) -> MeasuredSweep:
-        """Work until every operator is answered."""
+        """Run until every operator is measured or given up."""
         with self.supervisor:
             for _ in range(jobs):
                 self._start()
             for event in self.supervisor.events():
-                if isinstance(event, Said):
-                    self._hear(event.worker, event.message)
+                if isinstance(event, MessageEvent):
+                    self._handle(event.worker, event.message)
                 elif event.state != "running":
                     self._replace(event)
                 if self.header is not None and len(self.found) >= self.total:
@@ -118,33 +127,36 @@ class _Sweep:
             log=path.with_suffix(".log"),
             breadcrumb=breadcrumb,
         )
-        worker.allow(START_SECONDS)
+        worker.set_timeout(START_SECONDS)
         self.supervisor.add(worker)
 
-    def _hear(self, worker: SweepWorker, message: FromWorker) -> None:
-        if isinstance(message, Refusal):
+    def _handle(self, worker: SweepWorker, message: FromWorker) -> None:
+        if isinstance(message, CannotMeasure):
             raise UsageError(message.message, message.hint)
         if isinstance(message, Fault):
             raise RuntimeError(f"the sweep failed at {message.op}:\n{message.traceback}")
         if isinstance(message, Hello):
-            worker.allow(math.inf)
-            self._greeted(message)
+            worker.set_timeout(math.inf)
+            self._set_operators(message)
         else:
             self.found[message.record.op] = message
-        self._feed(worker)
+        self._send_next(worker)
 
-    def _greeted(self, hello: Hello) -> None:
+    def _set_operators(self, hello: Hello) -> None:
         if self.header is not None:
             return
         unknown = sorted(set(self.only or ()) - set(hello.operators))
         if unknown:
-            raise UsageError(f"torch {hello.header.torch} describes no operator {unknown[0]!r}.")
+            raise UsageError(
+                f"torch {hello.header.torch} has no operator {unknown[0]!r} in its OpInfo database.",
+                "Check the spelling; variants are written as in std.unbiased.",
+            )
         self.header = hello.header
         self.waiting.extend(self.only or hello.operators)
         self.total = len(self.waiting)
 
-    def _feed(self, worker: SweepWorker) -> None:
-        """Give it the next operator, if there is one."""
+    def _send_next(self, worker: SweepWorker) -> None:
+        """Send the next operator to ``worker``, if there is one."""
         self.measuring.pop(worker, None)
         worker.op_limit = math.inf
         if not self.waiting:
@@ -152,45 +164,45 @@ class _Sweep:
         op = self.waiting.popleft()
         self.measuring[worker] = op
         if worker.breadcrumb is not None:
-            worker.breadcrumb.enter(op, "samples", None)  # where it is until its first call
+            worker.breadcrumb.enter(op, "samples", None)  # its position until its first call
         worker.op_limit = self.call_seconds
-        worker.give(msgspec.json.encode(Task(op, self.lost.get(op, {}))))
+        worker.send_task(msgspec.json.encode(Task(op, self.lost.get(op, {}))))
         if self.on_progress is not None:
             self.on_progress(len(self.found), self.total, op)
 
-    def _replace(self, gone: Seen[SweepWorker]) -> None:
-        """Start another worker, and put the operator of this one back in the queue without the cell it was in."""
-        op = self.measuring.pop(gone.worker, None)
-        if op is None or gone.position is None:
-            raise RuntimeError(_never_worked(gone))
-        cell = gone.position.module
-        self.lost[op][cell] = self._why(gone)
-        if len(self.lost[op]) < DEATHS and cell != "float32/forward":
+    def _replace(self, ended: StateEvent[SweepWorker]) -> None:
+        """Start another worker, and put the operator back in the queue, without the cell in which the worker died."""
+        op = self.measuring.pop(ended.worker, None)
+        if op is None or ended.position is None:
+            raise RuntimeError(_startup_failure(ended))
+        cell = ended.position.module
+        self.lost[op][cell] = self._describe_end(ended)
+        if len(self.lost[op]) < MAX_DEATHS and cell != "float32/forward":
             self.waiting.appendleft(op)
         else:
             self.found[op] = _given_up(op, self.lost[op])
         self._start()
 
-    def _why(self, gone: Seen[SweepWorker]) -> Raised:
-        if gone.exit_code is None:
+    def _describe_end(self, ended: StateEvent[SweepWorker]) -> Raised:
+        if ended.exit_code is None:
             return Raised("timeout", f"took longer than {self.call_seconds:.0f} s", died=True)
-        if gone.exit_code == POISONED:
+        if ended.exit_code == DEVICE_LOST:
             return Raised("assertion", "an assertion failed on the device, which then refused every call", died=True)
-        return Raised(signal_name(gone.exit_code) or "exit", describe_exit(gone.exit_code), died=True)
+        return Raised(signal_name(ended.exit_code) or "exit", describe_exit(ended.exit_code), died=True)
 
 
-def _never_worked(gone: Seen[SweepWorker]) -> str:
-    if gone.exit_code is None:
-        return f"a worker of the sweep did not start within {START_SECONDS:.0f} s"
-    log = gone.worker.log.read_text(errors="replace")
-    return f"a worker of the sweep ended with exit code {gone.exit_code}:\n{log[-2000:]}"
+def _startup_failure(ended: StateEvent[SweepWorker]) -> str:
+    if ended.exit_code is None:
+        return f"a sweep worker did not start within {START_SECONDS:.0f} s"
+    log = ended.worker.log.read_text(errors="replace")
+    return f"a sweep worker ended with exit code {ended.exit_code}:\n{log[-2000:]}"
 
 
 def _given_up(op: str, lost: dict[str, Raised]) -> Answer:
-    """What remains of an operator that kills its process again and again."""
+    """The record of an operator that kills its worker repeatedly."""
     raised = next(iter(lost.values()))
     failure = Failure(
-        cells=[cell for cell in lost if "/" in cell],
+        cells=[cell for cell in lost if cell.partition("/")[0] in DTYPES],
         type=raised.type,
         kind="timeout" if raised.type == "timeout" else "crash",
         message=raised.message,

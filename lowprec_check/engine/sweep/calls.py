@@ -1,4 +1,4 @@
-"""One call of an operator, forward or backward, plain or under autocast, and how far its result is from the reference."""
+"""Calls an operator, forward or backward, with or without autocast, and compares the result with the reference."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from lowprec_check.catalog.records import Dtype, Mode
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.sweep.dispatched_ops import DispatchedOps
 from lowprec_check.engine.sweep.failures import Raised
-from lowprec_check.engine.sweep.messages import POISONED
+from lowprec_check.engine.sweep.messages import DEVICE_LOST
 from lowprec_check.engine.sweep.samples import Sample
 from lowprec_check.engine.sweep.ulp import ulp_errors
 
 SEED = 0
-"""Of every call: an operator that draws random numbers draws the same ones."""
+"""Seed of every call, so that an operator that draws random numbers always draws the same."""
 OTHER_SEEDS = range(1, 9)
-"""Among so many at least one gives another result where random numbers are drawn."""
+"""If an operator draws random numbers, at least one of these seeds changes its result."""
 
 REPEATS = 3
 ENOUGH_SECONDS = 0.02
-"""A call that takes this long is timed once."""
+"""A call that takes this long is timed only once."""
 
 
 class Setting(NamedTuple):
-    """What every operator is measured with."""
+    """The settings common to all operators."""
 
     device: str
     samples: int
-    """At most so many of an operator, besides larger ones."""
+    """Maximum number of samples of an operator, not counting larger ones."""
     autocast: tuple[Dtype, ...]
-    """Dtypes that autocast takes on the device."""
+    """Dtypes that autocast supports on the device."""
     wide: torch.dtype
-    """Of the reference: fp64, or fp32 where the device has none."""
+    """Dtype of the reference: fp64, or fp32 if the device does not support fp64."""
 
 
 class Trial(NamedTuple):
-    """How one call ended."""
+    """The outcome of one call."""
 
     outcome: Raised | bool
-    """What it raised, or whether it ran: ``False`` where there is nothing to differentiate."""
+    """The exception, or whether it ran: ``False`` if there is nothing to differentiate."""
     result: Any = None
     """The output, or the gradients."""
 
@@ -64,12 +64,12 @@ class Caller:
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # the kernel ran; the rounded values were singular
             return Trial(True)
         except Exception as error:
-            end_if_poisoned(error)
+            exit_if_device_lost(error)
             return Trial(Raised.of(error))
         return Trial(result is not None or not mode.endswith("backward"), result)
 
     def run(self, sample: Sample, dtype: torch.dtype, mode: Mode) -> Any:
-        """Call ``sample`` as it is; the output, or gradients (``None`` where nothing has one). Raises what the operator raises."""
+        """Call ``sample`` and return the output, or the gradients (``None`` if there are none). Exceptions are not caught."""
         if mode.endswith("backward"):
             with self._autocast(dtype, mode):
                 out = self._forward(sample)
@@ -78,7 +78,7 @@ class Caller:
             return self._forward(sample)
 
     def record(self, sample: Sample, dtype: torch.dtype, mode: Mode) -> DispatchedOps:
-        """Call a copy of ``sample`` and note the aten ops, and the one that raises."""
+        """Call a copy of ``sample`` and record the aten ops it dispatches, and the one that raises."""
         sample, backward = sample.cast(dtype, grad=mode.endswith("backward")), mode.endswith("backward")
         recording = DispatchedOps()
         self._seed()
@@ -91,12 +91,12 @@ class Caller:
         return recording
 
     def size_of_result(self, sample: Sample) -> int | None:
-        """Elements that come out in fp32; ``None`` where the operator refuses."""
+        """Number of elements of the output in fp32; ``None`` if the call fails."""
         out = self.attempt(sample, torch.float32, "forward")
         return sum(tensor.numel() for _, tensor in leaves(out.result)) if out.outcome is True else None
 
     def depends_on_seed(self, sample: Sample) -> bool:
-        """Whether the result in fp32 is another with another seed: dropout with p=0 draws nothing."""
+        """Whether the fp32 result changes with the seed; dropout with p=0 does not draw random numbers."""
         first = self._seeded(sample, SEED)
         others = (self._seeded(sample, seed) for seed in OTHER_SEEDS)
         return any(len(other) != len(first) or not all(map(torch.equal, first, other)) for other in others)
@@ -106,7 +106,7 @@ class Caller:
             return [tensor for _, tensor in leaves(self.attempt(sample, torch.float32, "forward", seed).result)]
 
     def distances(self, sample: Sample, dtype: torch.dtype, mode: Mode, result: Any) -> list[Tensor]:
-        """Errors of ``result`` against the reference on the same inputs, in ULP; empty where there is no reference."""
+        """Errors of ``result`` against the reference on the same inputs, in ULP; empty if there is no reference."""
         try:
             grad = mode == "backward"
             self._seed()
@@ -117,11 +117,11 @@ class Caller:
                 return []
             return [ulp_errors(value, wide, dtype) for value, wide in zip(result, reference, strict=True)]
         except Exception as error:
-            end_if_poisoned(error)
+            exit_if_device_lost(error)
             return []
 
     def seconds(self, sample: Sample, dtype: torch.dtype, mode: Mode) -> float | None:
-        """The least time of a few calls; ``None`` where it does not run."""
+        """The shortest time of a few calls; ``None`` if the call fails."""
         least = None
         for _ in range(REPEATS):
             ready = sample.cast(dtype, grad=mode == "backward")
@@ -157,7 +157,7 @@ class Caller:
         return [gradient for gradient in found if gradient is not None]
 
     def _comparable(self, sample: Sample, out: Any) -> list[Tensor]:
-        """The floating leaves of an output in the reference's dtype, made unique: singular vectors have no sign."""
+        """The floating leaves of an output in the reference's dtype, without what is not unique, such as signs of singular vectors."""
         return [
             tensor for _, tensor in leaves(sample.comparable(_widened(out, self.setting.wide))) if _is_float(tensor)
         ]
@@ -182,7 +182,7 @@ def _is_float(tensor: Tensor) -> bool:
 
 
 def _widened(value: Any, wide: torch.dtype) -> Any:
-    """Every floating tensor of an output in the dtype ``wide``; containers are of the kind they were."""
+    """``value`` with every floating tensor in the dtype ``wide``; container types are kept."""
     if isinstance(value, Tensor):
         complex_wide = torch.complex128 if wide == torch.float64 else torch.complex64
         return value.to(complex_wide if value.is_complex() else wide) if _is_float(value) else value
@@ -193,12 +193,12 @@ def _widened(value: Any, wide: torch.dtype) -> Any:
 
 
 def _cotangent(output: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is sent back through ``output``: values in [-1, 1] that ``dtype`` holds exactly."""
+    """The gradient passed to the backward of ``output``: values in [-1, 1] that ``dtype`` represents exactly."""
     positions = torch.arange(output.numel(), device=output.device, dtype=torch.float32)
     return torch.cos(positions).to(dtype).to(output.dtype).reshape(output.shape)
 
 
-def end_if_poisoned(error: BaseException) -> None:
-    """End the process where an assertion on the device has made every later call fail: the parent starts another."""
+def exit_if_device_lost(error: BaseException) -> None:
+    """End the process if an assertion on the device makes every later call fail; the parent then starts another."""
     if "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError":
-        os._exit(POISONED)
+        os._exit(DEVICE_LOST)

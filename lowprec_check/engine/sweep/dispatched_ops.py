@@ -1,4 +1,4 @@
-"""Which aten ops a call dispatches, and which of them raised."""
+"""Records which aten ops a call dispatches, and which of them raised."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lowprec_check.engine.core.dispatch_mode import DispatchMode
 
 
 class DispatchedOps(DispatchMode):
-    """Notes the overloads dispatched while it is active, without ``aten.`` and ``.default``."""
+    """Records the names of dispatched overloads while it is active, without ``aten.`` and ``.default``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: dict[str, None] = {}
         self.views: dict[str, None] = {}
-        """Those that compute nothing: they work in every dtype."""
+        """Views: they compute nothing and work in every dtype."""
         self.random = False
         self.failed: str | None = None
 

@@ -1,4 +1,4 @@
-"""What kind of failure an exception is, and what the samples that fail have in common. Never imports torch."""
+"""Classifies failures, and finds what the failing samples have in common. Never imports torch."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ _MISMATCH = re.compile(
     re.I,
 )
 _NO_BACKEND = re.compile(r"Could not run 'aten::|not currently implemented for the|not currently supported on the")
-MESSAGE = 160
-"""Characters of a message that are kept."""
+MAX_MESSAGE = 160
+"""Maximum number of characters of a message."""
 
 
 class Raised(NamedTuple):
-    """An exception, without the frames and tensors that hang on it."""
+    """Type and message of an exception, without references to its frames and tensors."""
 
     type: str
-    """Its class; of a process that died the signal, or ``timeout``."""
+    """The exception class; if the process died, the signal or ``timeout``."""
     message: str
     died: bool = False
 
     @classmethod
     def of(cls, error: BaseException) -> Raised:
-        """Take the first line, without what differs between runs: addresses."""
+        """Type and first line of ``error``; memory addresses, which differ between runs, are replaced."""
         text = str(error).strip() or type(error).__name__
         line = re.sub(r"0x[0-9a-f]+", "0x…", text.splitlines()[0])
-        return cls(type(error).__name__, line if len(line) <= MESSAGE else line[: MESSAGE - 1] + "…")
+        return cls(type(error).__name__, line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 1] + "…")
 
 
 def kind_of(raised: Raised, at: str | None, *, fails_in_fp32: bool) -> FailureKind:
-    """The family; that it fails low and passes in fp32 has been told by experiment, the message only adds a name."""
+    """The kind of failure. Whether it also fails in fp32 has been measured; the message only selects the name."""
     if raised.died:
         return "timeout" if raised.type == "timeout" else "crash"
     if "without overflow" in raised.message:
@@ -52,7 +52,7 @@ def kind_of(raised: Raised, at: str | None, *, fails_in_fp32: bool) -> FailureKi
 
 
 def merged(failures: Iterable[Failure]) -> list[Failure]:
-    """Failures that differ only in their cells, as one; what each calls its own dtype in the message makes no difference."""
+    """Merge failures that differ only in their cells and in the name of their own dtype in the message."""
     groups: dict[Any, Failure] = {}
     for failure in failures:
         key = (failure.type, failure.message_in(None), failure.kind, failure.at, failure.condition)
@@ -62,17 +62,17 @@ def merged(failures: Iterable[Failure]) -> list[Failure]:
 
 
 Features = dict[str, Any]
-"""Properties of a sample that can be named: its arguments, then its sizes."""
+"""Properties of a sample by name: its arguments, then its sizes."""
 POWERS = "all sizes powers of two"
 COUNTS = ("number of tensors", "number of dimensions", "largest size", "number of elements")
 SIZES = (POWERS, *COUNTS)
 
 
 def condition(passed: Sequence[Features], failed: Sequence[Features]) -> str | None:
-    """What every failing sample has and no passing one, or the other way round; ``None`` if no property tells.
+    """A property that all failing samples have and no passing sample has, or vice versa; ``None`` if there is none.
 
-    One property is tried before two together, flags before other arguments, arguments before sizes (the order of the
-    features): of those that tell equally well, ``training`` chooses a kernel more often than ``lower=0.0``.
+    Single properties are tried before pairs, flags before other arguments, arguments before sizes (the order of the
+    features), because ``training`` selects a kernel more often than ``lower=0.0`` does.
     """
     if not passed or not failed:
         return None
@@ -82,9 +82,9 @@ def condition(passed: Sequence[Features], failed: Sequence[Features]) -> str | N
     for name in names:
         values = {repr(features.get(name)) for features in failed}, {repr(features.get(name)) for features in passed}
         if values[0].isdisjoint(values[1]):
-            said = _in_words(name, [f.get(name) for f in failed], [f.get(name) for f in passed])
-            if said is not None:
-                return said
+            found = _in_words(name, [f.get(name) for f in failed], [f.get(name) for f in passed])
+            if found is not None:
+                return found
     for verb, those, others in (("runs only", passed, failed), ("fails", failed, passed)):
         common = [(name, those[0].get(name)) for name in names if _shared(name, those)]
         for pair in itertools.combinations(common, 2):
@@ -94,12 +94,12 @@ def condition(passed: Sequence[Features], failed: Sequence[Features]) -> str | N
 
 
 def _flag(values: list[Any]) -> bool:
-    """Whether it is on, off or not given."""
+    """Whether all values are booleans or not given."""
     return {type(value) for value in values} <= {bool, type(None)}
 
 
 def _shared(name: str, samples: Sequence[Features]) -> bool:
-    """Whether an argument (sizes say too little) is the same in all."""
+    """Whether ``name`` is an argument, not a size, with the same value in all samples."""
     return name not in SIZES and len({repr(features.get(name)) for features in samples}) == 1
 
 

@@ -1,4 +1,4 @@
-"""One operator measured: which of its samples run in which dtype and mode, how exactly, how fast."""
+"""Measures one operator: which of its samples run in which dtype and mode, how accurately and how fast."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from lowprec_check.engine.sweep.ulp import summary
 
 _UNINITIALISED = ("empty", "new_empty", "resize_")
 _UNREPEATABLE = ("linalg.lstsq", "nn.functional.fractional_max_pool")
-"""Pivots are chosen among columns of one norm, windows are drawn anew in each dtype: the error is of the choice."""
+"""Operators whose result depends on a choice that differs between dtypes (pivots, random windows): no error is measured."""
 
 
 class Results(NamedTuple):
-    """What was found of one operator."""
+    """The results of one operator."""
 
     record: OpRecord
     times: OpTimes
 
 
-class Subject:
-    """One operator; ``enter(cell, detail)`` is told what comes next, so that the death of the process can be placed.
+class OperatorMeasurement:
+    """One operator. ``enter(cell, detail)`` is called before each step, so that a crash can be located.
 
-    ``lost`` are the cells in which an earlier process died or hung, with how.
+    ``lost`` maps the cells in which an earlier process died or hung to the failure.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class Subject:
         self.views: dict[str, None] = {}
 
     def measure(self) -> Results:
-        """Everything; what an operator raises is a finding, never an error."""
-        nothing = self._draw()
-        if nothing is not None:
-            return Results(OpRecord(op=self.name, samples=(0, 0), note=nothing), OpTimes(op=self.name))
+        """Measure everything; exceptions of the operator become results."""
+        reason = self._draw()
+        if reason is not None:
+            return Results(OpRecord(op=self.name, samples=(0, 0), note=reason), OpTimes(op=self.name))
         self._record_aten()
         for dtype in DTYPES:
             self.ulp[dtype] = []
@@ -57,7 +57,7 @@ class Subject:
         return Results(self._record(), self._times())
 
     def _draw(self) -> str | None:
-        """Draw the samples; say why there are none."""
+        """Draw the samples; return the reason if there are none."""
         if "samples" in self.lost:
             return f"samples cannot be drawn: {self.lost['samples'].message}"
         self.enter("samples", "")
@@ -77,7 +77,7 @@ class Subject:
         return None
 
     def _record_aten(self) -> None:
-        """Note the aten ops of fp32, and which samples draw random numbers."""
+        """Record the aten ops in fp32, and which samples draw random numbers."""
         for index, mode in enumerate(MODES[:2]):
             self.enter(f"aten/{mode}", "")
             for number, sample in enumerate(() if f"aten/{mode}" in self.lost else self.samples):
@@ -88,7 +88,7 @@ class Subject:
                     self.random.add(number)
 
     def _cell(self, dtype: Dtype, mode: Mode) -> list[Raised | bool]:
-        """How each sample ends; notes their errors too, but for autocast."""
+        """The outcome of each sample; also measures their errors, except under autocast."""
         cell, low = f"{dtype}/{mode}", getattr(torch, dtype)
         if cell in self.lost:
             self.ulp[dtype].append(None)
@@ -104,10 +104,10 @@ class Subject:
         return found
 
     def _comparable(self, index: int) -> bool:
-        """Whether the error of a sample says something about the kernel."""
+        """Whether the error of a sample is caused by the kernel."""
         return index not in self.random and not self.name.startswith(_UNREPEATABLE)
 
-    # -- what it comes to
+    # -- the results
 
     def _record(self) -> OpRecord:
         valid = [self._valid(mode) for mode in MODES[:2]]
@@ -124,12 +124,12 @@ class Subject:
         )
 
     def _valid(self, mode: Mode) -> list[int]:
-        """Samples that count: those that run in some dtype."""
+        """Indices of the samples that run in at least one dtype; only these are counted."""
         tried = [self.outcomes[dtype, mode] for dtype in DTYPES]
         return [index for index in range(len(self.samples)) if any(outcomes[index] is True for outcomes in tried)]
 
     def _passed(self, valid: list[list[int]]) -> dict[Dtype, list[int]]:
-        """Samples that run, by mode, of the dtypes in which not all do."""
+        """Number of samples that run, for each mode, of each dtype in which some fail."""
         passed: dict[Dtype, list[int]] = {}
         for dtype in DTYPES if valid[0] else ():
             modes = [mode for mode in MODES if (dtype, mode) in self.outcomes]
@@ -146,14 +146,14 @@ class Subject:
         return f"runs in no floating dtype: {outcome.message}" if outcome else "has no sample that runs"
 
     def _failure(self, dtype: Dtype, mode: Mode, valid: list[list[int]]) -> Failure | None:
-        """The most frequent failure of one cell, among the samples that count (all, where none runs forward)."""
+        """The most frequent failure of one cell, among the counted samples (all samples, if none runs forward)."""
         outcomes = self.outcomes[dtype, mode]
         counted = valid[MODES.index(mode) % 2] if valid[0] else range(len(outcomes))
         failed = [index for index in counted if isinstance(outcomes[index], Raised)]
         if not failed:
             return None
         raised, _ = Counter(cast("Raised", outcomes[index]) for index in failed).most_common(1)[0]
-        at = None if raised.died else self._where(outcomes.index(raised), dtype, mode)
+        at = None if raised.died else self._failing_overload(outcomes.index(raised), dtype, mode)
         fp32 = self.outcomes["float32", MODES[MODES.index(mode) % 2]]
         in_fp32 = dtype == "float32" or not any(fp32[index] is True for index in counted)
         ran, names = [index for index in counted if outcomes[index] is True], argument_names(self.operator)
@@ -168,13 +168,13 @@ class Subject:
             ),
         )
 
-    def _where(self, index: int, dtype: Dtype, mode: Mode) -> str | None:
-        """The overload that raises, seen by running the sample once more."""
+    def _failing_overload(self, index: int, dtype: Dtype, mode: Mode) -> str | None:
+        """The overload that raises, found by running the sample once more."""
         self.enter(f"{dtype}/{mode}", f"{index}, once more")
         return self.caller.record(self.samples[index], getattr(torch, dtype), mode).failed
 
     def _times(self) -> OpTimes:
-        """Of the last sample, the largest, that runs in fp32."""
+        """Times of the largest sample that runs in fp32, the last one."""
         modes = MODES[:2]
         fp32 = self.outcomes["float32", "forward"]
         last = max((index for index, outcome in enumerate(fp32) if outcome is True), default=None)

@@ -1,4 +1,4 @@
-"""What the two sides of a sweep say to each other, one JSON object a line. Never imports torch."""
+"""The messages between a sweep and its workers, one JSON object per line. Never imports torch."""
 
 from __future__ import annotations
 
@@ -8,50 +8,50 @@ from lowprec_check.catalog.records import Header, OpRecord, OpTimes
 from lowprec_check.engine.sweep.failures import Raised
 from lowprec_check.schema.base import Struct
 
-POISONED = 86
-"""Exit code of a worker whose device is lost to it: an assertion in a kernel fails every later call of the process."""
+DEVICE_LOST = 86
+"""Exit code of a worker that lost its device: after an assertion in a kernel, every later call of the process fails."""
 
 
 class Hello(Struct, frozen=True, tag="hello"):
-    """The worker's first line: what is measured here, and which operators there are."""
+    """The worker's first line: the machine and the versions, and the names of all operators."""
 
     header: Header
     operators: list[str]
 
 
-class Refusal(Struct, frozen=True, tag="refusal"):
-    """Instead of it: why nothing can be measured."""
+class CannotMeasure(Struct, frozen=True, tag="cannot-measure"):
+    """Sent instead of :class:`Hello`: why nothing can be measured."""
 
     message: str
     hint: str | None = None
 
 
 class Task(Struct, frozen=True):
-    """To the worker: an operator, and the cells in which earlier processes died."""
+    """Sent to the worker: an operator, and the cells in which earlier workers died."""
 
     op: str
     lost: dict[str, Raised] = {}
 
 
 class Answer(Struct, frozen=True, tag="answer"):
-    """What was found of it."""
+    """The results of one operator."""
 
     record: OpRecord
     times: OpTimes
 
 
 class Fault(Struct, frozen=True, tag="fault"):
-    """The tool itself failed at an operator; the text is its traceback."""
+    """The tool itself failed at an operator; the text is the traceback."""
 
     op: str
     traceback: str
 
 
-FromWorker = Hello | Refusal | Answer | Fault
+FromWorker = Hello | CannotMeasure | Answer | Fault
 
 
 def decode(line: bytes) -> FromWorker:
-    """Decode a line of a worker; raises ``msgspec.DecodeError`` for anything else."""
+    """Decode a line from a worker; raises ``msgspec.DecodeError`` if it is not a message."""
     return _DECODER.decode(line)
 
 

@@ -1,6 +1,6 @@
-"""The operators that torch describes and calls of them: OpInfo's samples, and larger ones made from those.
+"""The operators that torch describes, and samples of their arguments: those of OpInfo, and larger ones made from them.
 
-OpInfo is private to torch and drifts between versions: everything that touches it is here.
+OpInfo is a private part of torch that changes between versions. Only this module uses it.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from torch import Tensor
 from lowprec_check.engine.sweep.failures import COUNTS, POWERS, Features
 from lowprec_check.errors import UsageError
 
-GENERATED = 256
-"""Samples that are drawn from OpInfo; some operators have thousands."""
-LARGEST = 1 << 15
-"""Elements at most in all tensors of a sample that is made larger: what a half kernel without hardware can do in time."""
-TRIED, GROWN = 12, 8
-"""Samples that are tried to be made larger, and larger ones that are kept."""
+MAX_GENERATED = 256
+"""Maximum number of samples taken from OpInfo; some operators have thousands."""
+MAX_ELEMENTS = 1 << 15
+"""Maximum number of elements in all tensors of an enlarged sample; a software half kernel can compute these in time."""
+MAX_TRIED, MAX_GROWN = 12, 8
+"""How many samples to try to enlarge, and how many enlarged samples to keep."""
 
 Sizes = Callable[[int, int], int]
-"""Size and factor to a larger size."""
+"""Returns the larger size for a size and a factor."""
 
 _WANTED = (torch.float32, torch.complex64, torch.float16, torch.bfloat16)
 
 
 def load_operators() -> dict[str, Any]:
-    """OpInfo's operators by name and variant, in its order; raises :class:`UsageError` where they cannot be had."""
+    """OpInfo's operators by name and variant, in its order; raises :class:`UsageError` if OpInfo cannot be imported."""
     try:
         from torch.testing._internal.common_methods_invocations import op_db
     except ImportError as error:
         raise UsageError(
-            f"torch {torch.__version__} cannot describe its operators: {error}",
-            f"pip install {error.name or 'expecttest numpy'}",
+            f"Cannot import the operator database of torch {torch.__version__}: {error}.",
+            f"Install what it needs: pip install {error.name or 'expecttest numpy'}",
         ) from None
     operators: dict[str, Any] = {}
     for operator in op_db:
@@ -62,22 +62,22 @@ class Sample:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     comparable: Callable[[Any], Any]
-    """Makes of an output what is unique in it: singular vectors have no sign."""
+    """Reduces an output to what is unique in it; the signs of singular vectors, for example, are not."""
 
     def tensors(self) -> list[Tensor]:
         """All tensors among the arguments."""
         return list(_tensors((self.args, self.kwargs)))
 
     def floating(self) -> bool:
-        """Whether a precision can be chosen: a floating tensor or dtype goes in."""
+        """Whether an argument is a floating tensor or dtype, so that its precision can be chosen."""
         return any(t.is_floating_point() or t.is_complex() for t in self.tensors()) or _asks_float(self.kwargs)
 
     def empty(self) -> bool:
-        """Whether a tensor has no elements: then every kernel "works"."""
+        """Whether a tensor has no elements, so that any kernel succeeds."""
         return any(tensor.numel() == 0 for tensor in self.tensors())
 
     def cast(self, low: torch.dtype, *, wide: torch.dtype | None = None, grad: bool = False) -> Sample:
-        """A copy in the dtype ``low``; with ``wide`` the values of that dtype in a wider one; with ``grad`` leaves of what has a gradient."""
+        """A copy in the dtype ``low``; with ``wide``, its rounded values in that wider dtype; with ``grad``, with gradients."""
 
         def change(value: Any) -> Any:
             if isinstance(value, torch.dtype):
@@ -95,7 +95,7 @@ _FLOATING = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _target(dtype: torch.dtype, wanted: torch.dtype) -> torch.dtype:
-    """What stands for ``dtype`` where floating values are ``wanted``; there is no complex dtype of bf16 parts."""
+    """The dtype to use for ``dtype`` if floating values are ``wanted``; there is no complex bf16 dtype."""
     if dtype in _FLOATING or (wanted == torch.float64 and dtype.is_floating_point):
         return wanted
     if dtype in (torch.complex64, torch.complex32):
@@ -141,16 +141,15 @@ def seed_all(name: str) -> None:
 
 
 def samples_of(operator: Any, device: str, bound: int) -> list[Sample]:
-    """At most ``bound`` samples, evenly chosen, generated in fp32 where OpInfo can.
+    """At most ``bound`` samples, evenly chosen, in fp32 if OpInfo supports it.
 
-    None is sparse, empty or so large that a half kernel without hardware takes seconds, unless all are.
-
-    Raises what OpInfo raises.
+    Samples that are sparse, empty, or so large that a software half kernel takes seconds are omitted, unless all are.
+    Exceptions of OpInfo are not caught.
     """
-    generated = [_sample(found) for found in itertools.islice(_generate(operator, device), GENERATED)]
+    generated = [_sample(found) for found in itertools.islice(_generate(operator, device), MAX_GENERATED)]
     dense = [sample for sample in generated if all(t.layout == torch.strided for t in sample.tensors())] or generated
     full = [sample for sample in dense if not sample.empty()] or dense
-    full = [sample for sample in full if _elements(sample) <= 4 * LARGEST] or full
+    full = [sample for sample in full if _elements(sample) <= 4 * MAX_ELEMENTS] or full
     chosen = full if len(full) <= bound else [full[index * len(full) // bound] for index in range(bound)]
     return chosen
 
@@ -166,20 +165,20 @@ def _sample(found: Any) -> Sample:
 
 
 def larger(samples: list[Sample], run: Callable[[Sample], int | None]) -> list[Sample]:
-    """Larger ones of the samples that can grow: sizes multiplied, and sizes that are powers of two.
+    """Enlarged copies of the samples: with sizes multiplied, and with sizes that are powers of two.
 
-    One sample of each choice of arguments, the largest first. ``run`` gives the number of elements that come out, ``None``
-    where the operator refuses; a factor is doubled as long as it accepts and what goes in and comes out stays
-    below :data:`LARGEST`.
+    One sample is tried for each choice of arguments, the largest first. ``run`` returns the number of elements of the
+    output, ``None`` if the operator fails. The factor is doubled as long as the operator succeeds and its inputs and outputs
+    stay below :data:`MAX_ELEMENTS`.
     """
     distinct: dict[str, Sample] = {}
     for sample in sorted(samples, key=_elements, reverse=True):
         distinct.setdefault(repr(features(sample, [], sizes=False)), sample)
     found: list[Sample] = []
-    for sample in list(distinct.values())[:TRIED]:
+    for sample in list(distinct.values())[:MAX_TRIED]:
         for sizes in (_multiplied, _power_of_two):
             grown = _largest(sample, sizes, run)
-            if grown is not None and len(found) < GROWN:
+            if grown is not None and len(found) < MAX_GROWN:
                 found.append(grown)
     return sorted(found, key=_elements)
 
@@ -188,13 +187,13 @@ def _largest(sample: Sample, sizes: Sizes, run: Callable[[Sample], int | None]) 
     best = None
     for factor in (2, 4, 8, 16, 32):
         shapes = [_larger_shape(tensor, sizes, factor) for tensor in sample.tensors()]
-        if not _elements(sample) < sum(math.prod(shape) for shape in shapes) <= LARGEST:
+        if not _elements(sample) < sum(math.prod(shape) for shape in shapes) <= MAX_ELEMENTS:
             break
         grown = _grow(sample, sizes, factor)
         out = run(grown)
         if out is not None:
             best = grown
-        if out is not None and out > LARGEST:
+        if out is not None and out > MAX_ELEMENTS:
             break
     return best
 
@@ -242,7 +241,7 @@ def _tile(tensor: Tensor, shape: list[int]) -> Tensor:
 
 
 def features(sample: Sample, names: list[str], *, sizes: bool = True) -> Features:
-    """What can be said of a sample in words, the most telling first: arguments (``names`` of the positional ones), sizes."""
+    """Properties of a sample by name, the most useful first: arguments (``names`` for the positional ones), then sizes."""
     found = {name: _describe(value) for name, value in sample.kwargs.items()}
     for index, value in enumerate(sample.args[1:], 1):
         if not isinstance(value, (Tensor, list)):
@@ -263,7 +262,7 @@ def _describe(value: Any) -> Any:
 
 
 def argument_names(operator: Any) -> list[str]:
-    """Names of an operator's positional arguments, as far as Python's signature or aten's schema tell."""
+    """Names of an operator's positional arguments, from its Python signature or its aten schema; empty if unknown."""
     try:
         return list(inspect.signature(operator.op).parameters)
     except (TypeError, ValueError):

@@ -10,17 +10,17 @@ from torch import Tensor
 
 from lowprec_check.catalog.records import Ulp
 
-KEPT = 4096
-"""Elements of one output that count; of larger ones, evenly chosen."""
+MAX_ELEMENTS = 4096
+"""Maximum number of elements compared for one output; of larger outputs, a uniform selection."""
 
 
 def ulp_errors(out: Tensor, reference: Tensor, dtype: torch.dtype) -> Tensor:
     """|out − reference| in units in the last place that ``dtype`` has at the reference; fp64, one-dimensional, on the CPU.
 
-    The unit is 2^(e−p+1) for 2^e ≤ |reference| < 2^(e+1) and p bits of precision. An element that cancels to almost nothing
-    has no last place of its own: below 2^(1−p) times the largest magnitude the unit stays what it is there, and below the
-    normal range it is the smallest subnormal. Where the reference rounds to Inf or is not finite itself, an element that agrees counts 0; one that is not
-    finite where it should be counts Inf.
+    The unit is 2^(e−p+1) for 2^e ≤ |reference| < 2^(e+1) and p bits of precision. It has a lower bound, since an element may
+    be near zero because of cancellation: the unit at 2^(1−p) times the largest magnitude, and the smallest subnormal.
+    If the reference is not finite or rounds to Inf, an equal element counts 0 and any other Inf. A non-finite element
+    with a finite reference counts Inf.
     """
     y, r = _flat(out), _flat(reference)
     if y.numel() != r.numel():
@@ -45,11 +45,11 @@ def _flat(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj().to(torch.complex128))
     flat = tensor.double().reshape(-1)
-    return flat if flat.numel() <= KEPT else flat[:: -(-flat.numel() // KEPT)]
+    return flat if flat.numel() <= MAX_ELEMENTS else flat[:: -(-flat.numel() // MAX_ELEMENTS)]
 
 
 def summary(errors: Sequence[Tensor]) -> Ulp | None:
-    """Median and maximum over all elements, to two digits; ``None`` where there is nothing to compare."""
+    """Median and maximum over all elements, to two digits; ``None`` if there is nothing to compare."""
     together = torch.cat([*errors, torch.empty(0, dtype=torch.float64)])
     return Ulp(_rounded(together.median()), _rounded(together.max())) if together.numel() else None
 

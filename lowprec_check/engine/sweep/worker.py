@@ -1,6 +1,6 @@
-"""The worker process of a sweep: takes names of operators from stdin, writes what it measured to stdout, a line each.
+"""The worker process of a sweep: reads names of operators from stdin, writes results to stdout, one per line.
 
-What an operator prints goes to stderr. Before every call a breadcrumb says which, for the case that the process dies in it.
+The output of operators goes to stderr. Before every call the breadcrumb is updated, so that a crash can be located.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 
 from lowprec_check.catalog.records import LOW, Dtype, Header
 from lowprec_check.engine.sweep.calls import Setting
-from lowprec_check.engine.sweep.measure import Subject
-from lowprec_check.engine.sweep.messages import Answer, Fault, Hello, Refusal, Task
+from lowprec_check.engine.sweep.measure import OperatorMeasurement
+from lowprec_check.engine.sweep.messages import Answer, CannotMeasure, Fault, Hello, Task
 from lowprec_check.engine.sweep.samples import load_operators
 from lowprec_check.errors import UsageError
 from lowprec_check.process.breadcrumb import Breadcrumb
@@ -28,7 +28,7 @@ FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp
 
 
 def main() -> None:
-    """Serve until stdin ends."""
+    """Process tasks until stdin ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", required=True)
     parser.add_argument("--samples", type=int, required=True)
@@ -41,7 +41,7 @@ def main() -> None:
     try:
         operators, header, setting = _prepare(options)
     except UsageError as error:
-        _send(answers, Refusal(error.message, error.hint))
+        _send(answers, CannotMeasure(error.message, error.hint))
         return
     _send(answers, Hello(header, list(operators)))
     breadcrumb = Breadcrumb(options.breadcrumb)
@@ -52,7 +52,7 @@ def main() -> None:
             breadcrumb.enter(name, cell, detail)
 
         try:
-            found = Subject(task.op, operators[task.op], setting, task.lost, enter).measure()
+            found = OperatorMeasurement(task.op, operators[task.op], setting, task.lost, enter).measure()
             _send(answers, Answer(found.record, found.times))
         except Exception:
             _send(answers, Fault(task.op, traceback.format_exc()))
@@ -67,7 +67,7 @@ def _prepare(options: argparse.Namespace) -> tuple[dict[str, Any], Header, Setti
     extension = _load_extension(options.extension)
     device = options.device
     if device != "cpu" and not getattr(torch, device).is_available():
-        raise UsageError(f"Device {device!r} is not there.", "Give --device cpu.")
+        raise UsageError(f"Device {device!r} is not available.", "Pass --device cpu.")
     operators = load_operators()
     setting = Setting(device, options.samples, _autocast_dtypes(device), _widest(device))
     header = Header(
@@ -85,7 +85,7 @@ def _prepare(options: argparse.Namespace) -> tuple[dict[str, Any], Header, Setti
 
 
 def _load_extension(name: str | None) -> str | None:
-    """Import Intel's extension where it fits this torch; with another it would end the process."""
+    """Import Intel's extension if its version matches this torch; otherwise its import would end the process."""
     if name is None:
         return None
     import importlib.metadata
@@ -93,17 +93,20 @@ def _load_extension(name: str | None) -> str | None:
     try:
         version = importlib.metadata.version("intel-extension-for-pytorch")
     except importlib.metadata.PackageNotFoundError:
-        raise UsageError("Intel's extension is not installed.", "pip install lowprec-check[ipex]") from None
+        raise UsageError("Intel Extension for PyTorch is not installed.", "pip install 'lowprec-check[ipex]'") from None
     if version.split(".")[:2] != torch.__version__.split(".")[:2]:
-        raise UsageError(f"Intel's extension {version} does not fit torch {torch.__version__}.", "lowprec-check env")
+        raise UsageError(
+            f"Intel Extension for PyTorch {version} does not match torch {torch.__version__}.",
+            f"Install the extension for torch {torch.__version__}.",
+        )
     import intel_extension_for_pytorch  # type: ignore[import-not-found]  # noqa: F401
 
     return f"ipex {version.partition('+')[0]}"
 
 
 def _autocast_dtypes(device: str) -> tuple[Dtype, ...]:
-    """Those for which autocast does not disable itself (or refuse)."""
-    taken: list[Dtype] = []
+    """The dtypes that autocast supports on the device; for others it disables itself or raises."""
+    supported: list[Dtype] = []
     for dtype in LOW:
         low = getattr(torch, dtype)
         try:
@@ -112,8 +115,8 @@ def _autocast_dtypes(device: str) -> tuple[Dtype, ...]:
         except Exception:
             continue
         if product.dtype == low:
-            taken.append(dtype)
-    return tuple(taken)
+            supported.append(dtype)
+    return tuple(supported)
 
 
 def _widest(device: str) -> torch.dtype:

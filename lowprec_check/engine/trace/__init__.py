@@ -1,1 +1,1 @@
-"""The instrumented part of a run: every op call, recorded and compared."""
+"""The instrumented part of a run: records every op call and compares it with a reference."""

@@ -1,4 +1,4 @@
-"""One op call while it passes through the recorder."""
+"""One op call, as the recorder handles it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowprec_check.schema.op_calls import CallOutcome, OpCall
 
 
 class DispatchedCall:
-    """The op, its arguments, where it was called, and how it went."""
+    """The op, its arguments, where it was called, and its outcome."""
 
     __slots__ = ("args", "func", "inputs", "involved", "kwargs", "module", "outcome", "seconds", "source", "traits")
 
@@ -24,7 +24,7 @@ class DispatchedCall:
         self.traits: OpTraits = traits(func)
         self.inputs = [tensor for tensor in tensors_in(args, kwargs) if tensor.layout == torch.strided]
         self.involved = False
-        """Whether low precision reaches this op at all; if not, it is its own reference."""
+        """Whether low-precision values reach this op; if not, it is its own reference."""
         self.module = ""
         self.source: str | None = None
         self.outcome: CallOutcome = "ok"
@@ -49,7 +49,7 @@ class DispatchedCall:
         return max(map(float, numbers), key=abs, default=None)
 
     def row(self, outputs: list[Tensor]) -> OpCall:
-        """The row of this call, with nothing measured yet."""
+        """The row of this call, without measurements."""
         return OpCall(
             self.traits.name,
             self.module,

@@ -1,16 +1,16 @@
-"""Which ops are computed in fp32 and rounded, because their kernel is too slow or kills the process."""
+"""Which ops are emulated, that is computed in fp32 and rounded, because their kernel is too slow or crashes."""
 
 from __future__ import annotations
 
 SLOW_RATIO = 8.0
-"""A kernel more than this many times slower than fp32 counts as slow."""
+"""A kernel is slow if it takes more than this many times as long as fp32."""
 
 SLOW_SECONDS = 0.01
-"""A call up to this long is never slow: emulating it would save nothing."""
+"""A call up to this long is never slow: emulation would save nothing."""
 
 
 class Emulation:
-    """``slow`` and ``crashed`` map op names to the reason; with ``measure_once``, slow kernels are added as they show."""
+    """``slow`` and ``crashed`` map op names to the reason; ``measure_once`` adds slow kernels when they are found."""
 
     def __init__(
         self,
@@ -36,5 +36,5 @@ class Emulation:
             )
 
     def reasons(self) -> dict[str, str]:
-        """Op to reason, for all that is emulated."""
+        """The reason for each emulated op."""
         return self.slow | self.crashed

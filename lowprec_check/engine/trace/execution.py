@@ -1,4 +1,4 @@
-"""Runs an op call as given; where that fails, finds a way to continue, so that one pass finds every gap."""
+"""Runs an op call as given; if it fails, finds a result to continue with, so that one pass finds every gap."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lowprec_check.engine.trace.solver_failures import SolverFailures
 
 
 class Execution:
-    """Runs op calls of a model in ``low``; gaps go to ``journal``.
+    """Runs op calls of a model in the dtype ``low``; gaps are added to ``journal``.
 
-    With ``follow_reference``, an op that fails on low-precision values continues with the result on the reference's.
+    With ``follow_reference``, an op that fails on low-precision values returns its result on the reference's values.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Execution:
         self.pending = PendingComplex(lockstep.twins, low)
         self.solver_failures = SolverFailures(lockstep.twins, journal)
         self.raised: BaseException | None = None
-        """The last error that no rescue explains, raised to the model."""
+        """The last error that no rescue explains; it was raised to the model."""
         self._lockstep, self._stack, self._journal = lockstep, stack, journal
         self._emulation = emulation
         self._follow_reference = follow_reference
@@ -61,7 +61,7 @@ class Execution:
             call.seconds = time.perf_counter() - started
 
     def rescue(self, call: DispatchedCall, error: Exception) -> Any:
-        """The result to continue with after ``error``; raises ``error`` if the model itself is wrong."""
+        """The result to continue with after ``error``; raises ``error`` if the model itself causes it."""
         if self.solver_failures.recover(call, error):
             return None
         retry = self._retry(call)

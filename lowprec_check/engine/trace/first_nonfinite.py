@@ -11,8 +11,7 @@ from torch._ops import OpOverload
 from lowprec_check.engine.core.dispatch_mode import DispatchMode
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.seed import seed_everything
-from lowprec_check.engine.core.source_location import ModuleStack, source_line
-from lowprec_check.engine.model.plain_run import call_model
+from lowprec_check.engine.core.source_location import ModuleStack, call_model, source_line
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.trace.op_arguments import tensors_in
 from lowprec_check.engine.trace.op_traits import traits
@@ -26,11 +25,11 @@ class _FirstNonfinite(DispatchMode):
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        what = traits(func)
-        clean = self.found is None and not what.skipped and all(map(_finite, tensors_in(args, kwargs)))
+        op = traits(func)
+        inputs_finite = self.found is None and not op.skipped and all(map(_finite, tensors_in(args, kwargs)))
         out = func(*args, **kwargs)
-        if clean and not all(_finite(tensor) for _, tensor in leaves(out)):
-            self.found = (what.name, self.stack.current, source_line(sys._getframe(1)))
+        if inputs_finite and not all(_finite(tensor) for _, tensor in leaves(out)):
+            self.found = (op.name, self.stack.current, source_line(sys._getframe(1)))
         return out
 
 

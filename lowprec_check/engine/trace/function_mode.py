@@ -1,25 +1,27 @@
-"""The second pass: a function mode for checks that fire above dispatch, where a dispatch mode is never called.
+"""The function mode of the second pass, for checks that fail above dispatch, where no dispatch mode is called.
 
-It joins only after such a failure, since it takes some modules off their fast paths.
+It is used only after such a failure, because it makes some modules leave their fast paths.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from lowprec_check.engine.core.source_location import source_line
 from lowprec_check.engine.trace.op_arguments import dtype_names
-from lowprec_check.engine.trace.recorder import Recorder
 from lowprec_check.engine.trace.rescue import Retry, find_rescue
+
+if TYPE_CHECKING:
+    from lowprec_check.engine.trace.recorder import Recorder
 
 
 class FunctionRescue(TorchFunctionMode):
-    """Rescues calls of torch functions that refuse a dtype; goes with a :class:`Recorder` below it."""
+    """Rescues calls of torch functions that do not support a dtype; used together with an active :class:`Recorder`."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -67,7 +69,7 @@ def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
 
 
 def function_name(func: Callable[..., Any]) -> str:
-    """``torch.fft.rfft``, ``torch.Tensor.numpy``; the bare name where torch knows no better."""
+    """``torch.fft.rfft``, ``torch.Tensor.numpy``; the function's own name if torch cannot resolve it."""
     name = resolve_name(func) or getattr(func, "__qualname__", None) or repr(func)
     if name.startswith("torch."):
         return (

@@ -1,4 +1,4 @@
-"""The instrumented part of a run: the explanation, op by op."""
+"""The instrumented part of a run: explains it op by op."""
 
 from __future__ import annotations
 
@@ -13,52 +13,30 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.core.output_comparison import compare_outputs, same_bits
 from lowprec_check.engine.core.seed import seed_everything
-from lowprec_check.engine.core.source_location import ModuleStack
+from lowprec_check.engine.core.source_location import ModuleStack, call_model
 from lowprec_check.engine.model.memory import StorageCounter
-from lowprec_check.engine.model.plain_run import call_model, describe_error, output_tensors, reraise_interrupt
+from lowprec_check.engine.model.plain_run import describe_error, output_tensors, reraise_interrupt
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.trace.emulation import Emulation
 from lowprec_check.engine.trace.function_mode import FunctionRescue
+from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.engine.trace.journal import Journal
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.recorder import Errors, Recorder
 from lowprec_check.engine.trace.seeding import seed_inputs, seed_state
 from lowprec_check.engine.trace.twins import storage_key
 from lowprec_check.process.breadcrumb import Breadcrumb
-from lowprec_check.schema.base import Struct
-from lowprec_check.schema.op_calls import OpCalls
-from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo, Gap
-
-
-class Instrumented(Struct, frozen=True, kw_only=True):
-    """What the instrumented part found; a worker sends it."""
-
-    gaps: list[Gap]
-    op_calls: OpCalls
-    uncalled_modules: list[str]
-    called_modules: list[str]
-    function_mode: bool = False
-    complete: bool = True
-    exception: ExceptionInfo | None = None
-    perturbed: bool | None = None
-    lockstep_error: ErrorStats | None = None
-    """The output against the lockstep reference, which took the same random draws."""
-    lockstep_nonfinite: bool = False
-    emulated: dict[str, str] = {}
-    peak_memory_bytes: int | None = None
-    """Of the run's own tensors, if asked for."""
-    faults: tuple[str, ...] = ()
-    """Where the instruments themselves failed."""
+from lowprec_check.schema.scan_result import Gap
 
 
 class Options(NamedTuple):
-    """How to instrument."""
+    """Options of the instrumented part."""
 
     errors: Errors = "both"
     wide: torch.dtype = torch.float32
     emulation: Emulation = Emulation()
-    crumb: Breadcrumb | None = None
+    breadcrumb: Breadcrumb | None = None
     on_gap: Callable[[Gap], None] | None = None
     seed: int = 0
     count_memory: bool = False
@@ -78,21 +56,21 @@ def run_instrumented(
     options: Options,
     plain_outputs: list[Tensor] | None = None,
 ) -> Instrumented:
-    """Run op by op: with a dispatch mode alone, and once more with a function mode if something failed above it."""
-    subject = _Subject(ready, args, kwargs, fp32)
+    """Run with a dispatch mode; if an exception came from above dispatch, run again with a function mode too."""
+    model_call = _ModelCall(ready, args, kwargs, fp32)
     snapshot = Snapshot(ready.model)
     try:
-        found, failed_above = _pass(subject, options, plain_outputs, function_mode=False)
+        found, failed_above = _pass(model_call, options, plain_outputs, function_mode=False)
         if failed_above:
             snapshot.rewind()
-            found, _ = _pass(subject, options, None, function_mode=True)
+            found, _ = _pass(model_call, options, None, function_mode=True)
         return found
     finally:
         snapshot.restore()
 
 
-class _Subject(NamedTuple):
-    """What is run: the prepared model, its inputs and its state in fp32."""
+class _ModelCall(NamedTuple):
+    """The call to instrument: the prepared model, its inputs and its state in fp32."""
 
     ready: Prepared
     args: tuple[Any, ...]
@@ -101,14 +79,14 @@ class _Subject(NamedTuple):
 
 
 def _pass(
-    subject: _Subject, options: Options, plain_outputs: list[Tensor] | None, *, function_mode: bool
+    model_call: _ModelCall, options: Options, plain_outputs: list[Tensor] | None, *, function_mode: bool
 ) -> tuple[Instrumented, bool]:
-    """One pass; the second value says that an exception came from above dispatch."""
-    ready = subject.ready
+    """One pass; the second value is true if an exception came from above dispatch."""
+    ready = model_call.ready
     lockstep, journal = Lockstep(options.wide), Journal(options.on_gap)
-    inputs, named = ready.inputs(subject.args, subject.kwargs)
-    journal.rows += seed_state(lockstep, ready.model, subject.fp32)
-    seed_inputs(lockstep, (inputs, named), (subject.args, subject.kwargs), ready.device)
+    inputs, named = ready.inputs(model_call.args, model_call.kwargs)
+    journal.rows += seed_state(lockstep, ready.model, model_call.fp32)
+    seed_inputs(lockstep, (inputs, named), (model_call.args, model_call.kwargs), ready.device)
     counter = StorageCounter(ready, inputs, named) if options.count_memory else None
     with ModuleStack(ready.model, ready.device.type) as stack:
         recorder = Recorder(
@@ -118,7 +96,7 @@ def _pass(
             journal,
             errors=options.errors,
             emulation=options.emulation,
-            crumb=options.crumb,
+            breadcrumb=options.breadcrumb,
             counter=counter,
             timed=ready.device.type == "cpu",
         )
@@ -126,7 +104,7 @@ def _pass(
     found = Instrumented(
         gaps=journal.gaps,
         op_calls=journal.op_calls(),
-        uncalled_modules=_uncalled(ready.model, stack, recorder.touched),
+        uncalled_modules=_uncalled(ready.model, stack, recorder.input_storages),
         called_modules=[name for name, _ in ready.model.named_modules() if name and stack.calls[name]],
         function_mode=function_mode,
         complete=error is None,
@@ -136,15 +114,15 @@ def _pass(
     if error is not None:
         above = error is not recorder.execution.raised and isinstance(error, Exception)
         return msgspec.structs.replace(found, exception=describe_error(error, ready.model)), above
-    as_given = plain_outputs if not (found.gaps or found.emulated or function_mode) else None
-    found = _with_output(found, output_tensors(output), as_given, lockstep)
+    comparable = plain_outputs if not (found.gaps or found.emulated or function_mode) else None
+    found = _with_output(found, output_tensors(output), comparable, lockstep)
     return msgspec.structs.replace(found, peak_memory_bytes=counter.peak if counter is not None else None), False
 
 
 def _with_output(
     found: Instrumented, tensors: list[Tensor], plain_outputs: list[Tensor] | None, lockstep: Lockstep
 ) -> Instrumented:
-    """``found`` with what the output says: against the lockstep reference, and against the plain run's bits."""
+    """``found`` with the output compared: with the lockstep reference, and bit by bit with the plain run."""
     compared = compare_outputs(tensors, [lockstep.twins.reference_of(tensor) for tensor in tensors])
     return msgspec.structs.replace(
         found,
@@ -170,22 +148,22 @@ def _call(
 
 
 def compiled_code_in_eager() -> contextlib.AbstractContextManager[Any]:
-    """Compiled parts of a model run in eager mode: Dynamo would trace our modes. If none ran so far, Dynamo is not loaded."""
+    """Run compiled parts of a model in eager mode, because Dynamo would trace the modes. Does not import Dynamo."""
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()
     stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
 
 
-def _uncalled(model: nn.Module, stack: ModuleStack, touched: Iterable[int]) -> list[str]:
-    """Modules with parameters that never ran and whose parameters no op read; a subtree by its root."""
-    seen = set(touched)
+def _uncalled(model: nn.Module, stack: ModuleStack, input_storages: Iterable[int]) -> list[str]:
+    """Modules with parameters that never ran and whose parameters no op read; of a whole subtree, only the root."""
+    read = set(input_storages)
     called = {name for name, count in stack.calls.items() if count}
 
     def used(name: str, module: nn.Module) -> bool:
         prefix = f"{name}." if name else ""
         return any(f"{prefix}{child}".rstrip(".") in called for child, _ in module.named_modules()) or any(
-            parameter.layout != torch.strided or storage_key(parameter) in seen for parameter in module.parameters()
+            parameter.layout != torch.strided or storage_key(parameter) in read for parameter in module.parameters()
         )
 
     found: list[str] = []

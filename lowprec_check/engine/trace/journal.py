@@ -1,4 +1,4 @@
-"""Where the recorder writes: rows of op calls, and gaps merged by place."""
+"""Collects what the recorder finds: rows of op calls, and gaps merged by location."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Journal:
         dtypes: list[str],
         constant: float | None = None,
     ) -> None:
-        """Add a gap; where the same one is known at this place, count one more call."""
+        """Add a gap; if the same gap is known at this location, count one more call."""
         key = (op, kind, self.phase, module, source)
         known = self._gaps.get(key)
         if known is not None:
@@ -62,7 +62,7 @@ class Journal:
             module=module,
             source=source,
             dtypes=dtypes,
-            message=first_line(message) or "it raises, without a message",
+            message=first_line(message) or "it raised an exception without a message",
             constant=constant,
         )
         if self._on_gap is not None:
@@ -70,7 +70,7 @@ class Journal:
 
     @property
     def gaps(self) -> list[Gap]:
-        """In the order in which they were met."""
+        """The gaps, in the order they were found."""
         return list(self._gaps.values())
 
     def op_calls(self) -> OpCalls:

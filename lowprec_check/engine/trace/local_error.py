@@ -1,4 +1,4 @@
-"""The op on its own low-precision inputs, widened: against it, an output shows the error that this op adds."""
+"""Local error: the op is run again on its low-precision inputs, widened; the difference is the error this op adds."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lowprec_check.engine.trace.op_arguments import Args, Kwargs, map_args, outp
 
 
 def widened_arguments(call: DispatchedCall, wide: torch.dtype) -> tuple[Args, Kwargs] | None:
-    """The arguments of ``call`` in ``wide``, to be taken before it runs: what it writes is copied.
+    """The arguments of ``call`` in ``wide``, made before it runs; arguments that it writes to are copied.
 
-    ``None`` where there is no local error to compute: the op moves, casts or draws values, or no input is narrow.
+    ``None`` if there is no local error to compute: the op moves, casts or draws values, or no input is narrow.
     """
     if call.traits.moves or call.traits.casts or call.traits.random:
         return None
@@ -37,7 +37,7 @@ def _widened(value: Any, wide: torch.dtype, *, copy: bool) -> Any:
 def widened_outputs(
     call: DispatchedCall, arguments: tuple[Args, Kwargs] | None, outputs: list[Tensor], wide: torch.dtype
 ) -> list[Tensor] | None:
-    """What the op gives on ``arguments``; for a cast, what it should have preserved. ``None`` if it fails."""
+    """The outputs of the op on ``arguments``; for a cast, the values before it. ``None`` if the op fails."""
     if call.traits.casts:
         return _preserved(call.inputs[0], outputs[0], wide)
     if arguments is None:

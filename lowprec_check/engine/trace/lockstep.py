@@ -1,7 +1,7 @@
-"""Advances the lockstep reference: each op is run once more on the twins of its inputs, and its results become twins.
+"""The lockstep reference: each op runs again on the twins (reference values) of its inputs; its results become twins.
 
-What low precision decides, the reference follows: random values are taken over, and of an op that selects (topk, sort,
-max) the reference takes the values at the indices that the low-precision run chose.
+The reference follows the decisions of the low-precision run: it uses the same random values, and for an op that selects
+(topk, sort, max) it uses its own values at the indices that the low-precision run chose.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Lockstep:
         return storage_key(tensor) in self.parameters
 
     def arguments(self, call: DispatchedCall) -> tuple[Args, Kwargs]:
-        """The arguments of ``call`` as the reference has them: twins of the tensors, widened dtypes."""
+        """The arguments of ``call`` in the reference: twins of the tensors, and widened dtypes."""
         wide, reference_of = self.twins.wide, self.twins.reference_of
 
         def reference(value: Any) -> Any:
@@ -45,7 +45,7 @@ class Lockstep:
         return map_args(call.args, call.kwargs, reference)
 
     def prepare_writes(self, call: DispatchedCall) -> None:
-        """Before the op runs: give what it writes twins of their own."""
+        """Before the op runs: make a separate twin for each tensor that it writes to."""
         for tensor in call.written():
             if is_float(tensor):
                 self.twins.prepare_write(tensor)
@@ -53,8 +53,8 @@ class Lockstep:
     def advance(self, call: DispatchedCall, outputs: list[Tensor]) -> tuple[list[Tensor], float] | None:
         """Run the op on the reference's tensors; the results, paired with ``outputs``, become their twins.
 
-        Returns the results and the seconds that the op took. Returns ``None`` where the op fails on the reference,
-        which then restarts from ``outputs``, or returns another number of tensors.
+        Returns the results and the seconds that the op took. Returns ``None`` if the op fails on the reference, which
+        then restarts from ``outputs``, or if it returns a different number of tensors.
         """
         args, kwargs = self.arguments(call)
         started = time.perf_counter()
@@ -79,14 +79,14 @@ class Lockstep:
     def _set_references(
         self, call: DispatchedCall, outputs: list[Tensor], references: list[Tensor], *, shared: bool
     ) -> None:
-        """Make ``references`` the twins of ``outputs``; a tensor that the op wrote has its twin already."""
+        """Make ``references`` the twins of ``outputs``; tensors that the op wrote to already have one."""
         written = {id(tensor) for tensor in call.written()}
         for out, reference in zip(outputs, references, strict=True):
             if is_float(out) and id(out) not in written and out.shape == reference.shape:
                 self.twins.set_reference(out, reference, shared=shared)
 
     def follow_random(self, call: DispatchedCall, outputs: list[Tensor]) -> None:
-        """Take over the random values of the low-precision run."""
+        """Copy the random values of the low-precision run."""
         if call.traits.packet == "aten::native_dropout" and len(outputs) == 2:
             scale = 1.0 / max(1.0 - call.args[1], 1e-12)
             kept = self.twins.reference_of(call.inputs[0]) * outputs[1]
@@ -100,7 +100,7 @@ def _selected(
 ) -> Tensor:
     """The reference's values at the indices chosen in low precision, in the shape of ``outputs[0]``.
 
-    ``args`` are the reference's. Falls back to the reference's own choice where the op has no ``dim``.
+    ``args`` are the reference's. If the op has no ``dim``, the reference's own selection is returned.
     """
     arguments = call.func._schema.arguments
     names = [argument.name for argument in arguments]

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.floating_dtypes import NARROW, is_float
+from lowprec_check.engine.core.floating_dtypes import NARROW, is_float, torch_dtype
+from lowprec_check.schema.precisions import formats
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -56,8 +57,8 @@ def outputs_of(out: Any) -> list[Tensor]:
     return []
 
 
-def asks_narrow(args: Args, kwargs: Kwargs) -> bool:
-    """Whether a narrow dtype is among the arguments (``dtype=torch.half``)."""
+def has_narrow_dtype(args: Args, kwargs: Kwargs) -> bool:
+    """Whether a narrow dtype is passed as an argument (``dtype=torch.half``)."""
     return any(isinstance(value, torch.dtype) and value in NARROW for value in (*args, *kwargs.values()))
 
 
@@ -71,13 +72,19 @@ def dtype_flow(inputs: list[Tensor], outputs: list[Tensor]) -> str:
     return f"{_joined(tuple([t.dtype for t in inputs]))}→{_joined(tuple([t.dtype for t in outputs]))}"
 
 
-_SHORT = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64"}
-
-
 @functools.cache
 def _joined(dtypes: tuple[torch.dtype, ...]) -> str:
     floating = {dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}
-    return "+".join(sorted(_SHORT.get(dtype) or str(dtype).removeprefix("torch.") for dtype in floating))
+    return "+".join(sorted(_short_names().get(dtype) or str(dtype).removeprefix("torch.") for dtype in floating))
+
+
+@functools.cache
+def _short_names() -> dict[torch.dtype, str]:
+    """``f16`` for ``torch.float16``: the marks of all float formats, the first format of each dtype; and of fp64."""
+    names = {torch.float64: "f64"}
+    for known in formats():
+        names.setdefault(torch_dtype(known), known.mark)
+    return names
 
 
 def shape_text(outputs: list[Tensor]) -> str:

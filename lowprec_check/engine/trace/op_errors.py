@@ -15,7 +15,7 @@ from lowprec_check.schema.op_calls import OpCall
 
 
 class OpErrors:
-    """Fills in rows; ``local`` asks for local errors, ``count_flushed`` for the share that underflows to zero."""
+    """Fills in rows. ``local`` enables local errors, ``count_flushed`` the share of values that underflow to zero."""
 
     def __init__(
         self, lockstep: Lockstep, solver_failures: SolverFailures, *, local: bool, count_flushed: bool
@@ -27,9 +27,9 @@ class OpErrors:
     def measure(
         self, call: DispatchedCall, outputs: list[Tensor], widened: tuple[Args, Kwargs] | None, row: OpCall
     ) -> float | None:
-        """Advance the reference past ``call`` and fill in ``row``; ``widened`` are its arguments before it ran.
+        """Advance the reference by ``call`` and fill in ``row``; ``widened`` are the call's widened arguments.
 
-        Returns the seconds that the op took on the reference's tensors, ``None`` if the reference could not follow.
+        Returns the seconds that the op took on the reference's tensors, ``None`` if it failed on them.
         """
         nonfinite_inputs = self._measure_inputs(call, row)
         advanced = self._lockstep.advance(call, outputs)
@@ -47,7 +47,7 @@ class OpErrors:
         return seconds
 
     def _measure_inputs(self, call: DispatchedCall, row: OpCall) -> bool:
-        """Fill in what the inputs bring along; whether one holds a NaN or Inf that the reference does not."""
+        """Fill in the errors of the inputs; return whether one contains a NaN or Inf that the reference does not."""
         error, flushed, nonfinite = 0.0, 0.0, False
         for tensor in call.inputs:
             twin = self._twins.find(tensor)
@@ -72,7 +72,7 @@ class OpErrors:
                 against = [reference]
                 if own is not None and own[index].shape == out.shape:
                     against.append(own[index])
-                # By-products (the mean that a norm saves) are near zero without any loss.
+                # Only the first output: others, such as the mean that a norm saves, may be near zero without underflow.
                 compared = compare_tensor(out, against, count_flushed=self._count_flushed and index == 0)
                 self._add(out, compared, row)
                 row.rms = compared.rms if index == 0 else row.rms
@@ -83,7 +83,7 @@ class OpErrors:
                     self._solver_failures.add(call, outputs, out)
 
     def _add(self, out: Tensor, compared: TensorComparison, row: OpCall) -> None:
-        """Keep the worst over the outputs of a call in ``row``, and what holds for ``out`` in its twin."""
+        """Store the largest errors over the outputs of a call in ``row``, and those of ``out`` in its twin."""
         twin = self._twins.find_or_add(out)
         twin.error, twin.flushed = compared.errors[0], compared.flushed or 0.0
         twin.nonfinite = bool(compared.introduced_inf or compared.introduced_nan)
@@ -96,7 +96,7 @@ class OpErrors:
         row.flushed = max(compared.flushed or 0.0, row.flushed or 0.0)
 
     def _recast(self, source: Tensor, out: Tensor) -> int:
-        """1 where this cast repeats, or undoes, another of the same values."""
+        """1 if this cast repeats or undoes another cast of the same values, else 0."""
         if self._lockstep.is_parameter(source) or source.dtype == out.dtype:
             return 0
         twin = self._twins.find_or_add(source)

@@ -1,4 +1,4 @@
-"""What the recorder must know of an op before it runs, read once per overload from its schema and tags."""
+"""Properties of an op that the recorder needs before it runs, read once per overload from its schema and tags."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SKIPPED = frozenset(
     }
 )
 
-# Ops that move values and do no arithmetic: their local error is 0 by definition.
+# Ops that move or select values without arithmetic: their local error is 0 by definition.
 _MOVES = frozenset(
     "aten::" + name
     for name in [
@@ -92,7 +92,7 @@ _MOVES = frozenset(
     ]
 )
 
-# Legacy ops whose schema does not say that they write their running statistics.
+# Legacy ops that write their running statistics, which their schema does not declare.
 _UNDECLARED_WRITES = {
     "aten::native_batch_norm": (3, 4),
     "aten::cudnn_batch_norm": (3, 4),
@@ -107,24 +107,24 @@ _SELECTIONS = frozenset(
 )
 
 
-# Fused layers that autocast does not know: their kernels call ops that it does know.
+# Fused layers that autocast does not handle; their kernels call ops that it does handle.
 _FUSED = frozenset({"aten::_transformer_encoder_layer_fwd", "aten::_native_multi_head_attention"})
 
 
 class OpTraits(NamedTuple):
-    """Facts of one overload."""
+    """Properties of one overload."""
 
     name: str
     """``aten.mm.default``."""
     packet: str
     """``aten::mm``."""
     skipped: bool
-    """Allocates without writing, or asks for metadata: nothing to compare."""
+    """Allocates without writing, or reads metadata: nothing to compare."""
     view: bool
     """Returns an alias and writes nothing."""
     mutable: bool
     written: tuple[int | str, ...]
-    """Positions and names of the arguments that the op writes."""
+    """Positions and names of the arguments that the op writes to."""
     random: bool
     moves: bool
     """Does no arithmetic."""
@@ -162,7 +162,7 @@ def traits(func: OpOverload) -> OpTraits:
 
 
 def draws(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-    """Whether this call consumes random numbers; attention with a dropout of 0 carries the tag but does not."""
+    """Whether this call uses random numbers; attention with a dropout of 0 has the tag but does not."""
     if not traits(func).random:
         return False
     for index, argument in enumerate(func._schema.arguments):

@@ -1,7 +1,7 @@
-"""Complex results of a rescue, which stand for a narrow complex dtype until they become real again.
+"""Complex results of a rescue: they stay complex64 until an op makes them real again.
 
-No kernel computes in complex bf16 and few in complex fp16. A rescued ``torch.fft.rfft`` therefore stays complex64, and
-the first real value made of it returns to the low dtype, as a person would write it.
+There is no complex bf16 dtype, and few kernels support complex fp16. The result of a rescued ``torch.fft.rfft``
+therefore stays complex64 (*pending*), and the first real value computed from it is cast to the low dtype.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from lowprec_check.engine.trace.twins import Twins
 
 
 class PendingComplex:
-    """Which storages are pending; ``low`` is the dtype that real results return to."""
+    """Tracks which storages are pending; real results are cast to the dtype ``low``."""
 
     def __init__(self, twins: Twins, low: torch.dtype) -> None:
         self._twins, self._low = twins, low
         self.any = False
-        """Whether a result was ever pending."""
+        """Whether any result has been pending."""
 
     def add(self, out: Any) -> None:
         """Mark the complex tensors in the result of a rescue as pending."""
@@ -32,11 +32,11 @@ class PendingComplex:
                 self._twins.find_or_add(tensor).pending_complex = True
 
     def resolve(self, call: DispatchedCall, out: Any) -> Any:
-        """``out`` with the real results of pending inputs in the low dtype; complex ones are pending in turn."""
+        """``out``; if an input is pending, its real tensors are cast to the low dtype and its complex ones become pending."""
         if call.traits.mutable or not any(self._is_pending(tensor) for tensor in call.inputs):
             return out
         if call.traits.view and isinstance(out, Tensor) and not out.is_complex() and out.stride()[-1:] == (1,):
-            return out  # view_as_real: pairs, still to be read as complex
+            return out  # view_as_real: pairs that still represent complex values
         resolved = [self._resolve_tensor(tensor) for tensor in outputs_of(out)]
         return resolved[0] if isinstance(out, Tensor) else type(out)(resolved)
 

@@ -1,4 +1,4 @@
-"""The dispatch mode that turns one run of a model into rows of op calls and gaps. It judges nothing.
+"""The dispatch mode that records one run of a model as rows of op calls and gaps. Rules judge them later.
 
 Per op call, in this order: widen its inputs for the local error (:mod:`local_error`), run it (:mod:`execution`), run the
 same op on the reference's tensors (:mod:`lockstep`) and compare the results (:mod:`op_errors`).
@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 from lowprec_check.engine.core.dispatch_mode import DispatchMode
 from lowprec_check.engine.core.exceptions import first_line
-from lowprec_check.engine.core.floating_dtypes import NARROW, is_narrow
+from lowprec_check.engine.core.floating_dtypes import NARROW, is_narrow, underflows
 from lowprec_check.engine.core.source_location import ModuleStack, source_line
 from lowprec_check.engine.model.memory import StorageCounter
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
@@ -25,7 +25,7 @@ from lowprec_check.engine.trace.execution import Execution
 from lowprec_check.engine.trace.journal import Journal
 from lowprec_check.engine.trace.local_error import widened_arguments
 from lowprec_check.engine.trace.lockstep import Lockstep
-from lowprec_check.engine.trace.op_arguments import Args, Kwargs, asks_narrow, outputs_of
+from lowprec_check.engine.trace.op_arguments import Args, Kwargs, has_narrow_dtype, outputs_of
 from lowprec_check.engine.trace.op_errors import OpErrors
 from lowprec_check.engine.trace.op_traits import draws
 from lowprec_check.engine.trace.twins import storage_key
@@ -41,8 +41,8 @@ Errors = Literal["both", "accumulated", "none"]
 class Recorder(DispatchMode):
     """Records what a model dispatches.
 
-    ``low`` is the dtype of the run; the caller seeds ``lockstep``; ``timed`` says whether a call has done its
-    work when it returns (on an accelerator it has not).
+    ``low`` is the dtype of the run. The caller seeds ``lockstep``. ``timed`` enables op times; they are meaningless on
+    an accelerator, where a call returns before its work is done.
     """
 
     def __init__(
@@ -54,17 +54,17 @@ class Recorder(DispatchMode):
         *,
         errors: Errors = "both",
         emulation: Emulation | None = None,
-        crumb: Breadcrumb | None = None,
+        breadcrumb: Breadcrumb | None = None,
         counter: StorageCounter | None = None,
         timed: bool = True,
     ) -> None:
         super().__init__()
         self.lockstep, self.stack, self.journal = lockstep, stack, journal
         self.emulation = emulation or Emulation()
-        self.crumb = crumb
+        self.breadcrumb = breadcrumb
         self.counter = counter
-        self.touched: set[int] = set()
-        """Storages that were an input of some op."""
+        self.input_storages: set[int] = set()
+        """Storages that were an input of at least one op."""
         self.faults: dict[str, None] = {}
         """Failures of the instruments themselves: messages, in order, each once."""
         self.execution = Execution(low, lockstep, stack, journal, self.emulation, follow_reference=errors != "none")
@@ -72,7 +72,7 @@ class Recorder(DispatchMode):
             lockstep,
             self.execution.solver_failures,
             local=errors == "both",
-            count_flushed=low == torch.float16,
+            count_flushed=underflows(low),
         )
         self._errors: Errors = errors
         self._timed = timed
@@ -88,8 +88,8 @@ class Recorder(DispatchMode):
             return self._run_view(call)
         call.source = source_line(sys._getframe(1))
         call.involved = self._is_involved(call)
-        if self.crumb is not None:
-            self.crumb.enter(call.traits.name, call.module, call.source)
+        if self.breadcrumb is not None:
+            self.breadcrumb.enter(call.traits.name, call.module, call.source)
         widened = self._guarded(call, self._prepare, call)
         out = self.execution.run(call)
         if self.execution.pending.any:
@@ -98,12 +98,12 @@ class Recorder(DispatchMode):
             for tensor in outputs_of(out):
                 self.counter.count(tensor)
         self._guarded(call, self._record, call, out, widened)
-        if self.crumb is not None:
-            self.crumb.leave()
+        if self.breadcrumb is not None:
+            self.breadcrumb.leave()
         return out
 
     def _run_view(self, call: DispatchedCall) -> Any:
-        """Views share their twin with what they view: only a view that fails is recorded."""
+        """Run a view. It shares the twin of the tensor it views, so only a view that fails is recorded."""
         try:
             out = call.run()
         except Exception as error:
@@ -115,27 +115,27 @@ class Recorder(DispatchMode):
         return self.execution.pending.resolve(call, out) if self.execution.pending.any else out
 
     def _guarded(self, call: DispatchedCall, observe: Callable[..., T], *args: Any) -> T | None:
-        """What ``observe`` returns; an exception of the instruments is recorded and never reaches the model."""
+        """Return ``observe(*args)``; an exception of the instruments is recorded and does not reach the model."""
         try:
             result: T = observe(*args)
             return result
         except Exception as error:
-            message = f"the instruments failed on {call.traits.name}: {first_line(str(error))}"
+            message = f"lowprec-check failed to measure {call.traits.name}: {first_line(str(error))}"
             self.faults[message] = None
             return None
 
     def _is_involved(self, call: DispatchedCall) -> bool:
-        """Whether low precision reaches this op at all; if not, it is its own reference."""
+        """Whether low-precision values reach this op; if not, it is its own reference."""
         twins = self.lockstep.twins
-        involved = asks_narrow(call.args, call.kwargs) or twins.wide == torch.float64
+        involved = has_narrow_dtype(call.args, call.kwargs) or twins.wide == torch.float64
         for tensor in call.inputs:
             key = storage_key(tensor)
-            self.touched.add(key)
+            self.input_storages.add(key)
             involved = involved or key in twins.by_storage or tensor.dtype in NARROW
         return involved
 
     def _prepare(self, call: DispatchedCall) -> tuple[Args, Kwargs] | None:
-        """Before the op runs: twins for what it writes, and its arguments widened for the local error."""
+        """Before the op runs: make twins for what it writes to, and widen its arguments for the local error."""
         if not call.involved or self._errors == "none":
             return None
         with torch._C._DisableAutocast():
@@ -164,5 +164,5 @@ class Recorder(DispatchMode):
 
 
 def _milliseconds(seconds: float) -> float:
-    """To four decimals, rounded down."""
+    """Milliseconds with four decimals, rounded down."""
     return int(seconds * 1e7) / 1e4

@@ -1,6 +1,6 @@
-"""Whether a failed call is a gap: rerun it with its dtypes unified or widened, or on the CPU, and see if it passes.
+"""Classifies a failed call by rerunning it: with its dtypes unified, widened to fp32, or on the CPU.
 
-The words of the message only add a name; they change between versions of torch.
+The error message only selects the name of the failure, because messages change between versions of torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowprec_check.engine.core.exceptions import is_out_of_memory
 from lowprec_check.engine.core.floating_dtypes import NARROW, is_float, is_narrow, widened_dtype
-from lowprec_check.engine.trace.op_arguments import Args, Kwargs, asks_narrow, map_args, map_values, tensors_in
+from lowprec_check.engine.trace.op_arguments import Args, Kwargs, has_narrow_dtype, map_args, map_values, tensors_in
 from lowprec_check.schema.scan_result import GapKind, Layer
 
 
@@ -25,7 +25,7 @@ class Rescue(NamedTuple):
 
 
 class Retry:
-    """A failed call, to be rerun with other dtypes; what it writes (``written``) reaches the original tensors."""
+    """A failed call that can be rerun with other dtypes; results are copied back into the tensors in ``written``."""
 
     def __init__(
         self,
@@ -39,16 +39,16 @@ class Retry:
         self.low = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.dtype) and v in NARROW), low)
         self.written = {id(tensor) for tensor in written}
         self.floating = [tensor for tensor in tensors_in(args, kwargs) if is_float(tensor)]
-        self.asks_narrow = asks_narrow(args, kwargs)
+        self.has_narrow_dtype = has_narrow_dtype(args, kwargs)
 
     @property
     def low_precision(self) -> bool:
-        """Whether anything narrow goes in."""
-        return self.asks_narrow or any(is_narrow(tensor) for tensor in self.floating)
+        """Whether an input tensor or a dtype argument is narrow."""
+        return self.has_narrow_dtype or any(is_narrow(tensor) for tensor in self.floating)
 
     @property
     def mixed(self) -> bool:
-        """Whether real floating inputs of several dtypes meet, one of them narrow."""
+        """Whether the real floating inputs have several dtypes, at least one of them narrow."""
         dtypes = {tensor.dtype for tensor in self.floating if not tensor.is_complex()}
         return len(dtypes) > 1 and not dtypes.isdisjoint(NARROW)
 
@@ -57,11 +57,11 @@ class Retry:
         return self._run(lambda value: value.to(self.low) if _is_real_float(value) else value)
 
     def widened(self) -> Any:
-        """Run with narrow inputs and dtypes widened to fp32; narrow again what would have been narrow."""
+        """Run with narrow inputs and dtypes widened to fp32, and cast the results back."""
         return self.narrowed(self._run(_widen))
 
     def on_cpu(self) -> Any:
-        """Run on the CPU in fp32, results back on the device."""
+        """Run on the CPU in fp32, and move the results back to the device."""
         device = self.floating[0].device if self.floating else torch.device("cpu")
         result = self._run(lambda value: _widen(value).cpu() if isinstance(value, Tensor) else _widen(value))
         return self.narrowed(map_values(result, lambda value: value.to(device) if isinstance(value, Tensor) else value))
@@ -82,9 +82,9 @@ class Retry:
         return map_values(result, lambda value: originals[id(value)][0] if id(value) in originals else value)
 
     def narrowed(self, result: Any) -> Any:
-        """``result`` of a widened run, in the dtypes that the call would have given."""
+        """``result`` of a widened run, in the dtypes that the original call would have returned."""
         shaped = [tensor for tensor in self.floating if tensor.ndim] or self.floating
-        if not self.low_precision or self._asks_wide() or not all(is_narrow(tensor) for tensor in shaped):
+        if not self.low_precision or self._has_wide_dtype() or not all(is_narrow(tensor) for tensor in shaped):
             return result
 
         def narrow(value: Any) -> Any:
@@ -92,7 +92,7 @@ class Retry:
 
         return map_values(result, narrow)
 
-    def _asks_wide(self) -> bool:
+    def _has_wide_dtype(self) -> bool:
         values = (*self.args, *self.kwargs.values())
         return any(isinstance(value, torch.dtype) and value not in NARROW for value in values)
 
@@ -108,7 +108,7 @@ def _widen(value: Any) -> Any:
 
 
 def find_rescue(retry: Retry, error: BaseException, layer: Layer) -> Rescue | None:
-    """Explain ``error`` by rerunning the call; ``None`` if it fails in every dtype: the model itself is wrong."""
+    """Explain ``error`` by rerunning the call; ``None`` if it fails in every dtype, so that the model itself is the cause."""
     if not isinstance(error, Exception) or is_out_of_memory(error):
         return None
     if retry.mixed:

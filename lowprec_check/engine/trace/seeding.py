@@ -1,4 +1,4 @@
-"""Seeds the lockstep reference: the fp32 values of weights, buffers and inputs become the twins of their casts."""
+"""Initializes the lockstep reference: the fp32 values of weights, buffers and inputs become the twins of their casts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.engine.core.floating_dtypes import is_float
+from lowprec_check.engine.core.floating_dtypes import is_float, underflows
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.tensor_comparison import compare_tensor
 from lowprec_check.engine.trace.lockstep import Lockstep
@@ -16,13 +16,13 @@ from lowprec_check.engine.trace.twins import storage_key
 from lowprec_check.schema.op_calls import OpCall
 
 _NOTABLE_FLUSHED = 0.01
-"""Share of a weight's non-zeros that its cast must flush to zero before it gets a row."""
+"""A cast of a weight gets a row if it flushes more than this share of the non-zeros to zero."""
 
 
 def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor]) -> list[OpCall]:
-    """Seed parameters and buffers from ``fp32``, by name.
+    """Set the twins of parameters and buffers from ``fp32``, by name.
 
-    Returns a row for each that its cast to fp16 damages, which no op shows: ``cast weight`` of the module.
+    Returns a row ``cast weight`` for each that overflows or underflows in its cast, which no op of the run shows.
     """
     rows = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -33,14 +33,14 @@ def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor]) ->
             continue
         low, wide = tensor.detach(), fp32[name]
         lockstep.twins.seed(low, wide)
-        if low.dtype == torch.float16 and wide.dtype != low.dtype:
+        if wide.dtype != low.dtype and underflows(low.dtype):
             row = _row_of_cast(lockstep, name, wide, low)
             rows += [row] if row is not None else []
     return rows
 
 
 def _row_of_cast(lockstep: Lockstep, name: str, wide: Tensor, low: Tensor) -> OpCall | None:
-    """What the cast of a weight to fp16 lost; ``None`` if that is not worth a row."""
+    """The row of a weight's cast; ``None`` if it loses nothing notable to overflow or underflow."""
     compared = compare_tensor(low, [wide], count_flushed=True)
     lost = bool(compared.introduced_inf or compared.introduced_nan)
     if not lost and (compared.flushed or 0.0) <= _NOTABLE_FLUSHED:
@@ -61,7 +61,7 @@ def _row_of_cast(lockstep: Lockstep, name: str, wide: Tensor, low: Tensor) -> Op
 
 
 def seed_inputs(lockstep: Lockstep, cast: Any, original: Any, device: torch.device) -> None:
-    """Seed the tensors in ``cast`` from those at the same places in ``original``."""
+    """Set the twins of the tensors in ``cast`` from those at the same positions in ``original``."""
     for (_, low), (_, wide) in zip(leaves(cast), leaves(original), strict=True):
         if is_float(low) and low.dtype != wide.dtype:
             lockstep.twins.seed(low, wide.detach().to(device))

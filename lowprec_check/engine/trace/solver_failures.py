@@ -1,4 +1,4 @@
-"""Factorizations that fail on low-precision values: the error comes later, from a check of their ``info`` output.
+"""Factorizations that fail on low-precision values; the error is raised later, by a check of their ``info`` output.
 
 ``torch.linalg.cholesky`` calls ``linalg_cholesky_ex`` and then ``_linalg_check_errors(info)``, which raises. Where the
 reference's ``info`` reports success, the check is skipped and the run continues with the reference's factors.
@@ -18,20 +18,20 @@ _CHECK = "aten::_linalg_check_errors"
 
 
 class SolverFailures:
-    """Remembers the factorizations whose ``info`` differs from the reference's."""
+    """Stores the factorizations whose ``info`` differs from the reference's."""
 
     def __init__(self, twins: Twins, journal: Journal) -> None:
         self._twins, self._journal = twins, journal
         self._failed: dict[int, tuple[DispatchedCall, list[weakref.ref[Tensor]]]] = {}
 
     def add(self, call: DispatchedCall, outputs: list[Tensor], info: Tensor) -> None:
-        """Remember ``call`` if it is a factorization; ``info`` is the output that differs from the reference's."""
+        """Store ``call`` if it is a factorization; ``info`` is the output that differs from the reference's."""
         if call.traits.packet.startswith("aten::linalg_") and call.traits.packet.endswith("_ex"):
             factors = [weakref.ref(out) for out in outputs if out.is_floating_point()]
             self._failed[storage_key(info)] = (call, factors)
 
     def recover(self, check: DispatchedCall, error: Exception) -> bool:
-        """If ``check`` failed on the ``info`` of a remembered call, take over the reference's factors.
+        """If ``check`` failed on the ``info`` of a stored call, replace its factors with the reference's.
 
         Returns whether the run can continue as if the check had passed.
         """

@@ -1,8 +1,8 @@
-"""Twins: for each storage of the low-precision run, the same values as the fp32 (or fp64) reference has them.
+"""Twins: a twin holds the values that a storage of the low-precision run has in the fp32 (or fp64) reference.
 
-A twin belongs to a *storage*, not to a tensor: any view of the low-precision storage finds the same view of the
-twin, so views, in-place ops and ``out=`` stay aliased without being replayed. A storage without a twin is its own
-reference: nothing of low precision reached it. A twin dies with its storage.
+A twin belongs to a *storage*, not to a tensor. A view of the low-precision storage corresponds to the same view of the
+twin, so views, in-place ops and ``out=`` need no special handling. A storage without a twin is its own reference: no
+low-precision value reached it. A twin is freed with its storage.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ from lowprec_check.engine.core.floating_dtypes import is_float, widen, widened_d
 
 
 class Twin:
-    """What is known of one storage."""
+    """The reference values of one storage, and facts about it."""
 
     __slots__ = (
         "cast_from",
         "cast_to",
         "error",
+        "finalizer",
         "flushed",
         "nonfinite",
         "pending_complex",
         "shared",
         "tensor",
-        "watch",
     )
 
     def __init__(self, tensor: Tensor | None, *, shared: bool = False) -> None:
         self.tensor = tensor
         """The reference values, in the layout of the storage; ``None``: the storage is its own reference."""
         self.shared = shared
-        """Whether the caller owns these values: copied before the first write."""
+        """Whether the values belong to the caller; they are copied before the first write."""
         self.error = 0.0
-        """Accumulated rel_l2 when last written."""
+        """Accumulated rel_l2 at the last write."""
         self.flushed = 0.0
-        """Share of the reference's non-zeros that underflowed to zero when last written."""
+        """Share of the reference's non-zeros that underflowed to zero, at the last write."""
         self.nonfinite = False
-        """Whether the low-precision side holds a NaN or Inf that the reference does not."""
+        """Whether the low-precision values contain a NaN or Inf that the reference does not."""
         self.pending_complex = False
-        """Stands for a narrow complex dtype that no kernel supports: real results return to the low dtype."""
+        """Whether this complex64 result of a rescue is pending: real values computed from it are cast to the low dtype."""
         self.cast_from: torch.dtype | None = None
-        """The dtype that a cast made these values from."""
+        """The dtype that these values were cast from."""
         self.cast_to: torch.dtype | None = None
-        """The dtype that a cast of these values gave last."""
-        self.watch: weakref.ref[Any] | None = None
+        """The dtype that these values were last cast to."""
+        self.finalizer: weakref.ref[Any] | None = None
         """Removes the twin when its storage is freed."""
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Identity of the storage behind ``tensor``, valid while the storage lives."""
+    """Identity of the storage of ``tensor``, valid while the storage exists."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -66,7 +66,7 @@ class Twins:
         """By :func:`storage_key`."""
 
     def seed(self, low: Tensor, reference: Tensor) -> None:
-        """Let ``reference`` (any wider dtype, owned by the caller, never written) stand for ``low``."""
+        """Make ``reference`` (any wider dtype, owned by the caller, never written to) the twin of ``low``."""
         if (
             is_float(low)
             and low.layout == torch.strided
@@ -79,7 +79,7 @@ class Twins:
         return self.by_storage.get(tensor.untyped_storage()._cdata)
 
     def reference_of(self, tensor: Tensor) -> Tensor:
-        """The reference values for ``tensor``: of its shape, in its widened dtype. Other dtypes: itself."""
+        """The reference values for ``tensor``: same shape, widened dtype. A tensor that is not floating is returned as is."""
         if not is_float(tensor):
             return tensor
         twin = self.find(tensor) if tensor.layout == torch.strided else None
@@ -108,11 +108,11 @@ class Twins:
         return self._add(out, Twin(reference, shared=shared))
 
     def find_or_add(self, tensor: Tensor) -> Twin:
-        """The twin of ``tensor``, added as its own reference where it had none."""
+        """The twin of ``tensor``; if it has none, a new one that makes it its own reference."""
         return self.find(tensor) or self._add(tensor, Twin(None))
 
     def prepare_write(self, tensor: Tensor) -> None:
-        """Give ``tensor``'s storage a twin of its own, holding its present values, before an op writes to it."""
+        """Before an op writes to ``tensor``: give its storage a separate twin with the current reference values."""
         twin = self.find(tensor)
         if twin is None or twin.tensor is None:
             self._add(tensor, Twin(self._whole(tensor)))
@@ -135,7 +135,7 @@ class Twins:
         key, twins = storage._cdata, self.by_storage
         known = twins.get(key)
         twin.pending_complex = known is not None and known.pending_complex
-        twin.watch = weakref.ref(storage, lambda _: twins.pop(key, None))
+        twin.finalizer = weakref.ref(storage, lambda _: twins.pop(key, None))
         twins[key] = twin
         return twin
 
@@ -156,7 +156,7 @@ def _clone_storage(tensor: Tensor) -> Tensor:
 
 
 def _reinterpret(base: Tensor) -> Tensor:
-    """The same values as complex pairs, or as their real parts, over the whole storage."""
+    """The whole storage, with complex values viewed as real pairs or real pairs viewed as complex values."""
     scale = 2 if base.is_complex() else 1
     count = base.untyped_storage().nbytes() // base.element_size()
     flat = base.as_strided((count,), (1,), 0)

@@ -11,20 +11,16 @@ import torch
 from torch._ops import OpOverload
 
 from lowprec_check.engine.core.dispatch_mode import DispatchMode
+from lowprec_check.engine.core.floating_dtypes import torch_dtype
 from lowprec_check.engine.trace.op_arguments import tensors_in
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.precisions import FP32, LOW_FORMATS, FloatFormat
 
-_DTYPES = {
-    "half": torch.float16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float": torch.float32,
-    "float32": torch.float32,
-    "fp32": torch.float32,
+_FORMATS = {
+    spelling: described
+    for described in (FP32, *LOW_FORMATS)
+    for spelling in (*described.aliases, described.name, described.short)
 }
-_SCALAR_NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float"}
 _SPEC = re.compile(r"(?:aten(?:\.|::))?(?P<op>\w+)(?:\.(?P<overload>\w+))?:(?P<dtype>\w+)")
 
 
@@ -33,7 +29,7 @@ class WithheldKernel(NamedTuple):
 
     op: str
     overload: str | None
-    dtype: torch.dtype
+    format: FloatFormat
 
     def matches(self, func: OpOverload) -> bool:
         """Whether ``func`` is the op withheld."""
@@ -48,20 +44,20 @@ def parse_withheld(specs: Iterable[str]) -> list[WithheldKernel]:
 
 def _parse(spec: str) -> WithheldKernel:
     match = _SPEC.fullmatch(spec)
-    dtype = _DTYPES.get(match["dtype"]) if match else None
-    if match is None or dtype is None:
+    format_ = _FORMATS.get(match["dtype"]) if match else None
+    if match is None or format_ is None:
         raise UsageError(
-            f"--without-kernel {spec!r} does not parse.", f"Write aten.dot:half; dtypes: {', '.join(_DTYPES)}."
+            f"--without-kernel {spec!r} does not parse.", f"Write aten.dot:half; dtypes: {', '.join(_FORMATS)}."
         )
     if not hasattr(torch.ops.aten, match["op"]):
         raise UsageError(
-            f"This torch has no op aten.{match['op']}.", "Findings of a scan name the op as it is to be written."
+            f"This torch has no op aten.{match['op']}.", "Write the op as it is named in the findings of a scan."
         )
-    return WithheldKernel(match["op"], match["overload"], dtype)
+    return WithheldKernel(match["op"], match["overload"], format_)
 
 
 class WithholdMode(DispatchMode):
-    """Raises the error that torch raises where a kernel is missing."""
+    """Raises the error that torch raises if a kernel is missing."""
 
     def __init__(self, withheld: list[WithheldKernel]) -> None:
         super().__init__()
@@ -70,8 +66,10 @@ class WithholdMode(DispatchMode):
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for item in self.withheld:
-            if item.matches(func) and any(tensor.dtype == item.dtype for tensor in tensors_in(args, kwargs)):
-                raise NotImplementedError(f"\"{item.op}\" not implemented for '{_SCALAR_NAMES[item.dtype]}' (withheld)")
+            if item.matches(func) and any(
+                tensor.dtype == torch_dtype(item.format) for tensor in tensors_in(args, kwargs)
+            ):
+                raise NotImplementedError(f"\"{item.op}\" not implemented for '{item.format.cpp_name}' (withheld)")
         return func(*args, **kwargs)
 
 

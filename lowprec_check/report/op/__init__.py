@@ -1,1 +1,1 @@
-"""What the catalog knows, as text, document and grid."""
+"""The catalog as text, as a document and as a grid."""

@@ -1,4 +1,4 @@
-"""The catalog as a page that needs nothing else: operators × versions, coloured. And where both reports are written."""
+"""The catalog as a self-contained page, a coloured grid of operators × versions; writes both reports."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import NamedTuple
 import msgspec
 
 from lowprec_check.catalog import declared
+from lowprec_check.catalog.declared_support import OnCpu, OpSupport, declared_support
 from lowprec_check.catalog.measured import Sweep, sweeps
 from lowprec_check.catalog.records import LOW, MODES, Dtype, Mode, State, in_samples
-from lowprec_check.catalog.xpu_support import OnCpu, OpSupport, declared_support
 from lowprec_check.report.op.document import render_report
 from lowprec_check.report.template import fill
 from lowprec_check.schema.base import Struct
+from lowprec_check.schema.devices import catalogued
 
 CELLS: list[tuple[Dtype, Mode]] = [(dtype, mode) for dtype in LOW for mode in MODES]
 _LETTER: dict[State | None, str] = {"all": "a", "some": "s", "none": "n", None: "-"}
@@ -22,14 +23,14 @@ NOT_IN_FP32 = "o"
 
 
 class Column(NamedTuple):
-    """One build of torch on one device; ``sweep`` where it was measured, else it is declared."""
+    """One build of torch on one device; declared if ``sweep`` is ``None``."""
 
     device: str
     label: str
     sweep: Sweep | None
 
     def letter(self, op: str, dtype: Dtype, mode: Mode) -> str:
-        """The state of an operator there: all, some, none, not in fp32 either, wholly or partly on the CPU, or unknown."""
+        """The letter of an operator's state: all, some, none, not in fp32 either, all on the CPU, all partly on the CPU, or unknown."""
         plain = MODES[MODES.index(mode) % 2]
         support, fp32 = (self.support(op, d, m) for d, m in ((dtype, mode), ("float32", plain)))
         if support is None:
@@ -39,26 +40,32 @@ class Column(NamedTuple):
         return _ON_CPU[support.on_cpu] if support.state == "all" else _LETTER[support.state]
 
     def support(self, op: str, dtype: Dtype, mode: Mode) -> OpSupport | None:
-        """Its support, as measured or as declared."""
+        """The support of an operator, measured or declared."""
         if self.sweep is not None:
             state = self.sweep.state(op, dtype, mode)
             return OpSupport(state) if state else None
-        return None if mode.startswith("autocast") else declared_support(op, self.label, dtype, mode)
+        return None if mode.startswith("autocast") else declared_support(op, self._declarations, dtype, mode)
+
+    @property
+    def _declarations(self) -> declared.Release:
+        return declared.load(self.device, self.label)
 
     def failures(self, op: str, dtype: Dtype) -> list[str]:
-        """How it fails, each way once."""
+        """The failures of an operator, without duplicates."""
         if self.sweep is not None:
             found = [failure.of(dtype) for failure in self.sweep.records[op].failures]
-            said = [failure.message + in_samples(failure.condition) for failure in found if failure]
+            texts = [failure.message + in_samples(failure.condition) for failure in found if failure]
         else:
-            supports = [declared_support(op, self.label, dtype, mode) for mode in MODES[:2]]
-            refused = [support.failure for support in supports if support and support.failure]
-            said = [f"{failure.at}: {failure.message}" if failure.at else failure.message for failure in refused]
-        return list(dict.fromkeys(said))
+            supports = [declared_support(op, self._declarations, dtype, mode) for mode in MODES[:2]]
+            declared_failures = [support.failure for support in supports if support and support.failure]
+            texts = [
+                f"{failure.at}: {failure.message}" if failure.at else failure.message for failure in declared_failures
+            ]
+        return list(dict.fromkeys(texts))
 
 
 class Line(Struct, frozen=True):
-    """One operator: for each of :data:`CELLS` a letter a column; for each low dtype :func:`why` it fails."""
+    """One operator: for each of :data:`CELLS`, one letter per column; for each low dtype, :func:`why` it fails."""
 
     op: str
     states: list[str]
@@ -66,13 +73,15 @@ class Line(Struct, frozen=True):
 
 
 def columns() -> list[Column]:
-    """Every sweep, then every release declared for XPU."""
+    """Every sweep, then every release with declarations."""
     measured = [Column(sweep.header.device, sweep.label, sweep) for sweep in sweeps()]
-    return measured + [Column("xpu", release, None) for release in declared.releases()]
+    return measured + [
+        Column(device, release, None) for device in catalogued("declared") for release in declared.releases(device)
+    ]
 
 
 def lines(shown: list[Column]) -> list[Line]:
-    """Every operator of which a sample runs in one of the sweeps, in any dtype."""
+    """Every operator with a sample that runs in some sweep and dtype."""
     measured = [column.sweep for column in shown if column.sweep]
     ops = {op for sweep in measured for op, record in sweep.records.items() if record.samples[0]}
     return [
@@ -86,19 +95,23 @@ def lines(shown: list[Column]) -> list[Line]:
 
 
 def why(op: str, dtype: Dtype, shown: list[Column]) -> str:
-    """How it fails in the last column of each device that has it, extensions apart: a line a device."""
+    """How an operator fails in the newest version of each device, without extensions: one line per device."""
     last = {c.device: c for c in shown if not c.sweep or (op in c.sweep.records and not c.sweep.header.extension)}
-    told = ((f"{device} {column.label}", " · ".join(column.failures(op, dtype))) for device, column in last.items())
-    return "\n".join(f"{where}: {said}" for where, said in told if said)
+    found = ((f"{device} {column.label}", " · ".join(column.failures(op, dtype))) for device, column in last.items())
+    return "\n".join(f"{where}: {text}" for where, text in found if text)
 
 
 def render_grid() -> str:
-    """The page, with style, script and data inside."""
+    """The page with its style, script and data."""
     shown = columns()
     heads = [{"device": c.device, "label": c.label, "evidence": "measured" if c.sweep else "declared"} for c in shown]
     cells = [f"{dtype}/{mode}" for dtype, mode in CELLS]
     data = msgspec.json.encode({"columns": heads, "dtypes": LOW, "cells": cells, "lines": lines(shown)}).decode()
-    return fill("op/grid.html.jinja", data=data.replace("<", "\\u003c"))
+    by_evidence = {
+        evidence: list(dict.fromkeys(head["device"] for head in heads if head["evidence"] == evidence))
+        for evidence in ("measured", "declared")
+    }
+    return fill("op/grid.html.jinja", **by_evidence, data=data.replace("<", "\\u003c"))
 
 
 def write_reports(folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""What the catalog answers, on the screen: one operator, the difference of two versions, what is missing."""
+"""Answers of the catalog as text: one operator, the difference between two versions, missing operators."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lowprec_check.catalog.declared_support import OnCpu
 from lowprec_check.catalog.missing_ops import Gaps, MissingOp
 from lowprec_check.catalog.op_lookup import OpAnswer
 from lowprec_check.catalog.records import SHORT, STATES, Dtype, Mode, State, in_samples
 from lowprec_check.catalog.support_cells import SupportCell
 from lowprec_check.catalog.version_diff import Difference, OpChange
-from lowprec_check.catalog.xpu_support import OnCpu
 from lowprec_check.report.console import screen
+from lowprec_check.schema.devices import is_declared
 
 _NARROW = ("device", "torch", "dtype", "forward", "backward", "autocast", "ulp", "time", "evidence")
 SHOWN_OPS = 4
-"""Operators shown in full where a name has many."""
+"""Operators shown in full if a name matches many."""
 
 _STYLE = {"all": "green", "some": "yellow", "none": "red", None: "dim"}
 _ON_CPU: dict[OnCpu, str] = {"wholly": "on the CPU", "partly": "partly on the CPU"}
@@ -26,17 +27,19 @@ _GROUPS: tuple[tuple[Mode, ...], ...] = (("forward",), ("backward",), ("autocast
 
 
 def render_answers(answers: Sequence[OpAnswer], *, width: int = 100, color: bool = False) -> str:
-    """A table an operator: devices × dtypes × modes, then how it fails and what is known."""
+    """One table per operator: devices × dtypes × modes, then its failures and the issues reported about it."""
     with screen(width, color) as (console, printed):
         if dispatching := answers[0].dispatching:
-            console.print(Text(f"{dispatching} is no operator of its own here; these dispatch it:\n", style="yellow"))
+            console.print(
+                Text(f"{dispatching} is not an operator in the catalog; these operators dispatch it:\n", style="yellow")
+            )
         for answer in answers[:SHOWN_OPS]:
             _print_answer(console, answer)
         if len(answers) > SHOWN_OPS:
             console.print(f"Also: {', '.join(answer.op for answer in answers[SHOWN_OPS:])}")
         for device, versions in answers[0].elsewhere.items():
-            how = "declared" if device == "xpu" else "measured"
-            console.print(Text(f"{device}: {how} only for torch {_span(versions)}", style="dim"))
+            evidence = "declared" if is_declared(device) else "measured"
+            console.print(Text(f"{device}: {evidence} only for torch {_span(versions)}", style="dim"))
     return printed.text
 
 
@@ -56,15 +59,15 @@ def _print_answer(console: Console, answer: OpAnswer) -> None:
     for line in _failures(answer.cells):
         console.print(Text(line, style="dim"))
     for issue in answer.issues:
-        mended = f" (fixed in {issue.fixed})" if issue.fixed else ""
+        fixed = f" (fixed in {issue.fixed})" if issue.fixed else ""
         where = f" for {', '.join(issue.devices)}" if issue.devices else ""
-        console.print(Text(f"reported{where}: {issue.title}{mended}"))
+        console.print(Text(f"reported{where}: {issue.title}{fixed}"))
         console.print(Text(f"  {issue.link}", style="dim"), soft_wrap=True)
     console.print()
 
 
 def _support(cells: list[SupportCell]) -> Text:
-    """The worst of the cells: under autocast forward and backward share a column."""
+    """The worst of the cells; under autocast, forward and backward share a column."""
     known = [cell for cell in cells if cell.state is not None]
     if not known:
         return Text("–", style="dim")
@@ -76,7 +79,7 @@ def _support(cells: list[SupportCell]) -> Text:
         words = f"{cell.passed} of {cell.samples}" if cell.samples else "in part"
     else:
         words = "no"
-    return Text(words + (f", from {cell.mended}" if cell.mended else ""), style=_STYLE[cell.state])
+    return Text(words + (f", from {cell.fixed_in}" if cell.fixed_in else ""), style=_STYLE[cell.state])
 
 
 def _ulp(cells: list[SupportCell]) -> str:
@@ -101,30 +104,30 @@ def _evidence(cells: list[SupportCell]) -> str:
 
 
 def _failures(cells: list[SupportCell]) -> list[str]:
-    """One line for each way to fail, and where."""
+    """One line per failure, with the cells it occurs in."""
     where: dict[str, list[str]] = {}
     for cell in cells:
         if cell.failure is not None:
-            raised = f" in {cell.failure.at}" if cell.failure.at else ""
-            said = f"{cell.failure.kind}{raised}: {cell.failure.message}{in_samples(cell.failure.condition)}"
-            where.setdefault(said, []).append(f"{cell.device} {SHORT[cell.dtype]} {cell.mode}")
+            at = f" in {cell.failure.at}" if cell.failure.at else ""
+            text = f"{cell.failure.kind}{at}: {cell.failure.message}{in_samples(cell.failure.condition)}"
+            where.setdefault(text, []).append(f"{cell.device} {SHORT[cell.dtype]} {cell.mode}")
     return [
-        f"{places[0]}{f' and {len(places) - 1} more' if len(places) > 1 else ''}: {said}"
-        for said, places in where.items()
+        f"{places[0]}{f' and {len(places) - 1} more' if len(places) > 1 else ''}: {text}"
+        for text, places in where.items()
     ]
 
 
-# -- the difference of two versions
+# -- the difference between two versions
 
 
 def render_difference(found: Difference, *, width: int = 100, color: bool = False) -> str:
-    """What was gained, then what was lost."""
+    """The gains, then the losses."""
     with screen(width, color) as (console, printed):
         head = f"{found.device} · torch {found.before} to {found.after} · {found.evidence}"
         console.print(Text(head, style="bold"))
         for title, changes, style in (("gained", found.gained, "green"), ("lost", found.lost, "red")):
             ops = len({change.op for change in changes})
-            console.print(Text(f"{title}: {len(changes)} in {ops} operators", style=style))
+            console.print(Text(f"{title}: {ops} operator{'s' if ops != 1 else ''}", style=style))
             if changes:
                 console.print(_changes(changes))
         for title, names in (
@@ -148,25 +151,27 @@ def _state_text(state: State, on_cpu: OnCpu | None) -> Text:
     return Text(f"{state}, {_ON_CPU[on_cpu]}" if on_cpu else state, style=_STYLE[state])
 
 
-# -- what is missing
+# -- missing operators
 
 
 def render_gaps(found: Gaps, *, width: int = 100, color: bool = False) -> str:
-    """A line an operator, with the reason and the release that mends it."""
+    """One line per operator, with the reason and the release that fixes it."""
     with screen(width, color) as (console, printed):
         head = f"{found.device} · torch {found.torch} · {SHORT[found.dtype]} · {found.evidence}"
         console.print(Text(head, style="bold"))
-        console.print(f"{len(found.missing)} of {found.runnable} operators that run in fp32 do not, or not always")
+        console.print(
+            f"{len(found.missing)} of {found.runnable} operators that run in fp32 fail in {SHORT[found.dtype]}, at least for some inputs"
+        )
         groups = _GROUPS if found.evidence == "measured" else _GROUPS[:2]
         table = _table("operator", *(group[0] for group in groups), "from", "why")
         for missing in found.missing:
             shown = (_worst([missing.states.get(mode) for mode in group]) for group in groups)
             table.add_row(
-                missing.op, *shown, missing.mended or "–", _why(missing, declared=found.evidence == "declared")
+                missing.op, *shown, missing.fixed_in or "–", _why(missing, declared=found.evidence == "declared")
             )
         console.print(table)
         if found.on_cpu:
-            what = f"{len(found.on_cpu)} more run, but copied to the CPU and back, at least in part"
+            what = f"{len(found.on_cpu)} more run, but copy tensors to the CPU and back"
             console.print(f"\n{what}: {', '.join(found.on_cpu)}")
     return printed.text
 

@@ -1,0 +1,28 @@
+"""What the instrumented part of a run found. Sent from the worker as it is."""
+
+from __future__ import annotations
+
+from lowprec_check.schema.base import Struct
+from lowprec_check.schema.op_calls import OpCalls
+from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo, Gap
+
+
+class Instrumented(Struct, frozen=True, kw_only=True):
+    """The result of the instrumented part; a worker sends it."""
+
+    gaps: list[Gap]
+    op_calls: OpCalls
+    uncalled_modules: list[str]
+    called_modules: list[str]
+    function_mode: bool = False
+    complete: bool = True
+    exception: ExceptionInfo | None = None
+    perturbed: bool | None = None
+    lockstep_error: ErrorStats | None = None
+    """Error of the output against the lockstep reference, which uses the same random values."""
+    lockstep_nonfinite: bool = False
+    emulated: dict[str, str] = {}
+    peak_memory_bytes: int | None = None
+    """Peak of the run's own tensors, if requested."""
+    faults: tuple[str, ...] = ()
+    """Failures of the instruments themselves."""
