@@ -52,9 +52,27 @@ SPEED = re.compile(
 )
 """What the reason of a recommendation says about speed, after :data:`MEASURED`."""
 
-CHANGED: list[tuple[str, str, str, str]] = []
-"""Texts that read differently on purpose: pattern of the key's path (``runs.*.gaps.*.kind``), regular expression of the
-old text, new text, reason."""
+CHANGED: list[tuple[str, str, str, str]] = [
+    (
+        "diagnostics.*.help",
+        r"(.*)fails up to torch ([\d.]+)(.*)",
+        r"(.*)no torch release up to ([\d.]+) supports it(.*)",
+        "English",
+    ),
+    ("diagnostics.*.help", r"(.*)runs since torch ([\d.]+)(.*)", r"(.*)supported since torch ([\d.]+)(.*)", "English"),
+    (
+        "diagnostics.LP304/*.message",
+        r"(\d+) of the decisions differ from fp32's",
+        r".*?(\d+) (?:times?|elements?)\b.*",
+        "English",
+    ),
+    ("diagnostics.LP401/*.message", r"(\d+) casts? .*", r"(\d+) casts? .*", "English"),
+    ("diagnostics.LP20[12]/*.message", r"(\d+%?).*", r"(\d+(?: %)?).*", "English"),
+    ("diagnostics.LP204/*.help", r"use torch.finfo.*?(; reported.*)?", r"use torch.finfo.*?(; reported.*)?", "English"),
+    ("diagnostics.LP30[14]/*.help", r"None", r".+", "a finding says what to do"),
+]
+"""Texts changed on purpose: pattern of the key's path (``runs.*.gaps.*.kind``), regular expressions for the whole old and the
+whole new text, reason. What the groups of the two match must be equal."""
 
 REMOVED: dict[str, str] = {}
 """Pattern of a key's path that only OLD has: the reason."""
@@ -152,24 +170,26 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(inner, f"{path}.{key}" if path else str(key))
 
 
-def as_new(path: str, value: Any) -> Any:
-    """A value of OLD with the text of NEW."""
+def is_intended(path: str, was: Any, now: Any) -> bool:
+    """Whether a text was changed on purpose, and says the same as before."""
     for pattern, old, new, _ in CHANGED:
-        if isinstance(value, str) and fnmatchcase(path, pattern):
-            value = re.sub(old, new, value)
-    return value
+        if fnmatchcase(path, pattern):
+            before, after = re.fullmatch(old, str(was)), re.fullmatch(new, str(now))
+            if before and after and before.groups() == after.groups():
+                return True
+    return False
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Every unexpected difference as a line; those of one column of numbers as one."""
-    before = {path: as_new(path, value) for path, value in leaves(comparable(old, new))}
+    before = dict(leaves(comparable(old, new)))
     after = dict(leaves(comparable(new, old)))
     columns: dict[str, list[str]] = defaultdict(list)
     for path in dict.fromkeys([*before, *after]):
         was, now = before.get(path, MISSING), after.get(path, MISSING)
         removed = now is MISSING and any(fnmatchcase(path, pattern) for pattern in REMOVED)
         added = was is MISSING and any(fnmatchcase(path, key) and now == value for key, (value, _) in ADDED.items())
-        if was != now and not removed and not added:
+        if was != now and not removed and not added and not is_intended(path, was, now):
             columns[column(path)].append(f"{path}: {was!r} → {now!r}")
     return [found[0] + (f"  (and {len(found) - 1} more there)" if found[1:] else "") for found in columns.values()]
 
