@@ -49,6 +49,25 @@ class Doubled(Backend):
         return ["model = toy.doubled(model)"]
 
 
+class Same(Backend):
+    """Calls the model."""
+
+    name = "same"
+    summary = "the model again"
+
+    def prepare(self, model, args, kwargs):
+        return model
+
+
+class Halved(Same):
+    """Returns half of what the model returns."""
+
+    name = "halved"
+
+    def prepare(self, model, args, kwargs):
+        return lambda *args, **kwargs: 0.5 * model(*args, **kwargs)
+
+
 class Shout(ReportFormat):
     name = "shout"
     suffixes = (".shout",)
@@ -61,7 +80,7 @@ class Shout(ReportFormat):
         return f"{len(diff.changes)} CHANGES"
 
 
-BACKEND, FORMAT, DEVICE = Doubled(), Shout(), Device(name="tpu")
+BACKEND, SAME, HALVED, FORMAT, DEVICE = Doubled(), Same(), Halved(), Shout(), Device(name="tpu")
 '''
 
 TOY_TORCH = '''
@@ -87,6 +106,8 @@ ENTRY_POINTS = """[lowprec_check.axes]
 rounded = toy:ROUNDED
 strict = toy:STRICT
 doubled = toy:BACKEND
+same = toy:SAME
+halved = toy:HALVED
 shout = toy:FORMAT
 tpu = toy:DEVICE
 """
@@ -100,6 +121,22 @@ model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
 inputs = torch.randn(8, 16)
 """
 
+NOISY = """
+import torch
+from torch import nn
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.linear(x).float() + torch.rand(8, 16)
+
+torch.manual_seed(0)
+model, inputs = Noisy().eval(), torch.randn(8, 16)
+"""
+
 TEST = """
 import pytest
 import torch
@@ -109,6 +146,13 @@ from mymodel import model, inputs
 def test_marked(lowprec):
     assert lowprec.precision in ("rounded", "half")
     lowprec.check(model, inputs)
+
+@pytest.mark.lowprec("rounded")
+def test_cast(lowprec):
+    cast = lowprec.cast(model)
+    assert not torch.equal(cast[0].weight, model[0].weight)
+    y = cast(lowprec.cast(inputs))
+    assert lowprec.allclose(y, model(inputs)) and not torch.equal(y, model(inputs))
 
 @pytest.mark.lowprec("half", backend="doubled")
 def test_on_a_backend(lowprec):
@@ -246,15 +290,42 @@ def test_a_plan_starts_from_it_and_is_applied(folder: Path) -> None:
     applied = python(folder, "-c", code)
     assert applied.returncode == 0, applied.stderr
     on_backend = call(folder, "plan", "mymodel.py", "--dtype", "bf16", "--backend", "doubled", "--json")
-    assert all(attempt["status"] in ("inaccurate", "skipped") for attempt in json.loads(on_backend.stdout)["attempts"])
+    attempts = json.loads(on_backend.stdout)["attempts"]
+    assert {attempt["status"] for attempt in attempts} == {"inaccurate", "skipped"}
 
 
 @pytest.mark.slow
 def test_the_pytest_marker_and_check_accept_them(folder: Path) -> None:
     done = python(folder, "-m", "pytest", "-p", "no:cacheprovider", "test_mine.py", "-v")
     assert done.returncode == 0, done.stdout
-    for name in ("test_marked[rounded-cpu]", "test_marked[half-cpu]", "test_on_a_backend[half-doubled-cpu]"):
+    for name in (
+        "test_marked[rounded-cpu]",
+        "test_marked[half-cpu]",
+        "test_cast[rounded-cpu]",
+        "test_on_a_backend[half-doubled-cpu]",
+    ):
         assert f"{name} PASSED" in done.stdout
+
+
+def test_fp32_on_a_backend_is_no_low_precision(folder: Path) -> None:
+    done = call(
+        folder, "scan", "mymodel.py", "-p", "fp32,strict-half", "--backend", "eager,same", "--json", "-", "--no-plan"
+    )
+    saved = json.loads(done.stdout)
+    assert [(r["precision"], r["backend"], r["status"]) for r in saved["runs"]][2] == ("fp32", "same", "ok")
+    assert saved["recommendation"] is None
+    assert done.returncode == 1
+
+
+def test_a_random_model_is_compared_on_a_backend(folder: Path) -> None:
+    (folder / "noisy.py").write_text(NOISY)
+    done = call(
+        folder, "scan", "noisy.py", "-p", "autocast-bf16", "--backend", "eager,halved", "--json", "-", "--no-plan"
+    )
+    runs = {run["backend"]: run for run in json.loads(done.stdout)["runs"] if run["precision"] == "autocast-bf16"}
+    assert runs["eager"]["status"] == "ok"
+    assert runs["halved"]["status"] == "inaccurate"
+    assert runs["halved"]["output_error"]["rel_l2"] == pytest.approx(0.5, abs=0.05)
 
 
 def test_a_package_that_fails_to_load_is_named(folder: Path, tmp_path: Path) -> None:

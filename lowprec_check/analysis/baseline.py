@@ -48,16 +48,15 @@ def fingerprint(diagnostic: Diagnostic) -> str:
     """16 hex digits from code, run, op, file and module, without lines, indices and figures.
 
     ``blocks.3.attn`` and ``blocks.4.attn`` have one fingerprint: a finding accepted for one layer of a stack is accepted
-    for all. The message, without its numbers, counts only if the finding has neither op nor module.
+    for all. The message does not count, so that it can be reworded.
     """
-    message = "" if diagnostic.op or diagnostic.module else _without_numbers(diagnostic.message)
     parts = (
         diagnostic.code,
         diagnostic.run_label,
         diagnostic.op,
         stable_path(diagnostic.module),
         file_of(diagnostic.source),
-        message,
+        "",
     )
     text = "\x1f".join(part or "" for part in parts)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]

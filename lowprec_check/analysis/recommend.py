@@ -26,7 +26,7 @@ def recommend(runs: Sequence[Run], model: ModelInfo) -> Recommendation | None:
     If a cast of the whole model lacks kernels in any dtype, autocast is preferred to every such cast: it runs these ops
     in fp32, and other inputs may need a kernel that the other dtype lacks.
     """
-    passed = [run for run in runs if not run.is_reference and run.status == "ok"]
+    passed = [run for run in runs if run.is_low and run.status == "ok"]
     if not passed:
         return None
     if any(missing_kernels(run) for run in runs if is_cast(run)):
@@ -60,7 +60,7 @@ def _reason(best: Run, runs: Sequence[Run]) -> str:
     faster = [_name(run) for run in cast if NOISE * (run.latency_ms or 0.0) < (best.latency_ms or 0.0)]
     why = defaultdict(list)
     for run in runs:
-        if not run.is_reference and run.key != best.key and run.precision != PLAN and run.status != "ok":
+        if run.is_low and run.key != best.key and run.precision != PLAN and run.status != "ok":
             why[explain_status(run)].append(_name(run))
     if faster:
         verb = "is" if len(faster) == 1 else "are"

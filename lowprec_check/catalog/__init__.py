@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lowprec_check.catalog import declared
     from lowprec_check.catalog.fixes import find_fix
     from lowprec_check.catalog.known_issues import matching
     from lowprec_check.catalog.measured import history, sweep_of
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from lowprec_check.catalog.op_lookup import lookup
     from lowprec_check.catalog.version_diff import difference
 
-__all__ = ["difference", "find_fix", "gaps", "history", "lookup", "matching", "sweep_of"]
+__all__ = ["declared", "difference", "find_fix", "gaps", "history", "lookup", "matching", "sweep_of"]
 
 _MODULES = {
     "difference": "version_diff",
@@ -35,6 +36,8 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     """Import public names on first use: the worker of a sweep needs none of them."""
+    if name == "declared":
+        return importlib.import_module("lowprec_check.catalog.declared")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"lowprec_check.catalog.{_MODULES[name]}"), name)

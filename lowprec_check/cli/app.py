@@ -21,12 +21,13 @@ FINDINGS, USAGE_ERROR, TOOL_FAILED, INTERRUPTED = 1, 2, 3, 130
 """The exit codes other than 0."""
 
 COMMAND_ORDER = ("scan", "plan", "compat", "report", "diff", "op", "catalog", "explain", "env")
-"""The order of the commands in the help, most used first."""
+"""The order of the commands in the help, most used first; others follow."""
 
 
 class _OrderedCommands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
-        return sorted(super().list_commands(ctx), key=COMMAND_ORDER.index)
+        order = {name: position for position, name in enumerate(COMMAND_ORDER)}
+        return sorted(super().list_commands(ctx), key=lambda name: order.get(name, len(order)))
 
 
 app = typer.Typer(

@@ -6,6 +6,8 @@ from typing import Any
 
 from tabulate import tabulate
 
+from lowprec_check.schema.precisions import LOW_FORMATS
+
 _ANSWERS = {True: "yes", False: "no", None: "unknown"}
 
 
@@ -18,8 +20,7 @@ def render(environment: dict[str, Any]) -> str:
         ("python", environment["python"]),
         ("platform", environment["platform"]),
         ("device", f"{environment['device']} ({environment['device_name']})"),
-        ("bf16 accelerated", _ANSWERS[environment["bf16_accelerated"]]),
-        ("fp16 accelerated", _ANSWERS[environment["fp16_accelerated"]]),
+        *((f"{low.short} accelerated", _ANSWERS[environment[f"{low.short}_accelerated"]]) for low in LOW_FORMATS),
         ("autocast dtype", environment["default_autocast"]),
         ("CPU", f"{environment['cpu_capability']}; {features}; {threads}"),
         ("accelerators", ", ".join(environment["accelerators"]) or "none"),

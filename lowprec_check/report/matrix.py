@@ -13,6 +13,7 @@ from lowprec_check.report.escape import visible
 from lowprec_check.report.markdown import code, escape, table
 from lowprec_check.report.summary import format_count, format_ratio
 from lowprec_check.schema.matrix import Matrix, MatrixCell, MatrixRow
+from lowprec_check.schema.run_key import PLAN
 
 _SIGNS = {"ok": "✅", "inaccurate": "⚠️", "skipped": "⏭️"}
 _MOST_OPS = 30
@@ -62,8 +63,10 @@ def precisions(matrix: Matrix) -> list[str]:
 
 
 def column_of(cell: MatrixCell) -> str:
-    """``plan`` of ``plan (half)``."""
-    return "plan" if cell.precision.startswith("plan (") else cell.precision
+    """``plan`` of ``plan (half)``; backends have columns of their own."""
+    if cell.column is not None:
+        return cell.column
+    return PLAN if cell.precision.startswith(f"{PLAN} (") else cell.precision
 
 
 def _cells(row: MatrixRow) -> dict[str, MatrixCell]:

@@ -20,10 +20,10 @@ SEVERITY_ORDER = {"error": 0, "warning": 1, "note": 2}
 
 def no_pass(result: ScanResult) -> str:
     """The verdict if no precision passed; names those tried if not all were."""
-    tried = [label(run) for run in result.runs if not run.is_reference and run.base is None]
+    tried = [label(run) for run in result.runs if run.is_low and run.base is None]
     if not {precision.name for precision in low_precisions()} <= {run.precision for run in result.runs}:
         return f"No precision passed here; tried: {', '.join(tried) or 'none'}. Scan without -p to try all."
-    return "No 16-bit precision passed here. Stay in fp32."
+    return "No low precision passed here. Stay in fp32."
 
 
 def title(result: ScanResult) -> str:
@@ -211,4 +211,4 @@ def kept(result: ScanResult) -> list[str]:
 
 def failures(result: ScanResult) -> list[str]:
     """Why each low-precision run failed, for scans in which none passed."""
-    return [visible(f"{label(run)}: {explain_status(run)}") for run in result.runs if not run.is_reference]
+    return [visible(f"{label(run)}: {explain_status(run)}") for run in result.runs if run.is_low]

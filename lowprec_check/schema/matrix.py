@@ -18,6 +18,8 @@ class MatrixCell(Struct, frozen=True, kw_only=True):
 
     precision: str
     """The name of the run in reports, with the backend if it is not eager."""
+    column: str | None = None
+    """The column of the matrix: the name without the base of a plan; ``None`` in older files: the name."""
     device: str
     status: Status
     evidence: Evidence = "measured"

@@ -34,6 +34,10 @@ class FloatFormat:
     cpp_name: str = ""
     """The dtype's name in error messages of torch's C++ code, ``Half``."""
 
+    def is_called(self, name: str) -> bool:
+        """Whether ``name`` is one of its names, in any case."""
+        return name.lower().removeprefix("torch.") in (self.name, self.short, *self.aliases)
+
     @property
     def roundoff(self) -> float:
         """Unit roundoff, half the distance from 1 to the next number: 2⁻¹¹ for fp16."""

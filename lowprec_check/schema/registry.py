@@ -47,6 +47,11 @@ def added_by_packages() -> tuple[Any, ...]:
                 f"{type(error).__name__}: {error}.",
                 f"Upgrade or uninstall {package}.",
             ) from error
+        if isinstance(found[-1], type):
+            raise UsageError(
+                f"The entry point {entry.name!r} ({entry.value}) is a class, not an object.",
+                f"Register an instance in the group {ENTRY_POINTS}.",
+            )
     return tuple(found)
 
 
@@ -60,11 +65,15 @@ class Registry(Generic[Item]):
     @functools.cached_property
     def _items(self) -> dict[str, Item]:
         items: dict[str, Item] = {}
+        spellings: dict[str, str] = {}
         for item in (*self._built_in(), *(item for item in added_by_packages() if isinstance(item, self._kind))):
-            if item.name in items:
-                raise UsageError(
-                    f"The {self._noun} {item.name!r} is registered twice.", "Uninstall one of the packages."
-                )
+            for spelling in dict.fromkeys([item.name, *item.aliases]):
+                known = spellings.setdefault(spelling.lower(), item.name)
+                if known != item.name or item.name in items:
+                    raise UsageError(
+                        f"The {self._noun} {item.name!r} uses the name {spelling!r}, which {known!r} already has.",
+                        f"Another package registers it with lowprec-check ({ENTRY_POINTS}): rename it or uninstall that package.",
+                    )
             items[item.name] = item
         return items
 
@@ -76,10 +85,9 @@ class Registry(Generic[Item]):
         return list(self._items)
 
     def find(self, name: str) -> Item | None:
-        """The value with that name or alias, ignoring case; ``None`` if there is none."""
+        """The value of that name or alias, in any case; ``None`` if there is none."""
         wanted = name.strip().lower()
-        exact = self._items.get(wanted)
-        return exact or next((item for item in self if wanted in item.aliases), None)
+        return next((item for item in self if wanted in (item.name.lower(), *map(str.lower, item.aliases))), None)
 
     def get(self, name: str) -> Item:
         """Like :meth:`find`, but raises :class:`UsageError` with a suggestion if there is none."""

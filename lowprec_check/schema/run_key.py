@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 REFERENCE = "fp32"
 """The precision that all others are compared with."""
@@ -14,7 +14,6 @@ PLAN = "plan"
 """The precision of a run that keeps modules in fp32; its ``base`` is the precision of the others."""
 
 MemoryFormat = Literal["contiguous", "channels_last"]
-MEMORY_FORMATS: tuple[MemoryFormat, ...] = get_args(MemoryFormat)
 
 Phase = Literal["forward", "backward", "optimizer"]
 """The part of a step in which an op runs."""

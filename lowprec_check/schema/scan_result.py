@@ -16,7 +16,7 @@ from lowprec_check.schema.base import Struct, decode
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Plan
 from lowprec_check.schema.precisions import PRECISIONS, Precision
-from lowprec_check.schema.run_key import EAGER, MemoryFormat, Phase, RunKey, qualified
+from lowprec_check.schema.run_key import EAGER, REFERENCE, MemoryFormat, Phase, RunKey, qualified
 
 SCHEMA = 1
 
@@ -133,6 +133,11 @@ class Run(Struct, frozen=True, kw_only=True):
     def is_reference(self) -> bool:
         """Whether this is the fp32 run that all other runs are compared with."""
         return self.key.is_reference
+
+    @property
+    def is_low(self) -> bool:
+        """Whether it runs in a lower precision than fp32; fp32 on another backend does not."""
+        return self.precision != REFERENCE
 
     @property
     def basis(self) -> Precision | None:

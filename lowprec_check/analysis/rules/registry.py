@@ -113,13 +113,20 @@ def uses_autocast(run: Run) -> bool:
     return run.basis is not None and run.basis.kind == "autocast"
 
 
+def _how_it_passed(run: Run) -> str:
+    """Why a run with a gap, which is found in eager mode, continued."""
+    if run.backend == EAGER:
+        return "the model catches this exception and continues"
+    return f"only in eager mode, the {run.backend} backend runs it"
+
+
 def from_gaps(result: ScanResult, kind: GapKind, help: str) -> Iterator[Finding]:
     """A finding for each gap (a failure that fp32 does not have) of that kind."""
     for run in low_runs(result):
         for gap in run.gaps:
             if gap.kind == kind:
                 caught = run.status in ("ok", "inaccurate", "nonfinite")
-                caught_text = "; the model catches this exception and continues" if caught else ""
+                caught_text = f"; {_how_it_passed(run)}" if caught else ""
                 advice = help.replace(", or use autocast", "") if uses_autocast(run) else help
                 yield Finding(
                     f"{gap.message}{caught_text}",

@@ -7,8 +7,11 @@ from torch import Tensor
 
 from lowprec_check.schema.precisions import FloatFormat
 
-_NARROW_NAMES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
-NARROW = frozenset(getattr(torch, name) for name in _NARROW_NAMES if hasattr(torch, name))
+NARROW = frozenset(
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
+)
 """Floating dtypes narrower than fp32."""
 
 _WIDE_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}

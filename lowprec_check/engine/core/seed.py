@@ -7,6 +7,8 @@ import sys
 
 import torch
 
+from lowprec_check.engine.core.accelerators import initialized
+
 
 def seed_everything(seed: int) -> None:
     """Seed torch (the CPU and all initialized accelerators), ``random``, and NumPy if it is loaded.
@@ -14,9 +16,8 @@ def seed_everything(seed: int) -> None:
     ``torch.manual_seed`` is avoided: its first call imports ``torch._dynamo``, which takes a second in each worker.
     """
     torch.default_generator.manual_seed(seed)
-    for module in (torch.cuda, torch.xpu):
-        if module.is_initialized():
-            module.manual_seed_all(seed)
+    for module in initialized():
+        module.manual_seed_all(seed)
     if torch.backends.mps.is_available():
         torch.mps.manual_seed(seed)
     random.seed(seed)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.devices import DEVICES, accelerators
+from lowprec_check.schema.devices import DEVICES, accelerators, device_of, device_type
 
 
 def module_of(device: torch.device) -> Any:
@@ -31,12 +31,11 @@ def resolve(name: str | None) -> torch.device:
     """The device ``name``, by default an accelerator if there is one; raises :class:`UsageError` if it is not available."""
     if name is None:
         return torch.device(next((kind for kind in accelerators() if is_available(kind)), "cpu"))
+    known = device_of(name)
     try:
-        device = torch.device(name)
+        device = torch.device(known.name + name.strip()[len(device_type(name)) :])
     except RuntimeError:
-        device = None
-    if device is None or device.type not in DEVICES.names():
-        raise UsageError(f"Unknown device {name!r}.", f"Choose from {', '.join(DEVICES.names())}.")
+        raise UsageError(f"Unknown device {name!r}.", f"Choose from {', '.join(DEVICES.names())}.") from None
     if not is_available(device.type):
         available = [kind for kind in DEVICES.names() if is_available(kind)]
         raise UsageError(f"Device {name!r} is not available.", f"Available here: {', '.join(available)}.")

@@ -75,8 +75,12 @@ def run_plain(
     seed: int,
     tolerance: float | None = None,
     reference: list[Tensor] | None = None,
+    compare_random: bool = False,
 ) -> tuple[PlainResult, list[Tensor] | None]:
-    """The first call: its result, and the leaves of the output, ``None`` if it raised."""
+    """The first call: its result, and the leaves of the output, ``None`` if it raised.
+
+    ``compare_random``: compare with ``reference`` even if the model drew random numbers.
+    """
     seed_everything(seed)
     state_before = torch.get_rng_state()
     with warnings.catch_warnings(record=True) as caught:
@@ -98,7 +102,7 @@ def run_plain(
         loss=_loss(output),
         output_is_zero=bool(floating) and not any(bool(tensor.any()) for tensor in floating),
     )
-    if reference is not None and not drew:
+    if reference is not None and (compare_random or not drew):
         found = _judge(found, outputs, reference, tolerance)
     return found, outputs
 

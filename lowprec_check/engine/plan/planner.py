@@ -55,8 +55,7 @@ class PlanOptions:
         return [
             base.name
             for base in plan_bases()
-            if self.dtype in (None, base.format.short, base.format.name, *base.format.aliases)
-            and self.base in (None, base.kind)
+            if self.dtype is None or (base.format.is_called(self.dtype) and self.base in (None, base.kind))
         ]
 
     def check(self, target: Target) -> None:
@@ -262,7 +261,7 @@ def plan_for_scan(
 
     If ``wanted`` is ``None``, the search is quick, happens only if no run passed, and ends at the first plan.
     """
-    tried = [run for run in runs if not run.is_reference and run.status != "skipped"]
+    tried = [run for run in runs if run.is_low and run.status != "skipped"]
     failing = {(run.precision, run.backend): run for run in tried if run.status != "ok"}
     if wanted is False or not failing or (wanted is None and len(failing) < len(tried)):
         return None

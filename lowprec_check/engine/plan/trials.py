@@ -17,7 +17,7 @@ from lowprec_check.engine.model.keep_fp32 import shared_weights
 from lowprec_check.engine.run.target_runs import TargetRuns
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.plan import Attempt
-from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.precisions import PRECISIONS, formats
 from lowprec_check.schema.run_key import PLAN, REFERENCE
 from lowprec_check.schema.scan_result import Run
 
@@ -61,8 +61,8 @@ def _equals_fp32(run: Run) -> bool:
 
 def _is_low(row: OpCall, run: Run) -> bool:
     """Whether an op computes on values in the low precision of the run; casts do not count."""
-    mark = run.basis.format.mark if run.basis else ""
-    return mark in re.split("[+→]", row.dtypes) and row.op != "aten._to_copy.default"
+    marks = {known.mark for known in formats() if run.basis and known.name == run.basis.format.name}
+    return not marks.isdisjoint(re.split("[+→]", row.dtypes)) and row.op != "aten._to_copy.default"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Literal, TypeVar
 
 import msgspec
-import torch
 
+from lowprec_check.engine.core.accelerators import initialized
 from lowprec_check.errors import UsageError
 from lowprec_check.process.function_worker import FunctionWorker, SendBytes
 from lowprec_check.process.supervisor import MessageEvent, Supervisor
@@ -57,7 +57,7 @@ def best_isolation(*, can_spawn: bool) -> Isolation:
 
 def accelerator_in_use() -> bool:
     """Whether this process has initialized an accelerator; its context does not survive a fork."""
-    return bool(torch.cuda.is_initialized() or torch.xpu.is_initialized())
+    return any(True for _ in initialized())
 
 
 def isolated(function: Callable[[], Result], isolation: Isolation, kind: type[Result]) -> Result:

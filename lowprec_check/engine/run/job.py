@@ -186,7 +186,15 @@ def _wide_inputs(target: Target) -> tuple[Any, Any]:
 def _plain(job: Job, ready: Prepared, args: Any, kwargs: Any) -> tuple[PlainResult, list[Tensor] | None]:
     if not job.is_reference:
         reference = torch.load(job.reference_path, weights_only=True)
-        return run_plain(ready, args, kwargs, seed=job.seed, tolerance=job.tolerance, reference=reference)
+        return run_plain(
+            ready,
+            args,
+            kwargs,
+            seed=job.seed,
+            tolerance=job.tolerance,
+            reference=reference,
+            compare_random=job.backend != EAGER,  # the instrumented part, which follows the draws, runs in eager mode
+        )
     plain, outputs = run_plain(ready, args, kwargs, seed=job.seed)
     if outputs is not None:
         torch.save([tensor.cpu().clone() for tensor in outputs], job.reference_path)

@@ -194,7 +194,7 @@ class TargetRuns:
         plain, measures, explained = outcome.plain, outcome.measures, outcome.explained
         status, reason = self._status(job, outcome)
         error = plain.output_error if plain else None
-        if plain and plain.random and explained:
+        if self._is_judged_in_lockstep(job, outcome) and explained:
             error = explained.lockstep_error
         return Run(
             precision=job.precision,
@@ -225,10 +225,15 @@ class TargetRuns:
             output_is_zero=bool(plain and plain.output_is_zero),
         )
 
+    def _is_judged_in_lockstep(self, job: Job, outcome: JobOutcome) -> bool:
+        """Whether the output is judged by the lockstep reference, which used the same random draws; eager mode only."""
+        random = outcome.plain is not None and outcome.plain.random
+        return random and job.backend == EAGER and not job.is_reference
+
     def _status(self, job: Job, outcome: JobOutcome) -> tuple[Status, str | None]:
         plain, explained = outcome.plain, outcome.explained
         if plain is not None:
-            if plain.status == "ok" and plain.random and explained and not job.is_reference:
+            if plain.status == "ok" and self._is_judged_in_lockstep(job, outcome) and explained:
                 return _status_in_lockstep(explained, self.tolerance(job.precision)), None
             return plain.status, None
         if outcome.ended == "crashed":

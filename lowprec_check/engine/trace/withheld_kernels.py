@@ -14,12 +14,10 @@ from lowprec_check.engine.core.dispatch_mode import DispatchMode
 from lowprec_check.engine.core.floating_dtypes import torch_dtype
 from lowprec_check.engine.trace.op_arguments import tensors_in
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.precisions import FP32, LOW_FORMATS, FloatFormat
+from lowprec_check.schema.precisions import FloatFormat, formats
 
 _FORMATS = {
-    spelling: described
-    for described in (FP32, *LOW_FORMATS)
-    for spelling in (*described.aliases, described.name, described.short)
+    spelling: described for described in formats() for spelling in (*described.aliases, described.name, described.short)
 }
 _SPEC = re.compile(r"(?:aten(?:\.|::))?(?P<op>\w+)(?:\.(?P<overload>\w+))?:(?P<dtype>\w+)")
 
