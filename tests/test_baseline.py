@@ -61,10 +61,10 @@ def test_a_fingerprint_depends_on(more: dict[str, Any]) -> None:
     assert baseline.fingerprint(finding(**more)) != baseline.fingerprint(finding())
 
 
-def test_without_op_and_module_the_message_counts_but_not_its_numbers() -> None:
+def test_a_message_can_be_reworded() -> None:
     at = lambda message: baseline.fingerprint(finding(op=None, module=None, source=None, message=message))  # noqa: E731
     assert at("output error 3.1e-01, tolerance 5e-02") == at("output error 1.2e-05, tolerance 1e-02")
-    assert at("output error 3.1e-01") != at("it differs by 3.1e-01")
+    assert at("output error 3.1e-01") == at("it differs by 3.1e-01")
 
 
 def test_a_baseline_accepts_its_own_scan(tmp_path: Path) -> None:
