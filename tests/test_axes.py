@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("axes")  # one folder and one scan serve all
-
 TOY = '''
 """The axes of another package: two precisions, a backend, a device and a report format."""
 

@@ -559,8 +559,8 @@ def test_wrong_arguments(call: Call) -> None:
         (["catalog", "gaps", "--torch", "new"], "is not a version of torch"),
         (["catalog", "gaps", "--dtype", "fp32"], "fp32 is the baseline"),
         (["catalog", "gaps", "--device", "xpu", "--torch", "2.1"], "has no declarations"),
-        (["catalog", "report", "--out", "nowhere"], "no folder"),
-        (["catalog", "build", "--out", "nowhere"], "no folder"),
+        (["catalog", "report", "--out", "nowhere"], "The folder nowhere does not exist"),
+        (["catalog", "build", "--out", "nowhere"], "The folder nowhere does not exist"),
     ]:
         done = call(*arguments)
         assert done.returncode == 2, arguments

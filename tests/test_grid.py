@@ -122,7 +122,6 @@ def open_grid(browser: Any, folder: Path, **options: Any) -> Any:
     return opened(browser, path, **options)
 
 
-@pytest.mark.xdist_group("browser of grid")
 @pytest.mark.slow
 def test_all_columns_fit_a_desktop(browser: Any, tmp_path: Path) -> None:
     with open_grid(browser, tmp_path, viewport={"width": 1400, "height": 900}) as page:
@@ -132,7 +131,6 @@ def test_all_columns_fit_a_desktop(browser: Any, tmp_path: Path) -> None:
         assert page.locator("#versions th").count() == len(columns()) + 1
 
 
-@pytest.mark.xdist_group("browser of grid")
 @pytest.mark.slow
 def test_on_a_phone_the_names_stay_while_the_table_scrolls(browser: Any, tmp_path: Path) -> None:
     with open_grid(browser, tmp_path, viewport={"width": 400, "height": 800}) as page:
@@ -146,7 +144,6 @@ def test_on_a_phone_the_names_stay_while_the_table_scrolls(browser: Any, tmp_pat
         assert before["width"] < 200
 
 
-@pytest.mark.xdist_group("browser of grid")
 @pytest.mark.slow
 def test_devices_and_reasons_work_with_the_keyboard(browser: Any, tmp_path: Path) -> None:
     with open_grid(browser, tmp_path) as page:
@@ -164,7 +161,6 @@ def test_devices_and_reasons_work_with_the_keyboard(browser: Any, tmp_path: Path
         assert page.locator("#body tr").count() == 0
 
 
-@pytest.mark.xdist_group("browser of grid")
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_passes_all_accessibility_rules(browser: Any, tmp_path: Path, scheme: str) -> None:

@@ -74,7 +74,6 @@ def show(page: Any, label: str) -> None:
 # -- in the browser
 
 
-@pytest.mark.xdist_group("browser of html")
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_opens_without_errors_and_shows_the_origin_of_the_error(
@@ -95,7 +94,6 @@ def test_the_page_opens_without_errors_and_shows_the_origin_of_the_error(
         assert label_in_chart(page).startswith("largest step: ")
 
 
-@pytest.mark.xdist_group("browser of html")
 @pytest.mark.slow
 def test_a_tooltip_shows_op_module_and_line(browser: Any, page_of: Any) -> None:
     with opened(browser, page_of(RESULT), viewport={"width": 1200, "height": 900}) as page:
@@ -110,7 +108,6 @@ def test_a_tooltip_shows_op_module_and_line(browser: Any, page_of: Any) -> None:
         assert module in tip
 
 
-@pytest.mark.xdist_group("browser of html")
 @pytest.mark.slow
 def test_the_keyboard_steps_through_the_calls(browser: Any, page_of: Any) -> None:
     with opened(browser, page_of(RESULT)) as page:
@@ -123,7 +120,6 @@ def test_the_keyboard_steps_through_the_calls(browser: Any, page_of: Any) -> Non
         assert page.get_attribute("#call-slider", "aria-valuetext") == shown
 
 
-@pytest.mark.xdist_group("browser of html")
 @pytest.mark.slow
 def test_the_module_tree_opens_and_closes_by_keyboard(browser: Any, page_of: Any) -> None:
     with opened(browser, page_of(RESULT)) as page:
@@ -140,7 +136,6 @@ def test_the_module_tree_opens_and_closes_by_keyboard(browser: Any, page_of: Any
         assert "×" in page.locator("#heat tbody tr").first.inner_text()
 
 
-@pytest.mark.xdist_group("browser of html")
 @pytest.mark.slow
 def test_findings_are_filtered(browser: Any, page_of: Any) -> None:
     with opened(browser, page_of(RESULT)) as page:
@@ -149,7 +144,6 @@ def test_findings_are_filtered(browser: Any, page_of: Any) -> None:
         assert page.inner_text("#shown").startswith("2 of ")
 
 
-@pytest.mark.xdist_group("browser of html")
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_accessibility_rule_is_broken(browser: Any, page_of: Any, scheme: str) -> None:
@@ -159,7 +153,6 @@ def test_no_accessibility_rule_is_broken(browser: Any, page_of: Any, scheme: str
         assert broken == []
 
 
-@pytest.mark.xdist_group("browser of html")
 @pytest.mark.slow
 def test_prints_in_light_colours(browser: Any, page_of: Any, tmp_path: Path) -> None:
     with opened(browser, page_of(RESULT), color_scheme="dark") as page:
@@ -169,14 +162,12 @@ def test_prints_in_light_colours(browser: Any, page_of: Any, tmp_path: Path) -> 
         assert page.pdf(path=tmp_path / "report.pdf")[:4] == b"%PDF"
 
 
-@pytest.mark.xdist_group("browser of html")
 @pytest.mark.slow
 def test_a_narrow_screen_does_not_scroll_sideways(browser: Any, page_of: Any) -> None:
     with opened(browser, page_of(RESULT), viewport={"width": 360, "height": 800}) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
-@pytest.mark.xdist_group("browser of html")
 @pytest.mark.slow
 def test_hostile_strings_stay_text(browser: Any, page_of: Any) -> None:
     nasty = "<img src=x onerror=alert(1)><script>alert(2)</script>\"' javascript:alert(3) \u202e {{7*7}} " + "y" * 5000
@@ -188,7 +179,6 @@ def test_hostile_strings_stay_text(browser: Any, page_of: Any) -> None:
         assert page.evaluate("document.documentElement.scrollWidth") <= 1200
 
 
-@pytest.mark.xdist_group("browser of html")
 @pytest.mark.slow
 def test_twenty_thousand_calls_a_run_are_shown(browser: Any, page_of: Any) -> None:
     runs = [run("fp32", tolerance=None)]

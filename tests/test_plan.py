@@ -297,7 +297,7 @@ def test_every_batch_must_pass() -> None:
 
 
 def test_equal_batches_are_rejected() -> None:
-    with pytest.raises(UsageError, match="same as batch 0"):
+    with pytest.raises(UsageError, match="same values for batch 1 as for batch 0"):
         find_plan(lossy(), lambda: torch.ones(2, 8), batches=2)
     with pytest.raises(UsageError, match="only one batch"):
         find_plan(lossy(), torch.ones(2, 8), batches=2)

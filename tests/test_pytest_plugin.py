@@ -154,7 +154,7 @@ def test_check_passes_and_returns_the_scan(project: pytest.Pytester) -> None:
 def test_check_fails_over_the_tolerance(project: pytest.Pytester) -> None:
     text = one(project, "lowprec.check(nn.Linear(8, 8), x, tolerance=1e-9)")
     assert "Linear does not pass in half" in text
-    assert "error over tolerance 1e-09" in text
+    assert "error over the tolerance 1e-09" in text
     assert "LP301 output-mismatch" in text
 
 

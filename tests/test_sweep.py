@@ -121,7 +121,6 @@ def deadly() -> MeasuredSweep:
         os.environ["PYTHONPATH"] = before
 
 
-@pytest.mark.xdist_group("deadly sweep")
 @pytest.mark.slow
 def test_a_worker_that_dies_affects_only_its_operator(deadly: MeasuredSweep) -> None:
     records = {record.op: record for record in deadly.records}
@@ -136,7 +135,6 @@ def test_a_worker_that_dies_affects_only_its_operator(deadly: MeasuredSweep) -> 
     assert records["dies"].state("bfloat16", "backward") == "all"
 
 
-@pytest.mark.xdist_group("deadly sweep")
 @pytest.mark.slow
 def test_an_operator_that_always_kills_is_given_up(deadly: MeasuredSweep) -> None:
     record = deadly.records[0]
@@ -146,7 +144,6 @@ def test_an_operator_that_always_kills_is_given_up(deadly: MeasuredSweep) -> Non
     assert record.state("float32", "forward") == "none"
 
 
-@pytest.mark.xdist_group("deadly sweep")
 @pytest.mark.slow
 def test_a_call_that_hangs_is_a_timeout(deadly: MeasuredSweep) -> None:
     hanging = next(record for record in deadly.records if record.op == "hangs")
@@ -156,7 +153,6 @@ def test_a_call_that_hangs_is_a_timeout(deadly: MeasuredSweep) -> None:
     assert hanging.state("float16", "backward") == "all"
 
 
-@pytest.mark.xdist_group("deadly sweep")
 @pytest.mark.slow
 def test_a_failure_that_depends_on_size_has_a_condition(deadly: MeasuredSweep) -> None:
     record = next(record for record in deadly.records if record.op == "refuses_large")

@@ -144,7 +144,7 @@ def test_wrong_shapes_are_errors(spec: str) -> None:
         (["{file}", "--device", "toaster"], "Unknown device"),
         (["{file}", "--device", "xpu"], "is not available"),
         (["{file}", "--json", "/no/such/folder/x.json"], "Cannot write"),
-        (["{file}", "--select", "XX9"], "No diagnostic code begins"),
+        (["{file}", "--select", "XX9"], "No diagnostic code starts with"),
         (["{file}", "--without-kernel", "aten.dot"], "does not parse"),
         (["{file}", "--inputs", "7x7"], "Check that the inputs fit the model"),
         (["{file}", "--budget", "soon"], "budget"),
