@@ -55,7 +55,7 @@ class PlanOptions:
         return [
             base.name
             for base in plan_bases()
-            if self.dtype is None or (base.format.is_called(self.dtype) and self.base in (None, base.kind))
+            if (self.dtype is None or base.format.is_called(self.dtype)) and self.base in (None, base.kind)
         ]
 
     def check(self, target: Target) -> None:
