@@ -1,4 +1,4 @@
-"""What several tests share: small models, the truth about them found by hand, and a scan of one."""
+"""Fixtures of several tests: small models, their gaps as known by hand, a scan of one, and the command."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """Hold a text to the file of that name in ``tests/goldens``; ``pytest --update-goldens`` writes it instead."""
+    """Compare a text with the file of that name in ``tests/goldens``; ``pytest --update-goldens`` writes it instead."""
 
     def check(name: str, text: str) -> None:
         path = ROOT / "tests" / "goldens" / name
@@ -51,7 +51,7 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., Path]:
-    """Write a file of the user's: ``write("text", name="mymodel.py")``."""
+    """Write a user's file: ``write("text", name="mymodel.py")``."""
 
     def write_file(text: str, name: str = "mymodel.py") -> Path:
         path = tmp_path / name
