@@ -66,6 +66,15 @@ class Halved(Same):
         return lambda *args, **kwargs: 0.5 * model(*args, **kwargs)
 
 
+class Nothing(Same):
+    """Returns nothing to call."""
+
+    name = "nothing"
+
+    def prepare(self, model, args, kwargs):
+        return None
+
+
 class Shout(ReportFormat):
     name = "shout"
     suffixes = (".shout",)
@@ -78,7 +87,8 @@ class Shout(ReportFormat):
         return f"{len(diff.changes)} CHANGES"
 
 
-BACKEND, SAME, HALVED, FORMAT, DEVICE = Doubled(), Same(), Halved(), Shout(), Device(name="tpu")
+BACKEND, SAME, HALVED, NOTHING = Doubled(), Same(), Halved(), Nothing()
+FORMAT, DEVICE = Shout(), Device(name="tpu")
 '''
 
 TOY_TORCH = '''
@@ -106,6 +116,7 @@ strict = toy:STRICT
 doubled = toy:BACKEND
 same = toy:SAME
 halved = toy:HALVED
+nothing = toy:NOTHING
 shout = toy:FORMAT
 tpu = toy:DEVICE
 """
@@ -326,6 +337,48 @@ def test_a_random_model_is_compared_on_a_backend(folder: Path) -> None:
     assert runs["halved"]["output_error"]["rel_l2"] == pytest.approx(0.5, abs=0.05)
 
 
+WRONG = {
+    "name": (
+        "Precision(name='fp16', kind='cast', format=FORMAT, method='half')",
+        "the name 'fp16' belongs to lowprec-check",
+    ),
+    "kind": ("Precision(name='odd', kind='quantized', format=FORMAT)", "its kind 'quantized' is not"),
+    "plan": ("Precision(name='plan', kind='cast', format=FORMAT, method='half')", "'plan' is the name of runs"),
+    "comma": ("Precision(name='a,b', kind='cast', format=FORMAT, method='half')", "a name has letters"),
+    "class": ("Precision", "which is the class Precision"),
+    "dict": ("{'name': 'x'}", "which is a dict without a name"),
+    "method": ("Precision(name='odd', kind='cast', format=FORMAT, method='halve')", "which torch.nn.Module lacks"),
+    "summary": ("type('B', (Backend,), {'name': 'b'})()", "it has no summary"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_registration_is_one_sentence(what: str, folder: Path, tmp_path: Path) -> None:
+    item, says = WRONG[what]
+    info = tmp_path / "wrong-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wrong\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[lowprec_check.axes]\nx = wrong:X\n")
+    text = "from lowprec_check import Backend, FloatFormat, Precision\n"
+    text += f"FORMAT = FloatFormat('float16', 'fp16', 'f16', 11, -14, 15, tolerance=0.1)\nX = {item}\n"
+    (tmp_path / "wrong.py").write_text(text)
+    (tmp_path / "mymodel.py").write_text(MODEL)
+    done = call(tmp_path, "scan", "mymodel.py", "--no-plan", "-q")
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_backend_that_prepares_nothing_fails(folder: Path) -> None:
+    done = call(folder, "scan", "mymodel.py", "-p", "half", "--backend", "nothing", "--json", "-", "--no-plan")
+    saved = json.loads(done.stdout)
+    run = next(run for run in saved["runs"] if run["backend"] == "nothing")
+    assert run["status"] == "error"
+    assert "returned NoneType, which cannot be called" in run["exception"]["message"]
+    assert [d["code"] for d in saved["diagnostics"] if d["backend"] == "nothing"] == ["LP108"]
+    assert saved["recommendation"] is None
+
+
 def test_a_package_that_fails_to_load_is_named(folder: Path, tmp_path: Path) -> None:
     info = tmp_path / "broken-1.0.dist-info"
     info.mkdir()
@@ -338,6 +391,10 @@ def test_a_package_that_fails_to_load_is_named(folder: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_an_empty_list_is_an_error(folder: Path) -> None:
+    assert call(folder, "scan", "mymodel.py", "-p", "").returncode == 2
+
+
 def test_a_typing_mistake_gets_a_suggestion(folder: Path) -> None:
     done = call(folder, "scan", "mymodel.py", "-p", "bflaot16")
     assert done.returncode == 2

@@ -417,8 +417,8 @@ def test_a_double_model_is_planned_and_pasted_as_fp32(base: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "fp8"}, "No base to search"),
-        ({"batches": 0}, "No base to search"),
+        ({"dtype": "fp8"}, "No precision to search has the dtype 'fp8'"),
+        ({"batches": 0}, "0 batches"),
         ({"max_drop": 0.1}, "needs a metric"),
         ({"metric": lambda model: 1.0, "tolerance": 0.1}, "Both a metric and a tolerance"),
     ],

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from lowprec_check.analysis.baseline import file_of, stable_path
 from lowprec_check.analysis.run_summary import SHORT_MS, explain_status, label, memory_ratio, time_ratio
 from lowprec_check.schema.base import Struct
-from lowprec_check.schema.run_key import RunKey, qualified
+from lowprec_check.schema.run_key import EAGER, RunKey, qualified
 from lowprec_check.schema.scan_result import Gap, Run, ScanResult
 
 Kind = Literal["status", "gap", "error", "speed", "memory", "run", "recommendation"]
@@ -324,8 +324,13 @@ def _warnings(old: ScanResult, new: ScanResult) -> Iterator[str]:
             yield f"model {name}: {_shown(was)} → {_shown(is_now)}"
     for title, before, after in (("", old.environment, new.environment), ("option ", old.options, new.options)):
         for key in sorted(before.keys() | after.keys()):
-            if before.get(key) != after.get(key):
-                yield f"{title}{key}: {_shown(before.get(key))} → {_shown(after.get(key))}"
+            was, is_now = (options.get(key, _DEFAULTS.get(key)) for options in (before, after))
+            if was != is_now:
+                yield f"{title}{key}: {_shown(was)} → {_shown(is_now)}"
+
+
+_DEFAULTS = {"backends": [EAGER]}
+"""What scans used before an option was saved."""
 
 
 def _shown(value: Any) -> str:

@@ -72,4 +72,4 @@ def names_of(registry: Registry[Any], values: Iterable[str] | None) -> list[str]
     if values is None:
         return None
     given = [name.strip() for value in values for name in value.split(",")]
-    return list(dict.fromkeys(registry.get(name).name for name in given if name))
+    return list(dict.fromkeys(registry.get(name).name for name in given))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lowprec_check.analysis.recommend import recommend
 from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.engine.machine import environment, version
+from lowprec_check.engine.model.application import application_of
 from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.plan.planner import plan_for_scan
 from lowprec_check.engine.run.isolation import Isolation, best_isolation, isolated
@@ -59,7 +60,8 @@ class ScanOptions:
 
     def check(self) -> None:
         """Raise :class:`UsageError` for a value that is not allowed, before anything runs."""
-        self.chosen_precisions()
+        for name in self.chosen_precisions():
+            application_of(PRECISIONS.get(name))
         self.chosen_backends()
         parse_withheld(self.without_kernel)
         for name, allowed in (("errors", ("both", "accumulated", "none")), ("reference", ("fp32", "fp64"))):
@@ -97,7 +99,9 @@ class ScanOptions:
 
 def _names(registry: Registry[Any], names: Names) -> list[str]:
     """The registered names for names and aliases, without duplicates."""
-    given = [names] if isinstance(names, str) else list(names or ())
+    if names is None:
+        return []
+    given: list[Any] = [names] if isinstance(names, str) or not isinstance(names, Iterable) else list(names)
     return list(dict.fromkeys(registry.get(name).name for name in given))
 
 

@@ -23,11 +23,15 @@ def marker_help(config: pytest.Config) -> str:
     """The marker's description in ``pytest --markers``; otherwise only its name, so that nothing is imported."""
     if not config.option.markers:
         return "lowprec"
+    from lowprec_check.errors import UsageError
     from lowprec_check.schema.backends import BACKENDS
     from lowprec_check.schema.precisions import low_precisions
 
-    precisions = ", ".join(precision.name for precision in low_precisions())
-    return _MARKER.format(precisions=precisions, backends=", ".join(BACKENDS.names()))
+    try:
+        precisions = ", ".join(precision.name for precision in low_precisions())
+        return _MARKER.format(precisions=precisions, backends=", ".join(BACKENDS.names()))
+    except UsageError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

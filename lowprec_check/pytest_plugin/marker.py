@@ -75,7 +75,8 @@ def _named(registry: Registry[Any], name: object) -> str:
     try:
         return str(registry.get(str(name)).name)
     except UsageError as error:
-        raise MarkerError(f"{error.message[:1].lower()}{error.message[1:].rstrip('.')}; {error.hint}") from None
+        hint = f"; {error.hint[:1].lower()}{error.hint[1:].rstrip('.')}" if error.hint else ""
+        raise MarkerError(f"{error.message[:1].lower()}{error.message[1:].rstrip('.')}{hint}") from None
 
 
 def _is_positive(value: object) -> bool:

@@ -61,7 +61,10 @@ def suffixes(*, of_diffs: bool = False) -> list[str]:
 def format_of(path: Path) -> ReportFormat:
     """The format of a file by its longest suffix; raises :class:`UsageError` if no format has it."""
     name = path.name.lower()
-    known = {suffix: one for one in FORMATS for suffix in one.suffixes}
+    known: dict[str, ReportFormat] = {}
+    for one in FORMATS:  # the built-in formats come first and keep their suffixes
+        for suffix in one.suffixes:
+            known.setdefault(suffix, one)
     for suffix in sorted(known, key=len, reverse=True):
         if name.endswith(suffix):
             return known[suffix]

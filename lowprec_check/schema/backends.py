@@ -47,5 +47,9 @@ def _built_in() -> Iterator[Backend]:
     yield from sorted((module.BACKEND for module in found), key=lambda backend: (backend.name != EAGER, backend.name))
 
 
-BACKENDS: Registry[Backend] = Registry("backend", Backend, _built_in)
+def _problem(backend: Backend) -> str | None:
+    return None if isinstance(getattr(backend, "summary", None), str) else "it has no summary"
+
+
+BACKENDS: Registry[Backend] = Registry("backend", Backend, _built_in, _problem)
 """All backends, eager first."""

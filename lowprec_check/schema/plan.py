@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.base import Struct, decode, encode
-from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.precisions import plan_bases
 from lowprec_check.schema.run_key import EAGER, MemoryFormat
 
 SCHEMA = 1
@@ -96,11 +97,13 @@ class Plan(Struct, frozen=True, kw_only=True):
             raise UsageError(
                 f"{path} is not a plan: {error}.", "Save a plan with: lowprec-check plan TARGET --save FILE"
             ) from None
-        if PRECISIONS.find(plan.base) is None:
-            raise UsageError(
-                f"{path} has the unknown base {plan.base!r}; known are {', '.join(PRECISIONS.names())}.",
-                "Install the package that adds it.",
-            )
+        bases = [base.name for base in plan_bases()]
+        for field, value, known in (("base", plan.base, bases), ("backend", plan.backend, BACKENDS.names())):
+            if value not in known:
+                raise UsageError(
+                    f"{path} has the unknown {field} {value!r}; known are {', '.join(known)}.",
+                    "Install the package that adds it.",
+                )
         return plan
 
     def check_modules(self, modules: dict[str, str]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from lowprec_check.schema.registry import Registry
+from lowprec_check.schema.run_key import PLAN
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,13 @@ def _built_in() -> Sequence[Precision]:
     )
 
 
-PRECISIONS: Registry[Precision] = Registry("precision", Precision, _built_in)
+def _problem(precision: Precision) -> str | None:
+    if precision.kind not in ("cast", "autocast", "custom"):
+        return f"its kind {precision.kind!r} is not cast, autocast or custom"
+    return f"{PLAN!r} is the name of runs with modules in fp32" if precision.name.lower() == PLAN else None
+
+
+PRECISIONS: Registry[Precision] = Registry("precision", Precision, _built_in, _problem)
 """All precisions, in the order in which a scan shows them."""
 
 

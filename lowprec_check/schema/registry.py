@@ -10,8 +10,9 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib.metadata
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from lowprec_check.errors import UsageError
 
@@ -33,49 +34,81 @@ class Named(Protocol):
 Item = TypeVar("Item", bound=Named)
 
 
+class Added(NamedTuple):
+    """An object that an installed package registers."""
+
+    package: str
+    item: Any
+
+
 @functools.cache
-def added_by_packages() -> tuple[Any, ...]:
-    """The objects that installed packages register; raises :class:`UsageError` naming the package that fails to load."""
+def added_by_packages() -> tuple[Added, ...]:
+    """What installed packages register; raises :class:`UsageError` naming the package that registers something wrong."""
     found = []
     for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
+        package = entry.dist.name if entry.dist else entry.value
         try:
-            found.append(entry.load())
+            item = entry.load()
         except Exception as error:
-            package = entry.dist.name if entry.dist else entry.value
             raise UsageError(
                 f"{package} registers {entry.name!r} with lowprec-check, but it failed to load: "
                 f"{type(error).__name__}: {error}.",
                 f"Upgrade or uninstall {package}.",
             ) from error
-        if isinstance(found[-1], type):
+        if isinstance(item, type) or not isinstance(getattr(item, "name", None), str):
             raise UsageError(
-                f"The entry point {entry.name!r} ({entry.value}) is a class, not an object.",
-                f"Register an instance in the group {ENTRY_POINTS}.",
+                f"{package} registers {entry.name!r} with lowprec-check, which is {_kind_of(item)}.",
+                "Register a Precision, a Backend, a Device or a ReportFormat: an object, not its class.",
             )
+        found.append(Added(package, item))
     return tuple(found)
+
+
+def _kind_of(item: object) -> str:
+    return f"the class {item.__name__}" if isinstance(item, type) else f"a {type(item).__name__} without a name"
 
 
 class Registry(Generic[Item]):
     """The values of one axis in the order in which reports show them: those built in, then those of other packages."""
 
-    def __init__(self, noun: str, kind: type[Item], built_in: Callable[[], Iterable[Item]]) -> None:
-        """``noun`` names one value in messages; ``built_in`` makes the values of this package."""
-        self._noun, self._kind, self._built_in = noun, kind, built_in
+    def __init__(
+        self,
+        noun: str,
+        kind: type[Item],
+        built_in: Callable[[], Iterable[Item]],
+        problem: Callable[[Item], str | None] = lambda _: None,
+    ) -> None:
+        """``noun`` names one value in messages; ``built_in`` makes the values of this package; ``problem`` describes what is
+        wrong with a value of another package.
+        """
+        self._noun, self._kind, self._built_in, self._problem = noun, kind, built_in, problem
 
     @functools.cached_property
     def _items(self) -> dict[str, Item]:
         items: dict[str, Item] = {}
-        spellings: dict[str, str] = {}
-        for item in (*self._built_in(), *(item for item in added_by_packages() if isinstance(item, self._kind))):
-            for spelling in dict.fromkeys([item.name, *item.aliases]):
-                known = spellings.setdefault(spelling.lower(), item.name)
-                if known != item.name or item.name in items:
-                    raise UsageError(
-                        f"The {self._noun} {item.name!r} uses the name {spelling!r}, which {known!r} already has.",
-                        f"Another package registers it with lowprec-check ({ENTRY_POINTS}): rename it or uninstall that package.",
-                    )
+        owners: dict[str, str] = {}
+        for item in self._built_in():
             items[item.name] = item
+            owners |= dict.fromkeys(_spellings(item), "lowprec-check")
+        for package, item in added_by_packages():
+            if isinstance(item, self._kind):
+                self._check(item, package, owners)
+                items[item.name] = item
+                owners |= dict.fromkeys(_spellings(item), package)
         return items
+
+    def _check(self, item: Item, package: str, owners: dict[str, str]) -> None:
+        taken = next((spelling for spelling in _spellings(item) if spelling in owners), None)
+        problem = self._problem(item)
+        if taken is not None:
+            problem = f"the name {taken!r} belongs to {owners[taken]}"
+        elif not re.fullmatch(r"[\w.+-]+", item.name):
+            problem = "a name has letters, digits and . + - _ only"
+        if problem is not None:
+            raise UsageError(
+                f"{package} registers the {self._noun} {item.name!r} with lowprec-check, but {problem}.",
+                f"Upgrade or uninstall {package}.",
+            )
 
     def __iter__(self) -> Iterator[Item]:
         return iter(self._items.values())
@@ -86,19 +119,24 @@ class Registry(Generic[Item]):
 
     def find(self, name: str) -> Item | None:
         """The value of that name or alias, in any case; ``None`` if there is none."""
-        wanted = name.strip().lower()
-        return next((item for item in self if wanted in (item.name.lower(), *map(str.lower, item.aliases))), None)
+        wanted = str(name).strip().lower()
+        return next((item for item in self if wanted in _spellings(item)), None)
 
     def get(self, name: str) -> Item:
         """Like :meth:`find`, but raises :class:`UsageError` with a suggestion if there is none."""
         found = self.find(name)
         if found is None:
             spellings = [spelling for item in self for spelling in (item.name, *item.aliases)]
-            near = difflib.get_close_matches(name.lower(), spellings, 1)
+            near = difflib.get_close_matches(str(name).lower(), spellings, 1)
             meant = self.find(near[0]) if near else None
             suggestion = f"Did you mean {meant.name}? " if meant else ""
             raise UsageError(f"Unknown {self._noun} {name!r}.", f"{suggestion}Choose from {', '.join(self.names())}.")
         return found
+
+
+def _spellings(item: Named) -> list[str]:
+    """The name and the aliases, in lower case."""
+    return [spelling.lower() for spelling in (item.name, *item.aliases)]
 
 
 def choices(names: Sequence[str], last: str = "or") -> str:

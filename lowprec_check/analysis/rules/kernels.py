@@ -147,6 +147,24 @@ def _slow_total(calls: list[tuple[float, float]], latency_ms: float | None) -> t
     return (here, fp32) if plausible and here > max(SLOW_MS, SLOW_RATIO * fp32) else None
 
 
+@rule("LP108", "unexplained-error", "error")
+def unexplained_error(result: ScanResult) -> Iterator[Finding]:
+    """The run fails, and no op explains it.
+
+    Observed: the model raised an exception as the user would run it, but the instrumented part, which always runs in
+    eager mode, reached the end of the model and found no op that fails.
+
+    Usual causes: the backend cannot compile or run the model; code that only runs without instruments.
+
+    What to do: read the exception. Use the eager backend, or report the failure to the backend's project.
+    """
+    for run in low_runs(result):
+        if run.status == "error" and run.complete and not run.gaps and run.exception is not None:
+            error = run.exception
+            where = (run, error.module, None, error.source or result.model.source)
+            yield Finding(f"{error.type}: {error.message}", *where, help="use the eager backend, or fix this exception")
+
+
 @rule("LP107", "crash", "error")
 def crash(result: ScanResult) -> Iterator[Finding]:
     """The process died while this op ran.

@@ -12,6 +12,7 @@ from torch import nn
 
 from lowprec_check.engine.core.floating_dtypes import torch_dtype
 from lowprec_check.engine.model.keep_fp32 import cast_except, cast_inputs, keep_out_of_autocast, put_under_autocast
+from lowprec_check.errors import UsageError
 from lowprec_check.schema.precisions import Precision
 
 
@@ -73,9 +74,21 @@ class Autocast(Application):
 
 
 def application_of(precision: Precision) -> Application:
-    """The :class:`Application` of ``precision``."""
+    """The :class:`Application` of ``precision``; raises :class:`UsageError` if that of another package cannot be made."""
+    if precision.method is not None and not hasattr(nn.Module, precision.method):
+        raise UsageError(
+            f"The precision {precision.name!r} casts by the method {precision.method!r}, which torch.nn.Module lacks.",
+            "Upgrade or uninstall the package that registers it.",
+        )
     if precision.application is not None:
         module, _, attribute = precision.application.partition(":")
-        custom: Application = getattr(importlib.import_module(module), attribute)(precision)
+        try:
+            custom: Application = getattr(importlib.import_module(module), attribute)(precision)
+        except Exception as error:
+            raise UsageError(
+                f"The application {precision.application} of the precision {precision.name!r} fails: "
+                f"{type(error).__name__}: {error}.",
+                "Upgrade or uninstall the package that registers it.",
+            ) from error
         return custom
     return {"reference": Application, "cast": Cast, "autocast": Autocast}[precision.kind](precision)

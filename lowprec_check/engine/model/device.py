@@ -35,7 +35,9 @@ def resolve(name: str | None) -> torch.device:
     try:
         device = torch.device(known.name + name.strip()[len(device_type(name)) :])
     except RuntimeError:
-        raise UsageError(f"Unknown device {name!r}.", f"Choose from {', '.join(DEVICES.names())}.") from None
+        raise UsageError(
+            f"Unknown device {name!r} in this torch.", f"Choose from {', '.join(DEVICES.names())}, or upgrade torch."
+        ) from None
     if not is_available(device.type):
         available = [kind for kind in DEVICES.names() if is_available(kind)]
         raise UsageError(f"Device {name!r} is not available.", f"Available here: {', '.join(available)}.")

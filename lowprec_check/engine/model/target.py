@@ -63,7 +63,7 @@ class Target(NamedTuple):
 
     def call(self, model: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """The function to call: ``model`` (by default the target's), followed by the loss if there is one."""
-        model, loss = model or self.model, self.loss
+        model, loss = self.model if model is None else model, self.loss
         if loss is None:
             return model
 

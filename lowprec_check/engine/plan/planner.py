@@ -61,11 +61,15 @@ class PlanOptions:
     def check(self, target: Target) -> None:
         """Raise :class:`UsageError` for options that cannot be searched, before anything runs."""
         BACKENDS.get(self.backend)
-        if not self.bases() or self.batches < 1:
+        if self.batches < 1:
+            raise UsageError(f"{self.batches} batches are too few to search.", "Give at least 1.")
+        if not self.bases():
+            asked = [f"dtype {self.dtype!r}"] if self.dtype else []
+            asked += [f"base {self.base!r}"] if self.base else []
             shorts, kinds = ({base.format.short for base in plan_bases()}, {base.kind for base in plan_bases()})
             raise UsageError(
-                f"No base to search for dtype={self.dtype!r}, base={self.base!r}, batches={self.batches}.",
-                f"Choose dtype from {', '.join(sorted(shorts))}, base from {', '.join(sorted(kinds))}, at least 1 batch.",
+                f"No precision to search has the {' and the '.join(asked)}.",
+                f"dtype is one of {', '.join(sorted(shorts))}, base one of {', '.join(sorted(kinds))}.",
             )
         if self.use_metric and self.tolerance is not None:
             raise UsageError(

@@ -132,7 +132,11 @@ class _OnBackend:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._call is None:
-            self._call = self._target.call(self._backend.prepare(self._model, args, kwargs))
+            prepared: Any = self._backend.prepare(self._model, args, kwargs)
+            if not callable(prepared):
+                kind = type(prepared).__name__
+                raise TypeError(f"prepare of the backend {self._backend.name} returned {kind}, which cannot be called")
+            self._call = self._target.call(prepared)
         return self._call(*args, **kwargs)
 
 

@@ -12,6 +12,7 @@ class MarkdownFormat(ReportFormat):
 
     name = "md"
     suffixes = (".md",)
+    aliases = ("markdown",)
     renders_diffs = True
 
     def render(self, result: ScanResult) -> str:
