@@ -69,6 +69,8 @@ CHANGED: list[tuple[str, str, str, str]] = [
     ("diagnostics.LP401/*.message", r"(\d+) casts? .*", r"(\d+) casts? .*", "English"),
     ("diagnostics.LP20[12]/*.message", r"(\d+%?).*", r"(\d+(?: %)?).*", "English"),
     ("diagnostics.LP204/*.help", r"use torch.finfo.*?(; reported.*)?", r"use torch.finfo.*?(; reported.*)?", "English"),
+    ("diagnostics.LP402/*.message", r".*; (\w+) has no kernel for it", r".*there is no kernel for (\w+)", "English"),
+    ("diagnostics.LP903/*.message", r"emulated: (.*)", r"computed in fp32 and rounded: (.*)", "English"),
     ("diagnostics.*.help", r"None", r".+", "a finding says what to do"),
 ]
 """Texts changed on purpose: pattern of the key's path (``runs.*.gaps.*.kind``), regular expressions for the whole old and the
