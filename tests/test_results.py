@@ -8,6 +8,7 @@ import pickle
 
 import msgspec
 import pytest
+from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,6 +82,15 @@ def test_what_a_newer_version_added_is_skipped() -> None:
     data = json.loads(result.to_json())
     data["surprise"] = data["runs"][0]["surprise"] = data["runs"][0]["op_calls"]["surprise"] = 1
     assert ScanResult.from_json(json.dumps(data).encode()) == result
+
+
+def test_a_scan_saved_by_the_first_release_is_read() -> None:
+    saved = (ROOT / "tests" / "goldens" / "scan-0.1.0.json").read_bytes()
+    result = ScanResult.from_json(saved)
+    assert [run.key.label for run in result.runs] == [run["precision"] for run in json.loads(saved)["runs"]]
+    assert {diagnostic.backend for diagnostic in result.diagnostics} == {"eager"}
+    assert "Use autocast-fp16" in render(result)
+    assert ScanResult.from_json(result.to_json()) == result
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff\xfe", b'{"schema": "one"}'])
