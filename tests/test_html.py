@@ -18,8 +18,7 @@ from browser import chromium, opened
 from shared_result import op_calls, run, shared_result
 
 from lowprec_check.analysis.error_origin import origin
-from lowprec_check.report.html import charts as payload
-from lowprec_check.report.html import module_tree as tree
+from lowprec_check.report.html import charts, module_tree
 from lowprec_check.report.html.module_tree import Node
 from lowprec_check.report.html.scan_page import render
 from lowprec_check.schema.scan_result import ScanResult
@@ -220,7 +219,7 @@ def test_a_page_is_made_without_importing_bokeh(tmp_path: Path) -> None:
 
 def unpacked(result: ScanResult) -> dict[str, Any]:
     drawn = [found for found in result.runs if len(found.op_calls)]
-    return dict(json.loads(gzip.decompress(base64.b64decode(payload.pack(drawn)))))
+    return dict(json.loads(gzip.decompress(base64.b64decode(charts.pack(drawn)))))
 
 
 def test_the_chart_data_holds_the_measured_values() -> None:
@@ -236,7 +235,7 @@ def test_thinning_keeps_the_worst_and_the_origin() -> None:
     result = msgspec.structs.replace(RESULT, runs=[run("half", "inaccurate", 0.5, op_calls=calls)])
     found = unpacked(result)["runs"][0]
     assert found["total"] == 50_000
-    assert len(found["calls"]["index"]) <= payload.MOST_CALLS
+    assert len(found["calls"]["index"]) <= charts.MOST_CALLS
     assert 31_007 in found["calls"]["index"]
     assert found["origin"]["call"] == 31_007
 
@@ -262,7 +261,7 @@ def test_the_origin_is_the_first_nonfinite_else_the_jump_over_tolerance_else_the
 
 
 def test_the_tree_shows_the_worst_call_in_each_subtree() -> None:
-    built = tree.build([RESULT.run("bfloat16"), RESULT.run("half")])
+    built = module_tree.build([RESULT.run("bfloat16"), RESULT.run("half")])
     by_path: dict[str, Node] = {node.path: node for node in built.nodes}
     assert [node.path for node in built.nodes[:3]] == ["(model)", "encoder", "encoder.blocks"]
     assert by_path["encoder.blocks"].parent == 1
@@ -274,7 +273,7 @@ def test_the_tree_shows_the_worst_call_in_each_subtree() -> None:
 
 def test_a_tree_of_thousands_of_modules_leaves_out_the_deepest() -> None:
     calls = msgspec.structs.replace(op_calls(5000), module=[f"a.{i // 100}.{i}" for i in range(5000)])
-    built = tree.build([run("half", op_calls=calls)])
-    assert len(built.nodes) <= tree.MOST_ROWS
+    built = module_tree.build([run("half", op_calls=calls)])
+    assert len(built.nodes) <= module_tree.MOST_ROWS
     assert len(built.nodes) + built.left_out == 5000 + 50 + 2
     assert all(node.parent < index for index, node in enumerate(built.nodes))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowprec_check.engine.model import torchvision_ops as zoo_ops
+from lowprec_check.engine.model import torchvision_ops
 from lowprec_check.engine.model.torchvision_zoo import import_torchvision, load_torchvision
 
 if importlib.util.find_spec("torchvision") is None:
@@ -46,37 +46,39 @@ def by_definition(boxes: torch.Tensor, scores: torch.Tensor, threshold: float) -
 )
 def test_nms_matches_its_definition(seed: int, count: int, spread: float, threshold: float) -> None:
     boxes, scores = boxes_of(seed, count, spread)
-    assert zoo_ops.nms(boxes.double(), scores.double(), threshold).tolist() == by_definition(boxes, scores, threshold)
+    assert torchvision_ops.nms(boxes.double(), scores.double(), threshold).tolist() == by_definition(
+        boxes, scores, threshold
+    )
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "Half"), (torch.bfloat16, "BFloat16")])
 def test_nms_rejects_the_dtypes_that_torchvision_rejects(dtype: torch.dtype, name: str) -> None:
     boxes, scores = boxes_of(0, 10, 50.0)
     with pytest.raises(NotImplementedError, match=f"\"nms_kernel\" not implemented for '{name}'"):
-        zoo_ops.nms(boxes.to(dtype), scores.to(dtype), 0.5)
+        torchvision_ops.nms(boxes.to(dtype), scores.to(dtype), 0.5)
 
 
 def test_roi_align_supports_fp16_but_not_bf16() -> None:
     import_torchvision()
     features, regions = torch.randn(1, 3, 16, 16), torch.tensor([[0.0, 1.0, 2.0, 9.0, 12.0]] * 100)
-    wide = zoo_ops.roi_align(features, regions, 1.0, 4, 4, 2, False)
-    low = zoo_ops.roi_align(features.half(), regions.half(), 1.0, 4, 4, 2, False)
+    wide = torchvision_ops.roi_align(features, regions, 1.0, 4, 4, 2, False)
+    low = torchvision_ops.roi_align(features.half(), regions.half(), 1.0, 4, 4, 2, False)
     assert (wide.shape, low.dtype) == ((100, 3, 4, 4), torch.float16)
     torch.testing.assert_close(low.float(), wide, rtol=1e-2, atol=1e-2)
     with pytest.raises(NotImplementedError, match="roi_align_forward_kernel"):
-        zoo_ops.roi_align(features.bfloat16(), regions.bfloat16(), 1.0, 4, 4, 2, False)
+        torchvision_ops.roi_align(features.bfloat16(), regions.bfloat16(), 1.0, 4, 4, 2, False)
 
 
 def test_replacements_run_in_fp32_under_autocast() -> None:
     import_torchvision()
-    if not zoo_ops.declared():
+    if not torchvision_ops.declared():
         pytest.skip("torchvision's compiled ops are loaded")
     ops = importlib.import_module("torchvision.ops")
     boxes, scores = boxes_of(0, 50, 50.0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         kept = ops.nms(boxes.bfloat16(), scores.bfloat16(), 0.5)
         aligned = ops.roi_align(torch.randn(1, 3, 16, 16).bfloat16(), [boxes[:5].bfloat16()], 4)
-    assert kept.tolist() == zoo_ops.nms(boxes.bfloat16().float(), scores.bfloat16().float(), 0.5).tolist()
+    assert kept.tolist() == torchvision_ops.nms(boxes.bfloat16().float(), scores.bfloat16().float(), 0.5).tolist()
     assert aligned.dtype == torch.bfloat16
 
 

@@ -79,10 +79,10 @@ def compat(
     )
     if not requests:
         raise UsageError("There is nothing to scan.", "Pass at least one target, or --from-file LIST.")
-    pages = ReportFolder(output, title, html=html)
+    folder = ReportFolder(output, title, html=html)
 
     def on_row(done: int, of: int, row: MatrixRow, result: ScanResult | None) -> None:
-        pages.model(row, result)
+        folder.model(row, result)
         if not quiet:
             print(f"[{done}/{of}] {_line(row)}", file=sys.stderr, flush=True)
 
@@ -94,7 +94,7 @@ def compat(
     except KeyboardInterrupt:
         print("Progress is saved; run the same command to resume.", file=sys.stderr)
         raise
-    pages.index(matrix)
+    folder.index(matrix)
     failed = sum(row.state == "failed" for row in matrix.rows)
     print(
         f"{len(matrix.rows)} row{'s' if len(matrix.rows) != 1 else ''}, {failed} could not be scanned: {output / 'index.md'}"

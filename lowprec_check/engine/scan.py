@@ -192,11 +192,11 @@ def scan_target(
     options.check()
     machine = isolated(lambda: environment(options.device), isolation, dict[str, Any])
     settings = options.for_runs(machine["device"])
-    with open_runs(target, load, settings, isolation, on_progress) as session:
-        fp32 = session.reference()
-        runs = [fp32, *_low_runs(session, options)]
+    with open_runs(target, load, settings, isolation, on_progress) as target_runs:
+        fp32 = target_runs.reference()
+        runs = [fp32, *_low_runs(target_runs, options)]
         planned = plan_for_scan(
-            session, runs, machine, spec or target.name, wanted=options.plan, on_progress=on_progress
+            target_runs, runs, machine, spec or target.name, wanted=options.plan, on_progress=on_progress
         )
     runs += [planned[0]] if planned is not None else []
     model = describe_target(target, fp32)
@@ -213,9 +213,9 @@ def scan_target(
     return msgspec.structs.replace(result, diagnostics=diagnose(result, options.select, options.ignore))
 
 
-def _low_runs(session: TargetRuns, options: ScanOptions) -> list[Run]:
+def _low_runs(target_runs: TargetRuns, options: ScanOptions) -> list[Run]:
     """Run every precision on every backend, except the reference, which has already run."""
     keys = [(precision, backend) for backend in options.chosen_backends() for precision in options.chosen_precisions()]
     return [
-        session.run(precision, backend) for precision, backend in keys if (precision, backend) != (REFERENCE, EAGER)
+        target_runs.run(precision, backend) for precision, backend in keys if (precision, backend) != (REFERENCE, EAGER)
     ]

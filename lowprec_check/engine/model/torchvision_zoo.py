@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lowprec_check.engine.model import torchvision_ops as zoo_ops
+from lowprec_check.engine.model import torchvision_ops
 from lowprec_check.engine.model.inputs import as_call, call_form, parse_inputs
 from lowprec_check.engine.model.target import Target
 from lowprec_check.errors import UsageError
@@ -20,7 +20,7 @@ def import_torchvision() -> tuple[Any, str | None]:
     Raises :class:`UsageError` if it is not installed.
     """
     try:
-        return importlib.import_module("torchvision"), zoo_ops.NOTE if zoo_ops.declared() else None
+        return importlib.import_module("torchvision"), torchvision_ops.NOTE if torchvision_ops.declared() else None
     except ModuleNotFoundError as error:
         if error.name != "torchvision":
             raise
@@ -28,10 +28,10 @@ def import_torchvision() -> tuple[Any, str | None]:
     except RuntimeError as error:
         if "nms does not exist" not in str(error):
             raise
-    zoo_ops.declare()
+    torchvision_ops.declare()
     module = importlib.import_module("torchvision")
-    zoo_ops.skip_ops_check()
-    return module, zoo_ops.NOTE
+    torchvision_ops.skip_ops_check()
+    return module, torchvision_ops.NOTE
 
 
 def load_torchvision(name: str, inputs: tuple[str, ...] = ()) -> Target:

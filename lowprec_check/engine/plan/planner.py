@@ -169,17 +169,17 @@ def plan_target(
         without_kernel=tuple(options.without_kernel),
     )
     with contextlib.ExitStack() as stack:
-        sessions = []
-        for batch in range(options.batches):
-            seed_everything(settings.seed + batch)
-            load_batch = functools.partial(_load_batch, load, batch, settings.seed)
-            opened = open_runs(target.batch(batch), load_batch, settings, isolation, on_progress)
-            sessions.append(stack.enter_context(opened))
-        references = [session.reference() for session in sessions]
+        batches = []
+        for number in range(options.batches):
+            seed_everything(settings.seed + number)
+            load_batch = functools.partial(_load_batch, load, number, settings.seed)
+            opened = open_runs(target.batch(number), load_batch, settings, isolation, on_progress)
+            batches.append(stack.enter_context(opened))
+        references = [batch.reference() for batch in batches]
         objective = _objective(options, references[0])
         limits = Limits(max_trials=options.max_trials, seconds=options.seconds)
-        proposer = Proposer(sessions, objective, limits, on_progress)
-        proposals = _search_bases(sessions, proposer, options)
+        proposer = Proposer(batches, objective, limits, on_progress)
+        proposals = _search_bases(batches, proposer, options)
     winner = best(proposals)
     name = spec or target.name
     return Planning(
@@ -204,10 +204,10 @@ def _load_batch(load: Load, batch: int, seed: int) -> Target:
     return target.batch(batch)
 
 
-def _search_bases(sessions: Sequence[TargetRuns], proposer: Proposer, options: PlanOptions) -> list[Proposal]:
+def _search_bases(batches: Sequence[TargetRuns], proposer: Proposer, options: PlanOptions) -> list[Proposal]:
     """All bases without changes if one of them passes; else a search for each."""
     runs = {
-        name: [session.run(name, options.backend, measured=session is sessions[0]) for session in sessions]
+        name: [batch.run(name, options.backend, measured=batch is batches[0]) for batch in batches]
         for name in options.bases()
     }
     if any(proposer.passes_as_it_is(of_base) for of_base in runs.values()):
@@ -239,7 +239,7 @@ def make_plan(
         metric=run.metric,
         fp32_metric=objective.fp32_metric,
         max_drop=objective.max_drop,
-        batches=len(proposer.sessions),
+        batches=len(proposer.batches),
         trials=proposal.attempt.trials,
         seconds=proposal.attempt.seconds,
         latency_ms=run.latency_ms,
@@ -253,7 +253,7 @@ def make_plan(
 
 
 def plan_for_scan(
-    session: TargetRuns,
+    target_runs: TargetRuns,
     runs: Sequence[Run],
     machine: dict[str, Any],
     name: str,
@@ -271,7 +271,7 @@ def plan_for_scan(
         return None
     backends = dict.fromkeys(run.backend for run in tried)
     bases = [(base.name, backend) for backend in backends for base in plan_bases()]
-    proposer = Proposer([session], Objective(runs[0]), Limits() if wanted else QUICK, on_progress)
+    proposer = Proposer([target_runs], Objective(runs[0]), Limits() if wanted else QUICK, on_progress)
     proposals: list[Proposal] = []
     for proposal in proposer.propose_each([failing[base]] for base in bases if base in failing):
         proposals.append(proposal)
@@ -280,4 +280,4 @@ def plan_for_scan(
     winner = best(proposals)
     if winner is None or winner.run is None:
         return None
-    return winner.run, make_plan(winner, session.target, runs[0], proposer, machine, name)
+    return winner.run, make_plan(winner, target_runs.target, runs[0], proposer, machine, name)

@@ -79,13 +79,13 @@ class Proposal:
 
 
 class Proposer:
-    """Searches the bases of one target; each batch has a session of its own."""
+    """Searches the bases of one target; each batch is a model with its inputs, run in the precisions."""
 
     def __init__(
-        self, sessions: Sequence[TargetRuns], objective: Objective, limits: Limits, on_trial: OnTrial | None = None
+        self, batches: Sequence[TargetRuns], objective: Objective, limits: Limits, on_trial: OnTrial | None = None
     ) -> None:
-        """The sessions must have run their fp32 reference."""
-        self.sessions, self.objective = list(sessions), objective
+        """The batches must have run their fp32 reference."""
+        self.batches, self.objective = list(batches), objective
         self.limits, self.on_trial = limits, on_trial
         self.started = time.monotonic()
 
@@ -123,7 +123,7 @@ class Proposer:
     @property
     def fp32(self) -> Run:
         """The reference of the first batch."""
-        fp32 = self.sessions[0].fp32
+        fp32 = self.batches[0].fp32
         assert fp32 is not None
         return fp32
 
@@ -143,8 +143,8 @@ class _Search:
         self.proposer, self.base, self.backend = proposer, runs[0].precision, runs[0].backend
         self.failing = next(run for run in runs if not proposer.objective.reached(run))
         self.evidence, self.failed = [self.failing], dict[Keep, Run]()
-        self.order = list(proposer.sessions)
-        model = proposer.sessions[0].target.model
+        self.order = list(proposer.batches)
+        model = proposer.batches[0].target.model
         self.tree = ModuleTree(called_modules(model, [self.proposer.fp32, *runs]))
         self.trials = Trials(self.tree, self._try, proposer.stop_reason)
 
@@ -152,7 +152,7 @@ class _Search:
         started = time.monotonic()
         found = search(self.tree, suspects(self.failing), self.trials, self._explain)
         run = self._measure(found.keep) if found.keep is not None else None
-        fp32 = self.proposer.sessions[0].run(REFERENCE, instrumented=False) if run is not None else None
+        fp32 = self.proposer.batches[0].run(REFERENCE, instrumented=False) if run is not None else None
         attempt = _attempt(
             self.failing,
             kept=len(found.keep) if found.keep is not None else None,
@@ -174,11 +174,11 @@ class _Search:
         """Try ``keep`` on every batch, first on the one that failed last."""
         self._report_progress(f"trial {self.trials.count}: {len(keep)} modules in fp32")
         runs = []
-        for session in list(self.order):
-            run = session.run(self.base, self.backend, keep_fp32=keep, measured=False, instrumented=session.random)
+        for batch in list(self.order):
+            run = batch.run(self.base, self.backend, keep_fp32=keep, measured=False, instrumented=batch.random)
             if not self.proposer.objective.reached(run):
-                self.order.remove(session)
-                self.order.insert(0, session)
+                self.order.remove(batch)
+                self.order.insert(0, batch)
                 self.failed[keep] = run
                 return Verdict(False, own_fault=run.exception is None or not run.exception.module)
             runs.append(run)
@@ -213,14 +213,14 @@ class _Search:
     def _measure(self, keep: Keep) -> Run:
         self._report_progress(f"measuring {len(keep)} modules in fp32")
         runs = [
-            session.run(
-                self.base, self.backend, keep_fp32=keep, measured=index == 0, instrumented=index == 0 or session.random
+            batch.run(
+                self.base, self.backend, keep_fp32=keep, measured=index == 0, instrumented=index == 0 or batch.random
             )
-            for index, session in enumerate(self.proposer.sessions)
+            for index, batch in enumerate(self.proposer.batches)
         ]
         worst = max(runs, key=error_of)
         untied = (
-            shared_weights(self.proposer.sessions[0].target.model, keep)
+            shared_weights(self.proposer.batches[0].target.model, keep)
             if PRECISIONS.get(self.base).kind == "cast"
             else []
         )

@@ -10,8 +10,7 @@ from lowprec_check.analysis.run_summary import memory_ratio, time_ratio
 from lowprec_check.report import summary
 from lowprec_check.report.escape import visible, visible_lines
 from lowprec_check.report.html import bokeh_files as bokeh
-from lowprec_check.report.html import charts as payload
-from lowprec_check.report.html import module_tree as tree
+from lowprec_check.report.html import charts, module_tree
 from lowprec_check.report.html.page import render_page, static
 from lowprec_check.report.summary import Group, RunRow
 from lowprec_check.schema.scan_result import Run, ScanResult
@@ -26,7 +25,7 @@ def render(result: ScanResult) -> str:
     """Render the page; raises :class:`UsageError` if Bokeh is not installed."""
     drawn = [run for run in result.runs if not run.is_reference and len(run.op_calls)]
     advice = result.recommendation
-    modules = tree.build(drawn)
+    modules = module_tree.build(drawn)
     groups = summary.group(result.diagnostics)
     values: dict[str, Any] = {
         "tool": visible(result.tool),
@@ -55,7 +54,7 @@ def render(result: ScanResult) -> str:
     scripts = [static("theme.js"), static("report.js")]
     if drawn:
         scripts = [*bokeh.scripts(), static("theme.js"), static("charts.js"), static("report.js")]
-        values["calls"] = payload.pack(drawn)
+        values["calls"] = charts.pack(drawn)
     return render_page("report.html.j2", scripts, **values)
 
 
