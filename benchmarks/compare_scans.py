@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,12 @@ CHANGED: list[tuple[str, str, str, str]] = [
     ("diagnostics.LP402/*.message", r".*; (\w+) has no kernel for it", r".*there is no kernel for (\w+)", "English"),
     ("diagnostics.LP903/*.message", r"emulated: (.*)", r"computed in fp32 and rounded: (.*)", "English"),
     ("diagnostics.*.help", r"None", r".+", "a finding says what to do"),
+    (
+        "recommendation.code",
+        r"([\s\S]*)# and the inputs(?=\n)([\s\S]*)",
+        r"([\s\S]*)# move the inputs, too(?=\n)([\s\S]*)",
+        "English",
+    ),
 ]
 """Texts changed on purpose: pattern of the key's path (``runs.*.gaps.*.kind``), regular expressions for the whole old and the
 whole new text, reason. What the groups of the two match must be equal."""
@@ -89,16 +95,16 @@ ADDED: dict[str, tuple[Any, str]] = {
 MISSING = "(missing)"
 
 
-def scan(checkout: Path, arguments: tuple[str, ...], saved: Path) -> Any:
+def scan(checkout: Path, arguments: Sequence[str], saved: Path) -> Any:
     """Scan with the code of ``checkout``; the JSON that it saved. Raises ``CalledProcessError`` if it fails."""
-    command = [sys.executable, "-m", "lowprec_check", "scan", *arguments, "-q", "--device", "cpu"]
+    command = [sys.executable, "-m", "lowprec_check", "scan", *arguments, "-q"]
     command += ["--fail-on", "never", "--json", str(saved)]
     environment = os.environ | {"PYTHONPATH": str(checkout)}
     subprocess.run(command, cwd=checkout, env=environment, stdout=subprocess.DEVNULL, check=True)
     return json.loads(saved.read_text(encoding="utf-8"))
 
 
-def scan_both(checkouts: list[Path], arguments: tuple[str, ...]) -> list[dict[str, Any]]:
+def scan_both(checkouts: list[Path], arguments: Sequence[str]) -> list[dict[str, Any]]:
     """Scan with each; again where the two found other kernels too slow to run."""
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(ATTEMPTS):
@@ -207,11 +213,12 @@ def main() -> int:
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
     parser.add_argument("--only", choices=SCANS, action="append", help="These scans only; repeatable.")
+    parser.add_argument("--device", default="cpu", help="Device to scan on.")
     given = parser.parse_args()
     checkouts = [given.old.resolve(), given.new.resolve()]
     unexpected = 0
     for name in given.only or SCANS:
-        found = differences(*scan_both(checkouts, SCANS[name]))
+        found = differences(*scan_both(checkouts, [*SCANS[name], "--device", given.device]))
         unexpected += len(found)
         print(f"{name:28} {f'{len(found)} differences' if found else 'equal'}", *found, sep="\n    ", flush=True)
     return 1 if unexpected else 0

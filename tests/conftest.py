@@ -18,6 +18,9 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     # the models of torchvision ten times as slow.
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // int(workers)))
 
+# What the tests expect holds for the CPU, and scans would choose the GPU of the machine.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 import torch
 from torch import Tensor, nn
 
