@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -459,19 +459,27 @@ def test_an_applied_plan_compiles_in_one_graph(base: str, mlp: nn.Module) -> Non
         assert torch.equal(compiled(x), model(x))
 
 
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[torch.distributed.ProcessGroup]:
+    """A group of this process alone. The fixture must outlive the models: if DDP's reducer frees the group, it holds the
+    GIL while it waits for threads that may need it."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    yield group
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("base", ["bfloat16", "autocast-bf16"])
-def test_an_applied_plan_works_under_ddp(base: str, mlp: nn.Module, tmp_path: Path) -> None:
+def test_an_applied_plan_works_under_ddp(base: str, mlp: nn.Module) -> None:
     x = torch.randn(4, 8)
     model = apply(mlp, plan_of(mlp, base, ["layers.2"]))
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
-    try:
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        output = wrapped(x)
-        assert torch.equal(output, model(x))
-        output.float().sum().backward()
-        assert all(parameter.grad is not None for parameter in model.parameters())
-    finally:
-        torch.distributed.destroy_process_group()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    output = wrapped(x)
+    assert torch.equal(output, model(x))
+    output.float().sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_the_autocast_state_is_restored_after_an_exception(mlp: nn.Module) -> None:
