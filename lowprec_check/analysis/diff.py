@@ -8,7 +8,7 @@ from typing import Any, Literal
 from lowprec_check.analysis.baseline import file_of, stable_path
 from lowprec_check.analysis.run_summary import SHORT_MS, explain_status, label, memory_ratio, time_ratio
 from lowprec_check.schema.base import Struct
-from lowprec_check.schema.run_key import EAGER, RunKey, qualified
+from lowprec_check.schema.run_key import EAGER, RunKey
 from lowprec_check.schema.scan_result import Gap, Run, ScanResult
 
 Kind = Literal["status", "gap", "error", "speed", "memory", "run", "recommendation"]
@@ -297,7 +297,7 @@ def _recommended(result: ScanResult) -> str | None:
     if advice is None:
         return None
     kept = f" with {len(advice.keep_fp32)} modules in fp32" if advice.keep_fp32 else ""
-    return f"{qualified(advice.precision, advice.backend, advice.memory_format)}{kept}"
+    return advice.label + kept
 
 
 # -- conditions that differ

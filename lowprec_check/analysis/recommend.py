@@ -16,7 +16,7 @@ from lowprec_check.analysis.run_summary import (
     speedup,
 )
 from lowprec_check.analysis.snippet import snippet
-from lowprec_check.schema.run_key import PLAN, qualified
+from lowprec_check.schema.run_key import PLAN
 from lowprec_check.schema.scan_result import ModelInfo, Recommendation, Run
 
 
@@ -57,20 +57,16 @@ def _reason(best: Run, runs: Sequence[Run]) -> str:
         parts.append(f"Kept in fp32: {some(best.keep_fp32)}.")
     held_back = not is_cast(best) and any(missing_kernels(run) for run in runs if is_cast(run))
     cast = [run for run in runs if is_cast(run) and run.status == "ok" and held_back]
-    faster = [_name(run) for run in cast if NOISE * (run.latency_ms or 0.0) < (best.latency_ms or 0.0)]
+    faster = [run.key.label for run in cast if NOISE * (run.latency_ms or 0.0) < (best.latency_ms or 0.0)]
     why = defaultdict(list)
     for run in runs:
         if run.is_low and run.key != best.key and run.precision != PLAN and run.status != "ok":
-            why[explain_status(run)].append(_name(run))
+            why[explain_status(run)].append(run.key.label)
     if faster:
         verb = "is" if len(faster) == 1 else "are"
         parts.append(f"{' and '.join(faster)} {verb} faster but less safe: some ops have no kernel in another dtype.")
     parts += [f"Not {' or '.join(names)}: {reason}." for reason, names in why.items()]
     return " ".join(parts)
-
-
-def _name(run: Run) -> str:
-    return qualified(run.precision, run.backend, run.memory_format)
 
 
 def _speed(ratio: float | None) -> str:

@@ -95,6 +95,11 @@ def some(names: Sequence[str], most: int = 3) -> str:
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 trial``, ``2 trials``."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
 def short_op(op: str) -> str:
     """``cholesky_ex`` of ``aten.linalg_cholesky_ex.default``; ``quantile`` of ``torch.quantile``."""
     parts = op.split(".")

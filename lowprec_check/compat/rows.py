@@ -7,7 +7,6 @@ from typing import Any
 from lowprec_check.analysis.run_summary import label, memory_ratio, missing_kernels, time_ratio
 from lowprec_check.compat.target_list import Request
 from lowprec_check.schema.matrix import MatrixCell, MatrixRow
-from lowprec_check.schema.run_key import qualified
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 _ENVIRONMENT = ("torch", "python", "device_name", "cpu_capability", "threads", "torchvision")
@@ -34,7 +33,7 @@ def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict
             key: str(result.environment[key]) for key in _ENVIRONMENT if result.environment.get(key) is not None
         },
         cells=[_cell(run, result) for run in result.runs if not run.is_reference],
-        recommended=f"{qualified(advice.precision, advice.backend, advice.memory_format)}{kept}" if advice else None,
+        recommended=advice.label + kept if advice else None,
     )
 
 

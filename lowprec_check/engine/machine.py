@@ -14,6 +14,7 @@ from lowprec_check.engine.model import device as devices
 from lowprec_check.schema.devices import accelerators
 from lowprec_check.schema.precisions import LOW_FORMATS
 
+IPEX = "intel-extension-for-pytorch"
 CPU_FEATURES = ("avx2", "avx512", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_fp16")
 
 
@@ -33,8 +34,8 @@ def environment(device: str | None = None) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "accelerators": [_describe(kind) for kind in accelerators() if devices.is_available(kind)],
-        "torchvision": _version("torchvision"),
-        "ipex": _version("intel-extension-for-pytorch"),
+        "torchvision": installed_version("torchvision"),
+        "ipex": installed_version(IPEX),
         "ipex_fits": ipex_fits(),
     }
 
@@ -73,7 +74,8 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """The version of an installed package; ``None`` if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -85,7 +87,7 @@ def ipex_fits() -> bool | None:
 
     The versions are compared without importing it: with another torch, its import ends the process.
     """
-    version = _version("intel-extension-for-pytorch")
+    version = installed_version(IPEX)
     if version is None:
         return None
     return version.split(".")[:2] == torch.__version__.split(".")[:2] and sys.platform.startswith("linux")
@@ -93,7 +95,4 @@ def ipex_fits() -> bool | None:
 
 def version() -> str:
     """The installed version of this package."""
-    try:
-        return importlib.metadata.version("lowprec-check")
-    except importlib.metadata.PackageNotFoundError:
-        return "0+unknown"
+    return installed_version("lowprec-check") or "0+unknown"

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lowprec_check.analysis.run_summary import NOISE, short_op
+from lowprec_check.analysis.run_summary import NOISE, counted, short_op
 from lowprec_check.report.console import screen
 from lowprec_check.report.escape import visible
 from lowprec_check.schema.plan import Attempt, Plan, Planning
@@ -51,7 +51,7 @@ def _table(planning: Planning) -> Table:
 
 
 def _print_plan(console: Console, plan: Plan) -> None:
-    kept = f"with {_count(len(plan.keep_fp32), 'module')} in fp32" if plan.keep_fp32 else "as it is"
+    kept = f"with {counted(len(plan.keep_fp32), 'module')} in fp32" if plan.keep_fp32 else "as it is"
     console.print(Text.assemble((f"Use {plan.base} {kept}: ", "bold green"), _proof(plan)))
     for line in kept_lines(plan):
         console.print(line)
@@ -61,7 +61,7 @@ def _print_plan(console: Console, plan: Plan) -> None:
 
 
 def _nothing(attempts: list[Attempt]) -> str:
-    if any(attempt.outcome.startswith("nothing passed before") for attempt in attempts):
+    if any(attempt.stopped_without_plan for attempt in attempts):
         return "No plan was found in time. Raise --max-trials or --budget."
     return "No plan passes. Stay in fp32, or fix the causes shown above."
 
@@ -77,16 +77,12 @@ def _proof(plan: Plan) -> str:
         slower = " (here fp32 is faster)" if plan.speedup < 1 / NOISE else ""
         parts.append(f"{plan.speedup:.2f} × fp32's speed{slower}")
     if plan.trials:
-        parts.append(f"{_count(plan.trials, 'trial')} in {plan.seconds:.1f} s")
+        parts.append(f"{counted(plan.trials, 'trial')} in {plan.seconds:.1f} s")
     if plan.stopped is not None:
         parts.append(f"the search stopped {plan.stopped}; fewer modules may suffice")
     elif plan.keep_fp32:
         parts.append("moving any of them to 16 bits fails")
     return "; ".join(parts) + "."
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def kept_lines(plan: Plan) -> Iterator[Text]:

@@ -188,7 +188,7 @@ def verdict(result: ScanResult) -> str:
         return no_pass(result)
     kept = len(best.keep_fp32)
     keep = f" with {kept} modules in fp32" if kept > 1 else " with one module in fp32" if kept else ""
-    return visible(f"Use {qualified(best.precision, best.backend, best.memory_format)}{keep}")
+    return visible(f"Use {best.label}{keep}")
 
 
 def reason(result: ScanResult, most: int) -> str:

@@ -13,6 +13,9 @@ from lowprec_check.schema.run_key import EAGER, MemoryFormat
 
 SCHEMA = 1
 
+STOPPED_WITHOUT_PLAN = "nothing passed before the search stopped"
+"""How the outcome of an attempt starts if its search ended early."""
+
 _SEARCH_AGAIN = "Search again: lowprec-check plan TARGET --save FILE"
 
 
@@ -150,6 +153,11 @@ class Attempt(Struct, frozen=True, kw_only=True):
     """In words: the plan found, or why none was."""
     constants: list[Constant] = []
     """Constants to replace instead of keeping a module in fp32."""
+
+    @property
+    def stopped_without_plan(self) -> bool:
+        """Whether the search ended early and found no plan: one may exist."""
+        return self.outcome.startswith(STOPPED_WITHOUT_PLAN)
 
 
 class Planning(Struct, frozen=True, kw_only=True):

@@ -193,6 +193,11 @@ class Recommendation(Struct, frozen=True, kw_only=True):
     speedup: float | None = None
     rel_l2: float | None = None
 
+    @property
+    def label(self) -> str:
+        """The label of its run, ``half · inductor``."""
+        return qualified(self.precision, self.backend, self.memory_format)
+
 
 class ModelInfo(Struct, frozen=True, kw_only=True):
     """The scanned model, for the head of a report."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lowprec_check.analysis.rules.registry import Finding, from_gaps, low_runs, rule
-from lowprec_check.analysis.run_summary import percent, short_op
+from lowprec_check.analysis.run_summary import counted, percent, short_op
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.precisions import BF16
 from lowprec_check.schema.scan_result import Run, ScanResult
@@ -34,10 +34,6 @@ def _by_place(run: Run, keep: Callable[[OpCall], bool], worst: Callable[[OpCall]
             known, count = found.get(key, (row, 0))
             found[key] = (row if worst(row) > worst(known) else known, count + 1)
     yield from found.values()
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _s(number: int) -> str:
@@ -78,7 +74,7 @@ def overflow(result: ScanResult) -> Iterator[Finding]:
     for run in low_runs(result):
         for row, count in _by_place(run, overflows_here, lambda row: row.introduced_inf):
             message = (
-                f"{_count(row.introduced_inf, 'value')} overflow{_s(row.introduced_inf)} to Inf where fp32 is finite"
+                f"{counted(row.introduced_inf, 'value')} overflow{_s(row.introduced_inf)} to Inf where fp32 is finite"
             )
             yield _finding(run, result, row, count, message, _more_range(run))
 
@@ -125,9 +121,7 @@ def introduced_nan(result: ScanResult) -> Iterator[Finding]:
     """
     for run in low_runs(result):
         for row, count in _by_place(run, lambda row: row.introduced_nan > 0, lambda row: row.introduced_nan):
-            message = (
-                f"{_count(row.introduced_nan, 'value')} become{_s(row.introduced_nan)} NaN though the inputs are finite"
-            )
+            message = f"{counted(row.introduced_nan, 'value')} become{_s(row.introduced_nan)} NaN though the inputs are finite"
             yield _finding(run, result, row, count, message, _more_range(run))
 
 
@@ -261,8 +255,8 @@ def _flip_message(row: OpCall) -> str:
     has_share = size >= row.flips and not name.startswith(DATA_DEPENDENT_SHAPE)
     share = f" ({percent(row.flips / size)})" if has_share else ""
     if name.startswith(PICKS_ELEMENTS):
-        return f"{name} picked a different element than fp32 {_count(row.flips, 'time')}{share}"
-    return f"{name} differs from fp32 in {_count(row.flips, 'element')}{share}"
+        return f"{name} picked a different element than fp32 {counted(row.flips, 'time')}{share}"
+    return f"{name} differs from fp32 in {counted(row.flips, 'element')}{share}"
 
 
 @rule("LP305", "numeric-failure", "error")

@@ -16,7 +16,7 @@ from lowprec_check.analysis.run_summary import NOISE, SHORT_MS, error_of, explai
 from lowprec_check.engine.model.keep_fp32 import shared_weights
 from lowprec_check.engine.run.target_runs import TargetRuns
 from lowprec_check.schema.op_calls import OpCall
-from lowprec_check.schema.plan import Attempt
+from lowprec_check.schema.plan import STOPPED_WITHOUT_PLAN, Attempt
 from lowprec_check.schema.precisions import PRECISIONS, formats
 from lowprec_check.schema.run_key import PLAN, REFERENCE
 from lowprec_check.schema.scan_result import Run
@@ -232,7 +232,7 @@ class _Search:
         if found.keep is not None:
             return f"passes with {some(found.keep)} in fp32" + ("" if found.minimal else " (search stopped early)")
         if self.trials.stopped is not None:
-            return f"nothing passed before the search stopped {self.trials.stopped}"
+            return f"{STOPPED_WITHOUT_PLAN} {self.trials.stopped}"
         failed = self.failed.get(self.tree.normalized(self.tree.children("")))
         if failed is None:
             return "no plan: passes only with every op in fp32"

@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from lowprec_check.catalog.records import LOW, Dtype, Header
+from lowprec_check.engine.machine import IPEX, installed_version
 from lowprec_check.engine.sweep.calls import Setting
 from lowprec_check.engine.sweep.measure import OperatorMeasurement
 from lowprec_check.engine.sweep.messages import Answer, CannotMeasure, Fault, Hello, Task
@@ -88,12 +89,9 @@ def _load_extension(name: str | None) -> str | None:
     """Import Intel's extension if its version matches this torch; otherwise its import would end the process."""
     if name is None:
         return None
-    import importlib.metadata
-
-    try:
-        version = importlib.metadata.version("intel-extension-for-pytorch")
-    except importlib.metadata.PackageNotFoundError:
-        raise UsageError("Intel Extension for PyTorch is not installed.", "pip install 'lowprec-check[ipex]'") from None
+    version = installed_version(IPEX)
+    if version is None:
+        raise UsageError("Intel Extension for PyTorch is not installed.", "pip install 'lowprec-check[ipex]'")
     if version.split(".")[:2] != torch.__version__.split(".")[:2]:
         raise UsageError(
             f"Intel Extension for PyTorch {version} does not match torch {torch.__version__}.",

@@ -32,7 +32,7 @@ class Lockstep:
         return self.twins.wide
 
     def is_parameter(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` lies in a parameter or buffer of the model."""
+        """Whether ``tensor`` shares memory with a parameter or buffer of the model."""
         return storage_key(tensor) in self.parameters
 
     def arguments(self, call: DispatchedCall) -> tuple[Args, Kwargs]:

@@ -108,7 +108,7 @@ _SELECTIONS = frozenset(
 
 
 # Fused layers that autocast does not handle; their kernels call ops that it does handle.
-_FUSED = frozenset({"aten::_transformer_encoder_layer_fwd", "aten::_native_multi_head_attention"})
+FUSED_LAYERS = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 
 
 class OpTraits(NamedTuple):
@@ -157,7 +157,7 @@ def traits(func: OpOverload) -> OpTraits:
         moves=packet in _MOVES,
         casts=packet in ("aten::_to_copy", "aten::to", "prims::convert_element_type"),
         selects=packet in _SELECTIONS and len(schema.returns) == 2,
-        fused=packet in _FUSED,
+        fused=packet.removeprefix("aten::") in FUSED_LAYERS,
     )
 
 
