@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowprec_check.engine.model.plain_run import PlainResult, run_plain
+from lowprec_check.engine.model.plain_run import CallLimits, PlainCalls, PlainResult
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
@@ -17,6 +17,7 @@ from lowprec_check.schema.precisions import PRECISIONS
 
 CPU = torch.device("cpu")
 DEFAULT = Options()
+THREE_CALLS = CallLimits(compare=60.0, repeat=0.0, too_slow=60.0)
 LOW = ("half", "bfloat16", "autocast-fp16", "autocast-bf16")
 
 
@@ -32,16 +33,18 @@ def run(
     """Both parts of one run; the instruments must not have failed."""
     kwargs = kwargs or {}
     with prepared(model, PRECISIONS.get("fp32"), CPU) as ready:
-        in_fp32, reference = run_plain(ready, args, kwargs, seed=0)
-    assert reference is not None, in_fp32.exception
+        fp32_calls = PlainCalls(ready, args, kwargs, seed=0)
+        in_fp32 = fp32_calls.run(THREE_CALLS)
+    assert in_fp32.exception is None, in_fp32.exception
     fp32 = fp32_state(model)
     chosen = PRECISIONS.get(precision)
     with prepared(model, chosen, CPU) as ready, withholding(without_kernel):
         snapshot = Snapshot(model)
         tolerance = chosen.tolerance
-        plain, outputs = run_plain(ready, args, kwargs, seed=0, tolerance=tolerance, reference=reference)
+        calls = PlainCalls(ready, args, kwargs, seed=0, tolerance=tolerance, references=fp32_calls.outputs)
+        plain = calls.run(THREE_CALLS)
         snapshot.restore()
-        found = run_instrumented(ready, args, kwargs, fp32, options, outputs)
+        found = run_instrumented(ready, args, kwargs, fp32, options, calls.outputs[0] if calls.outputs else None)
     assert not found.faults, found.faults
     return plain, found
 

@@ -62,6 +62,7 @@ def op_calls(
             "input_flushed": 0.0,
             "flips": 3 if index == 6 else 0,
             "recast": 0,
+            "to_python": 0,
             "time_ms": 0.5,
             "reference_ms": 0.4,
         }

@@ -50,6 +50,7 @@ ROW = OpCall(
     input_flushed=None,
     flips=0,
     recast=1,
+    to_python=0,
     time_ms=0.1,
     reference_ms=None,
 )
@@ -70,7 +71,6 @@ FOUND = Instrumented(
     exception=RAISED,
     perturbed=False,
     lockstep_error=ERROR,
-    lockstep_nonfinite=True,
     emulated={"aten.mm.default": "slow"},
     peak_memory_bytes=1 << 40,
     faults=("one", "two"),
@@ -80,9 +80,7 @@ PLAIN = PlainResult(
 )
 MESSAGES: list[FromJob] = [
     PlainDone(PLAIN),
-    MeasuresDone(
-        Measures(latency_ms=math.inf, peak_memory_bytes=3, self_error=ERROR, nonfinite_at=("op", "", None), metric=1.0)
-    ),
+    MeasuresDone(Measures(peak_memory_bytes=3, self_error=ERROR, nonfinite_at=("op", "", None), metric=1.0)),
     GapFound(gap("aten.fill_.Scalar", kind="scalar-overflow", constant=-math.inf)),
     Explained(FOUND),
     InstrumentFault("measuring failed"),

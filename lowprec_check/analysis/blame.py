@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from lowprec_check.analysis.run_summary import percent
+from lowprec_check.analysis.run_summary import percent, shorten
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.plan import Blame, Constant
 from lowprec_check.schema.scan_result import Gap, Run
@@ -56,10 +56,13 @@ def _blame(runs: Sequence[Run], module: str) -> Blame:
 
 
 def at_fault(run: Run, module: str) -> Blame | None:
-    """The op inside ``module`` that fails, or first gives NaN or Inf; ``""`` is the model's own ``forward``."""
+    """What fails inside ``module``, or the op that first gives NaN or Inf; ``""`` is the model's own ``forward``."""
     for gap in run.gaps:
         if is_inside(gap.module, module):
             return Blame(module=module, why=_reason_of(gap), op=gap.op, source=gap.source)
+    raised = run.exception or run.stopped_by
+    if raised is not None and raised.module is not None and is_inside(raised.module, module):
+        return Blame(module=module, why=f"raises {raised.type}: {shorten(raised.message)}", source=raised.source)
     for row in run.op_calls.rows():
         if is_inside(row.module, module) and _gives_nonfinite(row):
             what = "overflows to Inf" if row.introduced_inf else "gives NaN"

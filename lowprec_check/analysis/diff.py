@@ -29,7 +29,7 @@ MEMORY_FACTOR = 1.05
 _ERROR_FLOOR = 1e-7
 """Errors below fp32's own rounding carry no information."""
 
-_RANK = {"ok": 0, "inaccurate": 1, "nonfinite": 2, "error": 3, "timeout": 4, "crashed": 4, "skipped": 5}
+_RANK = {"ok": 0, "unjudged": 1, "inaccurate": 1, "nonfinite": 2, "error": 3, "timeout": 4, "crashed": 4, "skipped": 5}
 
 _MACHINE = ("device", "device_name", "cpu_capability", "threads", "platform")
 

@@ -9,8 +9,10 @@ from lowprec_check.analysis.run_summary import (
     NOISE,
     SHORT_MS,
     error_of,
+    error_text,
     explain_status,
     is_cast,
+    judged_by,
     missing_kernels,
     some,
     speedup,
@@ -23,10 +25,13 @@ from lowprec_check.schema.scan_result import ModelInfo, Recommendation, Run
 def recommend(runs: Sequence[Run], model: ModelInfo) -> Recommendation | None:
     """The fastest run that passed, among equally fast ones the most accurate; ``None`` if none passed.
 
+    If the output of no run could be compared, the fastest that ran; its reason says so.
+
     If a cast of the whole model lacks kernels in any dtype, autocast is preferred to every such cast: it runs these ops
     in fp32, and other inputs may need a kernel that the other dtype lacks.
     """
-    passed = [run for run in runs if run.is_low and run.status == "ok"]
+    low = [run for run in runs if run.is_low]
+    passed = [run for run in low if run.status == "ok"] or [run for run in low if run.status == "unjudged"]
     if not passed:
         return None
     if any(missing_kernels(run) for run in runs if is_cast(run)):
@@ -49,10 +54,9 @@ def recommend(runs: Sequence[Run], model: ModelInfo) -> Recommendation | None:
 
 
 def _reason(best: Run, runs: Sequence[Run]) -> str:
-    error = f"error {error_of(best):.1e}, tolerance {best.tolerance or 0:.0e}"
     short = best.latency_ms is not None and best.latency_ms < SHORT_MS
     speed = " (too short to compare times)" if short else _speed(speedup(best, runs))
-    parts = [f"passes ({error}), measured here{speed}."]
+    parts = [f"{_verdict(best)}, measured here{speed}."]
     if best.keep_fp32:
         parts.append(f"Kept in fp32: {some(best.keep_fp32)}.")
     held_back = not is_cast(best) and any(missing_kernels(run) for run in runs if is_cast(run))
@@ -60,13 +64,21 @@ def _reason(best: Run, runs: Sequence[Run]) -> str:
     faster = [run.key.label for run in cast if NOISE * (run.latency_ms or 0.0) < (best.latency_ms or 0.0)]
     why = defaultdict(list)
     for run in runs:
-        if run.is_low and run.key != best.key and run.precision != PLAN and run.status != "ok":
+        if run.is_low and run.key != best.key and run.precision != PLAN and run.status not in ("ok", best.status):
             why[explain_status(run)].append(run.key.label)
     if faster:
         verb = "is" if len(faster) == 1 else "are"
         parts.append(f"{' and '.join(faster)} {verb} faster but less safe: some ops have no kernel in another dtype.")
     parts += [f"Not {' or '.join(names)}: {reason}." for reason, names in why.items()]
     return " ".join(parts)
+
+
+def _verdict(best: Run) -> str:
+    if best.output_error is None or best.status == "unjudged":
+        return "runs, but its output holds nothing to compare with fp32's: this rests on speed only"
+    what = judged_by(best)
+    judged = f"error {error_text(best.output_error)}{f' in the {what}' if what else ''}"
+    return f"passes ({judged}, tolerance {best.tolerance or 0:.0e})"
 
 
 def _speed(ratio: float | None) -> str:

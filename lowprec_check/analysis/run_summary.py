@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lowprec_check.schema.run_key import qualified
-from lowprec_check.schema.scan_result import Run
+from lowprec_check.schema.scan_result import ErrorStats, Run
 
 NOISE = 1.05
 """Runs whose times differ by less than this factor count as equally fast."""
@@ -49,9 +49,26 @@ def memory_ratio(run: Run, runs: Sequence[Run]) -> float | None:
 
 
 def error_of(run: Run) -> float:
-    """The output's rel_l2 against fp32, for sorting; infinite if unknown."""
-    rel_l2 = run.output_error.rel_l2 if run.output_error else None
-    return rel_l2 if rel_l2 is not None else float("inf")
+    """The output's error against fp32, for sorting; infinite if unknown."""
+    distance = run.output_error.distance if run.output_error else None
+    return distance if distance is not None else float("inf")
+
+
+def error_text(error: ErrorStats) -> str:
+    """``1.3e-03``; ``0.8 % differ`` for integers; ``∞``."""
+    if error.rel_l2 is not None:
+        return f"{error.rel_l2:.1e}"
+    return f"{percent(error.mismatched or 0.0)} differ" if error.distance is not None else "∞"
+
+
+def judged_by(run: Run) -> str | None:
+    """What was compared, if not the output of the model: ``output of head.norm``."""
+    return f"output of {run.compared_module}" if run.compared_module else None
+
+
+def on_which_call(run: Run) -> str:
+    """``on call 2: `` for a run that did not fail in its first call."""
+    return f"on call {run.failed_call}: " if run.failed_call else ""
 
 
 def is_cast(run: Run) -> bool:
@@ -66,17 +83,25 @@ def missing_kernels(run: Run) -> list[str]:
 
 def explain_status(run: Run) -> str:
     """Why a run failed, in a few words."""
+    if run.status == "unjudged":
+        return "runs; its output holds nothing to compare" + (" but zeros" if run.output_is_zero else "")
+    return on_which_call(run) + _explained(run)
+
+
+def _explained(run: Run) -> str:
     ops = missing_kernels(run)
-    if run.status in ("error", "crashed") and ops:
+    if run.status in ("error", "crashed") and ops and not run.failed_call:
         names = ", ".join(short_op(op) for op in ops[:4]) + (", …" if len(ops) > 4 else "")
         return f"{len(ops)} {'op has' if len(ops) == 1 else 'ops have'} no kernel: {names}"
     if run.status == "error":
         kinds = list(dict.fromkeys(gap.kind for gap in run.gaps))
         text = shorten(run.exception.message if run.exception else "it raised an exception")
-        return f"{', '.join(kinds)}: {text}" if kinds else text
+        return f"{', '.join(kinds)}: {text}" if kinds and not run.failed_call else text
     if run.status == "inaccurate":
-        rel_l2 = run.output_error.rel_l2 if run.output_error else None
-        return f"error over the tolerance {run.tolerance or 0:.0e}" if rel_l2 is not None else "; ".join(run.notes)
+        if run.output_error is None or run.output_error.distance is None:
+            return "; ".join(run.notes) or "the error is infinite"
+        what = f", {judged_by(run)}" if run.compared_module else ""
+        return f"error over the tolerance {run.tolerance or 0:.0e}{what}"
     if run.status == "nonfinite":
         first = next((row for row in run.op_calls.rows() if row.introduced_inf or row.introduced_nan), None)
         where = f", first in {short_op(first.op)} of {first.module or 'the model'}" if first else ""

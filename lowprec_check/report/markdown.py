@@ -19,7 +19,7 @@ LONGEST = 60_000
 """Characters; GitHub rejects comments of more than 65,536."""
 
 _LONGEST_CODE = 12_000
-_SIGNS = {"ok": "✅", "reference": "", "inaccurate": "⚠️", "skipped": "⏭️"}
+_SIGNS = {"ok": "✅", "reference": "", "inaccurate": "⚠️", "unjudged": "❔", "skipped": "⏭️"}
 _SEVERITY = {"error": "🔴", "warning": "🟡", "note": "🔵"}
 
 

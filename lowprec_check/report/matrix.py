@@ -15,7 +15,7 @@ from lowprec_check.report.summary import format_count, format_ratio
 from lowprec_check.schema.matrix import Matrix, MatrixCell, MatrixRow
 from lowprec_check.schema.run_key import PLAN
 
-_SIGNS = {"ok": "✅", "inaccurate": "⚠️", "skipped": "⏭️"}
+_SIGNS = {"ok": "✅", "inaccurate": "⚠️", "unjudged": "❔", "skipped": "⏭️"}
 _MOST_OPS = 30
 
 
@@ -169,7 +169,7 @@ def _totals(matrix: Matrix, columns: list[str]) -> str:
     return table(rows, ["precision", *_STATUSES], "l" + "r" * len(_STATUSES)) + note
 
 
-_STATUSES = ("ok", "inaccurate", "nonfinite", "error", "crashed", "timeout", "skipped")
+_STATUSES = ("ok", "unjudged", "inaccurate", "nonfinite", "error", "crashed", "timeout", "skipped")
 
 
 def _counted(matrix: Matrix, column: str) -> Counter[str]:
@@ -207,7 +207,7 @@ def _html_row(row: MatrixRow, columns: list[str], common: int) -> dict[str, Any]
 def _kind(cell: MatrixCell | None) -> str:
     if cell is None or cell.status == "skipped":
         return "none"
-    return {"ok": "ok", "inaccurate": "warn"}.get(cell.status, "bad")
+    return {"ok": "ok", "inaccurate": "warn", "unjudged": "warn"}.get(cell.status, "bad")
 
 
 def _sort_key(cell: MatrixCell | None) -> float:

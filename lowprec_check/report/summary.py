@@ -89,7 +89,7 @@ def label(run: Run) -> str:
 def _error(run: Run) -> str:
     if run.output_error is None:
         return "–"
-    return f"{run.output_error.rel_l2:.1e}" if run.output_error.rel_l2 is not None else "∞"
+    return run_summary.error_text(run.output_error)
 
 
 def format_ratio(ratio: float | None) -> str:
@@ -108,6 +108,9 @@ def _why(run: Run, result: ScanResult) -> str:
         return f"kept in fp32: {some(run.keep_fp32)}"
     if run.status != "ok":
         return explain_status(run)
+    judged = run_summary.judged_by(run)
+    if judged is not None:
+        return f"error of the {judged}"
     slow = [d for d in result.diagnostics if d.code == "LP106" and d.is_about(run)]
     return f"slow: {', '.join(short_op(d.op or '') for d in slow[:3])}" if slow else ""
 

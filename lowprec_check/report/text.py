@@ -18,7 +18,7 @@ from lowprec_check.report.summary import Group, and_more, group
 from lowprec_check.schema.scan_result import ScanResult
 
 SHOWN_FINDINGS = 12
-_STATUS_STYLE = {"ok": "green", "inaccurate": "yellow", "skipped": "dim", "reference": ""}
+_STATUS_STYLE = {"ok": "green", "inaccurate": "yellow", "unjudged": "yellow", "skipped": "dim", "reference": ""}
 _SEVERITY_STYLE = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 

@@ -55,6 +55,8 @@ class OpCall(msgspec.Struct, gc=False):
     """Number of indices or booleans that differ from the reference's."""
     recast: int = 0
     """1 for a cast that repeats or undoes another of the same tensor."""
+    to_python: int = 0
+    """1 for a value that is read into Python (``.item()``): the reference continues with the run's value."""
     time_ms: float | None = None
     """Milliseconds of the call; ``None`` if it was not run as given, or ran on an accelerator."""
     reference_ms: float | None = None

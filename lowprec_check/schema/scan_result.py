@@ -20,7 +20,8 @@ from lowprec_check.schema.run_key import EAGER, REFERENCE, MemoryFormat, Phase, 
 
 SCHEMA = 1
 
-Status = Literal["ok", "inaccurate", "nonfinite", "error", "crashed", "timeout", "skipped"]
+Status = Literal["ok", "unjudged", "inaccurate", "nonfinite", "error", "crashed", "timeout", "skipped"]
+"""``unjudged``: it ran, but its output holds nothing that can be compared with fp32's."""
 Evidence = Literal["measured", "predicted"]
 Severity = Literal["error", "warning", "note"]
 Layer = Literal["dispatch", "function"]
@@ -46,6 +47,13 @@ class ErrorStats(Struct, frozen=True, kw_only=True):
     """Signal-to-quantisation-noise ratio, −20·log₁₀(rel_l2), in dB; ``None`` also if the error is 0."""
     top1: float | None = None
     """Share of rows whose argmax agrees, for outputs shaped like a classifier's (N × classes)."""
+    mismatched: float | None = None
+    """Share of the integers and booleans that differ, the largest over those leaves; ``None`` if there are none."""
+
+    @property
+    def distance(self) -> float | None:
+        """What is held against the tolerance: ``rel_l2``, or ``mismatched`` for an output without floating leaves."""
+        return self.mismatched if self.rel_l2 is None and self.max_abs is None else self.rel_l2
 
 
 class ExceptionInfo(Struct, frozen=True, kw_only=True):
@@ -87,7 +95,16 @@ class Run(Struct, frozen=True, kw_only=True):
     reason: str | None = None
     """Why it was skipped, timed out or crashed, in words."""
     exception: ExceptionInfo | None = None
+    calls: int = 1
+    """Calls in a row that the status rests on. The outputs of the first three are compared."""
+    failed_call: int | None = None
+    """The call, counted from 1, in which it failed; ``None`` if it did not fail, or in the first."""
     output_error: ErrorStats | None = None
+    """The largest of the calls compared."""
+    compared_module: str | None = None
+    """The module whose output was compared, because that of the model holds nothing to compare (all zeros, ``None``)."""
+    lockstep_error: ErrorStats | None = None
+    """Error of the instrumented part's output against its reference, which takes the decisions of the run."""
     latency_ms: float | None = None
     peak_memory_bytes: int | None = None
     gaps: list[Gap] = []
@@ -119,6 +136,8 @@ class Run(Struct, frozen=True, kw_only=True):
     fallbacks: list[str] = []
     """Warnings about falling back to the CPU."""
     nondeterministic: bool = False
+    compiled: bool = False
+    """Whether the plain part ran compiled code; the instrumented part runs in eager mode."""
     random: bool = False
     """Whether the model drew random numbers."""
     output_is_zero: bool = False

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from lowprec_check.analysis.rules.registry import Finding, from_gaps, low_runs, rule
+from lowprec_check.analysis.run_summary import on_which_call
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 SLOW_RATIO = 5.0
@@ -154,15 +155,18 @@ def unexplained_error(result: ScanResult) -> Iterator[Finding]:
     Observed: the model raised an exception as the user would run it, but the instrumented part, which always runs in
     eager mode, reached the end of the model and found no op that fails.
 
-    Usual causes: the backend cannot compile or run the model; code that only runs without instruments.
+    Usual causes: the model fails when it is called again, because it keeps a tensor of another dtype between calls; the
+    backend cannot compile or run the model; code that only runs without instruments.
 
-    What to do: read the exception. Use the eager backend, or report the failure to the backend's project.
+    What to do: read the exception. Fix the line that it names, use the eager backend, or report the failure to the
+    backend's project.
     """
     for run in low_runs(result):
         if run.status == "error" and run.complete and not run.gaps and run.exception is not None:
             error = run.exception
             where = (run, error.module, None, error.source or result.model.source)
-            yield Finding(f"{error.type}: {error.message}", *where, help="use the eager backend, or fix this exception")
+            message = f"{on_which_call(run)}{error.type}: {error.message}"
+            yield Finding(message, *where, help="use the eager backend, or fix this exception")
 
 
 @rule("LP107", "crash", "error")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lowprec_check.analysis.rules.registry import Finding, from_gaps, low_runs, rule
-from lowprec_check.analysis.run_summary import counted, percent, short_op
+from lowprec_check.analysis.run_summary import counted, error_text, on_which_call, percent, short_op
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.precisions import BF16
 from lowprec_check.schema.scan_result import Run, ScanResult
@@ -16,6 +16,7 @@ from lowprec_check.schema.scan_result import Run, ScanResult
 FLUSHED_SHARE = 0.1
 OUTLIER_ROUNDOFFS = 8
 JUMP = 4
+DECISIVE = 5
 PICKS_ELEMENTS = (
     *("arg", "max", "adaptive_max", "fractional_max", "min", "cummax", "cummin"),
     *("topk", "sort", "median", "nanmedian", "kthvalue", "mode"),
@@ -52,12 +53,23 @@ def _more_range(run: Run) -> str:
     return "keep this module in fp32, or use bf16" if narrow else "keep this module in fp32"
 
 
+def _range_finding(run: Run, result: ScanResult, row: OpCall, count: int, message: str) -> Finding:
+    """A value out of range; in a run that passes, it does not reach the output: a note."""
+    if run.status == "ok":
+        found = _finding(
+            run, result, row, count, f"{message}; the output passes", "ignore this, or keep the module in fp32"
+        )
+        return found._replace(severity="note")
+    return _finding(run, result, row, count, message, _more_range(run))
+
+
 @rule("LP201", "overflow", "error")
 def overflow(result: ScanResult) -> Iterator[Finding]:
     """Values that are finite in fp32 overflow to Inf.
 
     Observed: the fp32 reference, which the scan computes alongside each op, is finite, and so are the op's inputs, but
-    the output has infinities: the values are larger than the dtype can hold (65504 in fp16).
+    the output has infinities: the values are larger than the dtype can hold (65504 in fp16). In a run that passes this
+    is a note: an infinite mask, for example, does what it should.
 
     Usual causes: sums and products of many terms, squares, `exp`, unscaled attention scores; weights that do not fit
     (the finding then names `cast weight` as the op).
@@ -76,7 +88,7 @@ def overflow(result: ScanResult) -> Iterator[Finding]:
             message = (
                 f"{counted(row.introduced_inf, 'value')} overflow{_s(row.introduced_inf)} to Inf where fp32 is finite"
             )
-            yield _finding(run, result, row, count, message, _more_range(run))
+            yield _range_finding(run, result, row, count, message)
 
 
 @rule("LP202", "underflow", "warning")
@@ -122,7 +134,7 @@ def introduced_nan(result: ScanResult) -> Iterator[Finding]:
     for run in low_runs(result):
         for row, count in _by_place(run, lambda row: row.introduced_nan > 0, lambda row: row.introduced_nan):
             message = f"{counted(row.introduced_nan, 'value')} become{_s(row.introduced_nan)} NaN though the inputs are finite"
-            yield _finding(run, result, row, count, message, _more_range(run))
+            yield _range_finding(run, result, row, count, message)
 
 
 @rule("LP204", "scalar-overflow", "error")
@@ -161,13 +173,23 @@ def output_mismatch(result: ScanResult) -> Iterator[Finding]:
     advice = "find the modules to keep in fp32: lowprec-check plan"
     for run in low_runs(result):
         if run.status == "nonfinite":
-            yield Finding("the output has NaN or Inf where fp32 is finite", run=run, help=advice)
-        elif run.status == "inaccurate":
-            rel_l2 = run.output_error.rel_l2 if run.output_error else None
-            message = f"output error {rel_l2 or 0:.1e} exceeds the tolerance {run.tolerance or 0:.0e}"
-            if rel_l2 is None:
-                message = f"the output cannot be compared with fp32's{f': {run.notes[0]}' if run.notes else ''}"
+            message = f"{on_which_call(run)}the output has NaN or Inf where fp32 is finite{_in_eager_mode(run)}"
             yield Finding(message, run=run, help=advice)
+        elif run.status == "inaccurate":
+            error = run.output_error
+            message = (
+                f"output error {error_text(error) if error else ''} exceeds the tolerance {run.tolerance or 0:.0e}"
+            )
+            if error is None or error.distance is None:
+                message = f"the output cannot be compared with fp32's{f': {run.notes[0]}' if run.notes else ''}"
+            yield Finding(f"{on_which_call(run)}{message}{_in_eager_mode(run)}", run=run, help=advice)
+
+
+def _in_eager_mode(run: Run) -> str:
+    """For a run of compiled code: whether the same model passes in eager mode."""
+    eager = run.lockstep_error.rel_l2 if run.lockstep_error and run.complete and not run.gaps else None
+    passes = run.compiled and eager is not None and eager <= (run.tolerance or 0.0)
+    return f"; in eager mode the error is {eager:.1e}, so compiling causes it" if passes else ""
 
 
 @rule("LP302", "op-outlier", "warning")
@@ -237,20 +259,63 @@ def decision_flip(result: ScanResult) -> Iterator[Finding]:
     Observed: indices or booleans in the op's output (`argmax`, `topk`, max pooling, a comparison) differ from those of
     the fp32 reference. The reference continues with the low-precision choice, so later errors do not count it again.
 
-    Usual causes: values so close to each other, or to a threshold, that rounding changes their order.
+    It is a warning if such choices cause the error of the output: if that is small with the choices of the run in fp32,
+    and more than 5 times as large with fp32's own. A value read into Python by `.item()` is a choice in this sense;
+    `.tolist()` and `.numpy()` are too, but no op of theirs is seen.
+
+    Usual causes: values so close to each other, or to a threshold, that rounding changes their order; ids or positions
+    that pass through a 16-bit dtype, which holds whole numbers exactly only up to 2048 (fp16) or 256 (bf16).
 
     What to do: nothing if the run passes; such choices are mostly harmless. If the run fails, or the choice matters
     (token ids, box indices), compute the inputs of the op in fp32, for example by keeping the layer before it in fp32.
     """
     for run in low_runs(result):
-        for row, count in _by_place(run, lambda row: row.flips > 0, lambda row: row.flips):
-            advice = "ignore this if the output passes"
-            yield _finding(run, result, row, count, _flip_message(row), advice)
+        cause = _decided_by_choices(run)
+        rows = list(_by_place(run, _chooses if cause else _flips, lambda row: row.flips))
+        for row, count in rows:
+            if cause:
+                found = _finding(
+                    run, result, row, count, f"{_flip_message(row)}; {cause}", "compute its inputs in fp32"
+                )
+                yield found._replace(severity="warning")
+            else:
+                yield _finding(run, result, row, count, _flip_message(row), "ignore this if the output passes")
+        if cause and not rows:
+            message = f"values differ that no op was seen to choose (.tolist(), .numpy(), code in Python); {cause}"
+            yield Finding(message, run=run, help="compute them in fp32", severity="warning")
+
+
+def _flips(row: OpCall) -> bool:
+    return row.flips > 0
+
+
+def _chooses(row: OpCall) -> bool:
+    return row.flips > 0 or row.to_python > 0
+
+
+def _decided_by_choices(run: Run) -> str:
+    """How far choices cause the error of the output; empty if they do not."""
+    error, in_lockstep = run.output_error, run.lockstep_error
+    if (
+        error is None
+        or in_lockstep is None
+        or in_lockstep.rel_l2 is None
+        or run.compared_module
+        or not run.complete
+        or run.compiled
+    ):
+        return ""
+    far = error.rel_l2 is None or error.rel_l2 > DECISIVE * in_lockstep.rel_l2
+    if not far or run.status != "inaccurate" or in_lockstep.rel_l2 > (run.tolerance or 0.0):
+        return ""
+    return f"the output error is {error_text(error)}, and {in_lockstep.rel_l2:.1e} if fp32 takes the same choices"
 
 
 def _flip_message(row: OpCall) -> str:
     """``argmax picked a different element than fp32 3 times (0.2 %)``."""
     name = short_op(row.op)
+    if row.to_python and not row.flips:
+        return "a value is read into Python"
     size = math.prod(map(int, re.findall(r"\d+", row.shape))) if row.shape else 0
     has_share = size >= row.flips and not name.startswith(DATA_DEPENDENT_SHAPE)
     share = f" ({percent(row.flips / size)})" if has_share else ""

@@ -1,38 +1,200 @@
-"""The base class of all dispatch modes here, and helpers for their handlers."""
+"""The base class of all dispatch modes here: a handler sees the ops that run, under the autocast state they run in without it."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+import functools
+import sys
+from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowprec_check.schema.devices import accelerators
+
+AutocastKeys = tuple[Any, ...]
+"""Dispatch keys of the devices whose autocast applies inside a kernel."""
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode whose handler torch does not wrap.
+    """A dispatch mode; subclasses implement :meth:`handle`.
 
-    torch wraps a handler to keep Dynamo out. The wrapper imports ``torch._dynamo`` at the first op (about a second) and
-    costs microseconds at every further op. It is not needed: nothing is compiled under these modes.
+    * Composite ops, which reach a mode under ``torch.inference_mode()``, and higher-order ops (``torch.cond``) are not
+      handled themselves: the ops inside them are.
+    * Inside a handler torch turns autocast off. :func:`run_op` turns it on again for ops whose kernels autocast reaches
+      without a mode, such as ``affine_grid`` or a custom op written in Python.
+    * torch wraps a handler to keep Dynamo out. The wrapper imports ``torch._dynamo`` at the first op (about a second) and
+      costs microseconds at every further op. It is not needed: nothing is compiled under these modes.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._called = CalledFunction()
+        self._entered = 0
+
+    def __enter__(self) -> Any:
+        entered = super().__enter__()  # type: ignore[no-untyped-call]
+        self._entered += 1
+        if self._entered == 1 and torch._C._is_any_autocast_enabled():
+            self._called.start()
+            self._called.resume()
+        return entered
+
+    def __exit__(self, *error: object) -> None:
+        self._entered -= 1
+        if not self._entered:
+            self._called.stop()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._called.pause()
+        try:
+            if isinstance(func, OpOverload):
+                return self._handle(func, args, kwargs or {})
+            return self._run_higher_order(func, args, kwargs or {})
+        finally:
+            self._called.resume()
 
-@contextlib.contextmanager
-def reached_by_autocast(device_type: str) -> Iterator[None]:
-    """Let autocast apply to the ops inside a kernel, as it does without a mode; inside a mode's handler it is excluded."""
-    key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}", None)
-    if key is None:
-        yield
-        return
-    torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    def _run_higher_order(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a higher-order op so that this mode sees the ops inside it; if it has no eager kernel, without."""
+        if str(func) == "cond" and not kwargs:  # its kernel refuses modes
+            condition, if_true, if_false, operands = args
+            with self:
+                return (if_true if condition else if_false)(*operands)
+        kernel = func.py_kernels.get(_EXPLICIT) if isinstance(func, HigherOrderOperator) else None
+        if kernel is None:
+            return func(*args, **kwargs)
+        with self:
+            return kernel(*args, **kwargs)
+
+    def _handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        keys = autocast_keys(func, self._called)
+        if is_composite(func):
+            with self:
+                return run_op(functools.partial(func._op_dk, _COMPOSITE), args, kwargs, keys)
+        return self.handle(func, args, kwargs, keys)
+
+    def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
+        """Return the result of an op, usually that of :func:`run_op`."""
+        return run_op(func, args, kwargs, keys)
+
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
+_BACKENDS = ("CPU", "CUDA", "XPU", "MPS", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+
+
+@functools.cache
+def is_composite(func: OpOverload) -> bool:
+    """Whether ``func`` has no kernel but a composition of other ops."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    name = func.name()
+    return has_kernel(name, _COMPOSITE.name) and not any(has_kernel(name, key) for key in _BACKENDS)
+
+
+class CalledFunction:
+    """The functions written in C++ that Python is calling, noted by a profiler while autocast is on.
+
+    A composite op such as ``cdist`` does not reach a mode, only the ops that it is made of do. Whether autocast applies
+    inside their kernels depends on it.
+    """
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._profiling = False
+
+    def is_in(self, names: frozenset[str]) -> bool:
+        """Whether Python is calling a function of one of these names."""
+        return not names.isdisjoint(self._names)
+
+    def start(self) -> None:
+        """Profile from the next :meth:`resume` on, unless another profiler is active."""
+        if not self._profiling:
+            self._profiling = sys.getprofile() is None
+
+    def pause(self) -> None:
+        """Inside a handler: do not profile."""
+        if self._profiling:
+            sys.setprofile(None)
+
+    def resume(self) -> None:
+        """At the end of the handler."""
+        if self._profiling:
+            sys.setprofile(self._note)
+
+    def stop(self) -> None:
+        """Stop profiling."""
+        if self._profiling:
+            sys.setprofile(None)
+            self._profiling = False
+            self._names.clear()
+
+    def _note(self, _frame: Any, event: str, function: Any) -> None:
+        if function is sys.setprofile:  # its return is not seen
+            return
+        if event == "c_call":
+            self._names.append(getattr(function, "__name__", ""))
+        elif event in ("c_return", "c_exception") and self._names:
+            self._names.pop()
+
+
+def autocast_keys(func: OpOverload, called: CalledFunction) -> AutocastKeys:
+    """In a handler: the devices whose autocast applies to the ops inside the kernel of ``func``.
+
+    Those whose autocast is on where the op was called, unless autocast has a kernel of its own for ``func`` or for the composite
+    op that calls it, which turns autocast off.
+    """
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+        if not torch._C._is_any_autocast_enabled():
+            return ()
+        active = [key for device, key in _autocast_devices() if _is_autocast_enabled(device)]
+    called.start()
+    return tuple(key for key in active if not _has_kernel(func, key) and not called.is_in(_names_with_kernel(key)))
+
+
+@functools.cache
+def _names_with_kernel(key: Any) -> frozenset[str]:
+    """Names of the functions for which autocast has a kernel: ``cdist``."""
+    found = torch._C._dispatch_get_registrations_for_dispatch_key(key.name)
+    return frozenset(name.removeprefix("aten::").partition(".")[0] for name in found)
+
+
+@functools.cache
+def _autocast_devices() -> list[tuple[str, Any]]:
+    """Each device type that has autocast in this build of torch, with its key."""
+    found = [
+        (kind, getattr(torch._C.DispatchKey, f"Autocast{kind.upper()}", None)) for kind in ("cpu", *accelerators())
+    ]
+    return [(kind, key) for kind, key in found if key is not None]
+
+
+def _is_autocast_enabled(device: str) -> bool:
     try:
-        yield
+        return torch.is_autocast_enabled(device)
+    except TypeError:  # torch before 2.4, which the catalog measures
+        return torch.is_autocast_cpu_enabled() if device == "cpu" else torch.is_autocast_enabled()
+
+
+@functools.cache
+def _has_kernel(func: OpOverload, key: Any) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key.name))
+
+
+def run_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
+    """Run an op in a handler; autocast applies inside its kernel on the devices ``keys``."""
+    excluded = [key for key in keys if torch._C._dispatch_tls_is_dispatch_key_excluded(key)]
+    if not excluded:
+        return func(*args, **kwargs)
+    for key in excluded:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        return func(*args, **kwargs)
     finally:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)
+        for key in excluded:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)

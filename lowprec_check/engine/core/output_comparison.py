@@ -6,72 +6,99 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float
-from lowprec_check.engine.core.tensor_comparison import as_real
+from lowprec_check.engine.core.tensor_comparison import as_real, nonfinite_unlike
 from lowprec_check.schema.scan_result import ErrorStats
+
+NOTHING = ErrorStats(rel_l2=None, max_abs=None, cosine=None, sqnr_db=None)
 
 
 class OutputComparison(NamedTuple):
     """The error of a whole output, and whether it holds a NaN or Inf that the reference does not."""
 
     error: ErrorStats
-    rel_l2: float
-    nonfinite: bool
+    distance: float
+    """What is held against the tolerance: rel_l2, or for an output without floating tensors the share of elements that
+    differ; infinite if it cannot be computed."""
+    nonfinite: bool = False
     note: str | None = None
+    compared: bool = True
+    """False if the output contains no number."""
 
 
 def compare_outputs(outputs: Sequence[Tensor], references: Sequence[Tensor]) -> OutputComparison:
     """Compare the leaves of two outputs pairwise; the leaf with the largest error counts.
 
-    Only floating leaves are compared, or the integer ones if there are no floating leaves. The error is infinite if the
-    number or the shapes of the leaves differ, for instance when a detector keeps a different number of boxes.
+    The distance is that of the floating leaves, or of the integer and boolean ones if there are no floating leaves: the share
+    of elements that differ. It is infinite if the number or the shapes of the leaves differ, for instance when a detector keeps
+    a different number of boxes.
     """
+    if not any(tensor.numel() for tensor in (*outputs, *references)):
+        return OutputComparison(NOTHING, math.inf, compared=False)
     if len(outputs) != len(references):
-        return _incomparable(f"the output has {len(outputs)} tensors, the fp32 output {len(references)}")
-    floating = any(is_float(reference) for reference in references)
-    worst: OutputComparison | None = None
-    nonfinite = False
-    for out, reference in zip(outputs, references, strict=True):
-        if floating and not is_float(reference):
-            continue
+        return _incomparable(
+            f"the output has {len(outputs)} tensors, the fp32 output {len(references)}", outputs, references
+        )
+    pairs = list(zip(outputs, references, strict=True))
+    for out, reference in pairs:
         if out.shape != reference.shape:
-            return _incomparable(f"the output has shape {tuple(out.shape)}, the fp32 output {tuple(reference.shape)}")
-        compared = _compare_leaf(out, reference)
-        nonfinite |= compared.nonfinite
-        if worst is None or compared.rel_l2 > worst.rel_l2:
-            worst = compared
-    if worst is None:
-        nothing = ErrorStats(rel_l2=0.0, max_abs=0.0, cosine=None, sqnr_db=None)
-        return OutputComparison(nothing, 0.0, False, "the output contains no tensor or number: nothing was compared")
-    return worst._replace(nonfinite=nonfinite)
+            shapes = f"the output has shape {tuple(out.shape)}, the fp32 output {tuple(reference.shape)}"
+            return _incomparable(shapes, outputs, references)
+    floating = [_compare_leaf(out, reference) for out, reference in pairs if is_float(reference) or is_float(out)]
+    shares = [_mismatched(out, reference) for out, reference in pairs if not (is_float(reference) or is_float(out))]
+    mismatched = max(shares, default=None)
+    if not floating:
+        share = mismatched or 0.0
+        return OutputComparison(msgspec.structs.replace(NOTHING, mismatched=share), share)
+    worst = max(floating, key=lambda compared: compared.distance)
+    error = worst.error if worst.error is NOTHING else msgspec.structs.replace(worst.error, mismatched=mismatched)
+    return worst._replace(error=error, nonfinite=any(compared.nonfinite for compared in floating))
 
 
-def _incomparable(note: str) -> OutputComparison:
-    return OutputComparison(ErrorStats(rel_l2=None, max_abs=None, cosine=None, sqnr_db=None), math.inf, False, note)
+def _incomparable(note: str, outputs: Sequence[Tensor], references: Sequence[Tensor]) -> OutputComparison:
+    """Outputs of different structure; NaN or Inf counts if the reference has none."""
+    nonfinite = not all(map(_is_finite, outputs)) and all(map(_is_finite, references))
+    return OutputComparison(NOTHING, math.inf, nonfinite, note)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not is_float(tensor) or bool(tensor.isfinite().all())
+
+
+def _mismatched(out: Tensor, reference: Tensor) -> float:
+    """Share of the elements that differ."""
+    return float((out != reference).double().mean()) if out.numel() else 0.0
 
 
 def _compare_leaf(out: Tensor, reference: Tensor) -> OutputComparison:
     y, r = as_real(out).double().reshape(-1), as_real(reference).double().reshape(-1)
-    expected = r.isfinite()
-    if bool((~y.isfinite() & expected).any()):
-        error = ErrorStats(rel_l2=None, max_abs=None, cosine=None, sqnr_db=None)
-        return OutputComparison(error, math.inf, True)
-    y, r = torch.where(expected, y, 0.0), torch.where(expected, r, 0.0)
-    y = torch.where(y.isfinite(), y, 0.0)
-    difference, size = float((y - r).norm()), float(r.norm())
+    if bool(nonfinite_unlike(y, r).any()):
+        return OutputComparison(NOTHING, math.inf, nonfinite=True)
+    finite = r.isfinite()
+    if bool((y.isfinite() & r.isinf()).any()):
+        return OutputComparison(NOTHING, math.inf, note="the output is finite where the fp32 output is infinite")
+    y, r = torch.where(finite, y, 0.0), torch.where(finite, r, 0.0)
+    difference, size = _norm(y - r), _norm(r)
     rel_l2 = 0.0 if difference == 0 else difference / size if size else math.inf
-    norms = float(y.norm()) * size
+    norms = _norm(y) * size
     error = ErrorStats(
         rel_l2=rel_l2 if math.isfinite(rel_l2) else None,
         max_abs=float((y - r).abs().max()) if y.numel() else 0.0,
-        cosine=float(torch.dot(y, r)) / norms if norms else None,
+        cosine=float(torch.dot(y, r)) / norms if 0 < norms < math.inf else None,
         sqnr_db=-20 * math.log10(rel_l2) if 0 < rel_l2 < math.inf else None,
         top1=_top1(out, reference),
     )
-    return OutputComparison(error, rel_l2, False)
+    return OutputComparison(error, rel_l2)
+
+
+def _norm(values: Tensor) -> float:
+    """The 2-norm; scaled, so that the squares of fp64 values neither overflow nor underflow."""
+    scale = float(values.abs().max()) if values.numel() else 0.0
+    return scale * float((values / scale).norm()) if 0 < scale < math.inf else scale
 
 
 def _top1(out: Tensor, reference: Tensor) -> float | None:
@@ -92,4 +119,8 @@ def same_bits(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 def _equal(a: Tensor, b: Tensor) -> bool:
     if torch.equal(a, b):
         return True
-    return is_float(a) and torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
+    return is_float(a) and torch.equal(a.isnan(), b.isnan()) and torch.equal(_without_nan(a), _without_nan(b))
+
+
+def _without_nan(tensor: Tensor) -> Tensor:
+    return tensor.masked_fill(tensor.isnan(), 0)

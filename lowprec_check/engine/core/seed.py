@@ -1,9 +1,10 @@
-"""Seed every random number generator that a model may use."""
+"""The random number generators that a model may use: seed them, and tell whether they were used."""
 
 from __future__ import annotations
 
 import random
 import sys
+from typing import Any
 
 import torch
 
@@ -24,3 +25,21 @@ def seed_everything(seed: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
+
+
+def generator_states() -> list[Any]:
+    """The states of torch's generators, of the CPU and of all initialized accelerators; equal if nothing was drawn between."""
+    states: list[Any] = [torch.default_generator.get_state().tolist()]
+    for module in initialized():
+        states += [state.tolist() for state in module.get_rng_state_all()]
+    return states
+
+
+def default_generator(device: Any = None) -> torch.Generator:
+    """The generator of torch for ``device``, by default that of the CPU."""
+    device = torch.device("cpu" if device is None else device)
+    generators = getattr(getattr(torch, device.type, None), "default_generators", None)
+    if not generators:
+        return torch.default_generator
+    found: torch.Generator = generators[device.index or 0]
+    return found

@@ -11,7 +11,7 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType, GeneratorType, TracebackType
 from typing import Any
 
 import torch
@@ -49,8 +49,12 @@ def show_line(filename: str, line: int) -> str:
 
 
 def call_model(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the model. ``source_line`` stops at this frame when it searches for the user's line."""
-    return call(*args, **kwargs)
+    """Call the model; a generator that it returns is run to its end.
+
+    ``source_line`` stops at this frame when it searches for the user's line.
+    """
+    output = call(*args, **kwargs)
+    return list(output) if isinstance(output, GeneratorType) else output
 
 
 def source_line(frame: FrameType | None = None) -> str | None:
@@ -85,16 +89,13 @@ def module_names(model: torch.nn.Module) -> dict[torch.nn.Module, str]:
 class ModuleStack:
     """Context manager that tracks which module of ``model`` is running and how often each was called."""
 
-    def __init__(self, model: torch.nn.Module, device_type: str = "cpu") -> None:
-        self._device_type = device_type
+    def __init__(self, model: torch.nn.Module) -> None:
         self._names = module_names(model)
         self._stack: list[tuple[torch.nn.Module, str]] = []
         self._handles: list[Any] = []
         self.current = ""
         """Dotted path of the innermost running module; ``""`` for the model itself."""
         self.calls: Counter[str] = Counter()
-        self.autocast = False
-        """Whether autocast was on when that module was entered; inside a mode's handler torch always reports it as off."""
 
     def __enter__(self) -> ModuleStack:
         self._handles = [
@@ -114,7 +115,6 @@ class ModuleStack:
             name = f"{self.current}.<{type(module).__name__}>".lstrip(".")
         self.calls[name] += 1
         self._stack.append((module, name))
-        self.autocast = torch.is_autocast_enabled(self._device_type)
         self.current = name
 
     def _leave(self, module: torch.nn.Module, _inputs: Any, _output: Any) -> None:

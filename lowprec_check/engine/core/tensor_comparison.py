@@ -19,6 +19,10 @@ CHUNK = 1 << 19
 """Elements per chunk on a CPU: 2 MiB in fp32, large enough to hide the start of threads, small enough for the cache."""
 
 
+_TINY = 1e-16
+"""Smaller values, and sums of their squares, are compared exactly: in fp32, squares below 1e-38 lose digits or are 0."""
+
+
 class TensorComparison(NamedTuple):
     """The result of comparing one tensor with its references."""
 
@@ -58,6 +62,8 @@ def compare_tensor(out: Tensor, references: Sequence[Tensor], *, count_flushed: 
         if count_flushed and references:
             nonzero += int(torch.count_nonzero(parts[1]))
             lost += _count_flushed(parts[0], parts[1])
+    if max(-low, high) < _TINY and max(totals[1::2], default=1.0) < _TINY:
+        return _compare_exactly(flat[0], flat[1:], count_flushed)
     errors = [_relative(totals[index], totals[index + 1]) for index in range(0, len(totals), 2)]
     flushed = (lost / nonzero if nonzero else 0.0) if count_flushed else None
     rms = math.sqrt(totals[1] / count) if references else None
@@ -89,12 +95,13 @@ def _reduce(parts: list[Tensor]) -> list[float]:
 
 
 def _count_flushed(out: Tensor, reference: Tensor) -> int:
-    """Zeros where the reference is not zero but below ``out``'s smallest normal number: underflow.
+    """Zeros where the reference is not zero but below the smallest number of ``out``'s dtype: underflow.
 
     A zero where the reference is larger has another cause, such as a subtraction or a different decision.
     """
     lost = (out == 0).logical_and_(reference != 0)
-    return int(lost.logical_and_(reference.abs() < torch.finfo(out.dtype).tiny).sum())
+    limits = torch.finfo(out.dtype)
+    return int(lost.logical_and_(reference.abs() < limits.tiny * limits.eps).sum())
 
 
 _buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
@@ -140,13 +147,20 @@ def _compare_exactly(out: Tensor, references: list[Tensor], count_flushed: bool)
     finite = value.isfinite()
     absmax = float(value[finite].abs().max()) if bool(finite.any()) else 0.0
     errors = [_exact_error(value, finite, reference.double()) for reference in references]
-    expected = references[0].isfinite() if references else torch.ones_like(finite)
-    new_inf, new_nan = int((value.isinf() & expected).sum()), int((value.isnan() & expected).sum())
+    expected = references[0].double() if references else torch.zeros_like(value)
+    wrong = nonfinite_unlike(value, expected)
+    new_nan = int(value.isnan().logical_and_(wrong).sum())
+    new_inf = int(wrong.sum()) - new_nan
     flushed = None
     if count_flushed and references:
         flushed = _count_flushed(out, references[0]) / max(1, int(torch.count_nonzero(references[0])))
     rms = _exact_rms(references[0].double()) if references else None
     return TensorComparison(errors, absmax, new_inf, new_nan, flushed, rms)
+
+
+def nonfinite_unlike(value: Tensor, reference: Tensor) -> Tensor:
+    """Where ``value`` is NaN and ``reference`` is not, or is infinite and ``reference`` is neither NaN nor the same infinity."""
+    return (value.isnan() | (value.isinf() & (value != reference))) & ~reference.isnan()
 
 
 def _exact_rms(reference: Tensor) -> float | None:
@@ -158,10 +172,9 @@ def _exact_rms(reference: Tensor) -> float | None:
 
 def _exact_error(value: Tensor, finite: Tensor, reference: Tensor) -> float:
     """rel_l2 in fp64 over the elements where both are finite; ``inf`` if a value is not finite and its reference is."""
-    expected = reference.isfinite()
-    if bool((~finite & expected).any()):
+    if bool(nonfinite_unlike(value, reference).any()):
         return math.inf
-    both = finite & expected
+    both = finite & reference.isfinite()
     difference = torch.where(both, value - reference, 0.0)
     kept = torch.where(both, reference, 0.0)
     scale = max(float(kept.abs().max()) if kept.numel() else 0.0, 1e-300)

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lowprec_check.engine.core.floating_dtypes import torch_dtype
+from lowprec_check.engine.core.floating_dtypes import NARROW, torch_dtype
 from lowprec_check.engine.model.keep_fp32 import cast_except, cast_inputs, keep_out_of_autocast, put_under_autocast
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.precisions import Precision
 
 
 class Application:
-    """Applies a precision to a model and around its call. This base class is the fp32 reference: it changes nothing."""
+    """Applies a precision to a model and around its call. This base class changes nothing."""
 
     def __init__(self, precision: Precision) -> None:
         self.precision = precision
@@ -29,6 +29,10 @@ class Application:
         """The dtype that floating inputs are cast to; ``None`` if they are not cast."""
         return None
 
+    def dtype_of_input(self, tensor: Tensor) -> torch.dtype:
+        """The dtype that the input ``tensor`` is given in."""
+        return self.input_dtype if self.input_dtype is not None and tensor.is_floating_point() else tensor.dtype
+
     def apply(self, model: nn.Module, device_type: str, keep_fp32: Sequence[str]) -> None:
         """Change ``model`` in place; the modules named in ``keep_fp32`` stay in fp32."""
 
@@ -38,6 +42,30 @@ class Application:
 
     def make_standalone(self, model: nn.Module, device_type: str) -> None:
         """Make a model that this was applied to work with fp32 inputs and without :meth:`context`."""
+
+
+class Reference(Application):
+    """fp32: a model in fp32 is not changed; one with other floating dtypes is converted, and its inputs with it."""
+
+    def __init__(self, precision: Precision) -> None:
+        super().__init__(precision)
+        self._converted: set[torch.dtype] = set()
+
+    def apply(self, model: nn.Module, device_type: str, keep_fp32: Sequence[str]) -> None:
+        """Convert narrow parameters and buffers; fp64 only in a model with fp64 parameters."""
+        self._converted = converted_dtypes(model)
+        if self._converted:
+            model._apply(lambda tensor: tensor.float() if tensor.dtype in self._converted else tensor)
+
+    def dtype_of_input(self, tensor: Tensor) -> torch.dtype:
+        """The dtype of ``tensor``, or fp32 if the model's tensors of that dtype were converted."""
+        return torch.float32 if tensor.dtype in self._converted else tensor.dtype
+
+
+def converted_dtypes(model: nn.Module) -> set[torch.dtype]:
+    """The dtypes in ``model`` that the fp32 reference converts to fp32; empty for a model in fp32."""
+    in_parameters = {parameter.dtype for parameter in model.parameters()}
+    return (in_parameters & {torch.float64}) | ((in_parameters | {b.dtype for b in model.buffers()}) & NARROW)
 
 
 class Cast(Application):
@@ -91,4 +119,4 @@ def application_of(precision: Precision) -> Application:
                 "Upgrade or uninstall the package that registers it.",
             ) from error
         return custom
-    return {"reference": Application, "cast": Cast, "autocast": Autocast}[precision.kind](precision)
+    return {"reference": Reference, "cast": Cast, "autocast": Autocast}[precision.kind](precision)

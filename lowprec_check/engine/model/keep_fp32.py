@@ -51,8 +51,11 @@ def keep_out_of_autocast(model: nn.Module, low: torch.dtype, keep_fp32: Sequence
 
 
 def put_under_autocast(model: nn.Module, low: torch.dtype, device_type: str) -> None:
-    """Make ``model`` run under autocast without a ``with`` block around its call."""
+    """Make ``model``, with the hooks it has, run under autocast without a ``with`` block around its call."""
     model.forward = functools.partial(_under_autocast, low, device_type, model.forward)
+    for hooks in (model._forward_pre_hooks, model._forward_hooks):
+        for key, hook in hooks.items():
+            hooks[key] = functools.partial(_under_autocast, low, device_type, hook)
 
 
 def cast_inputs(model: nn.Module, low: torch.dtype) -> None:

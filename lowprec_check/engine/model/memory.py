@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.dispatch_mode import DispatchMode
+from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import call_model
@@ -72,8 +72,8 @@ class _Counting(DispatchMode):
         super().__init__()
         self._counter = counter
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def handle(self, func: Any, args: Any, kwargs: Any, keys: AutocastKeys) -> Any:
+        out = run_op(func, args, kwargs, keys)
         for _, tensor in leaves(out):
             self._counter.count(tensor)
         return out

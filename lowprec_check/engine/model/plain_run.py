@@ -6,19 +6,20 @@ import math
 import re
 import statistics
 import threading
-import time
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 
+from lowprec_check.engine.core.compiled import compiled_frames
 from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.floating_dtypes import is_float
-from lowprec_check.engine.core.output_comparison import compare_outputs
+from lowprec_check.engine.core.output_comparison import OutputComparison, compare_outputs
 from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.core.seed import seed_everything
+from lowprec_check.engine.core.seed import generator_states, seed_everything
 from lowprec_check.engine.core.source_location import call_model, traceback_line
 from lowprec_check.engine.model import device as devices
 from lowprec_check.engine.model.prepared import Prepared
@@ -26,9 +27,12 @@ from lowprec_check.engine.model.target import WithLoss
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo, Status
 
+COMPARED_CALLS = 3
+"""Calls in a row whose outputs are compared: a model may fail or drift after its first call."""
 SAMPLES = 7
 MANY_SAMPLES, MANY_SECONDS = 50, 0.3
 """More samples for short calls, whose times vary more."""
+_FROM_GOOD_TO_BAD: tuple[Status, ...] = ("ok", "unjudged", "inaccurate", "nonfinite")
 _FALLBACK = re.compile(r"fall(ing|s)?[ -]?back.*cpu|fallback from \w+ to cpu", re.IGNORECASE)
 
 
@@ -39,13 +43,26 @@ class PlainResult(Struct, frozen=True, kw_only=True):
     exception: ExceptionInfo | None = None
     output_error: ErrorStats | None = None
     seconds: float = 0.0
-    """Of the first call."""
+    """Of the fastest call."""
+    first_seconds: float = 0.0
+    """Of the first call, which may compile."""
+    latency_ms: float | None = None
+    """Median of the calls after the first, in milliseconds."""
+    calls: int = 1
+    """Calls in a row that ended."""
+    failed_call: int | None = None
+    """The call that failed or had the largest error, if that was not the first."""
     random: bool = False
     """Whether the model used random numbers."""
+    compiled: bool = False
+    """Whether the model compiles parts of itself."""
+    changes_parameters: bool = False
+    """Whether a call writes to parameters; measured for the reference."""
     notes: tuple[str, ...] = ()
     fallbacks: tuple[str, ...] = ()
     loss: float | None = None
     output_is_zero: bool = False
+    compared_module: str | None = None
 
 
 def output_tensors(output: Any) -> list[Tensor]:
@@ -67,56 +84,152 @@ def run_once(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], see
         return devices.timed(ready.device, lambda: call_model(ready.call, inputs, named))
 
 
-def run_plain(
-    ready: Prepared,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    seed: int,
-    tolerance: float | None = None,
-    reference: list[Tensor] | None = None,
-    compare_random: bool = False,
-) -> tuple[PlainResult, list[Tensor] | None]:
-    """The first call: its result, and the leaves of the output, ``None`` if it raised.
+class CallLimits(NamedTuple):
+    """How often the plain part calls the model."""
 
-    ``compare_random``: compare with ``reference`` even if the model drew random numbers.
+    compare: float
+    """Seconds for the calls from the second to the last one whose output is compared."""
+    repeat: float
+    """Seconds for these and the calls after them, which are only timed."""
+    too_slow: float
+    """A model whose fastest call takes longer than this many seconds is not called again."""
+
+
+class PlainCalls:
+    """Calls a model several times in a row, as its user does, and judges each output. Nothing is attached or rewound.
+
+    ``references`` are the outputs of the fp32 run's first calls, ``None`` for the fp32 run itself.
     """
-    seed_everything(seed)
-    state_before = torch.get_rng_state()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
+
+    def __init__(
+        self,
+        ready: Prepared,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        seed: int,
+        tolerance: float | None = None,
+        references: list[list[Tensor]] | None = None,
+        on_call: Callable[[int], None] | None = None,
+    ) -> None:
+        self._ready, self._args, self._kwargs, self._seed = ready, args, kwargs, seed
+        self._tolerance, self._references = tolerance, references
+        self._on_call = on_call
+        self.outputs: list[list[Tensor]] = []
+        """The leaves of the first outputs, at most :data:`COMPARED_CALLS`."""
+        self._seconds: list[float] = []
+        self._verdicts: list[tuple[Status, OutputComparison]] = []
+
+    def run(self, limits: CallLimits) -> PlainResult:
+        """Call the model until the limits are reached or a call fails."""
+        seed_everything(self._seed)
+        before = generator_states()
+        frames = compiled_frames()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            try:
+                output = self._call()
+            except BaseException as error:
+                reraise_interrupt(error)
+                return self._failed(error)
+        found = PlainResult(
+            status="ok",
+            random=generator_states() != before,
+            fallbacks=_fallbacks(caught),
+            loss=_loss(output),
+            output_is_zero=_is_zero(self.outputs[0]),
+        )
+        del output
         try:
-            output, seconds = run_once(ready, args, kwargs, seed)
+            while self._may_repeat(limits, compiles=compiled_frames() > frames):
+                self._call()
         except BaseException as error:
             reraise_interrupt(error)
-            return PlainResult(status="error", exception=describe_error(error, ready.model)), None
-    drew = not torch.equal(state_before, torch.get_rng_state())
-    outputs = output_tensors(output)
-    fallbacks = tuple(dict.fromkeys(first_line(str(w.message)) for w in caught if _FALLBACK.search(str(w.message))))
-    floating = [tensor for tensor in outputs if is_float(tensor)]
-    found = PlainResult(
-        status="ok",
-        seconds=seconds,
-        random=drew,
-        fallbacks=fallbacks,
-        loss=_loss(output),
-        output_is_zero=bool(floating) and not any(bool(tensor.any()) for tensor in floating),
-    )
-    if reference is not None and (compare_random or not drew):
-        found = _judge(found, outputs, reference, tolerance)
-    return found, outputs
+            return self._failed(error)
+        return self._judged(msgspec.structs.replace(found, compiled=compiled_frames() > frames))
+
+    def _call(self) -> Any:
+        number = len(self._seconds) + 1
+        if self._on_call is not None:
+            self._on_call(number)
+        output, seconds = run_once(self._ready, self._args, self._kwargs, self._seed)
+        self._seconds.append(seconds)
+        if number <= COMPARED_CALLS:
+            tensors = output_tensors(output)
+            self.outputs.append([tensor.clone() for tensor in tensors])
+            if self._references is not None:
+                self._verdicts.append(
+                    judge(tensors, self._references[min(number, len(self._references)) - 1], self._tolerance)
+                )
+        return output
+
+    def _may_repeat(self, limits: CallLimits, *, compiles: bool) -> bool:
+        count = len(self._seconds)
+        if min(self._seconds) > limits.too_slow:
+            return compiles and count == 1
+        spent = sum(self._seconds[1:])
+        if count < COMPARED_CALLS:
+            return spent + (0.0 if compiles and count == 1 else self._seconds[-1]) <= limits.compare
+        if spent + self._seconds[-1] > limits.repeat:
+            return False
+        return count <= SAMPLES or (spent < MANY_SECONDS and count <= MANY_SAMPLES)
+
+    def _failed(self, error: BaseException) -> PlainResult:
+        number = len(self._seconds) + 1
+        return PlainResult(
+            status="error",
+            exception=describe_error(error, self._ready.model),
+            calls=number,
+            failed_call=number if number > 1 else None,
+            seconds=min(self._seconds, default=0.0),
+        )
+
+    def _judged(self, found: PlainResult) -> PlainResult:
+        """``found`` with times, and the worst verdict over the calls."""
+        found = msgspec.structs.replace(
+            found,
+            seconds=min(self._seconds),
+            first_seconds=self._seconds[0],
+            latency_ms=statistics.median(self._seconds[1:] or self._seconds) * 1e3,
+            calls=len(self._seconds),
+        )
+        if not self._verdicts:
+            return found
+        worst = max(range(len(self._verdicts)), key=lambda index: _badness(*self._verdicts[index]))
+        bad = self._verdicts[worst][0] != self._verdicts[0][0]
+        found = msgspec.structs.replace(found, failed_call=worst + 1 if bad else None)
+        return with_verdict(found, *self._verdicts[worst])
 
 
-def _judge(plain: PlainResult, outputs: list[Tensor], reference: list[Tensor], tolerance: float | None) -> PlainResult:
-    """Return ``plain`` with the status and error of ``outputs`` compared with ``reference``."""
+def _badness(status: Status, compared: OutputComparison) -> tuple[int, float]:
+    return _FROM_GOOD_TO_BAD.index(status), compared.distance
+
+
+def judge(outputs: list[Tensor], reference: list[Tensor], tolerance: float | None) -> tuple[Status, OutputComparison]:
+    """The status of one output compared with fp32's, and the comparison."""
     compared = compare_outputs([tensor.cpu() for tensor in outputs], reference)
-    status: Status = "ok"
     if compared.nonfinite:
-        status = "nonfinite"
-    elif tolerance is not None and not compared.rel_l2 <= tolerance:
-        status = "inaccurate"
+        return "nonfinite", compared
+    if not compared.compared or (_is_zero(outputs) and _is_zero(reference)):
+        return "unjudged", compared
+    return ("inaccurate" if tolerance is not None and not compared.distance <= tolerance else "ok"), compared
+
+
+def with_verdict(plain: PlainResult, status: Status, compared: OutputComparison) -> PlainResult:
+    """Return ``plain`` with another verdict on its output."""
     notes = (*plain.notes, compared.note) if compared.note else plain.notes
-    return msgspec.structs.replace(plain, status=status, output_error=compared.error, notes=notes)
+    error = compared.error if compared.compared else None
+    return msgspec.structs.replace(plain, status=status, output_error=error, notes=notes)
+
+
+def _is_zero(outputs: list[Tensor]) -> bool:
+    """Whether there are floating values, and all are zero."""
+    floating = [tensor for tensor in outputs if is_float(tensor) and tensor.numel()]
+    return bool(floating) and not any(bool(tensor.any()) for tensor in floating)
+
+
+def _fallbacks(caught: list[warnings.WarningMessage]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(first_line(str(w.message)) for w in caught if _FALLBACK.search(str(w.message))))
 
 
 def _loss(output: Any) -> float | None:
@@ -144,21 +257,3 @@ def _module_of_traceback(error: BaseException, model: torch.nn.Module) -> str | 
         found = names.get(id(owner), found) if owner is not None else found
         traceback = traceback.tb_next
     return found
-
-
-def measure_latency(
-    ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], *, seed: int, first: float, seconds: float
-) -> float:
-    """Median milliseconds of at least ``SAMPLES`` calls, or as many as fit in ``seconds``; else the time of the first call."""
-    samples: list[float] = []
-    started = time.monotonic()
-
-    def may_continue() -> bool:
-        elapsed = time.monotonic() - started
-        if elapsed + (samples[-1] if samples else first) > seconds:
-            return False
-        return len(samples) < SAMPLES or (elapsed < MANY_SECONDS and len(samples) < MANY_SAMPLES)
-
-    while may_continue():
-        samples.append(run_once(ready, args, kwargs, seed)[1])
-    return statistics.median(samples or [first]) * 1e3

@@ -16,7 +16,7 @@ from lowprec_check.schema.precisions import Precision
 
 
 class Prepared(NamedTuple):
-    """A model ready for one precision; call it with inputs in fp32."""
+    """A model ready for one precision; call it with :meth:`inputs`."""
 
     model: nn.Module
     application: Application
@@ -31,11 +31,9 @@ class Prepared(NamedTuple):
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Fresh copies on the device, floating tensors cast if the precision casts them."""
-        cast_to = self.application.input_dtype
 
         def ready(tensor: Tensor) -> Tensor:
-            dtype = cast_to if tensor.is_floating_point() and cast_to else tensor.dtype
-            return tensor.detach().to(self.device, dtype, copy=True)
+            return tensor.detach().to(self.device, self.application.dtype_of_input(tensor), copy=True)
 
         return map_tensors(args, ready), map_tensors(kwargs, ready)
 
@@ -52,17 +50,18 @@ def prepared(
     *,
     keep_fp32: Sequence[str] = (),
     call: Callable[..., Any] | None = None,
+    changes_parameters: bool = False,
 ) -> Iterator[Prepared]:
     """Apply ``precision`` to ``model`` in place, without gradients, and restore the model afterwards.
 
     ``keep_fp32`` names modules that stay in fp32. The model must already be on ``device``. ``call`` is the function to
-    call instead of the model, such as the model and a loss.
+    call instead of the model, such as the model and a loss. ``changes_parameters``: calls may write to parameters.
     """
-    snapshot = Snapshot(model)
+    snapshot = Snapshot(model, parameters=changes_parameters)
     application = application_of(precision)
     try:
         application.apply(model, device.type, keep_fp32)
         with torch.no_grad():
-            yield Prepared(model, application, device, call or model)
+            yield Prepared(model, application, device, model if call is None else call)
     finally:
         snapshot.restore()

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.source_location import show_line
+from lowprec_check.engine.model.application import converted_dtypes
 from lowprec_check.engine.model.inputs import as_call, call_form, call_with_number, is_function
 from lowprec_check.errors import UsageError
 
@@ -48,6 +49,8 @@ class Target(NamedTuple):
     notes: tuple[str, ...] = ()
     make_batch: Callable[[int], Any] | None = None
     """Returns the inputs of batch 0, 1, 2, …, seeded or drawn from torch's generator; ``None`` if the inputs are fixed."""
+    compiled: nn.Module | None = None
+    """The model as its user compiled it, by ``torch.compile(model)``: what the plain part calls."""
 
     def batch(self, index: int) -> Target:
         """This target with the inputs of another batch; raises :class:`UsageError` if there is only one."""
@@ -62,8 +65,10 @@ class Target(NamedTuple):
         return self._replace(args=args, kwargs=kwargs)
 
     def call(self, model: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """The function to call: ``model`` (by default the target's), followed by the loss if there is one."""
-        model, loss = self.model if model is None else model, self.loss
+        """The function to call: ``model`` (by default the target's, as compiled), followed by the loss if there is one."""
+        loss = self.loss
+        if model is None:
+            model = self.model if self.compiled is None else self.compiled
         if loss is None:
             return model
 
@@ -84,7 +89,7 @@ def make_target(model: nn.Module, inputs: Any, *, loss: Any = None, metric: Any 
 
 
 def check(target: Target) -> Target:
-    """Raise :class:`UsageError` if ``target`` cannot be scanned; unwrap a compiled model."""
+    """Raise :class:`UsageError` if ``target`` cannot be scanned; find the module inside a compiled model."""
     model, notes = target.model, list(target.notes)
     if isinstance(model, torch.jit.ScriptModule):
         raise UsageError(
@@ -93,8 +98,10 @@ def check(target: Target) -> Target:
         )
     original = getattr(model, "_orig_mod", None)
     if isinstance(original, nn.Module):
-        notes.append("the model was compiled: the original module was scanned in eager mode")
-        model = original
+        notes.append(
+            "the model is compiled: status and time are those of compiled code, the op-by-op analysis runs in eager mode"
+        )
+        target, model = target._replace(compiled=model), original
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"The target has type {type(model).__name__}, not torch.nn.Module.",
@@ -107,18 +114,21 @@ def check(target: Target) -> Target:
             "Call model.to_empty(device='cpu'), then load or initialize its weights.",
         )
     if not any(tensor.is_floating_point() for tensor in state):
-        raise UsageError(
-            "The model has no floating-point parameters to cast.",
-            "If it is quantized, scan the floating-point model it was made from.",
-        )
+        if state or not any(tensor.is_floating_point() for _, tensor in leaves((target.args, target.kwargs))):
+            raise UsageError(
+                "The model has no floating-point parameters or inputs to cast.",
+                "If it is quantized, scan the floating-point model it was made from.",
+            )
+        notes.append("the model has no parameters: only its inputs are cast")
     if any(is_lazy(tensor) for tensor in state):
         raise UsageError(
             "The model has lazy modules whose shapes are not known yet.",
             "Call the model once on its inputs in your file.",
         )
-    dtypes = {str(p.dtype)[6:] for p in model.parameters() if p.is_floating_point()} - {"float32"}
+    dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in converted_dtypes(model))
     if dtypes:
-        notes.append(f"the model has {' and '.join(sorted(dtypes))} parameters: it was scanned as fp32")
+        names = " and ".join(dtypes)
+        notes.append(f"the model has {names} weights: fp32 runs it converted to fp32, autocast as it is")
     if model.training:
         notes.append("the model is in training mode; for inference, call model.eval() in your file")
     return target._replace(model=model, notes=tuple(notes))

@@ -266,7 +266,7 @@ def plan_for_scan(
     If ``wanted`` is ``None``, the search is quick, happens only if no run passed, and ends at the first plan.
     """
     tried = [run for run in runs if run.is_low and run.status != "skipped"]
-    failing = {(run.precision, run.backend): run for run in tried if run.status != "ok"}
+    failing = {(run.precision, run.backend): run for run in tried if run.status not in ("ok", "unjudged")}
     if wanted is False or not failing or (wanted is None and len(failing) < len(tried)):
         return None
     backends = dict.fromkeys(run.backend for run in tried)

@@ -175,7 +175,7 @@ class _Search:
         self._report_progress(f"trial {self.trials.count}: {len(keep)} modules in fp32")
         runs = []
         for batch in list(self.order):
-            run = batch.run(self.base, self.backend, keep_fp32=keep, measured=False, instrumented=batch.random)
+            run = batch.run(self.base, self.backend, keep_fp32=keep, measured=False, instrumented=False)
             if not self.proposer.objective.reached(run):
                 self.order.remove(batch)
                 self.order.insert(0, batch)
@@ -213,9 +213,7 @@ class _Search:
     def _measure(self, keep: Keep) -> Run:
         self._report_progress(f"measuring {len(keep)} modules in fp32")
         runs = [
-            batch.run(
-                self.base, self.backend, keep_fp32=keep, measured=index == 0, instrumented=index == 0 or batch.random
-            )
+            batch.run(self.base, self.backend, keep_fp32=keep, measured=index == 0, instrumented=index == 0)
             for index, batch in enumerate(self.proposer.batches)
         ]
         worst = max(runs, key=error_of)

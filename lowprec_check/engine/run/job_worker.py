@@ -12,8 +12,9 @@ from pathlib import Path
 from lowprec_check.engine.core.source_location import is_user_code, show_line
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.isolation import Isolation, WorkerError
-from lowprec_check.engine.run.job import Job, run_job
+from lowprec_check.engine.run.job import Job
 from lowprec_check.engine.run.messages import (
+    CallStarted,
     Finished,
     FromJob,
     MeasuresDone,
@@ -23,6 +24,7 @@ from lowprec_check.engine.run.messages import (
     encode,
 )
 from lowprec_check.engine.run.outcome import JobOutcome
+from lowprec_check.engine.run.work import run_job
 from lowprec_check.process.breadcrumb import Breadcrumb, Position
 from lowprec_check.process.exit_code import describe_exit, signal_name
 from lowprec_check.process.function_worker import FunctionWorker, SendBytes
@@ -69,8 +71,8 @@ def execute(
 
 
 def _set_limits(event: MessageEvent[FunctionWorker[FromJob], FromJob], job: Job, op_limit: float) -> None:
-    """Each part gets the full budget; after a plain run that failed, each op gets ``op_limit`` seconds."""
-    if isinstance(event.message, (PlainDone, MeasuresDone)):
+    """Each call and each part gets the full budget; after a plain run that failed, each op gets ``op_limit`` seconds."""
+    if isinstance(event.message, (CallStarted, PlainDone, MeasuresDone)):
         event.worker.set_timeout(job.budget)
     if isinstance(event.message, PlainDone) and event.message.result.status == "error":
         event.worker.op_limit = op_limit

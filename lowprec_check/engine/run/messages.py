@@ -14,9 +14,8 @@ from lowprec_check.schema.scan_result import ErrorStats, Gap
 
 
 class Measures(Struct, frozen=True, kw_only=True):
-    """Time and memory of the plain run; for the reference also the difference between two of its runs."""
+    """Memory and metric of the plain run; for the reference also the difference between two of its runs."""
 
-    latency_ms: float | None = None
     peak_memory_bytes: int | None = None
     self_error: ErrorStats | None = None
     nonfinite_at: tuple[str, str, str | None] | None = None
@@ -24,14 +23,21 @@ class Measures(Struct, frozen=True, kw_only=True):
     metric: float | None = None
 
 
+class CallStarted(Struct, frozen=True, tag="call"):
+    """The plain part starts a call of the model."""
+
+    number: int
+    """Counted from 1."""
+
+
 class PlainDone(Struct, frozen=True, tag="plain"):
-    """The plain part is done."""
+    """The verdict of the plain part; a later message replaces it."""
 
     result: PlainResult
 
 
 class MeasuresDone(Struct, frozen=True, tag="measures"):
-    """Time and memory are measured."""
+    """What was measured so far; a later message replaces it."""
 
     measures: Measures
 
@@ -64,7 +70,7 @@ class ToolFailed(Struct, frozen=True, tag="failed"):
     traceback: str
 
 
-FromJob = PlainDone | MeasuresDone | GapFound | Explained | InstrumentFault | Finished | ToolFailed
+FromJob = CallStarted | PlainDone | MeasuresDone | GapFound | Explained | InstrumentFault | Finished | ToolFailed
 
 _DECODER: msgspec.msgpack.Decoder[FromJob] = msgspec.msgpack.Decoder(FromJob)
 

@@ -8,7 +8,6 @@ from torch.utils._pytree import tree_flatten
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.model.inputs import describe_inputs
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.run.job import NOT_FP32
 from lowprec_check.schema.scan_result import ModelInfo, Run
 
 
@@ -16,8 +15,9 @@ def describe_target(target: Target, fp32: Run) -> ModelInfo:
     """Describe the model and its inputs."""
     model = target.model
     notes = list(target.notes)
+    notes += fp32.notes
     if fp32.output_is_zero:
-        notes.append("the fp32 output is all zeros (a zero-initialized head?), so the output error is meaningless")
+        notes.append("the fp32 output is all zeros (a zero-initialized head?), so it tells nothing about errors")
     return ModelInfo(
         name=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -25,19 +25,11 @@ def describe_target(target: Target, fp32: Run) -> ModelInfo:
         modules=sum(1 for _ in model.modules()),
         training=model.training,
         call=target.form,
-        setup=[*target.setup, *_widening(target)],
+        setup=list(target.setup),
         castable=_is_castable(target),
         source=target.source,
         notes=notes,
     )
-
-
-def _widening(target: Target) -> list[str]:
-    """Code that converts a model in other dtypes to fp32, as the runs do."""
-    if not any(parameter.dtype in NOT_FP32 for parameter in target.model.parameters()):
-        return []
-    widen = "lambda t: t.float() if t.is_floating_point() else t"
-    return ["model = model.float()", f"inputs = tree_map_only(torch.Tensor, {widen}, inputs)"]
 
 
 def _is_castable(target: Target) -> bool:

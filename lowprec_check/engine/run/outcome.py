@@ -7,6 +7,7 @@ from typing import Literal
 
 from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.run.messages import (
+    CallStarted,
     Explained,
     FromJob,
     GapFound,
@@ -24,6 +25,8 @@ from lowprec_check.schema.scan_result import Gap
 class JobOutcome:
     """The results of a job; a part that did not run, or in which the worker died, is ``None``."""
 
+    call: int = 1
+    """The call of the plain part that was started last."""
     plain: PlainResult | None = None
     measures: Measures | None = None
     explained: Instrumented | None = None
@@ -40,7 +43,9 @@ class JobOutcome:
 
     def add(self, message: FromJob) -> None:
         """Store the content of a message."""
-        if isinstance(message, PlainDone):
+        if isinstance(message, CallStarted):
+            self.call = message.number
+        elif isinstance(message, PlainDone):
             self.plain = message.result
         elif isinstance(message, MeasuresDone):
             self.measures = message.measures

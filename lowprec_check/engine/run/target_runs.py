@@ -76,7 +76,8 @@ class TargetRuns:
         self._on_progress = on_progress
         self.fp32: Run | None = None
         self._self_error = 0.0
-        self.random = False
+        self._first_seconds = 0.0
+        self._changes_parameters = isolation == "none"
 
     # -- the reference
 
@@ -85,6 +86,10 @@ class TargetRuns:
         budget = self.options.budget or REFERENCE_BUDGET
         job = self._job(REFERENCE, budget=budget)
         outcome = self._execute(job)
+        if outcome.plain is not None and outcome.plain.changes_parameters:
+            self._changes_parameters = True
+            job = self._job(REFERENCE, budget=budget)
+            outcome = self._execute(job)
         plain, measures = outcome.plain, outcome.measures
         if plain is None:
             raise UsageError(*missing_reference(outcome, budget))
@@ -95,7 +100,7 @@ class TargetRuns:
         self._self_error = _self_error(measures)
         if self._self_error > MAX_SELF_ERROR:
             raise UsageError(*nondeterministic_reference(self._self_error))
-        self.random = plain.random
+        self._first_seconds = plain.first_seconds
         run = self._assemble(job, outcome)
         self.fp32 = msgspec.structs.replace(run, nondeterministic=self._self_error > 0)
         return self.fp32
@@ -104,7 +109,7 @@ class TargetRuns:
     def budget(self) -> float:
         """Seconds for each part of a run."""
         fp32_ms = self.fp32.latency_ms if self.fp32 else None
-        return self.options.budget or max(20.0, 10 * (fp32_ms or 0.0) / 1e3)
+        return self.options.budget or max(20.0, 10 * (fp32_ms or 0.0) / 1e3, 3 * self._first_seconds)
 
     def tolerance(self, precision: str) -> float:
         """Largest rel_l2 of the output that passes; larger if two fp32 runs differ."""
@@ -150,7 +155,7 @@ class TargetRuns:
         for _ in range(MAX_RELAUNCHES):
             if position is not None and position.in_op:
                 job = _emulate(job, position.op, ended, reason, self._op_limit())
-            elif position is not None:
+            elif position is not None and (ended != "timeout" or job.measure_once):
                 break
             outcome = self._execute(job)
             if outcome.ended == "done":
@@ -178,6 +183,7 @@ class TargetRuns:
             "budget": self.budget,
             "fp32_ms": self.fp32.latency_ms if self.fp32 else None,
             "without_kernel": options.without_kernel,
+            "changes_parameters": self._changes_parameters,
         }
         return Job(**settings | changes)
 
@@ -193,9 +199,6 @@ class TargetRuns:
     def _assemble(self, job: Job, outcome: JobOutcome) -> Run:
         plain, measures, explained = outcome.plain, outcome.measures, outcome.explained
         status, reason = self._status(job, outcome)
-        error = plain.output_error if plain else None
-        if self._is_judged_in_lockstep(job, outcome) and explained:
-            error = explained.lockstep_error
         return Run(
             precision=job.precision,
             backend=job.backend,
@@ -203,8 +206,12 @@ class TargetRuns:
             status=status,
             reason=reason,
             exception=plain.exception if plain else None,
-            output_error=error if not job.is_reference else None,
-            latency_ms=measures.latency_ms if measures else None,
+            calls=plain.calls if plain else outcome.call,
+            failed_call=plain.failed_call if plain else outcome.call if outcome.call > 1 else None,
+            output_error=plain.output_error if plain and not job.is_reference else None,
+            compared_module=plain.compared_module if plain else None,
+            lockstep_error=explained.lockstep_error if explained and not job.is_reference else None,
+            latency_ms=plain.latency_ms if plain and job.measured else None,
             peak_memory_bytes=_peak_memory(measures, explained) if status != "error" else None,
             gaps=explained.gaps if explained else outcome.gaps,
             op_calls=explained.op_calls if explained else OpCalls(),
@@ -221,35 +228,23 @@ class TargetRuns:
             emulated=explained.emulated if explained else {},
             notes=[*(plain.notes if plain else ()), *(explained.faults if explained else ()), *outcome.faults],
             fallbacks=list(plain.fallbacks) if plain else [],
+            compiled=bool(plain and plain.compiled),
             random=bool(plain and plain.random),
             output_is_zero=bool(plain and plain.output_is_zero),
         )
 
-    def _is_judged_in_lockstep(self, job: Job, outcome: JobOutcome) -> bool:
-        """Whether the output is judged by the lockstep reference, which used the same random draws; eager mode only."""
-        random = outcome.plain is not None and outcome.plain.random
-        return random and job.backend == EAGER and not job.is_reference
-
     def _status(self, job: Job, outcome: JobOutcome) -> tuple[Status, str | None]:
         plain, explained = outcome.plain, outcome.explained
         if plain is not None:
-            if plain.status == "ok" and self._is_judged_in_lockstep(job, outcome) and explained:
-                return _status_in_lockstep(explained, self.tolerance(job.precision)), None
             return plain.status, None
+        which = f" on call {outcome.call}" if outcome.call > 1 else ""
         if outcome.ended == "crashed":
-            return "crashed", f"{outcome.reason or 'the process died'}{_in_which_op(outcome, explained)}"
-        return "timeout", f"exceeded the budget of {self.budget:.0f} s"
+            return "crashed", f"{outcome.reason or 'the process died'}{which}{_in_which_op(outcome, explained)}"
+        return "timeout", f"exceeded the budget of {self.budget:.0f} s{which}"
 
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-def _status_in_lockstep(explained: Instrumented, tolerance: float) -> Status:
-    if explained.lockstep_nonfinite:
-        return "nonfinite"
-    rel_l2 = explained.lockstep_error.rel_l2 if explained.lockstep_error else None
-    return "ok" if rel_l2 is not None and rel_l2 <= tolerance else "inaccurate"
 
 
 def _peak_memory(measures: Measures | None, explained: Instrumented | None) -> int | None:
@@ -262,7 +257,8 @@ def _peak_memory(measures: Measures | None, explained: Instrumented | None) -> i
 def _self_error(measures: Measures | None) -> float:
     if measures is None or measures.self_error is None:
         return 0.0
-    return measures.self_error.rel_l2 if measures.self_error.rel_l2 is not None else math.inf
+    distance = measures.self_error.distance
+    return distance if distance is not None else math.inf
 
 
 def _in_which_op(outcome: JobOutcome, explained: Instrumented | None) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from lowprec_check.engine.core.dispatch_mode import DispatchMode
+from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
 
 
 class DispatchedOps(DispatchMode):
@@ -21,13 +21,13 @@ class DispatchedOps(DispatchMode):
         self.random = False
         self.failed: str | None = None
 
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def handle(self, func: OpOverload, args: Any, kwargs: Any, keys: AutocastKeys) -> Any:
         """Run ``func`` as it is."""
         name = short_name(func)
         (self.views if is_view(func) else self.names)[name] = None
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
         try:
-            return func(*args, **(kwargs or {}))
+            return run_op(func, args, kwargs, keys)
         except Exception:
             self.failed = self.failed or name
             raise

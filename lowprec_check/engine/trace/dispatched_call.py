@@ -9,20 +9,31 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from lowprec_check.engine.trace.op_arguments import dtype_flow, shape_text, tensors_in
+from lowprec_check.engine.core.dispatch_mode import AutocastKeys, run_op
+from lowprec_check.engine.trace.op_arguments import Args, Kwargs, dtype_flow, outputs_of, shape_text, tensors_in
 from lowprec_check.engine.trace.op_traits import OpTraits, traits
+from lowprec_check.engine.trace.twins import Facts
 from lowprec_check.schema.op_calls import CallOutcome, OpCall
 
 
 class DispatchedCall:
     """The op, its arguments, where it was called, and its outcome."""
 
-    __slots__ = ("args", "func", "inputs", "involved", "kwargs", "module", "outcome", "seconds", "source", "traits")
+    __slots__ = (
+        *("args", "autocast_keys", "before", "func", "input_facts", "inputs", "involved", "kwargs"),
+        *("module", "outcome", "seconds", "source", "traits"),
+    )
 
-    def __init__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.func, self.args, self.kwargs = func, args, kwargs
+    def __init__(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], autocast_keys: AutocastKeys = ()
+    ) -> None:
+        self.func, self.args, self.kwargs, self.autocast_keys = func, args, kwargs, autocast_keys
         self.traits: OpTraits = traits(func)
         self.inputs = [tensor for tensor in tensors_in(args, kwargs) if tensor.layout == torch.strided]
+        self.before: dict[int, Tensor] = {}
+        """By ``id``, the values before the op of the integer and boolean tensors that it writes to."""
+        self.input_facts = Facts()
+        """The largest of its inputs' facts, before it ran."""
         self.involved = False
         """Whether low-precision values reach this op; if not, it is its own reference."""
         self.module = ""
@@ -32,12 +43,27 @@ class DispatchedCall:
 
     def run(self) -> Any:
         """Run the op as given."""
-        return self.func(*self.args, **self.kwargs)
+        return run_op(self.func, self.args, self.kwargs, self.autocast_keys)
+
+    def results(self, out: Any, args: Args | None = None, kwargs: Kwargs | None = None) -> list[Tensor]:
+        """The tensors that the op returned as ``out``, then those that it wrote to without returning them.
+
+        ``args`` and ``kwargs`` are what it was called with, if those were not the call's own.
+        """
+        outputs = outputs_of(out)
+        if not self.traits.mutable:
+            return outputs
+        returned = {id(tensor) for tensor in outputs}
+        written = self._written_among(self.args if args is None else args, self.kwargs if kwargs is None else kwargs)
+        return outputs + [t for t in written if id(t) not in returned and t.layout == torch.strided]
 
     def written(self) -> Iterator[Tensor]:
         """The tensors that the op writes to."""
+        return self._written_among(self.args, self.kwargs)
+
+    def _written_among(self, args: Args, kwargs: Kwargs) -> Iterator[Tensor]:
         for key in self.traits.written:
-            value = self.kwargs.get(key) if isinstance(key, str) else self.args[key] if key < len(self.args) else None
+            value = kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None
             if isinstance(value, Tensor):
                 yield value
             elif isinstance(value, (list, tuple)):

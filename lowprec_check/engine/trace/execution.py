@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from lowprec_check.engine.core.dispatch_mode import reached_by_autocast
 from lowprec_check.engine.core.source_location import ModuleStack
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.emulation import Emulation
@@ -16,10 +15,11 @@ from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.pending_complex import PendingComplex
 from lowprec_check.engine.trace.rescue import Rescue, Retry, find_rescue
 from lowprec_check.engine.trace.solver_failures import SolverFailures
+from lowprec_check.process.breadcrumb import Breadcrumb
 
 
 class Execution:
-    """Runs op calls of a model in the dtype ``low``; gaps are added to ``journal``.
+    """Runs op calls of a model in the dtype ``low``; gaps are added to ``journal``. The breadcrumb tells when an op runs as given.
 
     With ``follow_reference``, an op that fails on low-precision values returns its result on the reference's values.
     """
@@ -33,8 +33,10 @@ class Execution:
         emulation: Emulation,
         *,
         follow_reference: bool,
+        breadcrumb: Breadcrumb | None = None,
     ) -> None:
         self.low = low
+        self._breadcrumb = breadcrumb
         self.pending = PendingComplex(lockstep.twins, low)
         self.solver_failures = SolverFailures(lockstep.twins, journal)
         self.raised: BaseException | None = None
@@ -49,16 +51,20 @@ class Execution:
             retry = self._retry(call)
             if retry.low_precision:
                 return self._emulate(call, retry)
+        if self._breadcrumb is not None:
+            self._breadcrumb.enter(call.traits.name, call.module, call.source)
         started = time.perf_counter()
         try:
-            if call.traits.fused and self._stack.autocast:
-                with reached_by_autocast(call.inputs[0].device.type):
-                    return call.run()
-            return call.run()
+            out = call.run()
         except Exception as error:
-            return self.rescue(call, error)
+            failed = error
+        else:
+            return out
         finally:
             call.seconds = time.perf_counter() - started
+            if self._breadcrumb is not None:
+                self._breadcrumb.leave()
+        return self.rescue(call, failed)
 
     def rescue(self, call: DispatchedCall, error: Exception) -> Any:
         """The result to continue with after ``error``; raises ``error`` if the model itself causes it."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch._ops import OpOverload
 
-from lowprec_check.engine.core.dispatch_mode import DispatchMode
+from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import ModuleStack, call_model, source_line
@@ -23,11 +23,10 @@ class _FirstNonfinite(DispatchMode):
         self.stack = stack
         self.found: tuple[str, str, str | None] | None = None
 
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def handle(self, func: OpOverload, args: Any, kwargs: Any, keys: AutocastKeys) -> Any:
         op = traits(func)
         inputs_finite = self.found is None and not op.skipped and all(map(_finite, tensors_in(args, kwargs)))
-        out = func(*args, **kwargs)
+        out = run_op(func, args, kwargs, keys)
         if inputs_finite and not all(_finite(tensor) for _, tensor in leaves(out)):
             self.found = (op.name, self.stack.current, source_line(sys._getframe(1)))
         return out

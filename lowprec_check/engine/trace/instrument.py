@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
+from lowprec_check.engine.core.compiled import compiled_code_in_eager
 from lowprec_check.engine.core.output_comparison import compare_outputs, same_bits
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import ModuleStack, call_model
@@ -40,6 +41,8 @@ class Options(NamedTuple):
     on_gap: Callable[[Gap], None] | None = None
     seed: int = 0
     count_memory: bool = False
+    changes_parameters: bool = False
+    """Whether calls write to parameters."""
 
 
 def fp32_state(model: nn.Module) -> dict[str, Tensor]:
@@ -58,7 +61,7 @@ def run_instrumented(
 ) -> Instrumented:
     """Run with a dispatch mode; if an exception came from above dispatch, run again with a function mode too."""
     model_call = _ModelCall(ready, args, kwargs, fp32)
-    snapshot = Snapshot(ready.model)
+    snapshot = Snapshot(ready.model, parameters=options.changes_parameters)
     try:
         found, failed_above = _pass(model_call, options, plain_outputs, function_mode=False)
         if failed_above:
@@ -88,7 +91,7 @@ def _pass(
     journal.rows += seed_state(lockstep, ready.model, model_call.fp32)
     seed_inputs(lockstep, (inputs, named), (model_call.args, model_call.kwargs), ready.device)
     counter = StorageCounter(ready, inputs, named) if options.count_memory else None
-    with ModuleStack(ready.model, ready.device.type) as stack:
+    with ModuleStack(ready.model) as stack:
         recorder = Recorder(
             ready.application.dtype,
             lockstep,
@@ -101,6 +104,7 @@ def _pass(
             timed=ready.device.type == "cpu",
         )
         output, error = _call(ready, inputs, named, recorder, options.seed, function_mode)
+        recorder.finish(output_tensors(output) if error is None else [])
     found = Instrumented(
         gaps=journal.gaps,
         op_calls=journal.op_calls(),
@@ -127,8 +131,7 @@ def _with_output(
     return msgspec.structs.replace(
         found,
         perturbed=None if plain_outputs is None else not same_bits(tensors, plain_outputs),
-        lockstep_error=compared.error,
-        lockstep_nonfinite=compared.nonfinite,
+        lockstep_error=compared.error if compared.compared else None,
     )
 
 
@@ -137,7 +140,7 @@ def _call(
 ) -> tuple[Any, BaseException | None]:
     seed_everything(seed)
     try:
-        with ready.context(), compiled_code_in_eager(), recorder:
+        with ready.context(), compiled_code_in_eager(), _without_warning_of_hooks(), recorder:
             if not function_mode:
                 return call_model(ready.call, inputs, named), None
             with FunctionRescue(recorder):
@@ -147,12 +150,12 @@ def _call(
         return None, error
 
 
-def compiled_code_in_eager() -> contextlib.AbstractContextManager[Any]:
-    """Run compiled parts of a model in eager mode, because Dynamo would trace the modes. Does not import Dynamo."""
-    if "torch._dynamo" not in sys.modules:
-        return contextlib.nullcontext()
-    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
+@contextlib.contextmanager
+def _without_warning_of_hooks() -> Iterator[None]:
+    """Compiled modules warn that there are global hooks, which are ours."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
+        yield
 
 
 def _uncalled(model: nn.Module, stack: ModuleStack, input_storages: Iterable[int]) -> list[str]:

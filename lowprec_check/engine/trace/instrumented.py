@@ -19,8 +19,7 @@ class Instrumented(Struct, frozen=True, kw_only=True):
     exception: ExceptionInfo | None = None
     perturbed: bool | None = None
     lockstep_error: ErrorStats | None = None
-    """Error of the output against the lockstep reference, which uses the same random values."""
-    lockstep_nonfinite: bool = False
+    """Error of the output against the lockstep reference, which uses the random values and decisions of the run."""
     emulated: dict[str, str] = {}
     peak_memory_bytes: int | None = None
     """Peak of the run's own tensors, if requested."""

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float, widened_dtype
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
-from lowprec_check.engine.trace.op_arguments import Args, Kwargs, map_args, outputs_of
+from lowprec_check.engine.trace.draws import GeneratorState, followed, rerun
+from lowprec_check.engine.trace.op_arguments import Args, Kwargs, map_args
 from lowprec_check.engine.trace.twins import Twins, storage_key
 
 
@@ -36,19 +37,26 @@ class Lockstep:
         return storage_key(tensor) in self.parameters
 
     def arguments(self, call: DispatchedCall) -> tuple[Args, Kwargs]:
-        """The arguments of ``call`` in the reference: twins of the tensors, and widened dtypes."""
-        wide, reference_of = self.twins.wide, self.twins.reference_of
+        """The arguments of ``call`` in the reference: twins of the tensors, and widened dtypes.
+
+        Integer and boolean tensors that it writes to are copies: the model's own follow the low-precision run.
+        """
+        wide, reference_of, before = self.twins.wide, self.twins.reference_of, call.before
 
         def reference(value: Any) -> Any:
-            return widened_dtype(value, wide) if isinstance(value, torch.dtype) else reference_of(value)
+            if isinstance(value, torch.dtype):
+                return widened_dtype(value, wide)
+            return before.get(id(value), value) if before and not is_float(value) else reference_of(value)
 
         return map_args(call.args, call.kwargs, reference)
 
     def prepare_writes(self, call: DispatchedCall) -> None:
-        """Before the op runs: make a separate twin for each tensor that it writes to."""
+        """Before the op runs: make a separate twin, or a copy, of each tensor that it writes to."""
         for tensor in call.written():
             if is_float(tensor):
                 self.twins.prepare_write(tensor)
+            else:
+                call.before[id(tensor)] = tensor.clone()
 
     def advance(self, call: DispatchedCall, outputs: list[Tensor]) -> tuple[list[Tensor], float] | None:
         """Run the op on the reference's tensors; the results, paired with ``outputs``, become their twins.
@@ -65,7 +73,7 @@ class Lockstep:
                 self.twins.restart(tensor)
             return None
         seconds = time.perf_counter() - started
-        references = outputs_of(result)
+        references = call.results(result, args, kwargs)
         if len(references) != len(outputs):
             return None
         if call.traits.selects:
@@ -85,14 +93,25 @@ class Lockstep:
             if is_float(out) and id(out) not in written and out.shape == reference.shape:
                 self.twins.set_reference(out, reference, shared=shared)
 
-    def follow_random(self, call: DispatchedCall, outputs: list[Tensor]) -> None:
-        """Copy the random values of the low-precision run."""
+    def follow_random(
+        self, call: DispatchedCall, outputs: list[Tensor], state: GeneratorState, own: tuple[Args, Kwargs]
+    ) -> None:
+        """Give the reference the random numbers of the run; ``own`` are the call's arguments, widened before it ran."""
         if call.traits.packet == "aten::native_dropout" and len(outputs) == 2:
             scale = 1.0 / max(1.0 - call.args[1], 1e-12)
             kept = self.twins.reference_of(call.inputs[0]) * outputs[1]
             self.twins.set_reference(outputs[0], kept * scale)
-        for tensor in call.written():
-            self.twins.restart(tensor)
+            return
+        references = rerun(call, state, *self.arguments(call))
+        widened = rerun(call, state, *own)
+        written = {id(tensor) for tensor in call.written()}
+        for out, reference, mine in zip(outputs, references, widened, strict=True):
+            if is_float(out) and out.shape == reference.shape:
+                values = followed(out, reference.clone(), mine)
+                if id(out) in written:
+                    self.twins.reference_of(out).copy_(values)
+                else:
+                    self.twins.set_reference(out, values)
 
 
 def _selected(

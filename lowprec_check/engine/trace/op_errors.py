@@ -5,12 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float
-from lowprec_check.engine.core.tensor_comparison import TensorComparison, compare_tensor
+from lowprec_check.engine.core.tensor_comparison import compare_tensor
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.local_error import widened_outputs
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs
+from lowprec_check.engine.trace.output_facts import OutputFacts, add_to_row, facts_in
 from lowprec_check.engine.trace.solver_failures import SolverFailures
+from lowprec_check.engine.trace.twins import Facts
 from lowprec_check.schema.op_calls import OpCall
 
 
@@ -22,7 +24,8 @@ class OpErrors:
     ) -> None:
         self._lockstep, self._twins = lockstep, lockstep.twins
         self._solver_failures = solver_failures
-        self._local, self._count_flushed = local, count_flushed
+        self.facts = OutputFacts(lockstep.twins, count_flushed=count_flushed)
+        self._local = local
 
     def measure(
         self, call: DispatchedCall, outputs: list[Tensor], widened: tuple[Args, Kwargs] | None, row: OpCall
@@ -31,31 +34,27 @@ class OpErrors:
 
         Returns the seconds that the op took on the reference's tensors, ``None`` if it failed on them.
         """
-        nonfinite_inputs = self._measure_inputs(call, row)
         advanced = self._lockstep.advance(call, outputs)
         if advanced is None:
             return None
         references, seconds = advanced
+        row.input_error, row.input_flushed = call.input_facts.error, call.input_facts.flushed
         own = widened_outputs(call, widened, outputs, self._twins.wide) if self._local else None
         if call.traits.moves:
             row.local_error = 0.0
         self._measure_outputs(call, outputs, references, own, row)
-        if nonfinite_inputs:
-            row.introduced_inf, row.introduced_nan, row.flushed = 0, 0, None
         if call.traits.casts:
             row.recast = self._recast(call.inputs[0], outputs[0])
         return seconds
 
-    def _measure_inputs(self, call: DispatchedCall, row: OpCall) -> bool:
-        """Fill in the errors of the inputs; return whether one contains a NaN or Inf that the reference does not."""
-        error, flushed, nonfinite = 0.0, 0.0, False
-        for tensor in call.inputs:
-            twin = self._twins.find(tensor)
-            if twin is not None:
-                error, flushed = max(error, twin.error), max(flushed, twin.flushed)
-                nonfinite = nonfinite or twin.nonfinite
-        row.input_error, row.input_flushed = error, flushed
-        return nonfinite
+    def measure_inputs(self, call: DispatchedCall) -> Facts:
+        """Before the op runs: the largest error and underflow of its inputs, and whether one has a new NaN or Inf."""
+        found = [self.facts.of_input(tensor) for tensor in call.inputs if is_float(tensor)]
+        return Facts(
+            max((facts.error for facts in found), default=0.0),
+            max((facts.flushed for facts in found), default=0.0),
+            any(facts.nonfinite for facts in found),
+        )
 
     def _measure_outputs(
         self,
@@ -65,6 +64,7 @@ class OpErrors:
         own: list[Tensor] | None,
         row: OpCall,
     ) -> None:
+        several = sum(map(is_float, outputs)) > 1
         for index, (out, reference) in enumerate(zip(outputs, references, strict=True)):
             if out.shape != reference.shape:
                 row.flips += abs(out.numel() - reference.numel())
@@ -73,27 +73,19 @@ class OpErrors:
                 if own is not None and own[index].shape == out.shape:
                     against.append(own[index])
                 # Only the first output: others, such as the mean that a norm saves, may be near zero without underflow.
-                compared = compare_tensor(out, against, count_flushed=self._count_flushed and index == 0)
-                self._add(out, compared, row)
-                row.rms = compared.rms if index == 0 else row.rms
+                compared = compare_tensor(out, against, count_flushed=self.facts.count_flushed and index == 0)
+                self.facts.store(out, facts_in(compared))
+                if call.input_facts.nonfinite:
+                    compared = compared._replace(introduced_inf=0, introduced_nan=0, flushed=None)
+                if several:
+                    self.facts.add_when_used(out, compared, row)
+                else:
+                    add_to_row(row, compared)
             elif call.inputs:
                 flips = int((out != reference).sum())
                 row.flips += flips
                 if flips:
                     self._solver_failures.add(call, outputs, out)
-
-    def _add(self, out: Tensor, compared: TensorComparison, row: OpCall) -> None:
-        """Store the largest errors over the outputs of a call in ``row``, and those of ``out`` in its twin."""
-        twin = self._twins.find_or_add(out)
-        twin.error, twin.flushed = compared.errors[0], compared.flushed or 0.0
-        twin.nonfinite = bool(compared.introduced_inf or compared.introduced_nan)
-        if len(compared.errors) > 1:
-            row.local_error = max(compared.errors[1], row.local_error or 0.0)
-        row.accumulated_error = max(compared.errors[0], row.accumulated_error or 0.0)
-        row.absmax = max(compared.absmax, row.absmax or 0.0)
-        row.introduced_inf += compared.introduced_inf
-        row.introduced_nan += compared.introduced_nan
-        row.flushed = max(compared.flushed or 0.0, row.flushed or 0.0)
 
     def _recast(self, source: Tensor, out: Tensor) -> int:
         """1 if this cast repeats or undoes another cast of the same values, else 0."""

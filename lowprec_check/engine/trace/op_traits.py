@@ -107,10 +107,6 @@ _SELECTIONS = frozenset(
 )
 
 
-# Fused layers that autocast does not handle; their kernels call ops that it does handle.
-FUSED_LAYERS = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
-
-
 class OpTraits(NamedTuple):
     """Properties of one overload."""
 
@@ -131,8 +127,6 @@ class OpTraits(NamedTuple):
     casts: bool
     """``_to_copy`` and the like: the local error is what the cast loses."""
     selects: bool
-    fused: bool
-    """A layer in one op, whose inner ops autocast reaches."""
 
 
 @functools.cache
@@ -157,7 +151,6 @@ def traits(func: OpOverload) -> OpTraits:
         moves=packet in _MOVES,
         casts=packet in ("aten::_to_copy", "aten::to", "prims::convert_element_type"),
         selects=packet in _SELECTIONS and len(schema.returns) == 2,
-        fused=packet.removeprefix("aten::") in FUSED_LAYERS,
     )
 
 

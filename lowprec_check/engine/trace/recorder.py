@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from lowprec_check.engine.core.dispatch_mode import DispatchMode
+from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode
 from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.floating_dtypes import NARROW, is_narrow, underflows
 from lowprec_check.engine.core.source_location import ModuleStack, source_line
 from lowprec_check.engine.model.memory import StorageCounter
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
+from lowprec_check.engine.trace.draws import GeneratorState, has_drawn, own_inputs_widened, state_before
 from lowprec_check.engine.trace.emulation import Emulation
 from lowprec_check.engine.trace.execution import Execution
 from lowprec_check.engine.trace.journal import Journal
@@ -27,7 +28,6 @@ from lowprec_check.engine.trace.local_error import widened_arguments
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs, has_narrow_dtype, outputs_of
 from lowprec_check.engine.trace.op_errors import OpErrors
-from lowprec_check.engine.trace.op_traits import draws
 from lowprec_check.engine.trace.twins import storage_key
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.op_calls import OpCall
@@ -61,13 +61,14 @@ class Recorder(DispatchMode):
         super().__init__()
         self.lockstep, self.stack, self.journal = lockstep, stack, journal
         self.emulation = emulation or Emulation()
-        self.breadcrumb = breadcrumb
         self.counter = counter
         self.input_storages: set[int] = set()
         """Storages that were an input of at least one op."""
         self.faults: dict[str, None] = {}
         """Failures of the instruments themselves: messages, in order, each once."""
-        self.execution = Execution(low, lockstep, stack, journal, self.emulation, follow_reference=errors != "none")
+        self.execution = Execution(
+            low, lockstep, stack, journal, self.emulation, follow_reference=errors != "none", breadcrumb=breadcrumb
+        )
         self._op_errors = OpErrors(
             lockstep,
             self.execution.solver_failures,
@@ -77,10 +78,9 @@ class Recorder(DispatchMode):
         self._errors: Errors = errors
         self._timed = timed
 
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        call = DispatchedCall(func, args, kwargs or {})
+    def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
+        """Record one op call, and return its result."""
+        call = DispatchedCall(func, args, kwargs, keys)
         if call.traits.skipped:
             return call.run()
         call.module = self.stack.current
@@ -88,19 +88,22 @@ class Recorder(DispatchMode):
             return self._run_view(call)
         call.source = source_line(sys._getframe(1))
         call.involved = self._is_involved(call)
-        if self.breadcrumb is not None:
-            self.breadcrumb.enter(call.traits.name, call.module, call.source)
-        widened = self._guarded(call, self._prepare, call)
+        state = state_before(call)
+        before = self._guarded(call, self._prepare, call, state is not None)
         out = self.execution.run(call)
         if self.execution.pending.any:
             out = self.execution.pending.resolve(call, out)
         if self.counter is not None:
             for tensor in outputs_of(out):
                 self.counter.count(tensor)
-        self._guarded(call, self._record, call, out, widened)
-        if self.breadcrumb is not None:
-            self.breadcrumb.leave()
+        self._guarded(call, self._record, call, out, before or _Before(), state)
         return out
+
+    def finish(self, outputs: list[Tensor]) -> None:
+        """After the run: ``outputs`` of the model count as used."""
+        for tensor in outputs:
+            self._op_errors.facts.of_input(tensor)
+        self._op_errors.facts.finish()
 
     def _run_view(self, call: DispatchedCall) -> Any:
         """Run a view. It shares the twin of the tensor it views, so only a view that fails is recorded."""
@@ -110,7 +113,7 @@ class Recorder(DispatchMode):
             call.source = source_line(sys._getframe(2))
             call.involved = self._is_involved(call)
             out = self.execution.rescue(call, error)
-            self._guarded(call, self._record, call, out, None)
+            self._guarded(call, self._record, call, out, _Before(), None)
             return out
         return self.execution.pending.resolve(call, out) if self.execution.pending.any else out
 
@@ -134,24 +137,30 @@ class Recorder(DispatchMode):
             involved = involved or key in twins.by_storage or tensor.dtype in NARROW
         return involved
 
-    def _prepare(self, call: DispatchedCall) -> tuple[Args, Kwargs] | None:
-        """Before the op runs: make twins for what it writes to, and widen its arguments for the local error."""
+    def _prepare(self, call: DispatchedCall, may_draw: bool) -> _Before:
+        """Before the op runs: make twins for what it writes to, and widen its arguments for the reruns."""
         if not call.involved or self._errors == "none":
-            return None
+            return _Before()
         with torch._C._DisableAutocast():
+            call.input_facts = self._op_errors.measure_inputs(call)
             self.lockstep.prepare_writes(call)
-            return widened_arguments(call, self.lockstep.wide) if self._errors == "both" else None
+            wide = self.lockstep.wide
+            return _Before(
+                widened_arguments(call, wide) if self._errors == "both" else None,
+                own_inputs_widened(call, wide) if may_draw else None,
+            )
 
-    def _record(self, call: DispatchedCall, out: Any, widened: tuple[Args, Kwargs] | None) -> None:
-        outputs = outputs_of(out)
+    def _record(self, call: DispatchedCall, out: Any, before: _Before, state: GeneratorState | None) -> None:
+        outputs = call.results(out)
         row = call.row(outputs)
+        row.to_python = int(call.involved and call.traits.packet == "aten::_local_scalar_dense")
         call.involved = call.involved or any(is_narrow(tensor) for tensor in outputs)
         if call.involved and outputs and self._errors != "none":
             with torch._C._DisableAutocast():
-                if draws(call.func, call.args, call.kwargs):
-                    self.lockstep.follow_random(call, outputs)
+                if state is not None and before.drawing is not None and has_drawn(call, state):
+                    self.lockstep.follow_random(call, outputs, state, before.drawing)
                 else:
-                    self._measure(call, outputs, widened, row)
+                    self._measure(call, outputs, before.widened, row)
         self.journal.rows.append(row)
 
     def _measure(
@@ -161,6 +170,15 @@ class Recorder(DispatchMode):
         if seconds is not None and call.outcome == "ok" and self._timed:
             row.time_ms, row.reference_ms = _milliseconds(call.seconds), _milliseconds(seconds)
             self.emulation.add_timing(call.traits.name, call.seconds, seconds)
+
+
+class _Before(NamedTuple):
+    """The arguments of a call before it ran, widened."""
+
+    widened: tuple[Args, Kwargs] | None = None
+    """For the local error."""
+    drawing: tuple[Args, Kwargs] | None = None
+    """For a call that may draw random numbers."""
 
 
 def _milliseconds(seconds: float) -> float:

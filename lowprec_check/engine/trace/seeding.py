@@ -12,7 +12,8 @@ from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.tensor_comparison import compare_tensor
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.op_arguments import dtype_flow, shape_text
-from lowprec_check.engine.trace.twins import storage_key
+from lowprec_check.engine.trace.output_facts import region_of
+from lowprec_check.engine.trace.twins import Facts, storage_key
 from lowprec_check.schema.op_calls import OpCall
 
 _NOTABLE_FLUSHED = 0.01
@@ -45,7 +46,7 @@ def _row_of_cast(lockstep: Lockstep, name: str, wide: Tensor, low: Tensor) -> Op
     lost = bool(compared.introduced_inf or compared.introduced_nan)
     if not lost and (compared.flushed or 0.0) <= _NOTABLE_FLUSHED:
         return None
-    lockstep.twins.find_or_add(low).nonfinite = lost
+    lockstep.twins.find_or_add(low).facts = {region_of(low): Facts(nonfinite=lost)}
     module, _, attribute = name.rpartition(".")
     return OpCall(
         f"cast {attribute}",

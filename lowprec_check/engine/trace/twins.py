@@ -8,12 +8,28 @@ low-precision value reached it. A twin is freed with its storage.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float, widen, widened_dtype
+from lowprec_check.engine.core.tensor_comparison import TensorComparison
+from lowprec_check.schema.op_calls import OpCall
+
+Region = tuple[tuple[int, ...], tuple[int, ...], int]
+"""A part of a storage: shape, stride and offset."""
+
+
+class Facts(NamedTuple):
+    """The values of one tensor, compared with the reference."""
+
+    error: float = 0.0
+    """Accumulated rel_l2."""
+    flushed: float = 0.0
+    """Share of the reference's non-zeros that underflowed to zero."""
+    nonfinite: bool = False
+    """Whether they contain a NaN or Inf that the reference does not."""
 
 
 class Twin:
@@ -22,13 +38,12 @@ class Twin:
     __slots__ = (
         "cast_from",
         "cast_to",
-        "error",
+        "facts",
         "finalizer",
-        "flushed",
-        "nonfinite",
         "pending_complex",
         "shared",
         "tensor",
+        "unused",
     )
 
     def __init__(self, tensor: Tensor | None, *, shared: bool = False) -> None:
@@ -36,12 +51,10 @@ class Twin:
         """The reference values, in the layout of the storage; ``None``: the storage is its own reference."""
         self.shared = shared
         """Whether the values belong to the caller; they are copied before the first write."""
-        self.error = 0.0
-        """Accumulated rel_l2 at the last write."""
-        self.flushed = 0.0
-        """Share of the reference's non-zeros that underflowed to zero, at the last write."""
-        self.nonfinite = False
-        """Whether the low-precision values contain a NaN or Inf that the reference does not."""
+        self.facts: dict[Region, Facts] = {}
+        """How far parts of the storage are from these values, since the last write; empty if nothing was measured."""
+        self.unused: tuple[OpCall, TensorComparison] | None = None
+        """The row of the call that wrote these values, and their comparison, as long as no op has used them."""
         self.pending_complex = False
         """Whether this complex64 result of a rescue is pending: real values computed from it are cast to the low dtype."""
         self.cast_from: torch.dtype | None = None
@@ -92,6 +105,7 @@ class Twins:
             base.shape == tensor.shape
             and base.stride() == tensor.stride()
             and base.storage_offset() == tensor.storage_offset()
+            and not (tensor.is_conj() or tensor.is_neg())
         ):
             return base
         view = base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -101,6 +115,7 @@ class Twins:
     def set_reference(self, out: Tensor, reference: Tensor, *, shared: bool = False) -> Twin:
         """Make ``reference`` (shape of ``out``) the twin of the storage of ``out``."""
         count = out.untyped_storage().nbytes() // out.element_size()
+        reference = _stored_values(out, reference)
         if not _same_layout(out, reference, count):
             base = torch.zeros(count, dtype=reference.dtype, device=reference.device)
             base.as_strided(out.shape, out.stride(), out.storage_offset()).copy_(reference)
@@ -123,11 +138,14 @@ class Twins:
         """Restart the reference of ``tensor`` from the low-precision values."""
         twin = self.find(tensor)
         if twin is not None:
-            twin.tensor, twin.shared, twin.error, twin.flushed = self._whole(tensor), False, 0.0, 0.0
+            twin.tensor, twin.shared, twin.facts, twin.unused = self._whole(tensor), False, {}, None
 
     def _whole(self, tensor: Tensor) -> Tensor:
         count = tensor.untyped_storage().nbytes() // tensor.element_size()
-        flat = tensor.detach().as_strided((count,), (1,), 0)
+        stored = tensor.detach()
+        stored = stored.conj() if stored.is_conj() else stored
+        stored = torch._neg_view(stored) if stored.is_neg() else stored
+        flat = stored.as_strided((count,), (1,), 0)
         return flat.to(widened_dtype(tensor.dtype, self.wide), copy=True)
 
     def _add(self, tensor: Tensor, twin: Twin) -> Twin:
@@ -138,6 +156,15 @@ class Twins:
         twin.finalizer = weakref.ref(storage, lambda _: twins.pop(key, None))
         twins[key] = twin
         return twin
+
+
+def _stored_values(out: Tensor, reference: Tensor) -> Tensor:
+    """The values that the storage of ``out`` would hold if ``out`` were ``reference``: without lazy conjugation and negation."""
+    if out.is_conj():
+        reference = reference.conj()
+    if out.is_neg():
+        reference = torch._neg_view(reference)
+    return reference.resolve_conj().resolve_neg()
 
 
 def _same_layout(out: Tensor, reference: Tensor, count: int) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._ops import OpOverload
 
-from lowprec_check.engine.core.dispatch_mode import DispatchMode
+from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
 from lowprec_check.engine.core.floating_dtypes import torch_dtype
 from lowprec_check.engine.trace.op_arguments import tensors_in
 from lowprec_check.errors import UsageError
@@ -61,14 +61,14 @@ class WithholdMode(DispatchMode):
         super().__init__()
         self.withheld = withheld
 
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def handle(self, func: OpOverload, args: Any, kwargs: Any, keys: AutocastKeys) -> Any:
+        """Raise for an op that is withheld, else run it."""
         for item in self.withheld:
             if item.matches(func) and any(
                 tensor.dtype == torch_dtype(item.format) for tensor in tensors_in(args, kwargs)
             ):
                 raise NotImplementedError(f"\"{item.op}\" not implemented for '{item.format.cpp_name}' (withheld)")
-        return func(*args, **kwargs)
+        return run_op(func, args, kwargs, keys)
 
 
 def withholding(specs: Iterable[str]) -> contextlib.AbstractContextManager[Any]:

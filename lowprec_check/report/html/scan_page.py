@@ -67,7 +67,7 @@ def _first_shown(runs: list[Run]) -> int:
 
 # -- the table of runs
 
-_KIND = {"ok": "ok", "reference": "none", "skipped": "none", "inaccurate": "warn"}
+_KIND = {"ok": "ok", "reference": "none", "skipped": "none", "inaccurate": "warn", "unjudged": "warn"}
 
 
 def _widest(result: ScanResult) -> float:
@@ -94,15 +94,15 @@ def _runs(result: ScanResult) -> Iterator[dict[str, Any]]:
 
 def _is_recommended(run: Run, result: ScanResult) -> bool:
     advice = result.recommendation
-    if advice is None or run.status != "ok":
+    if advice is None or run.status not in ("ok", "unjudged"):
         return False
     recommended = (advice.precision, advice.backend, advice.memory_format, advice.keep_fp32)
     return (run.base or run.precision, run.backend, run.memory_format, run.keep_fp32) == recommended
 
 
 def _error_bar(row: RunRow) -> dict[str, Any]:
-    rel_l2 = row.run.output_error.rel_l2 if row.run.output_error else None
-    if rel_l2 is None:
+    error = row.run.output_error.distance if row.run.output_error else None
+    if error is None:
         infinite = row.run.status == "nonfinite" or row.error == "∞"
         return {
             "error_width": 100.0 if infinite else 0.0,
@@ -110,9 +110,9 @@ def _error_bar(row: RunRow) -> dict[str, Any]:
             "tolerance_tick": None,
         }
     tolerance = row.run.tolerance
-    over = tolerance is not None and rel_l2 > tolerance
+    over = tolerance is not None and error > tolerance
     return {
-        "error_width": _decades(rel_l2),
+        "error_width": _decades(error),
         "error_kind": "bad" if over else "good",
         "tolerance_tick": _decades(tolerance) if tolerance else None,
     }

@@ -1,0 +1,752 @@
+"""Compare the status of each scan with three plain calls of the cast model, on models of four libraries.
+
+    pip install timm transformers diffusers
+    python benchmarks/verdict_breadth.py --output reports/verdict-breadth     # 72 models, 4 precisions each
+    python benchmarks/verdict_breadth.py --limit 5
+    python benchmarks/verdict_breadth.py --only transformers:gpt2
+
+The models are torchvision's, timm's, transformers' and diffusers', with random weights (seed 0), tiny where the library
+permits it; nothing is downloaded. A library that is not installed is skipped, which the report states. The plain calls
+use none of this package's code: a deepcopy of the model, cast or under autocast, called three times in a row, each call
+after ``torch.manual_seed(0)`` and compared with the same call of the fp32 model. The status is the worst of the three:
+
+- ``error``: a call raises;
+- ``nonfinite``: NaN or Inf where fp32 is finite, NaN where fp32 is not NaN, or another infinity;
+- ``inaccurate``: rel_l2 of a floating leaf of the output over 1e-2 (fp16) or 5e-2 (bf16). If the output has no floating
+  leaf, the share of elements that differ counts;
+- ``ok``: anything else.
+
+Runs without one right status are listed apart, with both: the fp32 output is all zeros, or the model draws random
+numbers. Writes OUTPUT.md and OUTPUT.json; exits with 1 if a status differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import functools
+import importlib
+import json
+import math
+import multiprocessing
+import multiprocessing.connection
+import random
+import sys
+import time
+import types
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from lowprec_check import UsageError, scan
+from lowprec_check.engine.model.torchvision_zoo import import_torchvision
+
+LIBRARIES = ("torchvision", "timm", "transformers", "diffusers")
+PRECISIONS = ("half", "bfloat16", "autocast-fp16", "autocast-bf16")
+SEVERITY = ("ok", "inaccurate", "nonfinite", "error")
+TOLERANCE = {torch.half: 1e-2, torch.bfloat16: 5e-2}
+CALLS = 3
+
+Inputs = tuple[Any, ...] | dict[str, Any]
+Make = Callable[[], tuple[nn.Module, Inputs]]
+
+
+# -- the plain calls
+
+
+class Judgement(NamedTuple):
+    """The status of plain calls in one precision."""
+
+    status: str
+    calls: list[str]
+    rel_l2: float
+    detail: str = ""
+
+
+class Reference(NamedTuple):
+    """The fp32 outputs of each call, and why they are no reference, if so."""
+
+    outputs: list[list[Tensor]]
+    apart: str = ""
+
+
+def tensors_in(value: Any, above: frozenset[int] = frozenset()) -> Iterator[Tensor]:
+    """Every tensor in mappings, sequences and the attributes of objects such as dataclasses and caches."""
+    if isinstance(value, Tensor):
+        yield value.detach()
+        return
+    children: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        children = value.values()
+    elif isinstance(value, (list, tuple)):
+        children = value
+    elif hasattr(value, "__dict__") and not callable(value) and not isinstance(value, types.ModuleType):
+        children = vars(value).values()
+    if id(value) not in above:
+        for child in children:
+            yield from tensors_in(child, above | {id(value)})
+
+
+def copied(value: Any, dtype: torch.dtype | None) -> Any:
+    """Copies of all tensors; floating ones cast to ``dtype``."""
+    if isinstance(value, Tensor):
+        return value.to(dtype, copy=True) if dtype is not None and value.is_floating_point() else value.clone()
+    if isinstance(value, dict):
+        return {key: copied(item, dtype) for key, item in value.items()}
+    return type(value)(copied(item, dtype) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    """The 16-bit dtype of a precision."""
+    return torch.half if precision in ("half", "autocast-fp16") else torch.bfloat16
+
+
+def plain_calls(model: nn.Module, inputs: Inputs, precision: str) -> Iterator[list[Tensor]]:
+    """Yield the output's tensors of each of three calls of a copy of ``model`` in ``precision`` or ``fp32``."""
+    model = copy.deepcopy(model)
+    cast_to = {"half": torch.half, "bfloat16": torch.bfloat16}.get(precision)
+    if cast_to is not None:
+        model = model.to(cast_to)
+    for _ in range(CALLS):
+        given = copied(inputs, cast_to)
+        args, kwargs = ((), given) if isinstance(given, dict) else (given, {})
+        seed_all()
+        context: Any = contextlib.nullcontext()
+        if precision.startswith("autocast"):
+            context = torch.autocast("cpu", dtype=dtype_of(precision))
+        with torch.no_grad(), context:
+            output = model(*args, **kwargs)
+        yield [tensor.clone() for tensor in tensors_in(output)]
+
+
+def seed_all() -> None:
+    """Seed torch, Python and NumPy."""
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+
+
+def drew() -> bool:
+    """Whether random numbers were drawn since :func:`seed_all`."""
+    states = [torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1]]  # type: ignore[index]
+    seed_all()
+    seeded = [torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1]]  # type: ignore[index]
+    return not (torch.equal(states[0], seeded[0]) and states[1] == seeded[1] and (states[2] == seeded[2]).all())
+
+
+def fp32_calls(model: nn.Module, inputs: Inputs) -> Reference:
+    """The reference of the plain calls."""
+    outputs, random_calls = [], False
+    try:
+        for output in plain_calls(model, inputs, "fp32"):
+            random_calls |= drew()
+            outputs.append(output)
+    except Exception as error:
+        return Reference([], f"fp32 raises {described(error)}")
+    if random_calls:
+        mode = " in training mode" if model.training else ""
+        return Reference(outputs, f"the model draws random numbers{mode}, which may differ between fp32 and 16 bits")
+    judged = [leaf for output in outputs for leaf in judged_leaves(output)]
+    if not any(leaf.numel() for leaf in judged):
+        return Reference(outputs, "the fp32 output is empty")
+    if all(is_floating(leaf) and not bool(leaf.any()) for leaf in judged):
+        return Reference(outputs, "the fp32 output is all zeros, so that no relative error exists")
+    return Reference(outputs)
+
+
+def described(error: BaseException) -> str:
+    """Type and first line."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:160]}"
+
+
+def is_floating(tensor: Tensor) -> bool:
+    """Whether its elements are floating-point or complex numbers."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def judged_leaves(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The floating leaves, or all if there are none."""
+    return [leaf for leaf in leaves if is_floating(leaf)] or list(leaves)
+
+
+def judge_plain(model: nn.Module, inputs: Inputs, precision: str, reference: Reference) -> Judgement:
+    """The status of three calls in ``precision``."""
+    tolerance, calls, worst, detail = TOLERANCE[dtype_of(precision)], [], 0.0, ""
+    outputs = plain_calls(model, inputs, precision)
+    for expected in reference.outputs:
+        try:
+            output = next(outputs)
+        except Exception as error:
+            calls.append("error")
+            detail = described(error)
+            break
+        status, rel_l2 = judge_call(output, expected, tolerance)
+        calls.append(status)
+        worst = max(worst, rel_l2)
+    return Judgement(max(calls, key=SEVERITY.index, default="ok"), calls, worst, detail)
+
+
+def judge_call(output: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> tuple[str, float]:
+    """Status and error of one call, from the leaves of its output."""
+    if len(output) != len(expected):
+        return "inaccurate", math.inf
+    floating = any(is_floating(reference) for reference in expected)
+    pairs = [(y, r) for y, r in zip(output, expected, strict=True) if is_floating(r) or not floating]
+    error = max((leaf_error(y, r) for y, r in pairs), default=0.0)
+    if any(has_new_nonfinite(y, r) for y, r in pairs):
+        return "nonfinite", error
+    return ("ok" if error <= tolerance else "inaccurate"), error
+
+
+def as_double(tensor: Tensor) -> Tensor:
+    """In fp64, complex numbers as pairs."""
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
+
+
+def has_new_nonfinite(y: Tensor, r: Tensor) -> bool:
+    """Whether ``y`` has a NaN where ``r`` has none, or an infinity that ``r`` does not have."""
+    y, r = as_double(y), as_double(r)
+    if y.shape != r.shape:
+        return not bool(y.isfinite().all()) and bool(r.isfinite().all())
+    return bool(((y.isnan() | (y.isinf() & (y != r))) & ~r.isnan()).any())
+
+
+def leaf_error(y: Tensor, r: Tensor) -> float:
+    """rel_l2 over the elements that are finite in both; for integers, the share that differs."""
+    if y.shape != r.shape:
+        return math.inf
+    if not is_floating(r):
+        return float((y != r).double().mean()) if r.numel() else 0.0
+    y, r = as_double(y), as_double(r)
+    finite = y.isfinite() & r.isfinite()
+    difference, size = float((y - r)[finite].norm()), float(r[finite].norm())
+    return 0.0 if difference == 0 else difference / size if size else math.inf
+
+
+# -- the models
+
+
+class Case(NamedTuple):
+    """A model with inputs."""
+
+    name: str
+    make: Make
+    training: bool = False
+
+    def build(self) -> tuple[nn.Module, Inputs]:
+        """The model with weights from seed 0, and its inputs."""
+        torch.manual_seed(0)
+        model, inputs = self.make()
+        return model.train(self.training), inputs
+
+
+class Labels(nn.Module):
+    """A model whose output is the indices of the ``count`` largest logits: integers only."""
+
+    def __init__(self, model: nn.Module, dim: int = -1, count: int = 1) -> None:
+        super().__init__()
+        self.model, self.dim, self.count = model, dim, count
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return next(tensors_in(self.model(*args, **kwargs))).topk(self.count, self.dim).indices
+
+
+class Suppressed(nn.Module):
+    """A language model that never writes the first ten tokens: -inf among its logits, in fp32 too."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        logits: Tensor = self.model(*args, **kwargs).logits
+        return logits.index_fill(-1, torch.arange(10), -math.inf)
+
+
+class Streaming(nn.Module):
+    """A language model that keeps its cache of keys and values: each call continues the last, up to 96 tokens.
+
+    A cache in fp32 has the wrong dtype for the second call of a cast model; the first call has no cache yet.
+    """
+
+    def __init__(self, model: nn.Module, *, in_fp32: bool = False) -> None:
+        super().__init__()
+        self.model, self.in_fp32 = model, in_fp32
+        self.past: Any = None
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        if self.past is not None and self.past.get_seq_length() + input_ids.shape[1] > 96:
+            self.past = None
+        output = self.model(input_ids, past_key_values=self.past, use_cache=True)
+        self.past = output.past_key_values
+        for layer in self.past.layers if self.in_fp32 else ():
+            layer.keys, layer.values = layer.keys.float(), layer.values.float()
+        logits: Tensor = output.logits
+        return logits
+
+
+class Codes(nn.Module):
+    """The encoder of an audio codec: integers only."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_values: Tensor) -> Tensor:
+        codes: Tensor = self.model.encode(input_values).audio_codes
+        return codes
+
+
+def with_spectral_norm(model: nn.Module) -> nn.Module:
+    """Spectral norm on every convolution: in training each call updates its buffers."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.utils.parametrizations.spectral_norm(module)
+    return model
+
+
+def noise(*shape: int) -> Tensor:
+    """Normal numbers from seed 1."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+def tokens(length: int = 32) -> Tensor:
+    """Two sequences of token ids below 500, from seed 1."""
+    return torch.randint(0, 500, (2, length), generator=torch.Generator().manual_seed(1))
+
+
+def torchvision_cases() -> Iterator[Case]:
+    """Classification, segmentation, detection, video, optical flow."""
+    tv, _ = import_torchvision()
+    models = tv.models
+
+    def make(name: str, *shape: int, **options: Any) -> Make:
+        return lambda: (models.get_model(name, weights=None, **options), (noise(*shape),))
+
+    image, clip = (1, 3, 64, 64), (1, 3, 4, 32, 32)
+    for name in ("resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5", "squeezenet1_1", "efficientnet_b0"):
+        yield Case(f"torchvision:{name}", make(name, *image))
+    for name in ("densenet121", "regnet_y_400mf", "swin_t"):
+        yield Case(f"torchvision:{name}", make(name, *image))
+    yield Case("torchvision:googlenet", make("googlenet", *image, init_weights=False, aux_logits=False))
+    for name in ("lraspp_mobilenet_v3_large", "deeplabv3_mobilenet_v3_large"):
+        yield Case(f"torchvision:{name}", make(name, *image, weights_backbone=None))
+    sizes = {"min_size": 96, "max_size": 96, "weights_backbone": None}
+    boxes = {"box_score_thresh": 0.0, "rpn_post_nms_top_n_test": 50, "box_detections_per_img": 20}
+    detectors: dict[str, dict[str, Any]] = {
+        "fasterrcnn_mobilenet_v3_large_320_fpn": sizes | boxes,
+        "retinanet_resnet50_fpn": sizes | {"score_thresh": 0.0, "detections_per_img": 20},
+        "ssdlite320_mobilenet_v3_large": {"weights_backbone": None, "score_thresh": 0.0, "detections_per_img": 20},
+    }
+    for name, options in detectors.items():
+        yield Case(
+            f"torchvision:{name}",
+            lambda name=name, options=options: (  # type: ignore[misc]
+                models.get_model(name, weights=None, **options),
+                ([noise(3, 96, 96).sigmoid()],),
+            ),
+        )
+    for name in ("r3d_18", "swin3d_t"):
+        yield Case(f"torchvision:{name}", make(name, *clip))
+    pair = (noise(1, 3, 128, 128).tanh(), noise(1, 3, 128, 128).flip(-1).tanh())
+    yield Case("torchvision:raft_small", lambda: (models.get_model("raft_small", weights=None), pair))
+    yield Case("torchvision:resnet18 (training)", make("resnet18", 4, 3, 64, 64), training=True)
+    yield Case(
+        "torchvision:resnet18 (spectral norm, training)",
+        lambda: (with_spectral_norm(models.get_model("resnet18", weights=None)), (noise(4, 3, 64, 64),)),
+        training=True,
+    )
+    yield Case("torchvision:mobilenet_v3_small (training)", make("mobilenet_v3_small", 4, 3, 64, 64), training=True)
+
+
+SIDES = {"lamhalobotnet50ts_256": 256}
+"""Sides of the images of timm models that need more than 64 pixels."""
+RESIZED = {"vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "mixer_s32_224", "gmlp_ti16_224", "levit_128s"}
+RESIZED |= {"xcit_nano_12_p16_224", "eva02_tiny_patch14_224", "visformer_tiny", "mobileone_s0", "repvgg_a0"}
+"""timm models that take ``img_size``."""
+SAME_SIZE = ("convnext_atto", "efficientnet_lite0", "mobilenetv3_small_050", "regnetx_002", "edgenext_xx_small")
+ZERO_HEAD = {"mixer_s32_224"}
+"""timm models whose last layer starts at zero and gets random weights here; ``gmlp_ti16_224`` keeps its zeros."""
+
+
+def timm_cases() -> Iterator[Case]:
+    """Small models of many families."""
+    timm = importlib.import_module("timm")
+
+    def make(name: str, batch: int = 1) -> Make:
+        def build() -> tuple[nn.Module, Inputs]:
+            side = SIDES.get(name, 64)
+            options = {"img_size": side} if name in RESIZED else {}
+            model: Any = timm.create_model(name, pretrained=False, **options)
+            if name in ZERO_HEAD:
+                nn.init.normal_(model.head.weight, std=0.02)
+            return model, (noise(batch, 3, side, side),)
+
+        return build
+
+    for name in (*SAME_SIZE, *sorted(RESIZED), *SIDES):
+        yield Case(f"timm:{name}", make(name))
+    yield Case("timm:regnetx_002 (training)", make("regnetx_002", batch=4), training=True)
+
+
+WIDTH = {"hidden_size": 64, "num_attention_heads": 4}
+LAYERS = {**WIDTH, "num_hidden_layers": 2, "intermediate_size": 128}
+VISION = {**LAYERS, "image_size": 64}
+TEXT = {**LAYERS, "vocab_size": 512, "max_position_embeddings": 128}
+DECODER = {**TEXT, "num_key_value_heads": 2}
+AUDIO = {**LAYERS, "conv_dim": (32,) * 7}
+HEADS = {"vocab_size": 512, "n_layer": 2, "n_head": 4}
+D_MODEL = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+
+TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bert": ("BertModel", "BertConfig", TEXT),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {**HEADS, "n_positions": 128, "n_embd": 64}),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {**DECODER, "use_cache": False}),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**DECODER, "use_cache": False}),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**DECODER, "num_local_experts": 4, "use_cache": False}),
+    "t5": ("T5Model", "T5Config", {**D_MODEL, "vocab_size": 512, "use_cache": False}),
+    "clip-vision": ("CLIPVisionModel", "CLIPVisionConfig", {**VISION, "patch_size": 16}),
+    "segformer": (
+        "SegformerForSemanticSegmentation",
+        "SegformerConfig",
+        {"depths": [1] * 4, "hidden_sizes": [16, 32, 48, 64], "num_attention_heads": [1, 2, 3, 4]},
+    ),
+    "longformer": ("LongformerModel", "LongformerConfig", {**TEXT, "attention_window": 8}),
+    "deberta-v2": (
+        "DebertaV2Model",
+        "DebertaV2Config",
+        {**TEXT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+    ),
+    "mamba": (
+        "MambaForCausalLM",
+        "MambaConfig",
+        {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
+    ),
+    "vit": ("ViTModel", "ViTConfig", VISION),
+    "dpt": (
+        "DPTForDepthEstimation",
+        "DPTConfig",
+        {
+            **VISION,
+            "num_hidden_layers": 4,
+            "backbone_out_indices": [0, 1, 2, 3],
+            "neck_hidden_sizes": [16, 16, 32, 32],
+            "fusion_hidden_size": 32,
+        },
+    ),
+    "wav2vec2": ("Wav2Vec2Model", "Wav2Vec2Config", AUDIO),
+    "wav2vec2-conformer": (
+        "Wav2Vec2ConformerModel",
+        "Wav2Vec2ConformerConfig",
+        {**AUDIO, "position_embeddings_type": "relative"},
+    ),
+    "autoformer": (
+        "AutoformerModel",
+        "AutoformerConfig",
+        {"prediction_length": 8, "context_length": 16, "lags_sequence": [1, 2], "num_time_features": 1, "d_model": 32},
+    ),
+    "recurrent-gemma": (
+        "RecurrentGemmaForCausalLM",
+        "RecurrentGemmaConfig",
+        {**DECODER, "num_hidden_layers": 3, "num_key_value_heads": 1, "attention_window_size": 16, "lru_width": 64},
+    ),
+    "xlnet": ("XLNetModel", "XLNetConfig", {**HEADS, "d_model": 64, "d_inner": 128}),
+    "bloom": ("BloomForCausalLM", "BloomConfig", {**HEADS, "hidden_size": 64, "use_cache": False}),
+    "opt": ("OPTForCausalLM", "OPTConfig", {**TEXT, "ffn_dim": 128, "word_embed_proj_dim": 64, "use_cache": False}),
+    "fnet": ("FNetModel", "FNetConfig", {key: TEXT[key] for key in TEXT if key != "num_attention_heads"}),
+    "bigbird": ("BigBirdModel", "BigBirdConfig", {**TEXT, "block_size": 4, "num_random_blocks": 1}),
+    "nystromformer": (
+        "NystromformerModel",
+        "NystromformerConfig",
+        {**TEXT, "segment_means_seq_len": 32, "num_landmarks": 8},
+    ),
+    "rwkv": (
+        "RwkvModel",
+        "RwkvConfig",
+        {"vocab_size": 512, "context_length": 64, "hidden_size": 64, "num_hidden_layers": 2},
+    ),
+    "encodec": (
+        "EncodecModel",
+        "EncodecConfig",
+        {"hidden_size": 32, "num_filters": 8, "codebook_size": 64, "target_bandwidths": [1.5]},
+    ),
+}
+"""Class of the model, class of its configuration, and the values that make it tiny."""
+
+
+def transformers_inputs(name: str, model: Any) -> dict[str, Any]:
+    """Inputs of the kind that the model expects."""
+    if name == "bert":
+        return {"input_ids": tokens(), "attention_mask": (torch.arange(32) < 20).long().expand(2, 32)}
+    if name == "t5":
+        return {"input_ids": tokens(), "decoder_input_ids": tokens(8)}
+    if name == "whisper-encoder":
+        return {"input_features": noise(1, 16, 100)}
+    if name == "autoformer":
+        past, future = noise(2, 18), noise(2, 8)
+        return {
+            "past_values": past,
+            "past_time_features": past[..., None] / 2,
+            "past_observed_mask": torch.ones(2, 18),
+            "future_values": future,
+            "future_time_features": future[..., None] / 2,
+        }
+    made: dict[str, Tensor] = {
+        "input_ids": tokens(128 if name == "bigbird" else 32),
+        "pixel_values": noise(1, 3, 64, 64),
+        "input_values": noise(1, 1, 1000) if name == "encodec" else noise(1, 4000),
+    }
+    return {model.main_input_name: made[model.main_input_name]}
+
+
+def transformers_cases() -> Iterator[Case]:
+    """Tiny models from configurations."""
+    library = importlib.import_module("transformers")
+    library.logging.set_verbosity_error()
+
+    def make(name: str) -> Make:
+        def build() -> tuple[nn.Module, Inputs]:
+            model_class, config_class, values = TRANSFORMERS[name]
+            model: Any = getattr(library, model_class)(getattr(library, config_class)(**values))
+            return model, transformers_inputs(name, model)
+
+        return build
+
+    def whisper() -> tuple[nn.Module, Inputs]:
+        module = importlib.import_module("transformers.models.whisper.modeling_whisper")
+        sizes = {"d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 128}
+        model: Any = module.WhisperEncoder(library.WhisperConfig(**sizes, num_mel_bins=16, max_source_positions=50))
+        return model, transformers_inputs("whisper-encoder", model)
+
+    def wrapped(name: str, wrapper: Callable[[nn.Module], nn.Module]) -> Make:
+        def build() -> tuple[nn.Module, Inputs]:
+            model, inputs = make(name)()
+            return wrapper(model), inputs
+
+        return build
+
+    for name in TRANSFORMERS:
+        yield Case(f"transformers:{name}", make(name))
+    yield Case("transformers:whisper-encoder", whisper)
+    yield Case("transformers:gpt2 (next tokens)", wrapped("gpt2", Labels))
+    yield Case("transformers:llama (top 5 tokens)", wrapped("llama", functools.partial(Labels, count=5)))
+    yield Case("transformers:segformer (labels)", wrapped("segformer", functools.partial(Labels, dim=1)))
+    yield Case("transformers:gpt2 (suppressed tokens)", wrapped("gpt2", Suppressed))
+    yield Case("transformers:gpt2 (keeps its cache)", wrapped("gpt2", Streaming))
+    in_fp32 = functools.partial(Streaming, in_fp32=True)
+    yield Case("transformers:gpt2 (keeps its cache in fp32)", wrapped("gpt2", in_fp32))
+    yield Case("transformers:encodec (codes)", wrapped("encodec", Codes))
+    yield Case("transformers:bert (training)", make("bert"), training=True)
+
+
+def diffusers_cases() -> Iterator[Case]:
+    """A small UNet with cross-attention."""
+    library = importlib.import_module("diffusers")
+
+    def unet() -> tuple[nn.Module, Inputs]:
+        model: Any = library.UNet2DConditionModel(
+            sample_size=16,
+            block_out_channels=(32, 32),
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+            layers_per_block=1,
+            attention_head_dim=8,
+            norm_num_groups=8,
+            cross_attention_dim=32,
+        )
+        step = torch.tensor([10])
+        return model, {"sample": noise(1, 4, 16, 16), "timestep": step, "encoder_hidden_states": noise(1, 7, 32)}
+
+    yield Case("diffusers:unet-2d-condition", unet)
+
+
+def cases(only: Sequence[str] = ()) -> tuple[list[Case], list[str]]:
+    """The models whose names start with a prefix in ``only`` (all without one), and the libraries that are missing."""
+    made = {
+        "torchvision": torchvision_cases,
+        "timm": timm_cases,
+        "transformers": transformers_cases,
+        "diffusers": diffusers_cases,
+    }
+    found: list[Case] = []
+    missing = []
+    for library in LIBRARIES:
+        if only and not any(prefix.startswith(library) or library.startswith(prefix) for prefix in only):
+            continue
+        try:
+            import_torchvision()  # its compiled ops may need replacements before the other libraries import it
+            found += made[library]()
+        except (ModuleNotFoundError, UsageError) as error:
+            missing.append(library)
+            print(f"skipped: {library} is not installed ({error}); pip install {library}", file=sys.stderr)
+    return [case for case in found if not only or case.name.startswith(tuple(only))], missing
+
+
+# -- both, for one model
+
+
+def scanned(model: nn.Module, inputs: Inputs) -> dict[str, tuple[str, float | None, str]]:
+    """Status, rel_l2 and exception of each precision, from a scan."""
+    try:
+        result = scan(model, inputs, precisions=list(PRECISIONS), errors="none", plan=False, budget=120, device="cpu")
+    except UsageError as error:
+        return dict.fromkeys(PRECISIONS, ("refused", None, described(error)))
+    found: dict[str, tuple[str, float | None, str]] = {}
+    for precision in PRECISIONS:
+        run = result.run(precision)
+        detail = run.reason or (f"{run.exception.type}: {run.exception.message}"[:160] if run.exception else "")
+        found[precision] = (run.status, run.output_error.rel_l2 if run.output_error else None, detail)
+    return found
+
+
+def both(case: Case) -> list[dict[str, Any]]:
+    """One row per precision: the status of the scan and that of the plain calls."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    model, inputs = case.build()
+    reference = fp32_calls(model, inputs)
+    plain = {precision: judge_plain(model, inputs, precision, reference) for precision in PRECISIONS}
+    scans = scanned(model, inputs)
+    return [
+        {
+            "model": case.name,
+            "precision": precision,
+            "scan": scans[precision][0],
+            "plain": plain[precision].status,
+            "calls": plain[precision].calls,
+            "apart": reference.apart,
+            "scan_rel_l2": scans[precision][1],
+            "plain_rel_l2": plain[precision].rel_l2 if math.isfinite(plain[precision].rel_l2) else None,
+            "scan_detail": scans[precision][2],
+            "plain_detail": plain[precision].detail,
+        }
+        for precision in PRECISIONS
+    ]
+
+
+def in_processes(work: Callable[[Any], Any], items: Sequence[Any], jobs: int) -> Iterator[tuple[Any, Any, str]]:
+    """Yield ``(item, result, problem)`` of each call as it ends, each in a forked process of its own."""
+    context = multiprocessing.get_context("fork")
+    waiting = list(items)
+    running: dict[Any, tuple[Any, Any]] = {}
+
+    def send(sender: Any, item: Any) -> None:
+        try:
+            sender.send((work(item), ""))
+        except Exception as error:
+            sender.send((None, described(error)))
+
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            receiver, sender = context.Pipe(duplex=False)
+            item = waiting.pop(0)
+            process = context.Process(target=send, args=(sender, item))
+            process.start()
+            sender.close()
+            running[receiver] = (process, item)
+        ended: list[Any] = multiprocessing.connection.wait(list(running))
+        for receiver in ended:
+            process, item = running.pop(receiver)
+            try:
+                result, problem = receiver.recv()
+            except EOFError:
+                process.join()
+                result, problem = None, f"the process ended with exit code {process.exitcode}"
+            process.join()
+            yield item, result, problem
+
+
+def described_row(row: Mapping[str, Any]) -> str:
+    """One run with both statuses, as a list entry."""
+    errors = [f"{row[key]:.1e}" if row[key] is not None else "–" for key in ("scan_rel_l2", "plain_rel_l2")]
+    details = " / ".join(dict.fromkeys(row[key] for key in ("scan_detail", "plain_detail") if row[key]))
+    return (
+        f"- {row['model']}, {row['precision']}: scan **{row['scan']}** ({errors[0]}), plain **{row['plain']}** "
+        f"({errors[1]}; calls: {', '.join(row['calls'])}){f': {details}' if details else ''}"
+    )
+
+
+def markdown(rows: Sequence[Mapping[str, Any]], problems: Sequence[str], missing: Sequence[str]) -> str:
+    """The report: totals first."""
+    counted = [row for row in rows if not row["apart"]]
+    different = [row for row in counted if row["scan"] != row["plain"]]
+    apart = [row for row in rows if row["apart"]]
+    statuses = Counter(row["plain"] for row in counted)
+    lines = [
+        f"# Statuses of scans and of three plain calls, torch {torch.__version__}, CPU",
+        "",
+        f"- models: {len({row['model'] for row in rows})}, runs: {len(rows)}",
+        f"- compared: {len(counted)}; equal: {len(counted) - len(different)}; **different: {len(different)}**",
+        f"- plain statuses of the compared runs: {', '.join(f'{name} {statuses[name]}' for name in SEVERITY)}",
+        f"- apart, with no single right status: {len(apart)} "
+        f"({sum(row['scan'] == row['plain'] for row in apart)} of them equal)",
+        f"- libraries skipped: {', '.join(missing) or 'none'}",
+        f"- models that could not be run: {len(problems)}",
+        *(f"  - {problem}" for problem in problems),
+        "",
+        "## Different",
+        "",
+        *([described_row(row) for row in different] or ["None."]),
+        "",
+        "## Apart",
+        "",
+    ]
+    for reason in dict.fromkeys(row["apart"] for row in apart):
+        lines += [f"Because {reason}:", "", *(described_row(row) for row in apart if row["apart"] == reason), ""]
+    lines += ["## All runs", "", f"| model | {' | '.join(PRECISIONS)} |", f"|---|{'---|' * len(PRECISIONS)}"]
+    cells: dict[str, list[str]] = {}
+    for row in rows:
+        same = row["scan"] == row["plain"]
+        cells.setdefault(row["model"], []).append(row["scan"] if same else f"{row['scan']} ≠ {row['plain']}")
+    lines += [f"| {model} | {' | '.join(found)} |" for model, found in cells.items()]
+    return "\n".join(lines) + "\n"
+
+
+def write(output: Path | None, text: str, data: Mapping[str, Any]) -> None:
+    """Print the report, and write it as OUTPUT.md and OUTPUT.json."""
+    print(text)
+    if output is not None:
+        output.with_suffix(".md").write_text(text, encoding="utf-8")
+        output.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """Options that the benchmarks on these models share."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", default=[], metavar="PREFIX", help="models with this prefix")
+    parser.add_argument("--limit", type=int, help="only the first N models")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time, each with one thread")
+    parser.add_argument("--output", type=Path, help="path of the report without its suffix")
+    return parser
+
+
+def main() -> None:
+    """Run all models, print the report, and write it."""
+    options = arguments(__doc__ or "").parse_args()
+    chosen, missing = cases(options.only)
+    chosen = chosen[: options.limit]
+    started = time.monotonic()
+    rows: list[dict[str, Any]] = []
+    problems: list[str] = []
+    for index, (case, found, problem) in enumerate(in_processes(both, chosen, options.jobs), 1):
+        rows += found or []
+        problems += [f"{case.name}: {problem}"] if problem else []
+        statuses = problem or " ".join(f"{row['precision']}={row['scan']}/{row['plain']}" for row in found)
+        print(f"[{index}/{len(chosen)}] {time.monotonic() - started:.0f} s {case.name} {statuses}", file=sys.stderr)
+    order = {case.name: index for index, case in enumerate(chosen)}
+    rows.sort(key=lambda row: (order[row["model"]], PRECISIONS.index(row["precision"])))
+    text = markdown(rows, problems, missing)
+    write(options.output, text, {"torch": torch.__version__, "missing": missing, "problems": problems, "rows": rows})
+    failed = problems or not rows or any(row["scan"] != row["plain"] for row in rows if not row["apart"])
+    raise SystemExit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""The plain part of a job: the verdict, then what is measured around it."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from ctypes import c_char
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from lowprec_check.engine.core.compiled import compiled_code_in_eager
+from lowprec_check.engine.core.floating_dtypes import is_float
+from lowprec_check.engine.core.output_comparison import compare_outputs, same_bits
+from lowprec_check.engine.core.pytree import map_tensors
+from lowprec_check.engine.model.memory import measure_memory
+from lowprec_check.engine.model.module_probe import ModuleOutput, last_informative_module, module_output
+from lowprec_check.engine.model.plain_run import (
+    CallLimits,
+    PlainCalls,
+    PlainResult,
+    judge,
+    output_tensors,
+    run_once,
+    with_verdict,
+)
+from lowprec_check.engine.model.prepared import Prepared
+from lowprec_check.engine.model.snapshot import Snapshot
+from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.run.job import Job, Send
+from lowprec_check.engine.run.messages import CallStarted, Measures, MeasuresDone, PlainDone
+from lowprec_check.engine.trace.draws import Draw, RecordDraws
+from lowprec_check.engine.trace.first_nonfinite import first_nonfinite
+from lowprec_check.schema.run_key import EAGER
+
+INFINITE = "the fp32 output has infinities: the same ones are expected in low precision"
+
+
+class Fp32Outputs(NamedTuple):
+    """What the fp32 run saves for the other runs, on the CPU."""
+
+    outputs: list[list[Tensor]]
+    """The leaves of the output, of each call compared."""
+    probe: ModuleOutput | None
+    """The output of a module, if that of the model holds nothing to compare."""
+
+    def save(self, job: Job) -> None:
+        """Write the file that :meth:`load` reads."""
+        outputs = [[tensor.cpu() for tensor in tensors] for tensors in self.outputs]
+        probe = self.probe and (self.probe.module, self.probe.number, [tensor.cpu() for tensor in self.probe.tensors])
+        torch.save({"outputs": outputs, "probe": probe}, job.reference_path)
+
+    @classmethod
+    def load(cls, job: Job) -> Fp32Outputs:
+        """Read what the fp32 run saved."""
+        saved: dict[str, Any] = torch.load(job.reference_path, weights_only=True)
+        return cls(saved["outputs"], saved["probe"] and ModuleOutput(*saved["probe"]))
+
+
+class PlainPart:
+    """Runs the plain part of ``job`` with the model ``ready``; sends what it finds."""
+
+    def __init__(self, job: Job, target: Target, ready: Prepared, send: Send) -> None:
+        self.job, self.target, self.ready, self._send = job, target, ready, send
+        self._call = (ready, target.args, target.kwargs)
+        self._snapshot = Snapshot(ready.model, parameters=job.changes_parameters)
+        self.result = PlainResult(status="error")
+        self.outputs: list[list[Tensor]] = []
+        """The leaves of the first outputs."""
+        self.draws: list[Draw] = []
+        """The random calls of the first call, if its verdict may rest on other random numbers than fp32's."""
+
+    @property
+    def too_slow(self) -> bool:
+        """Whether the model failed, or is too slow to be called again."""
+        return self.result.status == "error" or self.job.is_too_slow(self.result.seconds)
+
+    def comparable_output(self) -> list[Tensor] | None:
+        """The first output, if the instrumented part runs the same code and so must give the same output."""
+        runs_the_same = self.job.backend == EAGER and not self.result.compiled
+        return self.outputs[0] if self.outputs and runs_the_same else None
+
+    def run(self) -> None:
+        """Call the model and send the verdict."""
+        job = self.job
+        reference = None if job.is_reference else Fp32Outputs.load(job)
+        before = _fingerprint(self.ready.model) if job.is_reference else 0
+        calls = PlainCalls(
+            *self._call,
+            seed=job.seed,
+            tolerance=job.tolerance,
+            references=reference.outputs if reference else None,
+            on_call=lambda number: self._send(CallStarted(number)),
+        )
+        repeat = min(2.0, job.budget / 5)
+        compare = job.budget / 2 if job.measured else repeat
+        limits = CallLimits(compare=compare, repeat=repeat if job.measured else 0.0, too_slow=job.slow_seconds)
+        self.result, self.outputs = calls.run(limits), calls.outputs
+        if reference is None:
+            changed = not job.changes_parameters and _fingerprint(self.ready.model) != before
+            self.result = self._as_reference(msgspec.structs.replace(self.result, changes_parameters=changed))
+        elif self.result.status == "unjudged":
+            self._judge_by_module(reference)
+        self._send(PlainDone(self.result))
+
+    def measure(self) -> None:
+        """Send memory and metric; for the reference also the difference between two runs. Records random calls."""
+        job, result = self.job, self.result
+        if result.status == "error" or not self.outputs:
+            return
+        if result.status == "inaccurate" and result.failed_call is None and job.backend == EAGER and not self.too_slow:
+            self.draws = self._record_draws()
+        measures = Measures()
+        if job.is_reference:
+            self._snapshot.rewind()
+            again, _ = run_once(*self._call, job.seed)
+            compared = compare_outputs(output_tensors(again), self.outputs[0])
+            measures = Measures(self_error=compared.error if compared.compared and compared.distance else None)
+            if result.status == "nonfinite":
+                self._snapshot.rewind()
+                measures = msgspec.structs.replace(measures, nonfinite_at=first_nonfinite(*self._call, job.seed))
+        self._send(MeasuresDone(measures))
+        if self.too_slow:
+            return
+        if job.measured:
+            self._snapshot.rewind()
+            with compiled_code_in_eager() if self.ready.device.type == "cpu" else contextlib.nullcontext():
+                measures = msgspec.structs.replace(
+                    measures, peak_memory_bytes=measure_memory(*self._call, seed=job.seed)
+                )
+            self._send(MeasuresDone(measures))
+        if self.target.metric is not None:
+            self._snapshot.rewind()
+            metric = float(self.target.metric(_as_standalone(self.ready)))
+            self._send(MeasuresDone(msgspec.structs.replace(measures, metric=metric)))
+
+    def _as_reference(self, result: PlainResult) -> PlainResult:
+        """Save the outputs for the other runs. NaN in one is ``nonfinite``; infinities are taken as meant."""
+        if result.status == "error":
+            return result
+        probe = None
+        if judge(self.outputs[0], self.outputs[0], None)[0] == "unjudged":
+            self._snapshot.rewind()
+            with contextlib.suppress(Exception):
+                probe = last_informative_module(*self._call, self.job.seed)
+        Fp32Outputs(self.outputs, probe).save(self.job)
+        floating = [tensor for tensors in self.outputs for tensor in tensors if is_float(tensor)]
+        if any(bool(tensor.isnan().any()) for tensor in floating):
+            return msgspec.structs.replace(result, status="nonfinite")
+        if any(bool(tensor.isinf().any()) for tensor in floating):
+            return msgspec.structs.replace(result, notes=(*result.notes, INFINITE))
+        return result
+
+    def _judge_by_module(self, reference: Fp32Outputs) -> None:
+        """Compare the output of the last module that has an informative one."""
+        probe = reference.probe
+        if probe is None:
+            return
+        self._snapshot.rewind()
+        try:
+            tensors = module_output(*self._call, self.job.seed, probe)
+        except Exception:  # the run itself has passed: what the hook changes is not its fault
+            tensors = None
+        if tensors is not None:
+            result = msgspec.structs.replace(self.result, compared_module=probe.module)
+            self.result = with_verdict(result, *judge(tensors, probe.tensors, self.job.tolerance))
+
+    def _record_draws(self) -> list[Draw]:
+        """The random calls of the first call; none if it cannot be repeated exactly."""
+        self._snapshot.rewind()
+        with compiled_code_in_eager(), RecordDraws() as recorder:
+            again, _ = run_once(*self._call, self.job.seed)
+        return recorder.draws if same_bits(output_tensors(again), self.outputs[0]) else []
+
+
+def _as_standalone(ready: Prepared) -> nn.Module:
+    """The model for the user's metric: it accepts fp32 inputs on the CPU, whatever its precision and device."""
+    model, device = ready.model, ready.device
+    ready.application.make_standalone(model, device.type)
+    if device.type != "cpu":
+
+        def move(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return map_tensors(args, lambda t: t.to(device)), map_tensors(kwargs, lambda t: t.to(device))
+
+        model.register_forward_pre_hook(move, with_kwargs=True, prepend=True)
+    return model
+
+
+def _fingerprint(model: nn.Module) -> int:
+    """A checksum of all parameters."""
+    found = 0
+    for parameter in model.parameters():
+        values = parameter.detach()
+        if values.layout != torch.strided or not values.is_contiguous() or not values.numel():
+            continue
+        if values.device.type == "cpu":
+            found = zlib.crc32((c_char * values.nbytes).from_address(values.data_ptr()), found)
+        else:
+            found = hash((found, int(values.view(torch.uint8).sum())))
+    return found

@@ -1,0 +1,127 @@
+"""What a worker does for a job: the plain part, then the instrumented part. Independent of processes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowprec_check.engine.core.compiled import forget_compiled
+from lowprec_check.engine.core.exceptions import first_line
+from lowprec_check.engine.model.prepared import Prepared, prepared
+from lowprec_check.engine.model.snapshot import Snapshot
+from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.run.job import Job, Send
+from lowprec_check.engine.run.messages import Explained, GapFound, InstrumentFault
+from lowprec_check.engine.run.plain_part import PlainPart
+from lowprec_check.engine.run.same_draws import judge_with_same_draws
+from lowprec_check.engine.trace.emulation import Emulation
+from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
+from lowprec_check.engine.trace.instrumented import Instrumented
+from lowprec_check.engine.trace.withheld_kernels import withholding
+from lowprec_check.process.breadcrumb import Breadcrumb
+from lowprec_check.schema.backends import BACKENDS, Backend
+from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.run_key import EAGER
+from lowprec_check.schema.scan_result import Gap
+
+
+def run_job(job: Job, target: Target, send: Send) -> None:
+    """Run ``job`` and send each result as soon as it is known; afterwards the model is restored."""
+    device = torch.device(job.device)
+    model = target.model
+    outer = Snapshot(model, parameters=job.changes_parameters)
+    forget_compiled()
+    try:
+        if device.type != "cpu":
+            model.to(device)
+        outputs, too_slow = _run_plain(job, target, send) if job.plain else (None, job.measure_once)
+        if job.instrumented:
+            with _report_faults("instrumenting", send):
+                send(Explained(_instrument(job, target, outputs, send, too_slow)))
+    finally:
+        if device.type != "cpu":
+            model.to("cpu")
+        outer.restore()
+
+
+def _run_plain(job: Job, target: Target, send: Send) -> tuple[list[Tensor] | None, bool]:
+    """The first output, if the instrumented part must give the same one; and whether the model is too slow to be called again."""
+    with _prepared(job, target) as ready, withholding(job.without_kernel):
+        part = PlainPart(job, target, _on_backend(job, target, ready), send)
+        part.run()
+        with _report_faults("measuring", send):
+            part.measure()
+    if part.draws:
+        with _report_faults("comparing with the same random numbers", send):
+            judge_with_same_draws(job, target, part, send)
+    return part.comparable_output(), part.too_slow
+
+
+def _prepared(job: Job, target: Target) -> contextlib.AbstractContextManager[Prepared]:
+    return prepared(
+        target.model,
+        PRECISIONS.get(job.precision),
+        torch.device(job.device),
+        keep_fp32=job.keep_fp32,
+        call=target.call(),
+        changes_parameters=job.changes_parameters,
+    )
+
+
+def _on_backend(job: Job, target: Target, ready: Prepared) -> Prepared:
+    """``ready``, called through the backend of ``job``."""
+    if job.backend == EAGER:
+        return ready
+    return ready._replace(call=_OnBackend(BACKENDS.get(job.backend), target, ready.model))
+
+
+class _OnBackend:
+    """Calls the model through a backend, which prepares it at the first call, with the inputs of that call."""
+
+    def __init__(self, backend: Backend, target: Target, model: torch.nn.Module) -> None:
+        self._backend, self._target, self._model = backend, target, model
+        self._call: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._call is None:
+            prepared: Any = self._backend.prepare(self._model, args, kwargs)
+            if not callable(prepared):
+                kind = type(prepared).__name__
+                raise TypeError(f"prepare of the backend {self._backend.name} returned {kind}, which cannot be called")
+            self._call = self._target.call(prepared)
+        return self._call(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _report_faults(what: str, send: Send) -> Iterator[None]:
+    """Send an exception as a fault and continue: the verdict has already been sent."""
+    try:
+        yield
+    except Exception as error:
+        send(InstrumentFault(f"{what} failed: {type(error).__name__}: {first_line(str(error))}"))
+
+
+def _instrument(job: Job, target: Target, outputs: list[Tensor] | None, send: Send, too_slow: bool) -> Instrumented:
+    """The instrumented part, in eager mode; ``outputs`` are those that it must give if nothing is rescued."""
+
+    def on_gap(gap: Gap) -> None:
+        send(GapFound(gap))
+
+    options = Options(
+        errors="none" if job.is_reference else job.errors,
+        wide=torch.float64 if job.reference == "fp64" else torch.float32,
+        emulation=Emulation(dict(job.slow), dict(job.crashed), measure_once=too_slow),
+        breadcrumb=Breadcrumb(job.breadcrumb_path),
+        on_gap=on_gap,
+        seed=job.seed,
+        count_memory=too_slow,
+        changes_parameters=job.changes_parameters,
+    )
+    fp32 = fp32_state(target.model)
+    with _prepared(job, target) as ready, withholding(job.without_kernel):
+        eager = ready._replace(call=target.call(target.model))
+        return run_instrumented(eager, target.args, target.kwargs, fp32, options, outputs)
