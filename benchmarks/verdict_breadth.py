@@ -94,13 +94,13 @@ def tensors_in(value: Any, above: frozenset[int] = frozenset()) -> Iterator[Tens
             yield from tensors_in(child, above | {id(value)})
 
 
-def copied(value: Any, dtype: torch.dtype | None) -> Any:
-    """Copies of all tensors; floating ones cast to ``dtype``."""
+def copied(value: Any, dtype: torch.dtype | None, device: str = "cpu") -> Any:
+    """Copies of all tensors on ``device``; floating ones cast to ``dtype``."""
     if isinstance(value, Tensor):
-        return value.to(dtype, copy=True) if dtype is not None and value.is_floating_point() else value.clone()
+        return value.to(device, dtype if value.is_floating_point() else None, copy=True)
     if isinstance(value, dict):
-        return {key: copied(item, dtype) for key, item in value.items()}
-    return type(value)(copied(item, dtype) for item in value) if isinstance(value, (list, tuple)) else value
+        return {key: copied(item, dtype, device) for key, item in value.items()}
+    return type(value)(copied(item, dtype, device) for item in value) if isinstance(value, (list, tuple)) else value
 
 
 def dtype_of(precision: str) -> torch.dtype:
@@ -108,22 +108,22 @@ def dtype_of(precision: str) -> torch.dtype:
     return torch.half if precision in ("half", "autocast-fp16") else torch.bfloat16
 
 
-def plain_calls(model: nn.Module, inputs: Inputs, precision: str) -> Iterator[list[Tensor]]:
+def plain_calls(model: nn.Module, inputs: Inputs, precision: str, device: str = "cpu") -> Iterator[list[Tensor]]:
     """Yield the output's tensors of each of three calls of a copy of ``model`` in ``precision`` or ``fp32``."""
-    model = copy.deepcopy(model)
+    model = copy.deepcopy(model).to(device)
     cast_to = {"half": torch.half, "bfloat16": torch.bfloat16}.get(precision)
     if cast_to is not None:
         model = model.to(cast_to)
     for _ in range(CALLS):
-        given = copied(inputs, cast_to)
+        given = copied(inputs, cast_to, device)
         args, kwargs = ((), given) if isinstance(given, dict) else (given, {})
         seed_all()
         context: Any = contextlib.nullcontext()
         if precision.startswith("autocast"):
-            context = torch.autocast("cpu", dtype=dtype_of(precision))
+            context = torch.autocast(device, dtype=dtype_of(precision))
         with torch.no_grad(), context:
             output = model(*args, **kwargs)
-        yield [tensor.clone() for tensor in tensors_in(output)]
+        yield [tensor.to("cpu", copy=True) for tensor in tensors_in(output)]
 
 
 def seed_all() -> None:
@@ -135,17 +135,23 @@ def seed_all() -> None:
 
 def drew() -> bool:
     """Whether random numbers were drawn since :func:`seed_all`."""
-    states = [torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1]]  # type: ignore[index]
+    before = generator_states()
     seed_all()
-    seeded = [torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1]]  # type: ignore[index]
-    return not (torch.equal(states[0], seeded[0]) and states[1] == seeded[1] and (states[2] == seeded[2]).all())
+    return before != generator_states()
 
 
-def fp32_calls(model: nn.Module, inputs: Inputs) -> Reference:
+def generator_states() -> list[Any]:
+    """The states of all generators, of a GPU in use as well."""
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+    numpy_state: Any = numpy.random.get_state()[1]  # type: ignore[index]
+    return [*(state.tolist() for state in states), random.getstate(), numpy_state.tolist()]
+
+
+def fp32_calls(model: nn.Module, inputs: Inputs, device: str = "cpu") -> Reference:
     """The reference of the plain calls."""
     outputs, random_calls = [], False
     try:
-        for output in plain_calls(model, inputs, "fp32"):
+        for output in plain_calls(model, inputs, "fp32", device):
             random_calls |= drew()
             outputs.append(output)
     except Exception as error:
@@ -162,8 +168,9 @@ def fp32_calls(model: nn.Module, inputs: Inputs) -> Reference:
 
 
 def described(error: BaseException) -> str:
-    """Type and first line."""
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:160]}"
+    """Type and first line; of a traceback, the last."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[-1 if lines[0].startswith('Traceback') else 0][:160]}"
 
 
 def is_floating(tensor: Tensor) -> bool:
@@ -176,10 +183,12 @@ def judged_leaves(leaves: Sequence[Tensor]) -> list[Tensor]:
     return [leaf for leaf in leaves if is_floating(leaf)] or list(leaves)
 
 
-def judge_plain(model: nn.Module, inputs: Inputs, precision: str, reference: Reference) -> Judgement:
+def judge_plain(
+    model: nn.Module, inputs: Inputs, precision: str, reference: Reference, device: str = "cpu"
+) -> Judgement:
     """The status of three calls in ``precision``."""
     tolerance, calls, worst, detail = TOLERANCE[dtype_of(precision)], [], 0.0, ""
-    outputs = plain_calls(model, inputs, precision)
+    outputs = plain_calls(model, inputs, precision, device)
     for expected in reference.outputs:
         try:
             output = next(outputs)
@@ -592,10 +601,10 @@ def cases(only: Sequence[str] = ()) -> tuple[list[Case], list[str]]:
 # -- both, for one model
 
 
-def scanned(model: nn.Module, inputs: Inputs) -> dict[str, tuple[str, float | None, str]]:
+def scanned(model: nn.Module, inputs: Inputs, device: str) -> dict[str, tuple[str, float | None, str]]:
     """Status, rel_l2 and exception of each precision, from a scan."""
     try:
-        result = scan(model, inputs, precisions=list(PRECISIONS), errors="none", plan=False, budget=120, device="cpu")
+        result = scan(model, inputs, precisions=list(PRECISIONS), errors="none", plan=False, budget=120, device=device)
     except UsageError as error:
         return dict.fromkeys(PRECISIONS, ("refused", None, described(error)))
     found: dict[str, tuple[str, float | None, str]] = {}
@@ -606,14 +615,14 @@ def scanned(model: nn.Module, inputs: Inputs) -> dict[str, tuple[str, float | No
     return found
 
 
-def both(case: Case) -> list[dict[str, Any]]:
+def both(case: Case, device: str = "cpu") -> list[dict[str, Any]]:
     """One row per precision: the status of the scan and that of the plain calls."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     model, inputs = case.build()
-    reference = fp32_calls(model, inputs)
-    plain = {precision: judge_plain(model, inputs, precision, reference) for precision in PRECISIONS}
-    scans = scanned(model, inputs)
+    reference = fp32_calls(model, inputs, device)
+    plain = {precision: judge_plain(model, inputs, precision, reference, device) for precision in PRECISIONS}
+    scans = scanned(model, inputs, device)
     return [
         {
             "model": case.name,
@@ -661,6 +670,15 @@ def in_processes(work: Callable[[Any], Any], items: Sequence[Any], jobs: int) ->
                 result, problem = None, f"the process ended with exit code {process.exitcode}"
             process.join()
             yield item, result, problem
+
+
+def in_this_process(work: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[tuple[Any, Any, str]]:
+    """The same without processes, for a GPU, which a forked process cannot use."""
+    for item in items:
+        try:
+            yield item, work(item), ""
+        except Exception as error:
+            yield item, None, described(error)
 
 
 def described_row(row: Mapping[str, Any]) -> str:
@@ -729,13 +747,18 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 def main() -> None:
     """Run all models, print the report, and write it."""
-    options = arguments(__doc__ or "").parse_args()
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda; a GPU is used in one process")
+    options = parser.parse_args()
     chosen, missing = cases(options.only)
     chosen = chosen[: options.limit]
     started = time.monotonic()
+    work = functools.partial(both, device=options.device)
     rows: list[dict[str, Any]] = []
     problems: list[str] = []
-    for index, (case, found, problem) in enumerate(in_processes(both, chosen, options.jobs), 1):
+    on_cpu = options.device == "cpu"
+    found_rows = in_processes(work, chosen, options.jobs) if on_cpu else in_this_process(work, chosen)
+    for index, (case, found, problem) in enumerate(found_rows, 1):
         rows += found or []
         problems += [f"{case.name}: {problem}"] if problem else []
         statuses = problem or " ".join(f"{row['precision']}={row['scan']}/{row['plain']}" for row in found)

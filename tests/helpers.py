@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowprec_check.engine.model.plain_run import CallLimits, PlainCalls, PlainResult
+from lowprec_check.engine.model.plain_run import PlainCalls, PlainResult
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
@@ -17,7 +17,6 @@ from lowprec_check.schema.precisions import PRECISIONS
 
 CPU = torch.device("cpu")
 DEFAULT = Options()
-THREE_CALLS = CallLimits(compare=60.0, repeat=0.0, too_slow=60.0)
 LOW = ("half", "bfloat16", "autocast-fp16", "autocast-bf16")
 
 
@@ -34,7 +33,7 @@ def run(
     kwargs = kwargs or {}
     with prepared(model, PRECISIONS.get("fp32"), CPU) as ready:
         fp32_calls = PlainCalls(ready, args, kwargs, seed=0)
-        in_fp32 = fp32_calls.run(THREE_CALLS)
+        in_fp32 = fp32_calls.run(seconds=60.0)
     assert in_fp32.exception is None, in_fp32.exception
     fp32 = fp32_state(model)
     chosen = PRECISIONS.get(precision)
@@ -42,7 +41,7 @@ def run(
         snapshot = Snapshot(model)
         tolerance = chosen.tolerance
         calls = PlainCalls(ready, args, kwargs, seed=0, tolerance=tolerance, references=fp32_calls.outputs)
-        plain = calls.run(THREE_CALLS)
+        plain = calls.run(seconds=60.0)
         snapshot.restore()
         found = run_instrumented(ready, args, kwargs, fp32, options, calls.outputs[0] if calls.outputs else None)
     assert not found.faults, found.faults

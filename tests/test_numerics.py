@@ -79,6 +79,7 @@ def test_complex_values() -> None:
 def test_output_error_with_a_zero_reference() -> None:
     zeros = [torch.zeros(3)]
     assert compare_outputs(zeros, zeros).distance == 0.0
+    assert not compare_outputs(zeros, zeros).compared  # zeros tell nothing
     assert compare_outputs([torch.ones(3)], zeros).distance == math.inf
     assert compare_outputs([torch.ones(3)], zeros).error.rel_l2 is None
 

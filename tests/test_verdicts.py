@@ -597,6 +597,7 @@ def test_ops_inside_a_higher_order_op_are_recorded() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_flex_attention_is_recorded() -> None:
     from torch.nn.attention.flex_attention import flex_attention
 

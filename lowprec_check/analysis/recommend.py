@@ -75,7 +75,7 @@ def _reason(best: Run, runs: Sequence[Run]) -> str:
 
 def _verdict(best: Run) -> str:
     if best.output_error is None or best.status == "unjudged":
-        return "runs, but its output holds nothing to compare with fp32's: this rests on speed only"
+        return f"{explain_status(best)}: this rests on speed only"
     what = judged_by(best)
     judged = f"error {error_text(best.output_error)}{f' in the {what}' if what else ''}"
     return f"passes ({judged}, tolerance {best.tolerance or 0:.0e})"

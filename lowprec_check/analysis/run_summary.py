@@ -13,6 +13,8 @@ NOISE = 1.05
 SHORT_MS = 1.0
 """Latencies below this cannot be compared between two processes on a busy machine."""
 
+NOTHING_TO_COMPARE = "its output holds nothing to compare with fp32's"
+
 _NO_KERNEL = ("missing-kernel", "unsupported-dtype", "no-backend-kernel", "crash")
 
 
@@ -84,7 +86,7 @@ def missing_kernels(run: Run) -> list[str]:
 def explain_status(run: Run) -> str:
     """Why a run failed, in a few words."""
     if run.status == "unjudged":
-        return "runs; its output holds nothing to compare" + (" but zeros" if run.output_is_zero else "")
+        return "; ".join(["runs", *run.notes] if run.notes else [f"runs; {NOTHING_TO_COMPARE}"])
     return on_which_call(run) + _explained(run)
 
 

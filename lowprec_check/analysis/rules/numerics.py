@@ -295,20 +295,14 @@ def _chooses(row: OpCall) -> bool:
 
 def _decided_by_choices(run: Run) -> str:
     """How far choices cause the error of the output; empty if they do not."""
-    error, in_lockstep = run.output_error, run.lockstep_error
-    if (
-        error is None
-        or in_lockstep is None
-        or in_lockstep.rel_l2 is None
-        or run.compared_module
-        or not run.complete
-        or run.compiled
-    ):
+    error, in_lockstep = run.output_error, run.lockstep_error.rel_l2 if run.lockstep_error else None
+    about_another_run = run.compiled or run.failed_call or run.compared_module or not run.complete
+    if run.status != "inaccurate" or about_another_run or error is None or in_lockstep is None:
         return ""
-    far = error.rel_l2 is None or error.rel_l2 > DECISIVE * in_lockstep.rel_l2
-    if not far or run.status != "inaccurate" or in_lockstep.rel_l2 > (run.tolerance or 0.0):
+    far = error.rel_l2 is None or error.rel_l2 > DECISIVE * in_lockstep
+    if not far or in_lockstep > (run.tolerance or 0.0):
         return ""
-    return f"the output error is {error_text(error)}, and {in_lockstep.rel_l2:.1e} if fp32 takes the same choices"
+    return f"the output error is {error_text(error)}, and {in_lockstep:.1e} if fp32 takes the same choices"
 
 
 def _flip_message(row: OpCall) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -109,9 +110,9 @@ class CalledFunction:
         self._names: list[str] = []
         self._profiling = False
 
-    def is_in(self, names: frozenset[str]) -> bool:
-        """Whether Python is calling a function of one of these names."""
-        return not names.isdisjoint(self._names)
+    def is_in(self, names: frozenset[str], *, besides: str) -> bool:
+        """Whether Python is calling a function of one of these names other than ``besides``."""
+        return any(name in names and name != besides for name in self._names)
 
     def start(self) -> None:
         """Profile from the next :meth:`resume` on, unless another profiler is active."""
@@ -139,9 +140,17 @@ class CalledFunction:
         if function is sys.setprofile:  # its return is not seen
             return
         if event == "c_call":
-            self._names.append(getattr(function, "__name__", ""))
+            self._names.append(function.__name__ if _is_of_torch(function) else "")
         elif event in ("c_return", "c_exception") and self._names:
             self._names.pop()
+
+
+def _is_of_torch(function: Any) -> bool:
+    """Whether a function written in C is torch's: ``torch.prod``, not ``math.prod`` or a method of NumPy."""
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, ModuleType):
+        return owner.__name__.startswith("torch")
+    return isinstance(owner, torch.Tensor) or str(getattr(function, "__module__", None)).startswith("torch")
 
 
 def autocast_keys(func: OpOverload, called: CalledFunction) -> AutocastKeys:
@@ -155,7 +164,10 @@ def autocast_keys(func: OpOverload, called: CalledFunction) -> AutocastKeys:
             return ()
         active = [key for device, key in _autocast_devices() if _is_autocast_enabled(device)]
     called.start()
-    return tuple(key for key in active if not _has_kernel(func, key) and not called.is_in(_names_with_kernel(key)))
+    own = func._schema.name.partition("::")[2]
+    return tuple(
+        key for key in active if not _has_kernel(func, key) and not called.is_in(_names_with_kernel(key), besides=own)
+    )
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.floating_dtypes import is_float
+from lowprec_check.engine.core.floating_dtypes import NARROW, is_float
 from lowprec_check.engine.core.tensor_comparison import as_real, nonfinite_unlike
 from lowprec_check.schema.scan_result import ErrorStats
 
@@ -27,7 +27,7 @@ class OutputComparison(NamedTuple):
     nonfinite: bool = False
     note: str | None = None
     compared: bool = True
-    """False if the output contains no number."""
+    """False if the output contains no number, or no integers and floating leaves that are all zero, in fp32 too."""
 
 
 def compare_outputs(outputs: Sequence[Tensor], references: Sequence[Tensor]) -> OutputComparison:
@@ -48,15 +48,17 @@ def compare_outputs(outputs: Sequence[Tensor], references: Sequence[Tensor]) -> 
         if out.shape != reference.shape:
             shapes = f"the output has shape {tuple(out.shape)}, the fp32 output {tuple(reference.shape)}"
             return _incomparable(shapes, outputs, references)
-    floating = [_compare_leaf(out, reference) for out, reference in pairs if is_float(reference) or is_float(out)]
-    shares = [_mismatched(out, reference) for out, reference in pairs if not (is_float(reference) or is_float(out))]
-    mismatched = max(shares, default=None)
-    if not floating:
-        share = mismatched or 0.0
-        return OutputComparison(msgspec.structs.replace(NOTHING, mismatched=share), share)
-    worst = max(floating, key=lambda compared: compared.distance)
+    floating = [pair for pair in pairs if is_float(pair[0]) or is_float(pair[1])]
+    integers = [pair for pair in pairs if not (is_float(pair[0]) or is_float(pair[1]))]
+    mismatched = max((_mismatched(*pair) for pair in integers if pair[1].numel()), default=None)
+    if all(_is_zero(tensor) for pair in floating for tensor in pair):  # they tell nothing
+        if mismatched is None:
+            return OutputComparison(NOTHING, 0.0, compared=False)
+        return OutputComparison(msgspec.structs.replace(NOTHING, mismatched=mismatched), mismatched)
+    leaves = [_compare_leaf(*pair) for pair in floating]
+    worst = max(leaves, key=lambda compared: compared.distance)
     error = worst.error if worst.error is NOTHING else msgspec.structs.replace(worst.error, mismatched=mismatched)
-    return worst._replace(error=error, nonfinite=any(compared.nonfinite for compared in floating))
+    return worst._replace(error=error, nonfinite=any(compared.nonfinite for compared in leaves))
 
 
 def _incomparable(note: str, outputs: Sequence[Tensor], references: Sequence[Tensor]) -> OutputComparison:
@@ -67,6 +69,10 @@ def _incomparable(note: str, outputs: Sequence[Tensor], references: Sequence[Ten
 
 def _is_finite(tensor: Tensor) -> bool:
     return not is_float(tensor) or bool(tensor.isfinite().all())
+
+
+def _is_zero(tensor: Tensor) -> bool:
+    return not bool(tensor.count_nonzero())
 
 
 def _mismatched(out: Tensor, reference: Tensor) -> float:
@@ -106,7 +112,7 @@ def _top1(out: Tensor, reference: Tensor) -> float | None:
         return None
     if reference.is_complex():
         return None
-    return float((out.float().argmax(1) == reference.argmax(1)).float().mean())
+    return float((out.float().argmax(1) == reference.float().argmax(1)).float().mean())
 
 
 def same_bits(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
@@ -117,6 +123,8 @@ def same_bits(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
+    if a.dtype == torch.complex32 or a.dtype in NARROW - {torch.half, torch.bfloat16}:  # few kernels support them
+        a, b = ((torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).float() for t in (a, b))
     if torch.equal(a, b):
         return True
     return is_float(a) and torch.equal(a.isnan(), b.isnan()) and torch.equal(_without_nan(a), _without_nan(b))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 def leaves(value: Any, *, numbers: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield ``(path, tensor)`` for every tensor in ``value``, in a stable order; cycles are followed once.
 
-    With ``numbers``, Python numbers are yielded too, as tensors with one element.
+    With ``numbers``, Python and NumPy numbers and NumPy arrays are yielded too, as tensors.
     """
     yield from _leaves(value, "", frozenset(), numbers)
 
@@ -24,6 +26,9 @@ def _leaves(value: Any, path: str, above: frozenset[int], numbers: bool) -> Iter
     elif isinstance(value, (int, float, complex)):
         if numbers:
             yield path, torch.tensor(value)
+    elif type(value).__module__ == "numpy":
+        if numbers and getattr(value, "dtype", None) is not None and value.dtype.kind in "biufc":
+            yield path, torch.as_tensor(value.copy())
     elif id(value) not in above:
         for key, child in _children(value):
             yield from _leaves(child, f"{path}.{key}" if path else str(key), above | {id(value)}, numbers)
@@ -32,19 +37,29 @@ def _leaves(value: Any, path: str, above: frozenset[int], numbers: bool) -> Iter
 def _children(value: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, Mapping):
         yield from value.items()
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, deque)):
         yield from enumerate(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield field.name, getattr(value, field.name, None)
     elif _is_user_object(value):
-        yield from vars(value).items()
+        yield from {name: getattr(value, name) for name in slots_of(value)}.items()
+        yield from getattr(value, "__dict__", {}).items()
 
 
 def _is_user_object(value: Any) -> bool:
     """Whether ``value`` is an instance of a user's class, which may hold tensors in its attributes."""
     package = type(value).__module__.partition(".")[0]
-    return hasattr(value, "__dict__") and not callable(value) and package not in ("builtins", "torch", "numpy", "types")
+    if isinstance(value, (type, torch.nn.Module)) or package in sys.stdlib_module_names | {"torch", "numpy"}:
+        return package in ("types", "argparse")
+    return hasattr(value, "__dict__") or hasattr(value, "__slots__")
+
+
+def slots_of(value: Any) -> list[str]:
+    """The slots of an object that are set."""
+    named = [vars(owner).get("__slots__", ()) for owner in type(value).__mro__]
+    names = [name for slots in named for name in ((slots,) if isinstance(slots, str) else slots)]
+    return [name for name in names if name not in ("__dict__", "__weakref__") and hasattr(value, name)]
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,6 +27,21 @@ def seed_everything(seed: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
+
+
+@contextlib.contextmanager
+def kept_generators() -> Iterator[None]:
+    """Leave the states of ``random``, NumPy and torch's CPU generator as they were."""
+    state, own = torch.get_rng_state(), random.getstate()
+    numpy = sys.modules.get("numpy")
+    its = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        random.setstate(own)
+        if numpy is not None:
+            numpy.random.set_state(its)
 
 
 def generator_states() -> list[Any]:

@@ -10,8 +10,8 @@ import os
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Callable
-from types import FrameType, GeneratorType, TracebackType
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -49,12 +49,12 @@ def show_line(filename: str, line: int) -> str:
 
 
 def call_model(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the model; a generator that it returns is run to its end.
+    """Call the model; a generator or another iterator that it returns is run to its end.
 
     ``source_line`` stops at this frame when it searches for the user's line.
     """
     output = call(*args, **kwargs)
-    return list(output) if isinstance(output, GeneratorType) else output
+    return list(output) if isinstance(output, Iterator) else output
 
 
 def source_line(frame: FrameType | None = None) -> str | None:

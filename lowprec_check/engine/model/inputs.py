@@ -93,5 +93,6 @@ def describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     for path, tensor in (*leaves(args), *leaves(kwargs)):
         dtype = "" if tensor.dtype == torch.float32 else f" {str(tensor.dtype)[6:]}"
         name = "" if path.isdigit() else f"{path}="
-        described.append(f"{name}{tuple(tensor.shape)}{dtype}")
+        shape = "nested" if tensor.is_nested else tuple(tensor.shape)
+        described.append(f"{name}{shape}{dtype}")
     return described

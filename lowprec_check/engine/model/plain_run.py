@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -16,8 +15,8 @@ from torch import Tensor
 
 from lowprec_check.engine.core.compiled import compiled_frames
 from lowprec_check.engine.core.exceptions import first_line
-from lowprec_check.engine.core.floating_dtypes import is_float
-from lowprec_check.engine.core.output_comparison import OutputComparison, compare_outputs
+from lowprec_check.engine.core.floating_dtypes import NARROW, is_float
+from lowprec_check.engine.core.output_comparison import NOTHING, OutputComparison, compare_outputs
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.seed import generator_states, seed_everything
 from lowprec_check.engine.core.source_location import call_model, traceback_line
@@ -29,9 +28,6 @@ from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo, Status
 
 COMPARED_CALLS = 3
 """Calls in a row whose outputs are compared: a model may fail or drift after its first call."""
-SAMPLES = 7
-MANY_SAMPLES, MANY_SECONDS = 50, 0.3
-"""More samples for short calls, whose times vary more."""
 _FROM_GOOD_TO_BAD: tuple[Status, ...] = ("ok", "unjudged", "inaccurate", "nonfinite")
 _FALLBACK = re.compile(r"fall(ing|s)?[ -]?back.*cpu|fallback from \w+ to cpu", re.IGNORECASE)
 
@@ -46,8 +42,6 @@ class PlainResult(Struct, frozen=True, kw_only=True):
     """Of the fastest call."""
     first_seconds: float = 0.0
     """Of the first call, which may compile."""
-    latency_ms: float | None = None
-    """Median of the calls after the first, in milliseconds."""
     calls: int = 1
     """Calls in a row that ended."""
     failed_call: int | None = None
@@ -66,8 +60,19 @@ class PlainResult(Struct, frozen=True, kw_only=True):
 
 
 def output_tensors(output: Any) -> list[Tensor]:
-    """The tensors of an output, detached, as plain tensors; Python numbers become tensors with one element."""
-    return [tensor.detach().as_subclass(Tensor) for _, tensor in leaves(output, numbers=True)]
+    """The tensors of an output, detached, as plain dense tensors; numbers and NumPy arrays become tensors."""
+    return [part for _, tensor in leaves(output, numbers=True) for part in _dense(tensor.detach())]
+
+
+def _dense(tensor: Tensor) -> list[Tensor]:
+    """``tensor`` as strided tensors of dtypes that can be compared."""
+    if tensor.is_nested:
+        return [part for item in tensor.unbind() for part in _dense(item)]
+    if tensor.layout != torch.strided:
+        return [tensor.to_dense()]
+    if tensor.dtype in NARROW - {torch.half, torch.bfloat16}:  # 8 bits: few kernels support them
+        return [tensor.float()]
+    return [tensor if type(tensor) is Tensor else tensor.as_subclass(Tensor)]
 
 
 def reraise_interrupt(error: BaseException) -> None:
@@ -84,21 +89,10 @@ def run_once(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], see
         return devices.timed(ready.device, lambda: call_model(ready.call, inputs, named))
 
 
-class CallLimits(NamedTuple):
-    """How often the plain part calls the model."""
-
-    compare: float
-    """Seconds for the calls from the second to the last one whose output is compared."""
-    repeat: float
-    """Seconds for these and the calls after them, which are only timed."""
-    too_slow: float
-    """A model whose fastest call takes longer than this many seconds is not called again."""
-
-
 class PlainCalls:
     """Calls a model several times in a row, as its user does, and judges each output. Nothing is attached or rewound.
 
-    ``references`` are the outputs of the fp32 run's first calls, ``None`` for the fp32 run itself.
+    ``references`` are the outputs of the fp32 run's calls, ``None`` for the fp32 run itself.
     """
 
     def __init__(
@@ -116,63 +110,60 @@ class PlainCalls:
         self._tolerance, self._references = tolerance, references
         self._on_call = on_call
         self.outputs: list[list[Tensor]] = []
-        """The leaves of the first outputs, at most :data:`COMPARED_CALLS`."""
+        """The leaves of the outputs, one list per call."""
         self._seconds: list[float] = []
-        self._verdicts: list[tuple[Status, OutputComparison]] = []
 
-    def run(self, limits: CallLimits) -> PlainResult:
-        """Call the model until the limits are reached or a call fails."""
+    def run(self, *, seconds: float, too_slow: float = math.inf) -> PlainResult:
+        """Call the model :data:`COMPARED_CALLS` times, unless a call fails.
+
+        There is no further call if all but the first would take longer than ``seconds``, or the fastest took longer than
+        ``too_slow``.
+        """
         seed_everything(self._seed)
-        before = generator_states()
-        frames = compiled_frames()
+        before, frames = generator_states(), compiled_frames()
+        drew, loss, output = False, None, None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
             try:
-                output = self._call()
+                while self._may_call(seconds, too_slow, compiles=compiled_frames() > frames):
+                    output = self._call()
+                    drew = drew or generator_states() != before
+                    loss = _loss(output) if loss is None else loss
+                    self.outputs.append([tensor.clone() for tensor in output_tensors(output)])
+                    output = None
             except BaseException as error:
                 reraise_interrupt(error)
                 return self._failed(error)
         found = PlainResult(
             status="ok",
-            random=generator_states() != before,
+            random=drew,
+            compiled=compiled_frames() > frames,
             fallbacks=_fallbacks(caught),
-            loss=_loss(output),
+            loss=loss,
             output_is_zero=_is_zero(self.outputs[0]),
+            seconds=min(self._seconds),
+            first_seconds=self._seconds[0],
+            calls=len(self._seconds),
         )
-        del output
-        try:
-            while self._may_repeat(limits, compiles=compiled_frames() > frames):
-                self._call()
-        except BaseException as error:
-            reraise_interrupt(error)
-            return self._failed(error)
-        return self._judged(msgspec.structs.replace(found, compiled=compiled_frames() > frames))
+        return found if self._references is None else judged(found, self.outputs, self._references, self._tolerance)
 
     def _call(self) -> Any:
-        number = len(self._seconds) + 1
         if self._on_call is not None:
-            self._on_call(number)
+            self._on_call(len(self._seconds) + 1)
         output, seconds = run_once(self._ready, self._args, self._kwargs, self._seed)
         self._seconds.append(seconds)
-        if number <= COMPARED_CALLS:
-            tensors = output_tensors(output)
-            self.outputs.append([tensor.clone() for tensor in tensors])
-            if self._references is not None:
-                self._verdicts.append(
-                    judge(tensors, self._references[min(number, len(self._references)) - 1], self._tolerance)
-                )
         return output
 
-    def _may_repeat(self, limits: CallLimits, *, compiles: bool) -> bool:
+    def _may_call(self, seconds: float, too_slow: float, *, compiles: bool) -> bool:
         count = len(self._seconds)
-        if min(self._seconds) > limits.too_slow:
-            return compiles and count == 1
-        spent = sum(self._seconds[1:])
-        if count < COMPARED_CALLS:
-            return spent + (0.0 if compiles and count == 1 else self._seconds[-1]) <= limits.compare
-        if spent + self._seconds[-1] > limits.repeat:
-            return False
-        return count <= SAMPLES or (spent < MANY_SECONDS and count <= MANY_SAMPLES)
+        if count == 0 or (
+            count == 1 and compiles
+        ):  # the first call of a model that compiles tells nothing about the next
+            return True
+        enough = len(self._references) if self._references is not None else COMPARED_CALLS
+        return (
+            count < enough and min(self._seconds) <= too_slow and sum(self._seconds[1:]) + self._seconds[-1] <= seconds
+        )
 
     def _failed(self, error: BaseException) -> PlainResult:
         number = len(self._seconds) + 1
@@ -184,21 +175,15 @@ class PlainCalls:
             seconds=min(self._seconds, default=0.0),
         )
 
-    def _judged(self, found: PlainResult) -> PlainResult:
-        """``found`` with times, and the worst verdict over the calls."""
-        found = msgspec.structs.replace(
-            found,
-            seconds=min(self._seconds),
-            first_seconds=self._seconds[0],
-            latency_ms=statistics.median(self._seconds[1:] or self._seconds) * 1e3,
-            calls=len(self._seconds),
-        )
-        if not self._verdicts:
-            return found
-        worst = max(range(len(self._verdicts)), key=lambda index: _badness(*self._verdicts[index]))
-        bad = self._verdicts[worst][0] != self._verdicts[0][0]
-        found = msgspec.structs.replace(found, failed_call=worst + 1 if bad else None)
-        return with_verdict(found, *self._verdicts[worst])
+
+def judged(
+    plain: PlainResult, outputs: list[list[Tensor]], references: list[list[Tensor]], tolerance: float | None
+) -> PlainResult:
+    """``plain`` with the worst verdict over the calls."""
+    verdicts = [judge(output, reference, tolerance) for output, reference in zip(outputs, references, strict=False)]
+    worst = max(range(len(verdicts)), key=lambda index: _badness(*verdicts[index]))
+    later = verdicts[worst][0] != verdicts[0][0]
+    return with_verdict(msgspec.structs.replace(plain, failed_call=worst + 1 if later else None), *verdicts[worst])
 
 
 def _badness(status: Status, compared: OutputComparison) -> tuple[int, float]:
@@ -207,10 +192,14 @@ def _badness(status: Status, compared: OutputComparison) -> tuple[int, float]:
 
 def judge(outputs: list[Tensor], reference: list[Tensor], tolerance: float | None) -> tuple[Status, OutputComparison]:
     """The status of one output compared with fp32's, and the comparison."""
-    compared = compare_outputs([tensor.cpu() for tensor in outputs], reference)
+    try:
+        compared = compare_outputs([tensor.cpu() for tensor in outputs], [tensor.cpu() for tensor in reference])
+    except Exception as error:  # a kind of tensor that torch itself can hardly handle
+        note = f"its output could not be compared: {type(error).__name__}: {first_line(str(error))}"
+        return "unjudged", OutputComparison(NOTHING, math.inf, note=note, compared=False)
     if compared.nonfinite:
         return "nonfinite", compared
-    if not compared.compared or (_is_zero(outputs) and _is_zero(reference)):
+    if not compared.compared:
         return "unjudged", compared
     return ("inaccurate" if tolerance is not None and not compared.distance <= tolerance else "ok"), compared
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +33,8 @@ class Prepared(NamedTuple):
         """Fresh copies on the device, floating tensors cast if the precision casts them."""
 
         def ready(tensor: Tensor) -> Tensor:
-            return tensor.detach().to(self.device, self.application.dtype_of_input(tensor), copy=True)
+            fresh = tensor.detach().to(self.device, self.application.dtype_of_input(tensor), copy=True)
+            return fresh.requires_grad_() if tensor.requires_grad else fresh
 
         return map_tensors(args, ready), map_tensors(kwargs, ready)
 
@@ -50,14 +51,15 @@ def prepared(
     *,
     keep_fp32: Sequence[str] = (),
     call: Callable[..., Any] | None = None,
+    inputs: Iterable[Any] = (),
     changes_parameters: bool = False,
 ) -> Iterator[Prepared]:
     """Apply ``precision`` to ``model`` in place, without gradients, and restore the model afterwards.
 
     ``keep_fp32`` names modules that stay in fp32. The model must already be on ``device``. ``call`` is the function to
-    call instead of the model, such as the model and a loss. ``changes_parameters``: calls may write to parameters.
+    call instead of the model, such as the model and a loss. Mutable objects in ``inputs`` are restored too. ``changes_parameters``: calls may write to parameters.
     """
-    snapshot = Snapshot(model, parameters=changes_parameters)
+    snapshot = Snapshot(model, inputs, parameters=changes_parameters)
     application = application_of(precision)
     try:
         application.apply(model, device.type, keep_fp32)

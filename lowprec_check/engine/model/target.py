@@ -52,6 +52,11 @@ class Target(NamedTuple):
     compiled: nn.Module | None = None
     """The model as its user compiled it, by ``torch.compile(model)``: what the plain part calls."""
 
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """Everything that is given to the model."""
+        return self.args, self.kwargs
+
     def batch(self, index: int) -> Target:
         """This target with the inputs of another batch; raises :class:`UsageError` if there is only one."""
         if index == 0:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lowprec_check.analysis.blame import blame
 from lowprec_check.analysis.snippet import snippet
-from lowprec_check.engine.core.seed import seed_everything
+from lowprec_check.engine.core.seed import kept_generators, seed_everything
 from lowprec_check.engine.machine import environment, version
 from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.plan.apply import describe_modules
@@ -169,6 +169,7 @@ def plan_target(
         without_kernel=tuple(options.without_kernel),
     )
     with contextlib.ExitStack() as stack:
+        stack.enter_context(kept_generators())
         batches = []
         for number in range(options.batches):
             seed_everything(settings.seed + number)

@@ -37,6 +37,8 @@ class Job:
     slow: tuple[tuple[str, str], ...] = ()
     crashed: tuple[tuple[str, str], ...] = ()
     measure_once: bool = False
+    repeats_reference: bool = False
+    """Whether this fp32 run is compared with an earlier one, in another process."""
     changes_parameters: bool = False
     """Whether calls write to parameters, whose values are then saved and restored."""
 
@@ -44,6 +46,11 @@ class Job:
     def is_reference(self) -> bool:
         """Whether this is the fp32 run, whose output is the reference of all others."""
         return self.key.is_reference
+
+    @property
+    def saves_reference(self) -> bool:
+        """Whether its outputs are saved for the other runs."""
+        return self.is_reference and not self.repeats_reference
 
     @property
     def key(self) -> RunKey:

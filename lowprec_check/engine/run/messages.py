@@ -14,8 +14,9 @@ from lowprec_check.schema.scan_result import ErrorStats, Gap
 
 
 class Measures(Struct, frozen=True, kw_only=True):
-    """Memory and metric of the plain run; for the reference also the difference between two of its runs."""
+    """Time, memory and metric of the plain run; for the reference also the difference between two of its runs."""
 
+    latency_ms: float | None = None
     peak_memory_bytes: int | None = None
     self_error: ErrorStats | None = None
     nonfinite_at: tuple[str, str, str | None] | None = None

@@ -10,15 +10,16 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.output_comparison import compare_outputs, same_bits
 from lowprec_check.engine.core.pytree import map_tensors
+from lowprec_check.engine.model.latency import measure_latency
 from lowprec_check.engine.model.memory import measure_memory
 from lowprec_check.engine.model.module_probe import ModuleOutput, last_informative_module, module_output
 from lowprec_check.engine.model.plain_run import (
-    CallLimits,
     PlainCalls,
     PlainResult,
     judge,
@@ -65,12 +66,14 @@ class PlainPart:
     def __init__(self, job: Job, target: Target, ready: Prepared, send: Send) -> None:
         self.job, self.target, self.ready, self._send = job, target, ready, send
         self._call = (ready, target.args, target.kwargs)
-        self._snapshot = Snapshot(ready.model, parameters=job.changes_parameters)
+        self._snapshot = Snapshot(ready.model, target.inputs, parameters=job.changes_parameters)
         self.result = PlainResult(status="error")
         self.outputs: list[list[Tensor]] = []
-        """The leaves of the first outputs."""
-        self.draws: list[Draw] = []
-        """The random calls of the first call, if its verdict may rest on other random numbers than fp32's."""
+        """The leaves of the outputs of the calls."""
+        self.probed: ModuleOutput | None = None
+        """The output of a module that was judged in place of that of the model."""
+        self.draws: list[list[Draw]] = []
+        """The random calls of each call, if the verdict may rest on other random numbers than fp32's."""
 
     @property
     def too_slow(self) -> bool:
@@ -85,43 +88,44 @@ class PlainPart:
     def run(self) -> None:
         """Call the model and send the verdict."""
         job = self.job
-        reference = None if job.is_reference else Fp32Outputs.load(job)
-        before = _fingerprint(self.ready.model) if job.is_reference else 0
+        saved = None if job.saves_reference else Fp32Outputs.load(job)
+        before = 0 if job.changes_parameters else _fingerprint(self.ready.model)
         calls = PlainCalls(
             *self._call,
             seed=job.seed,
             tolerance=job.tolerance,
-            references=reference.outputs if reference else None,
-            on_call=lambda number: self._send(CallStarted(number)),
+            references=saved.outputs if saved else None,
+            on_call=self._report_call,
         )
-        repeat = min(2.0, job.budget / 5)
-        compare = job.budget / 2 if job.measured else repeat
-        limits = CallLimits(compare=compare, repeat=repeat if job.measured else 0.0, too_slow=job.slow_seconds)
-        self.result, self.outputs = calls.run(limits), calls.outputs
-        if reference is None:
-            changed = not job.changes_parameters and _fingerprint(self.ready.model) != before
-            self.result = self._as_reference(msgspec.structs.replace(self.result, changes_parameters=changed))
-        elif self.result.status == "unjudged":
-            self._judge_by_module(reference)
+        seconds = job.budget / 2 if job.measured else min(2.0, job.budget / 5)
+        result, self.outputs = calls.run(seconds=seconds, too_slow=job.slow_seconds), calls.outputs
+        changed = not job.changes_parameters and _fingerprint(self.ready.model) != before
+        self.result = msgspec.structs.replace(result, changes_parameters=changed)
+        if saved is None:
+            self.result = self._as_reference(self.result)
+        elif self.result.status == "unjudged" and saved.probe is not None:
+            self._judge_by_module(saved.probe)
         self._send(PlainDone(self.result))
 
     def measure(self) -> None:
-        """Send memory and metric; for the reference also the difference between two runs. Records random calls."""
+        """Send time, memory and metric; for the reference also the difference between two runs. Records random calls."""
         job, result = self.job, self.result
         if result.status == "error" or not self.outputs:
             return
-        if result.status == "inaccurate" and result.failed_call is None and job.backend == EAGER and not self.too_slow:
+        measures = Measures(latency_ms=self._latency() if job.measured else None)
+        self._send(MeasuresDone(measures))
+        if result.status in ("inaccurate", "nonfinite") and not (job.saves_reference or self.too_slow):
             self.draws = self._record_draws()
-        measures = Measures()
-        if job.is_reference:
+        if job.saves_reference:
             self._snapshot.rewind()
             again, _ = run_once(*self._call, job.seed)
             compared = compare_outputs(output_tensors(again), self.outputs[0])
-            measures = Measures(self_error=compared.error if compared.compared and compared.distance else None)
+            differs = compared.compared and compared.distance > 0
+            measures = msgspec.structs.replace(measures, self_error=compared.error if differs else None)
             if result.status == "nonfinite":
                 self._snapshot.rewind()
                 measures = msgspec.structs.replace(measures, nonfinite_at=first_nonfinite(*self._call, job.seed))
-        self._send(MeasuresDone(measures))
+            self._send(MeasuresDone(measures))
         if self.too_slow:
             return
         if job.measured:
@@ -135,6 +139,25 @@ class PlainPart:
             self._snapshot.rewind()
             metric = float(self.target.metric(_as_standalone(self.ready)))
             self._send(MeasuresDone(msgspec.structs.replace(measures, metric=metric)))
+
+    def _report_call(self, number: int) -> None:
+        self._send(CallStarted(number))
+
+    def _latency(self) -> float:
+        """Median milliseconds of further calls, or those of the fastest if it is too slow."""
+        number = len(self.outputs)
+
+        def call() -> float:
+            nonlocal number
+            number += 1
+            self._report_call(number)
+            return run_once(*self._call, self.job.seed)[1]
+
+        if self.too_slow:
+            return self.result.seconds * 1e3
+        self._snapshot.rewind()
+        seconds = min(2.0, self.job.budget / 5)
+        return measure_latency(call, self._snapshot.rewind, in_a_row=len(self.outputs), seconds=seconds)
 
     def _as_reference(self, result: PlainResult) -> PlainResult:
         """Save the outputs for the other runs. NaN in one is ``nonfinite``; infinities are taken as meant."""
@@ -153,26 +176,29 @@ class PlainPart:
             return msgspec.structs.replace(result, notes=(*result.notes, INFINITE))
         return result
 
-    def _judge_by_module(self, reference: Fp32Outputs) -> None:
-        """Compare the output of the last module that has an informative one."""
-        probe = reference.probe
-        if probe is None:
-            return
+    def _judge_by_module(self, probe: ModuleOutput) -> None:
+        """Judge the output of the last module that has an informative one."""
         self._snapshot.rewind()
         try:
             tensors = module_output(*self._call, self.job.seed, probe)
         except Exception:  # the run itself has passed: what the hook changes is not its fault
             tensors = None
         if tensors is not None:
+            self.probed = probe._replace(tensors=tensors)
             result = msgspec.structs.replace(self.result, compared_module=probe.module)
             self.result = with_verdict(result, *judge(tensors, probe.tensors, self.job.tolerance))
 
-    def _record_draws(self) -> list[Draw]:
-        """The random calls of the first call; none if it cannot be repeated exactly."""
+    def _record_draws(self) -> list[list[Draw]]:
+        """The random calls of each call; none if there are none, or the calls cannot be repeated exactly."""
         self._snapshot.rewind()
-        with compiled_code_in_eager(), RecordDraws() as recorder:
-            again, _ = run_once(*self._call, self.job.seed)
-        return recorder.draws if same_bits(output_tensors(again), self.outputs[0]) else []
+        found = []
+        for output in self.outputs:
+            with compiled_code_in_eager(), RecordDraws() as recorder:
+                again, _ = run_once(*self._call, self.job.seed)
+            if not same_bits(output_tensors(again), output):
+                return []
+            found.append(recorder.draws)
+        return found if any(found) else []
 
 
 def _as_standalone(ready: Prepared) -> nn.Module:
@@ -192,11 +218,11 @@ def _fingerprint(model: nn.Module) -> int:
     """A checksum of all parameters."""
     found = 0
     for parameter in model.parameters():
-        values = parameter.detach()
-        if values.layout != torch.strided or not values.is_contiguous() or not values.numel():
+        if parameter.layout != torch.strided or is_lazy(parameter):
             continue
-        if values.device.type == "cpu":
-            found = zlib.crc32((c_char * values.nbytes).from_address(values.data_ptr()), found)
+        storage = parameter.untyped_storage()
+        if storage.device.type == "cpu":
+            found = zlib.crc32((c_char * storage.nbytes()).from_address(storage.data_ptr()), found)
         else:
-            found = hash((found, int(values.view(torch.uint8).sum())))
+            found = hash((found, int(parameter.detach().reshape(-1).view(torch.uint8).sum())))
     return found

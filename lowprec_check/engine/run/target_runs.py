@@ -42,6 +42,8 @@ MAX_SELF_ERROR = 0.1
 MAX_RELAUNCHES = 12
 """Number of ops that may crash or be too slow, and are then emulated, before the instrumented part is abandoned."""
 
+HIDDEN_STATE = "the model keeps state that a scan cannot rewind: each of its parts runs in a process of its own"
+
 OnProgress = Callable[[str, str], None]
 """Called with the name of the run and its current step."""
 
@@ -78,6 +80,8 @@ class TargetRuns:
         self._self_error = 0.0
         self._first_seconds = 0.0
         self._changes_parameters = isolation == "none"
+        self._hidden_state = False
+        """Whether fp32 differs from itself when it is run again in one process, but not in two."""
 
     # -- the reference
 
@@ -86,8 +90,7 @@ class TargetRuns:
         budget = self.options.budget or REFERENCE_BUDGET
         job = self._job(REFERENCE, budget=budget)
         outcome = self._execute(job)
-        if outcome.plain is not None and outcome.plain.changes_parameters:
-            self._changes_parameters = True
+        if self._learns_of_changes(outcome):
             job = self._job(REFERENCE, budget=budget)
             outcome = self._execute(job)
         plain, measures = outcome.plain, outcome.measures
@@ -97,13 +100,36 @@ class TargetRuns:
             raise UsageError(*failed_reference(plain, self.target, self.options.device))
         if plain.status == "nonfinite":
             raise UsageError(*nonfinite_reference(measures))
-        self._self_error = _self_error(measures)
+        self._self_error = self._repeat_in_another_process(_self_error(measures), budget)
         if self._self_error > MAX_SELF_ERROR:
             raise UsageError(*nondeterministic_reference(self._self_error))
         self._first_seconds = plain.first_seconds
         run = self._assemble(job, outcome)
-        self.fp32 = msgspec.structs.replace(run, nondeterministic=self._self_error > 0)
+        notes = [*run.notes, HIDDEN_STATE] if self._hidden_state else run.notes
+        self.fp32 = msgspec.structs.replace(run, nondeterministic=self._self_error > 0, notes=notes)
         return self.fp32
+
+    def _repeat_in_another_process(self, self_error: float, budget: float) -> float:
+        """How far two fp32 runs differ; in processes of their own, where no state is left from the first.
+
+        ``self_error`` is the difference in one process, after the state was rewound.
+        """
+        if not self_error or self.isolation != "fork":
+            return self_error
+        again = self._execute(
+            self._job(REFERENCE, budget=budget, repeats_reference=True, measured=False, instrumented=False)
+        )
+        error = again.plain.output_error if again.plain else None
+        if error is None or error.distance is None:
+            return self_error
+        self._hidden_state = not error.distance
+        return error.distance
+
+    def _learns_of_changes(self, outcome: JobOutcome) -> bool:
+        """Whether a run was the first that was seen to write to parameters; it must be repeated with their values saved."""
+        new = outcome.plain is not None and outcome.plain.changes_parameters and not self._changes_parameters
+        self._changes_parameters = self._changes_parameters or new
+        return new
 
     @property
     def budget(self) -> float:
@@ -136,8 +162,13 @@ class TargetRuns:
             return Run(
                 precision=precision, backend=backend, device=self.options.device, status="skipped", reason=reason
             )
-        job = self._job(precision, backend=backend, keep_fp32=keep_fp32, measured=measured, instrumented=instrumented)
+        wanted: dict[str, Any] = {"backend": backend, "keep_fp32": keep_fp32, "measured": measured}
+        job = self._job(precision, **wanted, instrumented=instrumented and not self._hidden_state)
         outcome = self._execute(job)
+        if self._learns_of_changes(outcome):
+            job = dataclasses.replace(job, changes_parameters=True)
+            outcome = self._execute(job)
+        job = dataclasses.replace(job, instrumented=instrumented)
         plain = outcome.plain
         if instrumented and outcome.explained is None and not outcome.faults:
             explained = self._explain(
@@ -211,7 +242,7 @@ class TargetRuns:
             output_error=plain.output_error if plain and not job.is_reference else None,
             compared_module=plain.compared_module if plain else None,
             lockstep_error=explained.lockstep_error if explained and not job.is_reference else None,
-            latency_ms=plain.latency_ms if plain and job.measured else None,
+            latency_ms=measures.latency_ms if measures else None,
             peak_memory_bytes=_peak_memory(measures, explained) if status != "error" else None,
             gaps=explained.gaps if explained else outcome.gaps,
             op_calls=explained.op_calls if explained else OpCalls(),
@@ -235,7 +266,7 @@ class TargetRuns:
 
     def _status(self, job: Job, outcome: JobOutcome) -> tuple[Status, str | None]:
         plain, explained = outcome.plain, outcome.explained
-        if plain is not None:
+        if plain is not None and not (outcome.ended == "crashed" and outcome.measures is None):
             return plain.status, None
         which = f" on call {outcome.call}" if outcome.call > 1 else ""
         if outcome.ended == "crashed":

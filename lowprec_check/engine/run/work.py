@@ -33,7 +33,7 @@ def run_job(job: Job, target: Target, send: Send) -> None:
     """Run ``job`` and send each result as soon as it is known; afterwards the model is restored."""
     device = torch.device(job.device)
     model = target.model
-    outer = Snapshot(model, parameters=job.changes_parameters)
+    outer = Snapshot(model, target.inputs, parameters=job.changes_parameters)
     forget_compiled()
     try:
         if device.type != "cpu":
@@ -68,6 +68,7 @@ def _prepared(job: Job, target: Target) -> contextlib.AbstractContextManager[Pre
         torch.device(job.device),
         keep_fp32=job.keep_fp32,
         call=target.call(),
+        inputs=target.inputs,
         changes_parameters=job.changes_parameters,
     )
 

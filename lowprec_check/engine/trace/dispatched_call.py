@@ -31,7 +31,7 @@ class DispatchedCall:
         self.traits: OpTraits = traits(func)
         self.inputs = [tensor for tensor in tensors_in(args, kwargs) if tensor.layout == torch.strided]
         self.before: dict[int, Tensor] = {}
-        """By ``id``, the values before the op of the integer and boolean tensors that it writes to."""
+        """By ``id``, what the reference writes to in place of an integer or boolean tensor, or of one that the op resizes."""
         self.input_facts = Facts()
         """The largest of its inputs' facts, before it ran."""
         self.involved = False

@@ -19,6 +19,7 @@ from lowprec_check.engine.core.seed import default_generator
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs, map_args
 from lowprec_check.engine.trace.op_traits import draws
+from lowprec_check.engine.trace.wide_run import run_wide
 
 
 class GeneratorState:
@@ -75,7 +76,7 @@ def followed(low: Tensor, reference: Tensor, widened: Tensor) -> Tensor:
 def rerun(call: DispatchedCall, state: GeneratorState, args: Args, kwargs: Kwargs) -> list[Tensor]:
     """The results of ``call`` on other arguments, from the same state of the generator."""
     with state.rewound(), torch._C._DisableAutocast():
-        return call.results(call.func(*args, **kwargs), args, kwargs)
+        return run_wide(call, args, kwargs)
 
 
 def own_inputs_widened(call: DispatchedCall, wide: torch.dtype = torch.float32) -> tuple[Args, Kwargs]:
@@ -96,9 +97,9 @@ class Draw(NamedTuple):
 
     op: str
     state: GeneratorState
-    low: list[Tensor]
-    widened: list[Tensor]
-    """Its results in fp32 on its own inputs."""
+    inputs: list[Tensor]
+    """Its floating inputs, widened."""
+    outputs: list[Tensor]
 
 
 class DrawsDiffer(Exception):  # noqa: N818 - not an error of the user
@@ -118,11 +119,11 @@ class RecordDraws(DispatchMode):
         state = state_before(call)
         if state is None:
             return call.run()
-        arguments = own_inputs_widened(call)
+        inputs = [widen(tensor).clone() for tensor in call.inputs if is_float(tensor)]
         out = call.run()
         if has_drawn(call, state):
-            low = [tensor.detach().clone() for tensor in call.results(out)]
-            self.draws.append(Draw(call.traits.name, state, low, rerun(call, state, *arguments)))
+            outputs = [tensor.detach().clone() for tensor in call.results(out)]
+            self.draws.append(Draw(call.traits.name, state, inputs, outputs))
         return out
 
 
@@ -137,18 +138,35 @@ class ReplayDraws(DispatchMode):
         """Run the op; if it draws, replace its results."""
         call = DispatchedCall(func, args, kwargs, keys)
         state = state_before(call)
-        if state is not None and self._left:
-            state.generator.set_state(self._left[0].state.state)
+        if state is None:
+            return call.run()
+        draw = self._left[0] if self._left else None
+        given = self._with_inputs_of(call, draw)
+        if draw is not None:
+            state.generator.set_state(draw.state.state)
         out = call.run()
-        if has_drawn(call, state):
-            self._follow(call, call.results(out))
+        if not has_drawn(call, state):
+            return out
+        outputs = call.results(out)
+        if draw is None or given is None or [t.shape for t in outputs[:1]] != [t.shape for t in draw.outputs[:1]]:
+            raise DrawsDiffer(f"{call.traits.name} draws random numbers in fp32, {draw.op if draw else 'nothing'} here")
+        widened = rerun(call, draw.state, *given)
+        for out_, low, mine in zip(outputs, draw.outputs, widened, strict=False):
+            if out_.shape == low.shape == mine.shape:
+                out_.copy_(followed(low, out_.clone(), mine))
+        self._left.pop(0)
         return out
 
-    def _follow(self, call: DispatchedCall, outputs: list[Tensor]) -> None:
-        draw = self._left.pop(0) if self._left else None
-        if draw is None or draw.op != call.traits.name or len(draw.low) != len(outputs):
-            raise DrawsDiffer(f"{call.traits.name} draws random numbers in fp32, {draw.op if draw else 'nothing'} here")
-        for out, low, widened in zip(outputs, draw.low, draw.widened, strict=True):
-            if out.shape != low.shape:
-                raise DrawsDiffer(f"{call.traits.name} has another shape in fp32")
-            out.copy_(followed(low, out.clone(), widened))
+    def _with_inputs_of(self, call: DispatchedCall, draw: Draw | None) -> tuple[Args, Kwargs] | None:
+        """The arguments of ``call`` with the floating inputs of ``draw``; ``None`` if they do not fit."""
+        mine = [tensor for tensor in call.inputs if is_float(tensor)]
+        if draw is None or [t.shape for t in mine] != [t.shape for t in draw.inputs]:
+            return None
+        by_id = {id(tensor): other for tensor, other in zip(mine, draw.inputs, strict=True)}
+
+        def replaced(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return by_id[id(value)].to(value.dtype, copy=True) if id(value) in by_id else value.clone()
+
+        return map_args(call.args, call.kwargs, replaced)

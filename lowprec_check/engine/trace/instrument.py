@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager
 from lowprec_check.engine.core.output_comparison import compare_outputs, same_bits
+from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import ModuleStack, call_model
 from lowprec_check.engine.model.memory import StorageCounter
@@ -61,7 +62,7 @@ def run_instrumented(
 ) -> Instrumented:
     """Run with a dispatch mode; if an exception came from above dispatch, run again with a function mode too."""
     model_call = _ModelCall(ready, args, kwargs, fp32)
-    snapshot = Snapshot(ready.model, parameters=options.changes_parameters)
+    snapshot = Snapshot(ready.model, (args, kwargs), parameters=options.changes_parameters)
     try:
         found, failed_above = _pass(model_call, options, plain_outputs, function_mode=False)
         if failed_above:
@@ -119,19 +120,24 @@ def _pass(
         above = error is not recorder.execution.raised and isinstance(error, Exception)
         return msgspec.structs.replace(found, exception=describe_error(error, ready.model)), above
     comparable = plain_outputs if not (found.gaps or found.emulated or function_mode) else None
-    found = _with_output(found, output_tensors(output), comparable, lockstep)
+    found = _with_output(found, output, comparable, lockstep)
     return msgspec.structs.replace(found, peak_memory_bytes=counter.peak if counter is not None else None), False
 
 
 def _with_output(
-    found: Instrumented, tensors: list[Tensor], plain_outputs: list[Tensor] | None, lockstep: Lockstep
+    found: Instrumented, output: Any, plain_outputs: list[Tensor] | None, lockstep: Lockstep
 ) -> Instrumented:
-    """``found`` with the output compared: with the lockstep reference, and bit by bit with the plain run."""
+    """``found`` with the output compared: with the lockstep reference, and bit by bit with the plain run.
+
+    Numbers and NumPy arrays in the output have no reference.
+    """
+    tensors = output_tensors(output)
+    known = len(tensors) == sum(1 for _ in leaves(output))
     compared = compare_outputs(tensors, [lockstep.twins.reference_of(tensor) for tensor in tensors])
     return msgspec.structs.replace(
         found,
         perturbed=None if plain_outputs is None else not same_bits(tensors, plain_outputs),
-        lockstep_error=compared.error if compared.compared else None,
+        lockstep_error=compared.error if compared.compared and known else None,
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow, widen, widened_dtype
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs, map_args
+from lowprec_check.engine.trace.wide_run import run_wide
 
 
 def widened_arguments(call: DispatchedCall, wide: torch.dtype) -> tuple[Args, Kwargs] | None:
@@ -43,7 +44,7 @@ def widened_outputs(
     if arguments is None:
         return None
     try:
-        return call.results(call.func(*arguments[0], **arguments[1]), *arguments)
+        return run_wide(call, *arguments)
     except Exception:
         return None
 

@@ -17,6 +17,7 @@ from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.draws import GeneratorState, followed, rerun
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs, map_args
 from lowprec_check.engine.trace.twins import Twins, storage_key
+from lowprec_check.engine.trace.wide_run import run_wide
 
 
 class Lockstep:
@@ -46,17 +47,20 @@ class Lockstep:
         def reference(value: Any) -> Any:
             if isinstance(value, torch.dtype):
                 return widened_dtype(value, wide)
-            return before.get(id(value), value) if before and not is_float(value) else reference_of(value)
+            return before[id(value)] if id(value) in before else reference_of(value)
 
         return map_args(call.args, call.kwargs, reference)
 
     def prepare_writes(self, call: DispatchedCall) -> None:
         """Before the op runs: make a separate twin, or a copy, of each tensor that it writes to."""
         for tensor in call.written():
-            if is_float(tensor):
-                self.twins.prepare_write(tensor)
-            else:
+            if not is_float(tensor):
                 call.before[id(tensor)] = tensor.clone()
+                self.twins.forget(tensor)  # floating values that are written as integers
+            elif tensor.numel() == 0:  # an ``out`` that the op resizes
+                call.before[id(tensor)] = tensor.new_empty(0, dtype=widened_dtype(tensor.dtype, self.wide))
+            else:
+                self.twins.prepare_write(tensor)
 
     def advance(self, call: DispatchedCall, outputs: list[Tensor]) -> tuple[list[Tensor], float] | None:
         """Run the op on the reference's tensors; the results, paired with ``outputs``, become their twins.
@@ -64,21 +68,22 @@ class Lockstep:
         Returns the results and the seconds that the op took. Returns ``None`` if the op fails on the reference, which
         then restarts from ``outputs``, or if it returns a different number of tensors.
         """
-        args, kwargs = self.arguments(call)
         started = time.perf_counter()
         try:
-            result = call.func(*args, **kwargs)
+            args, kwargs = self.arguments(call)
+            references = run_wide(call, args, kwargs)
         except Exception:
             for tensor in outputs:
                 self.twins.restart(tensor)
             return None
         seconds = time.perf_counter() - started
-        references = call.results(result, args, kwargs)
+        references += [self.twins.reference_of(out) for out in outputs[max(1, len(references)) :]]
         if len(references) != len(outputs):
             return None
         if call.traits.selects:
             references[0] = _selected(call, args, kwargs, outputs, references)
-        from_parameter = bool(call.traits.casts and call.inputs and self.is_parameter(call.inputs[0]))
+        source = call.inputs[0] if call.inputs else None
+        from_parameter = call.traits.casts and source is not None and is_float(source) and self.is_parameter(source)
         if from_parameter and not call.traits.mutable and call.kwargs.get("device") is None:
             references[0] = args[0]
         self._set_references(call, outputs, references, shared=from_parameter)
@@ -88,7 +93,7 @@ class Lockstep:
         self, call: DispatchedCall, outputs: list[Tensor], references: list[Tensor], *, shared: bool
     ) -> None:
         """Make ``references`` the twins of ``outputs``; tensors that the op wrote to already have one."""
-        written = {id(tensor) for tensor in call.written()}
+        written = {id(tensor) for tensor in call.written()} - call.before.keys()
         for out, reference in zip(outputs, references, strict=True):
             if is_float(out) and id(out) not in written and out.shape == reference.shape:
                 self.twins.set_reference(out, reference, shared=shared)
@@ -105,7 +110,7 @@ class Lockstep:
         references = rerun(call, state, *self.arguments(call))
         widened = rerun(call, state, *own)
         written = {id(tensor) for tensor in call.written()}
-        for out, reference, mine in zip(outputs, references, widened, strict=True):
+        for out, reference, mine in zip(outputs, references, widened, strict=False):
             if is_float(out) and out.shape == reference.shape:
                 values = followed(out, reference.clone(), mine)
                 if id(out) in written:

@@ -70,7 +70,7 @@ class OpErrors:
                 row.flips += abs(out.numel() - reference.numel())
             elif is_float(out):
                 against = [reference]
-                if own is not None and own[index].shape == out.shape:
+                if own is not None and index < len(own) and own[index].shape == out.shape:
                     against.append(own[index])
                 # Only the first output: others, such as the mean that a norm saves, may be near zero without underflow.
                 compared = compare_tensor(out, against, count_flushed=self.facts.count_flushed and index == 0)

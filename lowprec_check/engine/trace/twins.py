@@ -134,6 +134,10 @@ class Twins:
         elif twin.shared:
             twin.tensor, twin.shared = _clone_storage(twin.tensor), False
 
+    def forget(self, tensor: Tensor) -> None:
+        """Drop the twin of the storage of ``tensor``, whose reference restarts from the low-precision values."""
+        self.by_storage.pop(tensor.untyped_storage()._cdata, None)
+
     def restart(self, tensor: Tensor) -> None:
         """Restart the reference of ``tensor`` from the low-precision values."""
         twin = self.find(tensor)

@@ -1,0 +1,40 @@
+"""Runs an op call again on wide (fp32 or fp64) arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from lowprec_check.engine.trace.dispatched_call import DispatchedCall
+from lowprec_check.engine.trace.op_arguments import Args, Kwargs
+
+_ATTENTION_IN_16_BITS = (
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+)
+"""Kernels for 16 bits only. In fp32 the first raises, and the second returns wrong values (torch 2.11, H200)."""
+
+
+def run_wide(call: DispatchedCall, args: Args, kwargs: Kwargs) -> list[Tensor]:
+    """The results of the op on other arguments, in the order of :meth:`DispatchedCall.results`.
+
+    An attention kernel for 16 bits is replaced by the function that chooses a kernel: its output alone is returned.
+    """
+    if call.traits.packet not in _ATTENTION_IN_16_BITS:
+        return call.results(call.func(*args, **kwargs), args, kwargs)
+    names = [argument.name for argument in call.func._schema.arguments]
+    given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
+    query, key, value = given["query"], given["key"], given["value"]
+    out: Tensor = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        given.get("attn_bias"),
+        given.get("dropout_p", 0.0),
+        given.get("is_causal", False),
+        scale=given.get("scale"),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return [out]
