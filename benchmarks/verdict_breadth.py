@@ -698,7 +698,7 @@ def markdown(rows: Sequence[Mapping[str, Any]], problems: Sequence[str], missing
     apart = [row for row in rows if row["apart"]]
     statuses = Counter(row["plain"] for row in counted)
     lines = [
-        f"# Statuses of scans and of three plain calls, torch {torch.__version__}, CPU",
+        f"# Statuses of scans and of three plain calls, torch {torch.__version__}",
         "",
         f"- models: {len({row['model'] for row in rows})}, runs: {len(rows)}",
         f"- compared: {len(counted)}; equal: {len(counted) - len(different)}; **different: {len(different)}**",

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, run_op
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs, dtype_flow, outputs_of, shape_text, tensors_in
-from lowprec_check.engine.trace.op_traits import OpTraits, traits
+from lowprec_check.engine.trace.op_traits import TRAINING, OpTraits, traits
 from lowprec_check.engine.trace.twins import Facts
 from lowprec_check.schema.op_calls import CallOutcome, OpCall
 
@@ -62,6 +62,8 @@ class DispatchedCall:
         return self._written_among(self.args, self.kwargs)
 
     def _written_among(self, args: Args, kwargs: Kwargs) -> Iterator[Tensor]:
+        if self.traits.in_training and not args[TRAINING]:
+            return
         for key in self.traits.written:
             value = kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None
             if isinstance(value, Tensor):

@@ -49,8 +49,9 @@ class GeneratorState:
 
 def state_before(call: DispatchedCall) -> GeneratorState | None:
     """The state of the generator if ``call`` may draw from it: torch's ops declare it, those of other packages need not."""
-    own = call.traits.packet.startswith(("aten::", "prims::"))
-    return GeneratorState(call) if not own or draws(call.func, call.args, call.kwargs) else None
+    if not call.traits.may_draw or (call.traits.random and not draws(call.func, call.args, call.kwargs)):
+        return None
+    return GeneratorState(call)
 
 
 def has_drawn(call: DispatchedCall, state: GeneratorState | None) -> bool:

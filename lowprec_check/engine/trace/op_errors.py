@@ -10,7 +10,7 @@ from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.local_error import widened_outputs
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs
-from lowprec_check.engine.trace.output_facts import OutputFacts, add_to_row, facts_in
+from lowprec_check.engine.trace.output_facts import EXACT, OutputFacts, add_to_row, facts_in, worst_of
 from lowprec_check.engine.trace.solver_failures import SolverFailures
 from lowprec_check.engine.trace.twins import Facts
 from lowprec_check.schema.op_calls import OpCall
@@ -49,12 +49,12 @@ class OpErrors:
 
     def measure_inputs(self, call: DispatchedCall) -> Facts:
         """Before the op runs: the largest error and underflow of its inputs, and whether one has a new NaN or Inf."""
-        found = [self.facts.of_input(tensor) for tensor in call.inputs if is_float(tensor)]
-        return Facts(
-            max((facts.error for facts in found), default=0.0),
-            max((facts.flushed for facts in found), default=0.0),
-            any(facts.nonfinite for facts in found),
-        )
+        largest = EXACT
+        for tensor in call.inputs:
+            facts = self.facts.of_input(tensor)
+            if facts is not EXACT:
+                largest = facts if largest is EXACT else worst_of(largest, facts)
+        return largest
 
     def _measure_outputs(
         self,

@@ -100,6 +100,8 @@ _UNDECLARED_WRITES = {
     "aten::batch_norm_update_stats": (1, 2),
 }
 
+TRAINING = 5
+
 # Ops that return (values, indices): the reference's values are gathered along ``dim`` by the indices chosen here.
 _SELECTIONS = frozenset(
     "aten::" + name
@@ -122,6 +124,10 @@ class OpTraits(NamedTuple):
     written: tuple[int | str, ...]
     """Positions and names of the arguments that the op writes to."""
     random: bool
+    may_draw: bool
+    """Uses random numbers, or is another package's, which need not declare it."""
+    in_training: bool
+    """Writes only in training mode, its argument number :data:`TRAINING`."""
     moves: bool
     """Does no arithmetic."""
     casts: bool
@@ -148,6 +154,8 @@ def traits(func: OpOverload) -> OpTraits:
         mutable=bool(written),
         written=written,
         random=torch.Tag.nondeterministic_seeded in func.tags,
+        may_draw=torch.Tag.nondeterministic_seeded in func.tags or not packet.startswith(("aten::", "prims::")),
+        in_training=packet in _UNDECLARED_WRITES and packet != "aten::batch_norm_update_stats",
         moves=packet in _MOVES,
         casts=packet in ("aten::_to_copy", "aten::to", "prims::convert_element_type"),
         selects=packet in _SELECTIONS and len(schema.returns) == 2,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.tensor_comparison import TensorComparison, compare_tensor
 from lowprec_check.engine.trace.twins import Facts, Region, Twin, Twins
 from lowprec_check.schema.op_calls import OpCall
@@ -27,7 +28,7 @@ class OutputFacts:
     def of_input(self, tensor: Tensor) -> Facts:
         """The facts of a tensor that an op reads, or the model returns. A row gets the errors of the outputs that are used."""
         twin = self._twins.find(tensor)
-        if twin is None or not twin.facts:
+        if twin is None or not twin.facts or not is_float(tensor):
             return EXACT
         region = region_of(tensor)
         known = twin.facts.get(region) or _of_same_elements(twin, region, tensor)
@@ -71,6 +72,11 @@ def facts_in(compared: TensorComparison) -> Facts:
     return Facts(compared.errors[0], compared.flushed or 0.0, nonfinite)
 
 
+def worst_of(some: Facts, others: Facts) -> Facts:
+    """The larger error and underflow, and whether either has a new NaN or Inf."""
+    return Facts(max(some.error, others.error), max(some.flushed, others.flushed), some.nonfinite or others.nonfinite)
+
+
 def add_to_row(row: OpCall, compared: TensorComparison) -> None:
     """Store the comparison of one output in the row of its call; the largest errors count."""
     if len(compared.errors) > 1:
@@ -85,7 +91,7 @@ def add_to_row(row: OpCall, compared: TensorComparison) -> None:
 
 def region_of(tensor: Tensor) -> Region:
     """The part of its storage that ``tensor`` shows."""
-    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+    return tensor.shape, tensor.stride(), tensor.storage_offset()  # type: ignore[return-value]
 
 
 def _of_same_elements(twin: Twin, region: Region, tensor: Tensor) -> Facts | None:

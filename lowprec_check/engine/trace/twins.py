@@ -164,6 +164,8 @@ class Twins:
 
 def _stored_values(out: Tensor, reference: Tensor) -> Tensor:
     """The values that the storage of ``out`` would hold if ``out`` were ``reference``: without lazy conjugation and negation."""
+    if not (out.is_conj() or out.is_neg() or reference.is_conj() or reference.is_neg()):
+        return reference
     if out.is_conj():
         reference = reference.conj()
     if out.is_neg():
