@@ -79,6 +79,53 @@ def test_ops_that_write_and_return_nothing_advance_the_reference(how: str, preci
     assert all(row.accumulated_error for row in written)
 
 
+class IntegerBuffers(Linear):
+    """Integers that are cast to the dtype of the run."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("mask", torch.ones(8, dtype=torch.bool))
+        self.register_buffer("weights", torch.randint(-100, 100, (8, 8), dtype=torch.int8))
+        self.register_buffer("positions", torch.arange(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.how == "mask":
+            return y * self.mask.to(y.dtype)
+        if self.how == "weights":
+            return nn.functional.linear(y, self.weights.to(y.dtype) * 1e-2)
+        positions = self.positions.to(y.dtype)[None].clone()
+        positions[:, :4] = y[:1, :4]
+        return y * positions
+
+
+class Resizes(Linear):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, out = self.linear(x), torch.empty(0, dtype=x.dtype)
+        if self.how == "mul":
+            torch.mul(y, 2, out=out)
+        else:
+            torch.cat([y, y], out=out)
+        return out + 1
+
+
+@pytest.mark.parametrize(
+    "model",
+    [*map(IntegerBuffers, ["mask", "weights", "positions"]), *map(Resizes, ["mul", "cat"])],
+    ids=lambda m: m.how,
+)
+def test_the_reference_follows_integers_and_outputs_that_are_resized(model: Any) -> None:
+    plain, found = run(model, (X,), "half")
+    assert found.lockstep_error is not None
+    assert plain.output_error is not None
+    assert found.lockstep_error.rel_l2 == pytest.approx(plain.output_error.rel_l2, rel=0.2)
+
+
 # -- outputs that are used
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 import ctypes
+import itertools
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -166,6 +170,53 @@ def test_a_run_whose_analysis_ended_early_is_judged_by_its_output() -> None:
     assert not found.complete
 
 
+def noise_like(y: Tensor) -> Tensor:
+    """Other numbers in fp16 than in fp32."""
+    return torch.normal(torch.zeros_like(y), torch.ones_like(y))
+
+
+class DriftsWithNoise(Wrapped):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("time", torch.tensor(2047.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.time += 1.0
+        y = self.linear(x)
+        return y + noise_like(y) + (self.time - 2047)
+
+
+def test_each_call_of_a_random_model_is_judged_on_its_own_draws() -> None:
+    found = run_of(DriftsWithNoise(), "half")
+    assert (found.status, found.failed_call) == ("inaccurate", 3)  # 2048 + 1 is 2048 in half
+
+
+class DrawsLater(Wrapped):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = self.linear(x)
+        return y if self.calls == 1 else y + noise_like(y)
+
+
+class MasksAtRandom(Wrapped):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y.masked_fill(noise_like(y) < 0, float("-inf"))
+
+
+class NoiseBeforeZeros(Wrapped):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return self.linear(y + noise_like(y)) * 0.0
+
+
+@pytest.mark.parametrize("make", [DrawsLater, MasksAtRandom, NoiseBeforeZeros])
+def test_more_random_models_that_are_ok(make: Any) -> None:
+    assert run_of(make(), "half").status == "ok"
+
+
 # -- 2: failures after the first call
 
 
@@ -221,6 +272,26 @@ class Drifts(Wrapped):
 def test_an_overflow_in_a_later_call_is_nonfinite() -> None:
     found = run_of(Drifts(), "half")
     assert (found.status, found.failed_call) == ("nonfinite", 3)
+
+
+class Fills(Wrapped):
+    """Four calls fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = 0
+        self.register_buffer("cache", torch.zeros(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache[self.used : self.used + 4] = self.linear(x)
+        self.used += 4
+        return self.cache[: self.used] @ self.linear(x).T
+
+
+def test_calls_that_measure_time_are_rewound() -> None:
+    found = run_of(Fills(), "half")
+    assert (found.status, found.calls) == ("ok", 3)
+    assert found.latency_ms
 
 
 # -- 3: nothing to compare
@@ -290,6 +361,52 @@ class Yields(Wrapped):
 def test_a_generator_is_run_and_its_values_are_compared() -> None:
     assert run_of(Yields(), "half").status == "nonfinite"
     assert run_of(Yields(), "bfloat16").status == "ok"
+
+
+class Slots:
+    __slots__ = ("y",)
+
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+
+class Packs(Wrapped):
+    def __init__(self, pack: Any) -> None:
+        super().__init__()
+        self.pack = pack
+
+    def forward(self, x: Tensor) -> Any:
+        return self.pack(((self.linear(x) + 3000) - 3000).float())
+
+
+PACKS = {
+    "array": lambda y: y.numpy(),
+    "number": lambda y: y.sum().numpy()[()],
+    "slots": Slots,
+    "deque": lambda y: collections.deque([y]),
+    "map": lambda y: map(torch.neg, [y]),
+    "zeros and ids": lambda y: {"loss": torch.zeros(()), "ids": (y * 1000).long()},
+    "sparse": lambda y: y.to_sparse(),
+    "sparse rows": lambda y: y.to_sparse_csr(),
+    "nested": lambda y: torch.nested.nested_tensor([y[:2], y], layout=torch.jagged),
+}
+
+
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:The PyTorch API of nested tensors")
+def test_outputs_of_many_kinds_are_compared(pack: str) -> None:
+    found = scan(Packs(PACKS[pack]), X, precisions=["half"]).run("half")
+    assert (found.status, found.compared_module) == ("inaccurate", None)
+
+
+class Gradient(Wrapped):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return torch.autograd.grad(self.linear(x).tanh().sum(), x)[0]
+
+
+def test_inputs_keep_their_gradient_flag() -> None:
+    assert run_of(Gradient(), "half", X.clone().requires_grad_()).status == "ok"
 
 
 class Classes(nn.Module):
@@ -482,6 +599,124 @@ def test_objects_that_hooks_and_closures_hold_stay_the_models_own(make: Any, iso
     assert not getattr(model, "seen", None)
 
 
+STEP = 0
+
+
+class InGlobal(Wrapped):
+    def forward(self, x: Tensor) -> Tensor:
+        global STEP  # noqa: PLW0603 - what the test is about
+        STEP += 1
+        return self.linear(x) * STEP
+
+
+class InClass(Wrapped):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        InClass.calls = min(InClass.calls + 1, 2)
+        return (self.linear(x) * (1 + 0.03 * InClass.calls) + 60) - 60
+
+
+class InTeacher(Wrapped):
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = [nn.Linear(8, 8)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.teacher[0].weight.mul_(0.9)
+        return self.linear(x) + self.teacher[0].to(x.dtype)(x)
+
+
+class Recent(collections.OrderedDict[str, int]):
+    def __getitem__(self, key: str) -> int:
+        self.move_to_end(key)
+        return super().__getitem__(key)
+
+    def clear(self) -> None:
+        raise RuntimeError("not here")
+
+
+class InSubclass(Wrapped):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent = Recent(a=1, b=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.recent["new"] = self.recent["a"] + len(self.recent)
+        return self.linear(x)
+
+
+class InBuffer(Wrapped):
+    """The class of a module is exchanged in its first call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.nn.utils.parametrize.is_parametrized(self.linear):
+            torch.nn.utils.parametrize.register_parametrization(self.linear, "weight", nn.Identity())
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("isolation", ["fork", "none"])
+@pytest.mark.parametrize("make", [InGlobal, InClass, InTeacher, InSubclass, InBuffer])
+def test_state_in_many_places_is_rewound_and_restored(make: Any, isolation: Any) -> None:
+    model = make()
+    before = copy.deepcopy(model)
+    for precision in ("half", "autocast-bf16"):
+        found = run_of(model, precision, isolation=isolation)
+        assert found.perturbed is False
+        assert not found.nondeterministic
+        assert (found.status == "inaccurate") == (make is InClass)
+    assert (STEP, InClass.calls) == (0, 0)
+    assert type(model.linear) is nn.Linear
+    assert torch.equal(model.linear.weight, before.linear.weight)
+    if make is InTeacher:
+        assert torch.equal(model.teacher[0].weight, before.teacher[0].weight)
+    if make is InSubclass:
+        assert list(model.recent) == ["a", "b"]
+
+
+def test_scripted_modules_are_restored() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.BatchNorm1d(8))).eval()
+    for precision in ("half", "autocast-bf16"):
+        assert run_of(model, precision, isolation="none").status == "ok"
+    model(X)
+    assert model[1].running_mean.dtype == torch.float32
+
+
+class UsesGenerator(Wrapped):
+    def forward(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        return self.linear(x) + torch.randn(x.shape, generator=generator).to(x.dtype)
+
+
+@pytest.mark.parametrize("isolation", ["fork", "none"])
+def test_mutable_inputs_are_rewound_and_restored(isolation: Any) -> None:
+    generator = torch.Generator().manual_seed(3)
+    state = generator.get_state()
+    found = run_of(UsesGenerator(), "half", {"x": X, "generator": generator}, isolation=isolation)
+    assert (found.status, found.perturbed) == ("ok", False)
+    assert torch.equal(state, generator.get_state())
+
+
+class Counts(Wrapped):
+    """State that nothing can rewind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = itertools.count(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * (1 + 0.01 * next(self.numbers))
+
+
+def test_state_that_cannot_be_rewound_is_not_called_nondeterministic() -> None:
+    result = scan(Counts(), X, precisions=["half"])
+    found = result.run("half")
+    assert (found.status, found.perturbed, result.runs[0].nondeterministic) == ("ok", None, False)
+    assert found.complete
+    assert any("cannot rewind" in note for note in result.model.notes)
+    assert found.tolerance == 1e-2
+
+
 # -- 8: what the reference may not write to
 
 
@@ -559,6 +794,9 @@ class Inside(nn.Module):
             return torch.linalg.pinv(x @ x.T + torch.eye(4))
         if self.how == "custom":
             return projected(y, self.linear.weight)
+        if self.how == "product":  # of Python: autocast has a kernel for torch.prod
+            grid = F.affine_grid(x[:2, :6].reshape(2, 2, 3), [2, 1, 5, 5], align_corners=False)
+            return math.prod([grid, grid])
         if self.how == "cdist":
             return torch.cdist(x.repeat(10, 1), x.repeat(10, 1) + 1)
         with torch.inference_mode():
@@ -567,7 +805,7 @@ class Inside(nn.Module):
 
 
 @pytest.mark.parametrize("precision", ["autocast-bf16", "autocast-fp16"])
-@pytest.mark.parametrize("how", ["affine_grid", "bilinear", "pinv", "custom", "cdist", "inference", "lstm"])
+@pytest.mark.parametrize("how", ["affine_grid", "bilinear", "pinv", "custom", "cdist", "product", "inference", "lstm"])
 def test_autocast_reaches_inside_kernels_as_in_the_plain_run(how: str, precision: str) -> None:
     if how == "lstm" and precision == "autocast-fp16":
         pytest.skip("CPUs without fp16 arithmetic have no such kernel")

@@ -13,6 +13,7 @@ from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
 
 _FAILURE = ("inaccurate", "nonfinite", "error")
 _ERROR = ("crashed", "timeout")
+_SKIPPED = ("skipped", "unjudged")
 MOST_LINES = 200
 
 
@@ -44,7 +45,7 @@ def _counts(result: ScanResult) -> dict[str, Any]:
         "tests": str(len(statuses)),
         "failures": str(sum(status in _FAILURE for status in statuses)),
         "errors": str(sum(status in _ERROR for status in statuses)),
-        "skipped": str(statuses.count("skipped")),
+        "skipped": str(sum(status in _SKIPPED for status in statuses)),
         "time": f"{seconds:.6f}",
     }
 
@@ -54,7 +55,7 @@ def _outcome(case: Element, run: Run, result: ScanResult) -> None:
     found = [d for d in result.diagnostics if d.is_about(run) and not d.accepted]
     lines = [_line(diagnostic) for diagnostic in found[:MOST_LINES]]
     lines += [f"and {len(found) - MOST_LINES} more"] if len(found) > MOST_LINES else []
-    if run.status == "skipped":
+    if run.status in _SKIPPED:
         SubElement(case, "skipped", message=why)
     elif run.status in (*_FAILURE, *_ERROR):
         kind = "failure" if run.status in _FAILURE else "error"
