@@ -763,8 +763,8 @@ def main() -> None:
         problems += [f"{case.name}: {problem}"] if problem else []
         statuses = problem or " ".join(f"{row['precision']}={row['scan']}/{row['plain']}" for row in found)
         print(f"[{index}/{len(chosen)}] {time.monotonic() - started:.0f} s {case.name} {statuses}", file=sys.stderr)
-    order = {case.name: index for index, case in enumerate(chosen)}
         write(options.output, markdown(rows, problems, missing), {"rows": rows})
+    order = {case.name: index for index, case in enumerate(chosen)}
     rows.sort(key=lambda row: (order[row["model"]], PRECISIONS.index(row["precision"])))
     text = markdown(rows, problems, missing)
     write(options.output, text, {"torch": torch.__version__, "missing": missing, "problems": problems, "rows": rows})
