@@ -117,7 +117,7 @@ class PlainCalls:
         """Call the model :data:`COMPARED_CALLS` times, unless a call fails.
 
         There is no further call if all but the first would take longer than ``seconds``, or the fastest took longer than
-        ``too_slow``.
+        ``too_slow``. The first call alone proves neither: it may compile, or import what the model needs.
         """
         seed_everything(self._seed)
         before, frames = generator_states(), compiled_frames()
@@ -156,9 +156,7 @@ class PlainCalls:
 
     def _may_call(self, seconds: float, too_slow: float, *, compiles: bool) -> bool:
         count = len(self._seconds)
-        if count == 0 or (
-            count == 1 and compiles
-        ):  # the first call of a model that compiles tells nothing about the next
+        if count == 0 or (count == 1 and (compiles or self._seconds[0] <= 2 * too_slow)):
             return True
         enough = len(self._references) if self._references is not None else COMPARED_CALLS
         return (
