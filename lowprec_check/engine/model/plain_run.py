@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -117,15 +118,17 @@ class PlainCalls:
         """Call the model :data:`COMPARED_CALLS` times, unless a call fails.
 
         There is no further call if all but the first would take longer than ``seconds``, or the fastest took longer than
-        ``too_slow``. The first call alone proves neither: it may compile, or import what the model needs.
+        ``too_slow``. A first call that compiles, or imports what the model needs, proves neither.
         """
         seed_everything(self._seed)
-        before, frames = generator_states(), compiled_frames()
+        before, frames, modules = generator_states(), compiled_frames(), len(sys.modules)
         drew, loss, output = False, None, None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
             try:
-                while self._may_call(seconds, too_slow, compiles=compiled_frames() > frames):
+                while self._may_call(
+                    seconds, too_slow, sets_up=(compiled_frames(), len(sys.modules)) > (frames, modules)
+                ):
                     output = self._call()
                     drew = drew or generator_states() != before
                     loss = _loss(output) if loss is None else loss
@@ -154,9 +157,9 @@ class PlainCalls:
         self._seconds.append(seconds)
         return output
 
-    def _may_call(self, seconds: float, too_slow: float, *, compiles: bool) -> bool:
+    def _may_call(self, seconds: float, too_slow: float, *, sets_up: bool) -> bool:
         count = len(self._seconds)
-        if count == 0 or (count == 1 and (compiles or self._seconds[0] <= 2 * too_slow)):
+        if count == 0 or (count == 1 and sets_up):
             return True
         enough = len(self._references) if self._references is not None else COMPARED_CALLS
         return (
