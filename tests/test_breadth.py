@@ -41,7 +41,8 @@ def check(name: str, precision: str) -> None:
     plain, found = run(target.model, target.args, precision)
     output = run_bare(target.model, target.args, precision).double()
     agrees = bool((output - reference).norm() <= (1e-2 if "16" not in precision else 5e-2) * reference.norm())
-    assert plain.status == ("ok" if agrees else "inaccurate")
+    zero = not reference.any()  # a zero-initialized head, before the module that feeds it is compared
+    assert plain.status == ("unjudged" if zero else "ok" if agrees else "inaccurate")
     assert found.complete
     assert not found.gaps
     assert found.perturbed is False

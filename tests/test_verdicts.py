@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowprec_check import scan
+from lowprec_check import render, scan
+from lowprec_check.analysis.run_summary import explain_status
 from lowprec_check.engine.plan.apply import apply
 from lowprec_check.engine.plan.planner import find_plan
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
@@ -256,7 +257,8 @@ class Exits(Wrapped):
 def test_a_death_in_a_later_call_is_a_crash_on_that_call(number: int, how: str) -> None:
     found = scan(Exits(number, how), X, precisions=["half"]).run("half")
     assert found.status == "crashed"
-    assert f"on call {number}" in (found.reason or "")
+    assert (found.reason or "").endswith(f"on call {number}")
+    assert explain_status(found).count("on call") == 1
 
 
 class Drifts(Wrapped):
@@ -333,6 +335,8 @@ def test_without_anything_to_compare_a_recommendation_rests_on_speed_and_says_so
     assert result.recommendation is not None
     assert "speed only" in result.recommendation.reason
     assert "passes" not in result.recommendation.reason
+    assert render(result, "md").startswith("### ❔")
+    assert "Use " not in render(result, "md")
 
 
 class Head(nn.Module):
@@ -855,12 +859,23 @@ def test_flex_attention_is_recorded() -> None:
 # -- 15: choices
 
 
+def test_choices_behind_wrong_ids_are_a_warning() -> None:
+    class WrongIds(Wrapped):
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.linear(x) * 1000).round().long()
+
+    result = scan(WrongIds(), X, precisions=["half"])
+    assert result.run("half").status == "inaccurate"
+    assert {d.severity for d in findings(result, "LP304")} == {"warning"}
+    assert "of the integers differ, over the tolerance" in findings(result, "LP301")[0].message
+
+
 def test_choices_that_cause_the_error_are_a_warning() -> None:
     result = scan(Ids(), IDS, precisions=["half"])
     assert result.run("half").status == "inaccurate"
     found = findings(result, "LP304")
     assert [(d.severity, d.op) for d in found] == [("warning", "aten._to_copy.default")]
-    assert "takes the same choices" in found[0].message or "take" in found[0].message
+    assert "with the same choices in fp32" in found[0].message
 
 
 # -- 16: severity

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from lowprec_check.analysis.baseline import file_of, stable_path
-from lowprec_check.analysis.run_summary import SHORT_MS, explain_status, label, memory_ratio, time_ratio
+from lowprec_check.analysis.run_summary import SHORT_MS, counted, explain_status, label, memory_ratio, time_ratio
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.run_key import EAGER, RunKey
 from lowprec_check.schema.scan_result import Gap, Run, ScanResult
@@ -136,8 +136,8 @@ def _pair(before: Run | None, after: Run | None, old: ScanResult, new: ScanResul
         run=label(known) if known else "",
         old_status=before.status if before else None,
         new_status=after.status if after else None,
-        old_error=_rel_l2(before),
-        new_error=_rel_l2(after),
+        old_error=_distance(before),
+        new_error=_distance(after),
         old_time=time_ratio(before, old.runs) if before else None,
         new_time=time_ratio(after, new.runs) if after else None,
         old_memory=memory_ratio(before, old.runs) if before else None,
@@ -145,8 +145,8 @@ def _pair(before: Run | None, after: Run | None, old: ScanResult, new: ScanResul
     )
 
 
-def _rel_l2(run: Run | None) -> float | None:
-    return run.output_error.rel_l2 if run is not None and run.output_error is not None else None
+def _distance(run: Run | None) -> float | None:
+    return run.output_error.distance if run is not None and run.output_error is not None else None
 
 
 # -- what changed
@@ -212,8 +212,10 @@ def _gap_changes(run: Run, gaps: list[Gap], direction: Direction, state: str) ->
 
 
 def _error(before: Run, after: Run, factor: float) -> Iterator[ScanChange]:
-    was, is_now = _rel_l2(before), _rel_l2(after)
-    if was is None or is_now is None or after.is_reference:
+    was, is_now = _distance(before), _distance(after)
+    same_output = before.compared_module == after.compared_module and before.output_is_zero == after.output_is_zero
+    was_zero = before.output_is_zero and before.compared_module is None  # saved before such outputs were unjudged
+    if was is None or is_now is None or after.is_reference or was_zero or not same_output:
         return
     ratio = max(is_now, _ERROR_FLOOR) / max(was, _ERROR_FLOOR)
     if not 1 / factor <= ratio <= factor:
@@ -296,7 +298,7 @@ def _recommended(result: ScanResult) -> str | None:
     advice = result.recommendation
     if advice is None:
         return None
-    kept = f" with {len(advice.keep_fp32)} modules in fp32" if advice.keep_fp32 else ""
+    kept = f" with {counted(len(advice.keep_fp32), 'module')} in fp32" if advice.keep_fp32 else ""
     return advice.label + kept
 
 

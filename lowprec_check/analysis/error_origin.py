@@ -33,6 +33,8 @@ class Origin(NamedTuple):
 
 def origin(run: Run) -> Origin | None:
     """Where ``run``'s error originates; ``None`` if no error was measured, or none occurred."""
+    if run.failed_call:  # the op calls are those of the first call
+        return None
     best: Origin | None = None
     largest = 0.0
     for index, op_call in enumerate(run.op_calls.rows()):

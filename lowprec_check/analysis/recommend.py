@@ -9,7 +9,7 @@ from lowprec_check.analysis.run_summary import (
     NOISE,
     SHORT_MS,
     error_of,
-    error_text,
+    error_phrase,
     explain_status,
     is_cast,
     judged_by,
@@ -75,9 +75,9 @@ def _reason(best: Run, runs: Sequence[Run]) -> str:
 
 def _verdict(best: Run) -> str:
     if best.output_error is None or best.status == "unjudged":
-        return f"{explain_status(best)}: this rests on speed only"
+        return f"{explain_status(best)}; the choice rests on speed only"
     what = judged_by(best)
-    judged = f"error {error_text(best.output_error)}{f' in the {what}' if what else ''}"
+    judged = f"{error_phrase(best.output_error)}{f' in the {what}' if what else ''}".removeprefix("output ")
     return f"passes ({judged}, tolerance {best.tolerance or 0:.0e})"
 
 

@@ -60,7 +60,16 @@ def error_text(error: ErrorStats) -> str:
     """``1.3e-03``; ``0.8 % differ`` for integers; ``∞``."""
     if error.rel_l2 is not None:
         return f"{error.rel_l2:.1e}"
-    return f"{percent(error.mismatched or 0.0)} differ" if error.distance is not None else "∞"
+    if error.distance is None:
+        return "∞"
+    return f"{percent(error.distance)} differ" if error.distance else "equal"
+
+
+def error_phrase(error: ErrorStats) -> str:
+    """The same in a sentence: ``output error 1.3e-03``, ``0.8 % of the integers differ``."""
+    if error.rel_l2 is None and error.distance is not None:
+        return f"{percent(error.distance)} of the integers differ" if error.distance else "all integers are equal"
+    return f"output error {error_text(error)}"
 
 
 def judged_by(run: Run) -> str | None:
@@ -86,8 +95,9 @@ def missing_kernels(run: Run) -> list[str]:
 def explain_status(run: Run) -> str:
     """Why a run failed, in a few words."""
     if run.status == "unjudged":
-        return "; ".join(["runs", *run.notes] if run.notes else [f"runs; {NOTHING_TO_COMPARE}"])
-    return on_which_call(run) + _explained(run)
+        return f"runs, but {'; '.join(run.notes) or NOTHING_TO_COMPARE}"
+    where = "" if run.status in ("crashed", "timeout") else on_which_call(run)  # their reason says it
+    return where + _explained(run)
 
 
 def _explained(run: Run) -> str:

@@ -63,7 +63,7 @@ def _cell(run: Run, result: ScanResult) -> MatrixCell:
         device=run.device,
         status=run.status,
         evidence=run.evidence,
-        rel_l2=_digits(run.output_error.rel_l2 if run.output_error else None),
+        rel_l2=_digits(run.output_error.distance if run.output_error else None),
         time=_digits(time),
         memory=_digits(memory),
         gaps=missing_kernels(run),

@@ -33,7 +33,7 @@ def render(result: ScanResult, longest: int = LONGEST) -> str:
 
 
 def _head(result: ScanResult) -> Iterator[str]:
-    sign = "✅" if result.recommendation else "❌"
+    sign = "✅" if summary.passes(result) else "❔" if result.recommendation else "❌"
     yield f"### {sign} {escape(summary.verdict(result))} · {code(result.model.name)}"
     yield f"{escape(summary.title(result))}  \n{escape(summary.machine(result))}"
     for note in result.model.notes[:20]:

@@ -191,7 +191,15 @@ def verdict(result: ScanResult) -> str:
         return no_pass(result)
     kept = len(best.keep_fp32)
     keep = f" with {kept} modules in fp32" if kept > 1 else " with one module in fp32" if kept else ""
+    if not passes(result):
+        return visible(f"{best.label} is the fastest that runs, but nothing could be compared")
     return visible(f"Use {best.label}{keep}")
+
+
+def passes(result: ScanResult) -> bool:
+    """Whether the recommended run passed; if not, no output could be compared."""
+    best = result.recommendation
+    return best is not None and (bool(best.keep_fp32) or any(run.is_low and run.status == "ok" for run in result.runs))
 
 
 def reason(result: ScanResult, most: int) -> str:

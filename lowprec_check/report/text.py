@@ -95,7 +95,12 @@ def _print_advice(console: Console, result: ScanResult) -> None:
         for line in summary.failures(result):
             console.print(Text(f"  {line}"))
         return
-    console.print(Text.assemble((f"{summary.verdict(result)}: ", "bold green"), visible(advice.reason, 2000)))
+    console.print(
+        Text.assemble(
+            (f"{summary.verdict(result)}: ", "bold green" if summary.passes(result) else "bold yellow"),
+            visible(advice.reason, 2000),
+        )
+    )
     if result.plan is not None and advice.keep_fp32 == result.plan.keep_fp32:
         for kept in kept_lines(result.plan):
             console.print(kept)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from lowprec_check.analysis.rules.registry import Finding, from_gaps, low_runs, rule
 from lowprec_check.analysis.run_summary import on_which_call
+from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 SLOW_RATIO = 5.0
@@ -166,7 +167,9 @@ def unexplained_error(result: ScanResult) -> Iterator[Finding]:
             error = run.exception
             where = (run, error.module, None, error.source or result.model.source)
             message = f"{on_which_call(run)}{error.type}: {error.message}"
-            yield Finding(message, *where, help="use the eager backend, or fix this exception")
+            advice = "fix this exception" if run.backend == EAGER else "use the eager backend, or fix this exception"
+            advice = "fix what the model keeps between calls" if run.failed_call else advice
+            yield Finding(message, *where, help=advice)
 
 
 @rule("LP107", "crash", "error")

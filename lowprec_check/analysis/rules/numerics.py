@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lowprec_check.analysis.rules.registry import Finding, from_gaps, low_runs, rule
-from lowprec_check.analysis.run_summary import counted, error_text, on_which_call, percent, short_op
+from lowprec_check.analysis.run_summary import counted, error_phrase, on_which_call, percent, short_op
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.precisions import BF16
 from lowprec_check.schema.scan_result import Run, ScanResult
@@ -170,16 +170,17 @@ def output_mismatch(result: ScanResult) -> Iterator[Finding]:
     3. See where the error grows: `--report scan.html` draws it op by op.
     4. If the model tolerates the error, set `--tolerance`, or judge by your own metric: `lowprec-check plan --metric`.
     """
-    advice = "find the modules to keep in fp32: lowprec-check plan"
     for run in low_runs(result):
+        advice = "find the modules to keep in fp32: lowprec-check plan"
+        if run.failed_call:
+            advice = "compute what the model keeps between calls in fp32"
         if run.status == "nonfinite":
             message = f"{on_which_call(run)}the output has NaN or Inf where fp32 is finite{_in_eager_mode(run)}"
             yield Finding(message, run=run, help=advice)
         elif run.status == "inaccurate":
             error = run.output_error
-            message = (
-                f"output error {error_text(error) if error else ''} exceeds the tolerance {run.tolerance or 0:.0e}"
-            )
+            over = " exceeds" if error and error.rel_l2 is not None else ", over"
+            message = f"{error_phrase(error) if error else ''}{over} the tolerance {run.tolerance or 0:.0e}"
             if error is None or error.distance is None:
                 message = f"the output cannot be compared with fp32's{f': {run.notes[0]}' if run.notes else ''}"
             yield Finding(f"{on_which_call(run)}{message}{_in_eager_mode(run)}", run=run, help=advice)
@@ -295,14 +296,14 @@ def _chooses(row: OpCall) -> bool:
 
 def _decided_by_choices(run: Run) -> str:
     """How far choices cause the error of the output; empty if they do not."""
-    error, in_lockstep = run.output_error, run.lockstep_error.rel_l2 if run.lockstep_error else None
+    error, in_lockstep = run.output_error, run.lockstep_error.distance if run.lockstep_error else None
     about_another_run = run.compiled or run.failed_call or run.compared_module or not run.complete
     if run.status != "inaccurate" or about_another_run or error is None or in_lockstep is None:
         return ""
-    far = error.rel_l2 is None or error.rel_l2 > DECISIVE * in_lockstep
+    far = error.distance is None or error.distance > DECISIVE * in_lockstep
     if not far or in_lockstep > (run.tolerance or 0.0):
         return ""
-    return f"the output error is {error_text(error)}, and {in_lockstep:.1e} if fp32 takes the same choices"
+    return f"{error_phrase(error)}, but {in_lockstep:.1e} with the same choices in fp32"
 
 
 def _flip_message(row: OpCall) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -47,19 +48,28 @@ def _children(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from getattr(value, "__dict__", {}).items()
 
 
+_CLOSED = sys.stdlib_module_names | {"torch", "numpy"}
+
+
 def _is_user_object(value: Any) -> bool:
     """Whether ``value`` is an instance of a user's class, which may hold tensors in its attributes."""
     package = type(value).__module__.partition(".")[0]
-    if isinstance(value, (type, torch.nn.Module)) or package in sys.stdlib_module_names | {"torch", "numpy"}:
+    if isinstance(value, (type, torch.nn.Module)) or package in _CLOSED:
         return package in ("types", "argparse")
     return hasattr(value, "__dict__") or hasattr(value, "__slots__")
 
 
 def slots_of(value: Any) -> list[str]:
     """The slots of an object that are set."""
-    named = [vars(owner).get("__slots__", ()) for owner in type(value).__mro__]
+    kind: Any = type(value)
+    return [name for name in _slots(kind) if hasattr(value, name)]
+
+
+@functools.cache
+def _slots(kind: Any) -> list[str]:
+    named = [vars(owner).get("__slots__", ()) for owner in kind.__mro__]
     names = [name for slots in named for name in ((slots,) if isinstance(slots, str) else slots)]
-    return [name for name in names if name not in ("__dict__", "__weakref__") and hasattr(value, name)]
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:

@@ -126,6 +126,7 @@ class ObjectState:
         return inside
 
 
+@functools.cache
 def _is_open_package(module: str) -> bool:
     """Whether objects of a Python module are a user's, not the inside of Python, torch, a compiler or this package."""
     root = module.partition(".")[0]

@@ -107,6 +107,9 @@ class Proposer:
         base = runs[0]
         if base.status in ("timeout", "skipped"):
             return Proposal(attempt=_attempt(base, outcome=f"not searched: {base.reason or base.status}"))
+        if base.status == "unjudged":
+            outcome = "not searched: its output cannot be compared, so no plan can be proven"
+            return Proposal(attempt=_attempt(base, outcome=outcome))
         known = best_so_far.run.latency_ms if best_so_far is not None and best_so_far.run is not None else None
         if known is not None and base.latency_ms is not None and base.latency_ms > SLOWER * known:
             outcome = f"not searched: {base.latency_ms / known:.1f} times as slow as the plan found"
@@ -249,7 +252,7 @@ class _Search:
 
 
 def _attempt(run: Run, **known: object) -> Attempt:
-    error = run.output_error.rel_l2 if run.output_error else None
+    error = run.output_error.distance if run.output_error else None
     why = "" if run.status == "ok" else explain_status(run)
     return msgspec.convert({"base": run.precision, "status": run.status, "why": why, "rel_l2": error, **known}, Attempt)
 

@@ -17,7 +17,7 @@ def describe_target(target: Target, fp32: Run) -> ModelInfo:
     notes = list(target.notes)
     notes += fp32.notes
     if fp32.output_is_zero:
-        notes.append("the fp32 output is all zeros (a zero-initialized head?), so it tells nothing about errors")
+        notes.append("the fp32 output is all zeros (a zero-initialized head?)")
     return ModelInfo(
         name=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),

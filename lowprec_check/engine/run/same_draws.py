@@ -20,7 +20,7 @@ from lowprec_check.engine.trace.draws import DrawsDiffer, ReplayDraws
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import REFERENCE
 
-OTHER_DRAWS = "cannot be compared: fp32 draws other random numbers"
+OTHER_DRAWS = "its output cannot be compared, since fp32 draws other random numbers"
 
 
 def judge_with_same_draws(job: Job, target: Target, part: PlainPart, send: Send) -> None:
@@ -51,7 +51,7 @@ def judge_with_same_draws(job: Job, target: Target, part: PlainPart, send: Send)
                 part.result = with_verdict(part.result, *verdict)
         except DrawsDiffer as difference:
             if part.result.status != "nonfinite":
-                notes = (*part.result.notes, f"{OTHER_DRAWS}: {difference}")
+                notes = (*part.result.notes, f"{OTHER_DRAWS} ({difference})")
                 part.result = msgspec.structs.replace(part.result, status="unjudged", output_error=None, notes=notes)
     send(PlainDone(part.result))
 

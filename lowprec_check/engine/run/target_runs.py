@@ -270,7 +270,10 @@ class TargetRuns:
             return plain.status, None
         which = f" on call {outcome.call}" if outcome.call > 1 else ""
         if outcome.ended == "crashed":
-            return "crashed", f"{outcome.reason or 'the process died'}{which}{_in_which_op(outcome, explained)}"
+            place = (
+                _in_which_op(outcome, explained) if outcome.call == 1 else ""
+            )  # the analysis is about the first call
+            return "crashed", f"{outcome.reason or 'the process died'}{which}{place}"
         return "timeout", f"exceeded the budget of {self.budget:.0f} s{which}"
 
 

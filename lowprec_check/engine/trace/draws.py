@@ -150,7 +150,7 @@ class ReplayDraws(DispatchMode):
             return out
         outputs = call.results(out)
         if draw is None or given is None or [t.shape for t in outputs[:1]] != [t.shape for t in draw.outputs[:1]]:
-            raise DrawsDiffer(f"{call.traits.name} draws random numbers in fp32, {draw.op if draw else 'nothing'} here")
+            raise DrawsDiffer(f"{call.traits.name} there, {draw.op if draw else 'nothing'} here")
         widened = rerun(call, draw.state, *given)
         for out_, low, mine in zip(outputs, draw.outputs, widened, strict=False):
             if out_.shape == low.shape == mine.shape:
