@@ -32,6 +32,8 @@ _OPEN_STDLIB = ("types", "argparse", "builtins", "collections")
 """Packages of the standard library whose instances hold the user's data."""
 _CONTAINERS = (collections.OrderedDict, dict, list, set, collections.deque, bytearray)
 
+_PLAIN_CONTAINERS = (collections.OrderedDict, dict, list, set)
+
 
 class ObjectState:
     """The content of all mutable objects that can be reached from ``roots``; :meth:`restore` may be called repeatedly.
@@ -42,6 +44,7 @@ class ObjectState:
 
     def __init__(self, roots: Iterable[Any], known: Iterable[Any]) -> None:
         self._restorers: list[Callable[[], Any]] = []
+        self._empty: list[Any] = []
         self._seen = {id(item) for item in known}
         self._kept: list[Any] = []  # keeps visited objects alive, so that their ids stay theirs
         pending = list(roots)
@@ -50,11 +53,17 @@ class ObjectState:
             if isinstance(value, _ATOMIC) or id(value) in self._seen:
                 continue
             self._seen.add(id(value))
+            if type(value) in _PLAIN_CONTAINERS and not value:  # most attributes of a module: no hooks
+                self._empty.append(value)
+                continue
             self._kept.append(value)
             pending += self._save(value)
 
     def restore(self) -> None:
         """Restore the content of every object; one that refuses does not keep the others from it."""
+        for container in self._empty:
+            if container:
+                container.clear()
         for restore in self._restorers:
             with contextlib.suppress(Exception):
                 restore()
