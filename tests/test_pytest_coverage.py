@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -211,7 +212,14 @@ def _transformed() -> torch.Tensor:
     return torch.func.vmap(torch.func.grad(lambda x: (x.sin() @ x).sum()))(torch.randn(3, 4))
 
 
-@pytest.mark.parametrize("compute", [_encoder, _trained, _recurrent, _transformed])
+def _distances() -> torch.Tensor:
+    """Autocast runs ``cdist`` in fp32, and turns itself off inside; the ops that reach a mode are inside."""
+    x = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return torch.cdist(x @ x.T, x @ x.T + 1)
+
+
+@pytest.mark.parametrize("compute", [_encoder, _trained, _recurrent, _transformed, _distances])
 def test_outputs_are_bitwise_equal(compute: object) -> None:
     assert callable(compute)
     plain = compute()
@@ -225,6 +233,7 @@ def test_outputs_are_bitwise_equal(compute: object) -> None:
     assert watched.dtype == plain.dtype
     assert torch.equal(watched, plain)
     assert torch._C._len_torch_dispatch_stack() == 0
+    assert sys.getprofile() is None
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The base class of all dispatch modes here: a handler sees the ops that run, under the autocast state they run in without it."""
+"""The base class of all dispatch modes: their handlers see the ops that run, and autocast applies as it does without a mode."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DispatchMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._called = CalledFunction()
+        self._called = CalledFunctions()
         self._entered = 0
 
     def __enter__(self) -> Any:
@@ -99,7 +99,7 @@ def is_composite(func: OpOverload) -> bool:
     return has_kernel(name, _COMPOSITE.name) and not any(has_kernel(name, key) for key in _BACKENDS)
 
 
-class CalledFunction:
+class CalledFunctions:
     """The functions written in C++ that Python is calling, noted by a profiler while autocast is on.
 
     A composite op such as ``cdist`` does not reach a mode, only the ops that it is made of do. Whether autocast applies
@@ -120,9 +120,13 @@ class CalledFunction:
             self._profiling = sys.getprofile() is None
 
     def pause(self) -> None:
-        """Inside a handler: do not profile."""
-        if self._profiling:
+        """Inside a handler: do not profile. A profiler that has replaced this one stays."""
+        if not self._profiling:
+            return
+        if sys.getprofile() in (None, self._note):
             sys.setprofile(None)
+        else:
+            self._end()
 
     def resume(self) -> None:
         """At the end of the handler."""
@@ -131,10 +135,12 @@ class CalledFunction:
 
     def stop(self) -> None:
         """Stop profiling."""
-        if self._profiling:
-            sys.setprofile(None)
-            self._profiling = False
-            self._names.clear()
+        self.pause()
+        self._end()
+
+    def _end(self) -> None:
+        self._profiling = False
+        self._names.clear()
 
     def _note(self, _frame: Any, event: str, function: Any) -> None:
         if function is sys.setprofile:  # its return is not seen
@@ -153,7 +159,7 @@ def _is_of_torch(function: Any) -> bool:
     return isinstance(owner, torch.Tensor) or str(getattr(function, "__module__", None)).startswith("torch")
 
 
-def autocast_keys(func: OpOverload, called: CalledFunction) -> AutocastKeys:
+def autocast_keys(func: OpOverload, called: CalledFunctions) -> AutocastKeys:
     """In a handler: the devices whose autocast applies to the ops inside the kernel of ``func``.
 
     Those whose autocast is on where the op was called, unless autocast has a kernel of its own for ``func`` or for the composite
