@@ -129,10 +129,12 @@ def _with_output(
 ) -> Instrumented:
     """``found`` with the output compared: with the lockstep reference, and bit by bit with the plain run.
 
-    Numbers and NumPy arrays in the output have no reference.
+    Numbers, NumPy arrays and tensors that are converted for the comparison have no reference.
     """
-    tensors = output_tensors(output)
-    known = len(tensors) == sum(1 for _ in leaves(output))
+    tensors, held = output_tensors(output), [tensor for _, tensor in leaves(output)]
+    known = len(tensors) == len(held) and all(
+        its.layout == torch.strided and its.dtype == mine.dtype for its, mine in zip(held, tensors, strict=True)
+    )
     compared = compare_outputs(tensors, [lockstep.twins.reference_of(tensor) for tensor in tensors])
     return msgspec.structs.replace(
         found,
