@@ -214,8 +214,7 @@ def _gap_changes(run: Run, gaps: list[Gap], direction: Direction, state: str) ->
 def _error(before: Run, after: Run, factor: float) -> Iterator[ScanChange]:
     was, is_now = _distance(before), _distance(after)
     same_output = before.compared_module == after.compared_module and before.output_is_zero == after.output_is_zero
-    was_zero = before.output_is_zero and before.compared_module is None  # saved before such outputs were unjudged
-    if was is None or is_now is None or after.is_reference or was_zero or not same_output:
+    if was is None or is_now is None or after.is_reference or not same_output:
         return
     ratio = max(is_now, _ERROR_FLOOR) / max(was, _ERROR_FLOOR)
     if not 1 / factor <= ratio <= factor:

@@ -192,7 +192,7 @@ def verdict(result: ScanResult) -> str:
     kept = len(best.keep_fp32)
     keep = f" with {kept} modules in fp32" if kept > 1 else " with one module in fp32" if kept else ""
     if not passes(result):
-        return visible(f"{best.label} is the fastest that runs, but nothing could be compared")
+        return visible(f"{best.label} is the fastest, but nothing could be compared with fp32")
     return visible(f"Use {best.label}{keep}")
 
 

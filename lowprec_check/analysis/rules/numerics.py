@@ -179,9 +179,10 @@ def output_mismatch(result: ScanResult) -> Iterator[Finding]:
             yield Finding(message, run=run, help=advice)
         elif run.status == "inaccurate":
             error = run.output_error
-            over = " exceeds" if error and error.rel_l2 is not None else ", over"
-            message = f"{error_phrase(error) if error else ''}{over} the tolerance {run.tolerance or 0:.0e}"
-            if error is None or error.distance is None:
+            if error is not None and error.distance is not None:
+                over = " exceeds" if error.rel_l2 is not None else ", over"
+                message = f"{error_phrase(error)}{over} the tolerance {run.tolerance or 0:.0e}"
+            else:
                 message = f"the output cannot be compared with fp32's{f': {run.notes[0]}' if run.notes else ''}"
             yield Finding(f"{on_which_call(run)}{message}{_in_eager_mode(run)}", run=run, help=advice)
 
@@ -260,9 +261,9 @@ def decision_flip(result: ScanResult) -> Iterator[Finding]:
     Observed: indices or booleans in the op's output (`argmax`, `topk`, max pooling, a comparison) differ from those of
     the fp32 reference. The reference continues with the low-precision choice, so later errors do not count it again.
 
-    It is a warning if such choices cause the error of the output: if that is small with the choices of the run in fp32,
-    and more than 5 times as large with fp32's own. A value read into Python by `.item()` is a choice in this sense;
-    `.tolist()` and `.numpy()` are too, but no op of theirs is seen.
+    It is a warning if such choices cause the error of the output: the error is within the tolerance if fp32 makes the
+    choices of the run, and more than 5 times as large if fp32 makes its own. A value read into Python by `.item()` counts
+    as a choice. So does one read by `.tolist()` or `.numpy()`, but the scan does not see these calls.
 
     Usual causes: values so close to each other, or to a threshold, that rounding changes their order; ids or positions
     that pass through a 16-bit dtype, which holds whole numbers exactly only up to 2048 (fp16) or 256 (bf16).
@@ -282,7 +283,7 @@ def decision_flip(result: ScanResult) -> Iterator[Finding]:
             else:
                 yield _finding(run, result, row, count, _flip_message(row), "ignore this if the output passes")
         if cause and not rows:
-            message = f"values differ that no op was seen to choose (.tolist(), .numpy(), code in Python); {cause}"
+            message = f"values computed outside of ops differ (.tolist(), .numpy(), Python code); {cause}"
             yield Finding(message, run=run, help="compute them in fp32", severity="warning")
 
 

@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.floating_dtypes import NARROW, is_float
+from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.tensor_comparison import as_real, nonfinite_unlike
 from lowprec_check.schema.scan_result import ErrorStats
 
@@ -51,7 +51,7 @@ def compare_outputs(outputs: Sequence[Tensor], references: Sequence[Tensor]) -> 
     floating = [pair for pair in pairs if is_float(pair[0]) or is_float(pair[1])]
     integers = [pair for pair in pairs if not (is_float(pair[0]) or is_float(pair[1]))]
     mismatched = max((_mismatched(*pair) for pair in integers if pair[1].numel()), default=None)
-    if all(_is_zero(tensor) for pair in floating for tensor in pair):  # they tell nothing
+    if all(is_zero(tensor) for pair in floating for tensor in pair):  # they tell nothing
         if mismatched is None:
             return OutputComparison(NOTHING, 0.0, compared=False)
         return OutputComparison(msgspec.structs.replace(NOTHING, mismatched=mismatched), mismatched)
@@ -71,13 +71,14 @@ def _is_finite(tensor: Tensor) -> bool:
     return not is_float(tensor) or bool(tensor.isfinite().all())
 
 
-def _is_zero(tensor: Tensor) -> bool:
+def is_zero(tensor: Tensor) -> bool:
+    """Whether all elements are zero; true if there are none."""
     return not bool(tensor.count_nonzero())
 
 
 def _mismatched(out: Tensor, reference: Tensor) -> float:
     """Share of the elements that differ."""
-    return float((out != reference).double().mean()) if out.numel() else 0.0
+    return float((out != reference).double().mean())
 
 
 def _compare_leaf(out: Tensor, reference: Tensor) -> OutputComparison:
@@ -123,8 +124,8 @@ def same_bits(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    if a.dtype == torch.complex32 or a.dtype in NARROW - {torch.half, torch.bfloat16}:  # few kernels support them
-        a, b = ((torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).float() for t in (a, b))
+    if a.dtype == torch.complex32:  # few kernels support it
+        a, b = as_real(a), as_real(b)
     if torch.equal(a, b):
         return True
     return is_float(a) and torch.equal(a.isnan(), b.isnan()) and torch.equal(_without_nan(a), _without_nan(b))

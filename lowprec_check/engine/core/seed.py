@@ -1,11 +1,12 @@
-"""The random number generators that a model may use: seed them, and tell whether they were used."""
+"""The random number generators that a model may use: seeding, saving and restoring them."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,23 +30,30 @@ def seed_everything(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
+def generator_restorers() -> Iterator[Callable[[], Any]]:
+    """What restores each generator to its state of now: of torch (the CPU and all initialized accelerators), ``random``, NumPy."""
+    yield functools.partial(torch.set_rng_state, torch.get_rng_state())
+    for module in initialized():
+        yield functools.partial(module.set_rng_state_all, module.get_rng_state_all())
+    yield functools.partial(random.setstate, random.getstate())
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        yield functools.partial(numpy.random.set_state, numpy.random.get_state())
+
+
 @contextlib.contextmanager
 def kept_generators() -> Iterator[None]:
-    """Leave the states of ``random``, NumPy and torch's CPU generator as they were."""
-    state, own = torch.get_rng_state(), random.getstate()
-    numpy = sys.modules.get("numpy")
-    its = numpy.random.get_state() if numpy is not None else None
+    """Leave the generators as they were."""
+    restorers = list(generator_restorers())
     try:
         yield
     finally:
-        torch.set_rng_state(state)
-        random.setstate(own)
-        if numpy is not None:
-            numpy.random.set_state(its)
+        for restore in restorers:
+            restore()
 
 
 def generator_states() -> list[Any]:
-    """The states of torch's generators, of the CPU and of all initialized accelerators; equal if nothing was drawn between."""
+    """The states of torch's generators: of the CPU and of all initialized accelerators. They are equal until a number is drawn."""
     states: list[Any] = [torch.default_generator.get_state().tolist()]
     for module in initialized():
         states += [state.tolist() for state in module.get_rng_state_all()]

@@ -12,6 +12,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager
 from lowprec_check.engine.core.floating_dtypes import is_float
+from lowprec_check.engine.core.output_comparison import is_zero
 from lowprec_check.engine.core.source_location import module_names
 from lowprec_check.engine.model.plain_run import output_tensors, run_once
 from lowprec_check.engine.model.prepared import Prepared
@@ -32,7 +33,7 @@ def last_informative_module(ready: Prepared, args: Any, kwargs: Any, seed: int) 
 
     def keep_last(name: str, number: int, output: Any) -> None:
         tensors = _floating(output)
-        if tensors and all(bool(t.isfinite().all()) for t in tensors) and any(bool(t.any()) for t in tensors):
+        if tensors and all(bool(t.isfinite().all()) for t in tensors) and not all(map(is_zero, tensors)):
             found[:] = [ModuleOutput(name, number, tensors)]
 
     with _on_every_call(ready.model, keep_last):

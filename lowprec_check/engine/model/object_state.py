@@ -32,8 +32,6 @@ _OPEN_STDLIB = ("types", "argparse", "builtins", "collections")
 """Packages of the standard library whose instances hold the user's data."""
 _CONTAINERS = (collections.OrderedDict, dict, list, set, collections.deque, bytearray)
 
-_PLAIN_CONTAINERS = (collections.OrderedDict, dict, list, set)
-
 
 class ObjectState:
     """The content of all mutable objects that can be reached from ``roots``; :meth:`restore` may be called repeatedly.
@@ -53,14 +51,14 @@ class ObjectState:
             if isinstance(value, _ATOMIC) or id(value) in self._seen:
                 continue
             self._seen.add(id(value))
-            if type(value) in _PLAIN_CONTAINERS and not value:  # most attributes of a module: no hooks
+            if type(value) in _CONTAINERS and not value:  # most attributes of a module: no hooks
                 self._empty.append(value)
                 continue
             self._kept.append(value)
             pending += self._save(value)
 
     def restore(self) -> None:
-        """Restore the content of every object; one that refuses does not keep the others from it."""
+        """Restore the content of every object; an object that cannot be restored is left as it is."""
         for container in self._empty:
             if container:
                 container.clear()
@@ -77,7 +75,7 @@ class ObjectState:
         if isinstance(value, type):
             return self._save_class(value)
         if isinstance(value, _CONTAINERS):
-            content = contents_of(value)
+            content = _content_of(value)
             self._restorers.append(functools.partial(_refill, value, content))
             inside = [*content.keys(), *content.values()] if isinstance(content, dict) else content
             return [*inside, *self._save_attributes(value)]
@@ -190,7 +188,7 @@ def _reset_attribute(owner: type, name: str, value: Any) -> None:
         setattr(owner, name, value)
 
 
-def contents_of(container: Any) -> Any:
+def _content_of(container: Any) -> Any:
     """A copy of what a container holds, past the methods of a subclass."""
     kind = _base_of(container)
     if issubclass(kind, dict):
@@ -200,7 +198,7 @@ def contents_of(container: Any) -> Any:
 
 def _refill(container: Any, content: Any) -> None:
     """Make ``container`` hold ``content`` again; nothing is written if it still does."""
-    kind, now = _base_of(container), contents_of(container)
+    kind, now = _base_of(container), _content_of(container)
     if isinstance(content, dict):
         pairs = zip(now.items(), content.items(), strict=False)
         if len(now) != len(content) or any(a is not b or x is not y for (a, x), (b, y) in pairs):

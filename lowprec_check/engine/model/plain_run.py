@@ -17,7 +17,7 @@ from torch import Tensor
 from lowprec_check.engine.core.compiled import compiled_frames
 from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.floating_dtypes import NARROW, is_float
-from lowprec_check.engine.core.output_comparison import NOTHING, OutputComparison, compare_outputs
+from lowprec_check.engine.core.output_comparison import NOTHING, OutputComparison, compare_outputs, is_zero
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.seed import generator_states, seed_everything
 from lowprec_check.engine.core.source_location import call_model, traceback_line
@@ -44,15 +44,15 @@ class PlainResult(Struct, frozen=True, kw_only=True):
     first_seconds: float = 0.0
     """Of the first call, which may compile."""
     calls: int = 1
-    """Calls in a row that ended."""
+    """Calls in a row, the one that failed included."""
     failed_call: int | None = None
-    """The call that failed or had the largest error, if that was not the first."""
+    """The call that failed, or whose output has another status than that of the first call; ``None`` if there is none."""
     random: bool = False
     """Whether the model used random numbers."""
     compiled: bool = False
     """Whether the model compiles parts of itself."""
     changes_parameters: bool = False
-    """Whether a call writes to parameters; measured for the reference."""
+    """Whether a call writes to parameters; false if their values are saved anyway."""
     notes: tuple[str, ...] = ()
     fallbacks: tuple[str, ...] = ()
     loss: float | None = None
@@ -143,7 +143,7 @@ class PlainCalls:
             compiled=compiled_frames() > frames,
             fallbacks=_fallbacks(caught),
             loss=loss,
-            output_is_zero=_is_zero(self.outputs[0]),
+            output_is_zero=_holds_only_zeros(self.outputs[0]),
             seconds=min(self._seconds),
             first_seconds=self._seconds[0],
             calls=len(self._seconds),
@@ -212,10 +212,10 @@ def with_verdict(plain: PlainResult, status: Status, compared: OutputComparison)
     return msgspec.structs.replace(plain, status=status, output_error=error, notes=notes)
 
 
-def _is_zero(outputs: list[Tensor]) -> bool:
+def _holds_only_zeros(outputs: list[Tensor]) -> bool:
     """Whether there are floating values, and all are zero."""
     floating = [tensor for tensor in outputs if is_float(tensor) and tensor.numel()]
-    return bool(floating) and not any(bool(tensor.any()) for tensor in floating)
+    return bool(floating) and all(map(is_zero, floating))
 
 
 def _fallbacks(caught: list[warnings.WarningMessage]) -> tuple[str, ...]:

@@ -57,7 +57,8 @@ def prepared(
     """Apply ``precision`` to ``model`` in place, without gradients, and restore the model afterwards.
 
     ``keep_fp32`` names modules that stay in fp32. The model must already be on ``device``. ``call`` is the function to
-    call instead of the model, such as the model and a loss. Mutable objects in ``inputs`` are restored too. ``changes_parameters``: calls may write to parameters.
+    call instead of the model, such as the model and a loss. Mutable objects in ``inputs`` are restored too, and the values
+    of parameters if ``changes_parameters``.
     """
     snapshot = Snapshot(model, inputs, parameters=changes_parameters)
     application = application_of(precision)

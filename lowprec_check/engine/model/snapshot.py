@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.engine.core.accelerators import initialized
+from lowprec_check.engine.core.seed import generator_restorers
 from lowprec_check.engine.model.object_state import ObjectState, restore_tensor, saved_tensor
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
@@ -93,13 +91,7 @@ def _scripted_buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor
 
 def _global_state() -> Iterator[Callable[[], Any]]:
     """What restores the random number generators and the settings of torch that a model may change."""
-    yield functools.partial(torch.set_rng_state, torch.get_rng_state())
-    for device in initialized():
-        yield functools.partial(device.set_rng_state_all, device.get_rng_state_all())
-    yield functools.partial(random.setstate, random.getstate())
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        yield functools.partial(numpy.random.set_state, numpy.random.get_state())
+    yield from generator_restorers()
     yield functools.partial(torch.set_grad_enabled, torch.is_grad_enabled())
     yield functools.partial(torch.set_default_dtype, torch.get_default_dtype())
     for read, write in (

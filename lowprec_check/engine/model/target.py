@@ -133,7 +133,7 @@ def check(target: Target) -> Target:
     dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in converted_dtypes(model))
     if dtypes:
         names = " and ".join(dtypes)
-        notes.append(f"the model has {names} weights: fp32 runs it converted to fp32, autocast as it is")
+        notes.append(f"the model has {names} weights: the fp32 run converts them, autocast runs the model unchanged")
     if model.training:
         notes.append("the model is in training mode; for inference, call model.eval() in your file")
     return target._replace(model=model, notes=tuple(notes))

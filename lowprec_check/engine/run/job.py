@@ -67,11 +67,7 @@ class Job:
         """The file with the reference's outputs."""
         return Path(self.workdir) / "reference.pt"
 
-    def is_too_slow(self, seconds: float) -> bool:
-        """Whether one call takes too long to be repeated: over an eighth of the budget, and over ten times fp32's time."""
-        return seconds > self.slow_seconds
-
     @property
     def slow_seconds(self) -> float:
-        """The limit of :meth:`is_too_slow`."""
+        """A call that takes longer is not repeated: an eighth of the budget, or ten times fp32's time if that is more."""
         return max(self.budget / 8, 10 * self.fp32_ms / 1e3) if self.fp32_ms is not None else float("inf")

@@ -68,6 +68,7 @@ class PlainPart:
         self.job, self.target, self.ready, self._send = job, target, ready, send
         self._call = (ready, target.args, target.kwargs)
         self._snapshot = Snapshot(ready.model, target.inputs, parameters=job.changes_parameters)
+        self._measures = Measures()
         self.result = PlainResult(status="error")
         self.outputs: list[list[Tensor]] = []
         """The leaves of the outputs of the calls."""
@@ -79,7 +80,7 @@ class PlainPart:
     @property
     def too_slow(self) -> bool:
         """Whether the model failed, or is too slow to be called again."""
-        return self.result.status == "error" or self.job.is_too_slow(self.result.seconds)
+        return self.result.status == "error" or self.result.seconds > self.job.slow_seconds
 
     def comparable_output(self) -> list[Tensor] | None:
         """The first output, if the instrumented part runs the same code and so must give the same output."""
@@ -111,35 +112,34 @@ class PlainPart:
     def measure(self) -> None:
         """Send time, memory and metric; for the reference also the difference between two runs. Records random calls."""
         job, result = self.job, self.result
-        if result.status == "error" or not self.outputs:
+        if result.status == "error":
             return
-        measures = Measures(latency_ms=self._latency() if job.measured else None)
-        self._send(MeasuresDone(measures))
+        self._add(latency_ms=self._latency() if job.measured else None)
         if result.status in ("inaccurate", "nonfinite") and not (job.saves_reference or self.too_slow):
             self.draws = self._record_draws()
         if job.saves_reference:
             self._snapshot.rewind()
             again, _ = run_once(*self._call, job.seed)
             compared = compare_outputs(output_tensors(again), self.outputs[0])
-            differs = compared.compared and compared.distance > 0
-            measures = msgspec.structs.replace(measures, self_error=compared.error if differs else None)
+            if compared.compared and compared.distance > 0:
+                self._add(self_error=compared.error)
             if result.status == "nonfinite":
                 self._snapshot.rewind()
-                measures = msgspec.structs.replace(measures, nonfinite_at=first_nonfinite(*self._call, job.seed))
-            self._send(MeasuresDone(measures))
+                self._add(nonfinite_at=first_nonfinite(*self._call, job.seed))
         if self.too_slow:
             return
         if job.measured:
             self._snapshot.rewind()
             with compiled_code_in_eager() if self.ready.device.type == "cpu" else contextlib.nullcontext():
-                measures = msgspec.structs.replace(
-                    measures, peak_memory_bytes=measure_memory(*self._call, seed=job.seed)
-                )
-            self._send(MeasuresDone(measures))
+                self._add(peak_memory_bytes=measure_memory(*self._call, seed=job.seed))
         if self.target.metric is not None:
             self._snapshot.rewind()
-            metric = float(self.target.metric(_as_standalone(self.ready)))
-            self._send(MeasuresDone(msgspec.structs.replace(measures, metric=metric)))
+            self._add(metric=float(self.target.metric(_as_standalone(self.ready))))
+
+    def _add(self, **measured: Any) -> None:
+        """Send what was measured so far."""
+        self._measures = msgspec.structs.replace(self._measures, **measured)
+        self._send(MeasuresDone(self._measures))
 
     def _report_call(self, number: int) -> None:
         self._send(CallStarted(number))

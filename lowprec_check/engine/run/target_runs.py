@@ -42,7 +42,7 @@ MAX_SELF_ERROR = 0.1
 MAX_RELAUNCHES = 12
 """Number of ops that may crash or be too slow, and are then emulated, before the instrumented part is abandoned."""
 
-HIDDEN_STATE = "the model keeps state that a scan cannot rewind: each of its parts runs in a process of its own"
+HIDDEN_STATE = "the model keeps state that a scan cannot rewind: plain and instrumented runs use separate processes"
 
 OnProgress = Callable[[str, str], None]
 """Called with the name of the run and its current step."""
@@ -110,7 +110,7 @@ class TargetRuns:
         return self.fp32
 
     def _repeat_in_another_process(self, self_error: float, budget: float) -> float:
-        """How far two fp32 runs differ; in processes of their own, where no state is left from the first.
+        """How far two fp32 runs differ in separate processes, so that the second does not see state of the first.
 
         ``self_error`` is the difference in one process, after the state was rewound.
         """
@@ -126,7 +126,7 @@ class TargetRuns:
         return error.distance
 
     def _learns_of_changes(self, outcome: JobOutcome) -> bool:
-        """Whether a run was the first that was seen to write to parameters; it must be repeated with their values saved."""
+        """Whether this is the first run that was seen to write to parameters; it must be repeated with their values saved."""
         new = outcome.plain is not None and outcome.plain.changes_parameters and not self._changes_parameters
         self._changes_parameters = self._changes_parameters or new
         return new
@@ -270,9 +270,8 @@ class TargetRuns:
             return plain.status, None
         which = f" on call {outcome.call}" if outcome.call > 1 else ""
         if outcome.ended == "crashed":
-            place = (
-                _in_which_op(outcome, explained) if outcome.call == 1 else ""
-            )  # the analysis is about the first call
+            # The op-by-op analysis is about the first call.
+            place = _in_which_op(outcome, explained) if outcome.call == 1 else ""
             return "crashed", f"{outcome.reason or 'the process died'}{which}{place}"
         return "timeout", f"exceeded the budget of {self.budget:.0f} s{which}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,27 +26,33 @@ from lowprec_check.engine.trace.withheld_kernels import withholding
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.backends import BACKENDS, Backend
 from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.run_key import EAGER
+from lowprec_check.schema.run_key import EAGER, REFERENCE
 from lowprec_check.schema.scan_result import Gap
 
 
 def run_job(job: Job, target: Target, send: Send) -> None:
     """Run ``job`` and send each result as soon as it is known; afterwards the model is restored."""
-    device = torch.device(job.device)
-    model = target.model
-    outer = Snapshot(model, target.inputs, parameters=job.changes_parameters)
     forget_compiled()
-    try:
-        if device.type != "cpu":
-            model.to(device)
+    with _on_device(target, torch.device(job.device)):
         outputs, too_slow = _run_plain(job, target, send) if job.plain else (None, job.measure_once)
         if job.instrumented:
             with _report_faults("instrumenting", send):
                 send(Explained(_instrument(job, target, outputs, send, too_slow)))
+
+
+@contextlib.contextmanager
+def _on_device(target: Target, device: torch.device) -> Iterator[None]:
+    """Move the model to ``device``, and back."""
+    if device.type == "cpu":
+        yield
+        return
+    snapshot = Snapshot(target.model, target.inputs)
+    try:
+        target.model.to(device)
+        yield
     finally:
-        if device.type != "cpu":
-            model.to("cpu")
-        outer.restore()
+        target.model.to("cpu")
+        snapshot.restore()
 
 
 def _run_plain(job: Job, target: Target, send: Send) -> tuple[list[Tensor] | None, bool]:
@@ -57,7 +64,9 @@ def _run_plain(job: Job, target: Target, send: Send) -> tuple[list[Tensor] | Non
             part.measure()
     if part.draws:
         with _report_faults("comparing with the same random numbers", send):
-            judge_with_same_draws(job, target, part, send)
+            in_fp32 = dataclasses.replace(job, precision=REFERENCE, keep_fp32=())
+            with _prepared(in_fp32, target) as ready:
+                judge_with_same_draws(_in_eager_mode(ready, target), part, send)
     return part.comparable_output(), part.too_slow
 
 
@@ -71,6 +80,11 @@ def _prepared(job: Job, target: Target) -> contextlib.AbstractContextManager[Pre
         inputs=target.inputs,
         changes_parameters=job.changes_parameters,
     )
+
+
+def _in_eager_mode(ready: Prepared, target: Target) -> Prepared:
+    """``ready``, called without what its user compiled around the model."""
+    return ready._replace(call=target.call(target.model))
 
 
 def _on_backend(job: Job, target: Target, ready: Prepared) -> Prepared:
@@ -124,5 +138,4 @@ def _instrument(job: Job, target: Target, outputs: list[Tensor] | None, send: Se
     )
     fp32 = fp32_state(target.model)
     with _prepared(job, target) as ready, withholding(job.without_kernel):
-        eager = ready._replace(call=target.call(target.model))
-        return run_instrumented(eager, target.args, target.kwargs, fp32, options, outputs)
+        return run_instrumented(_in_eager_mode(ready, target), target.args, target.kwargs, fp32, options, outputs)

@@ -1,7 +1,8 @@
-"""Random numbers: the reference uses those of the low-precision run, with the parameters (mean, probability) of its own.
+"""Random numbers: the reference uses those of the low-precision run, with its own parameters (mean, probability).
 
-One seed gives other values in another dtype, so a random op cannot be compared with its rerun. But its rerun in fp32, on two
-sets of parameters from one state of the generator, tells what the difference of the parameters does to the values.
+The same seed gives different values in different dtypes, so a random op cannot be compared with a rerun of itself. To measure
+what wrong parameters change, the op is rerun in fp32 twice from the same generator state: with the parameters of the
+reference and with those of the run.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class GeneratorState:
 
 
 def state_before(call: DispatchedCall) -> GeneratorState | None:
-    """The state of the generator if ``call`` may draw from it: torch's ops declare it, those of other packages need not."""
+    """The state of the generator if ``call`` may draw from it. torch's ops declare that they do; other packages' may not."""
     if not call.traits.may_draw or (call.traits.random and not draws(call.func, call.args, call.kwargs)):
         return None
     return GeneratorState(call)
@@ -60,10 +61,10 @@ def has_drawn(call: DispatchedCall, state: GeneratorState | None) -> bool:
 
 
 def followed(low: Tensor, reference: Tensor, widened: Tensor) -> Tensor:
-    """What the reference gets for one output ``low`` of a random call.
+    """The reference of one output ``low`` of a random call.
 
-    ``reference`` and ``widened`` are the output of the op in fp32, on the reference's inputs and on the call's own inputs
-    widened, from one state of the generator. Indices and booleans are those of the run.
+    ``reference`` and ``widened`` are the outputs of the op in fp32 from the same generator state: on the inputs of the
+    reference, and on the call's own inputs, widened. Indices and booleans are those of the run.
     """
     if not is_float(low):
         return low
@@ -78,19 +79,6 @@ def rerun(call: DispatchedCall, state: GeneratorState, args: Args, kwargs: Kwarg
     """The results of ``call`` on other arguments, from the same state of the generator."""
     with state.rewound(), torch._C._DisableAutocast():
         return run_wide(call, args, kwargs)
-
-
-def own_inputs_widened(call: DispatchedCall, wide: torch.dtype = torch.float32) -> tuple[Args, Kwargs]:
-    """Before the op runs: copies of its arguments with widened dtypes; those that it writes to are not shared."""
-    written = {id(tensor) for tensor in call.written()}
-
-    def copied(value: Any) -> Any:
-        if isinstance(value, torch.dtype):
-            return wide if value.is_floating_point else value
-        wider = widen(value, wide)
-        return wider.clone() if wider is value and id(value) in written else wider
-
-    return map_args(call.args, call.kwargs, copied)
 
 
 class Draw(NamedTuple):

@@ -19,7 +19,7 @@ from lowprec_check.process.breadcrumb import Breadcrumb
 
 
 class Execution:
-    """Runs op calls of a model in the dtype ``low``; gaps are added to ``journal``. The breadcrumb tells when an op runs as given.
+    """Runs op calls of a model in the dtype ``low``; gaps are added to ``journal``. The breadcrumb records when an op runs as given.
 
     With ``follow_reference``, an op that fails on low-precision values returns its result on the reference's values.
     """

@@ -13,15 +13,14 @@ from lowprec_check.engine.trace.op_arguments import Args, Kwargs, map_args
 from lowprec_check.engine.trace.wide_run import run_wide
 
 
-def widened_arguments(call: DispatchedCall, wide: torch.dtype) -> tuple[Args, Kwargs] | None:
-    """The arguments of ``call`` in ``wide``, made before it runs; arguments that it writes to are copied.
+def has_local_error(call: DispatchedCall) -> bool:
+    """Whether the op can add an error: not if it moves, casts or draws values, or if no input is narrow."""
+    computes = not (call.traits.moves or call.traits.casts or call.traits.random)
+    return computes and any(is_narrow(tensor) for tensor in call.inputs)
 
-    ``None`` if there is no local error to compute: the op moves, casts or draws values, or no input is narrow.
-    """
-    if call.traits.moves or call.traits.casts or call.traits.random:
-        return None
-    if not any(is_narrow(tensor) for tensor in call.inputs):
-        return None
+
+def widened_arguments(call: DispatchedCall, wide: torch.dtype) -> tuple[Args, Kwargs]:
+    """The arguments of ``call`` in ``wide``, made before it runs; arguments that it writes to are copied."""
     written = {id(tensor) for tensor in call.written()}
     return map_args(call.args, call.kwargs, lambda value: _widened(value, wide, copy=id(value) in written))
 
@@ -41,7 +40,7 @@ def widened_outputs(
     """The outputs of the op on ``arguments``; for a cast, the values before it. ``None`` if the op fails."""
     if call.traits.casts:
         return _preserved(call.inputs[0], outputs[0], wide)
-    if arguments is None:
+    if arguments is None or not has_local_error(call):
         return None
     try:
         return run_wide(call, *arguments)

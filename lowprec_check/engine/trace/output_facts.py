@@ -1,10 +1,12 @@
 """How far the values of live tensors are from the reference. Facts are stored for the part of a storage they were measured on.
 
-An op that reads another part, such as one chunk of a fused projection or a tensor of which one slice was overwritten, gets
-facts of its own: they are measured when it reads them.
+If an op reads another part, such as one chunk of a fused projection, or a tensor after one slice was overwritten, that part is
+measured when the op reads it.
 """
 
 from __future__ import annotations
+
+import math
 
 from torch import Tensor
 
@@ -98,21 +100,14 @@ def _of_same_elements(twin: Twin, region: Region, tensor: Tensor) -> Facts | Non
     """Facts of a region with the same elements in another order: of the same size and start, without repeats or gaps."""
     for (shape, stride, offset), facts in twin.facts.items():
         same = offset == region[2] and _span(shape, stride) == _span(region[0], region[1]) == tensor.numel()
-        if same and _count(shape) == tensor.numel():
+        if same and math.prod(shape) == tensor.numel():
             return facts
     return None
 
 
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
 def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     """Elements between the first and the last one of a region, both included."""
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if _count(shape) else 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if math.prod(shape) else 0
 
 
 def without_repeats(tensor: Tensor) -> Tensor:

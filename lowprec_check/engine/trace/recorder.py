@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,11 +20,11 @@ from lowprec_check.engine.core.floating_dtypes import NARROW, is_narrow, underfl
 from lowprec_check.engine.core.source_location import ModuleStack, source_line
 from lowprec_check.engine.model.memory import StorageCounter
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
-from lowprec_check.engine.trace.draws import GeneratorState, has_drawn, own_inputs_widened, state_before
+from lowprec_check.engine.trace.draws import GeneratorState, has_drawn, state_before
 from lowprec_check.engine.trace.emulation import Emulation
 from lowprec_check.engine.trace.execution import Execution
 from lowprec_check.engine.trace.journal import Journal
-from lowprec_check.engine.trace.local_error import widened_arguments
+from lowprec_check.engine.trace.local_error import has_local_error, widened_arguments
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs, has_narrow_dtype, outputs_of
 from lowprec_check.engine.trace.op_errors import OpErrors
@@ -88,15 +88,15 @@ class Recorder(DispatchMode):
             return self._run_view(call)
         call.source = source_line(sys._getframe(1))
         call.involved = self._is_involved(call)
-        state = state_before(call)
-        before = self._guarded(call, self._prepare, call, state is not None)
+        state = state_before(call) if call.involved and self._errors != "none" else None
+        widened = self._guarded(call, self._prepare, call, state is not None)
         out = self.execution.run(call)
         if self.execution.pending.any:
             out = self.execution.pending.resolve(call, out)
         if self.counter is not None:
             for tensor in outputs_of(out):
                 self.counter.count(tensor)
-        self._guarded(call, self._record, call, out, before or _Before(), state)
+        self._guarded(call, self._record, call, out, widened, state)
         return out
 
     def finish(self, outputs: list[Tensor]) -> None:
@@ -113,7 +113,7 @@ class Recorder(DispatchMode):
             call.source = source_line(sys._getframe(2))
             call.involved = self._is_involved(call)
             out = self.execution.rescue(call, error)
-            self._guarded(call, self._record, call, out, _Before(), None)
+            self._guarded(call, self._record, call, out, None, None)
             return out
         return self.execution.pending.resolve(call, out) if self.execution.pending.any else out
 
@@ -137,30 +137,29 @@ class Recorder(DispatchMode):
             involved = involved or key in twins.by_storage or tensor.dtype in NARROW
         return involved
 
-    def _prepare(self, call: DispatchedCall, may_draw: bool) -> _Before:
+    def _prepare(self, call: DispatchedCall, may_draw: bool) -> tuple[Args, Kwargs] | None:
         """Before the op runs: make twins for what it writes to, and widen its arguments for the reruns."""
         if not call.involved or self._errors == "none":
-            return _Before()
+            return None
         with torch._C._DisableAutocast():
             call.input_facts = self._op_errors.measure_inputs(call)
             self.lockstep.prepare_writes(call)
-            wide = self.lockstep.wide
-            return _Before(
-                widened_arguments(call, wide) if self._errors == "both" else None,
-                own_inputs_widened(call, wide) if may_draw else None,
-            )
+            rerun = may_draw or (self._errors == "both" and has_local_error(call))
+            return widened_arguments(call, self.lockstep.wide) if rerun else None
 
-    def _record(self, call: DispatchedCall, out: Any, before: _Before, state: GeneratorState | None) -> None:
+    def _record(
+        self, call: DispatchedCall, out: Any, widened: tuple[Args, Kwargs] | None, state: GeneratorState | None
+    ) -> None:
         outputs = call.results(out)
         row = call.row(outputs)
         row.to_python = int(call.involved and call.traits.packet == "aten::_local_scalar_dense")
         call.involved = call.involved or any(is_narrow(tensor) for tensor in outputs)
         if call.involved and outputs and self._errors != "none":
             with torch._C._DisableAutocast():
-                if state is not None and before.drawing is not None and has_drawn(call, state):
-                    self.lockstep.follow_random(call, outputs, state, before.drawing)
+                if state is not None and widened is not None and has_drawn(call, state):
+                    self.lockstep.follow_random(call, outputs, state, widened)
                 else:
-                    self._measure(call, outputs, before.widened, row)
+                    self._measure(call, outputs, widened, row)
         self.journal.rows.append(row)
 
     def _measure(
@@ -170,15 +169,6 @@ class Recorder(DispatchMode):
         if seconds is not None and call.outcome == "ok" and self._timed:
             row.time_ms, row.reference_ms = _milliseconds(call.seconds), _milliseconds(seconds)
             self.emulation.add_timing(call.traits.name, call.seconds, seconds)
-
-
-class _Before(NamedTuple):
-    """The arguments of a call before it ran, widened."""
-
-    widened: tuple[Args, Kwargs] | None = None
-    """For the local error."""
-    drawing: tuple[Args, Kwargs] | None = None
-    """For a call that may draw random numbers."""
 
 
 def _milliseconds(seconds: float) -> float:

@@ -108,9 +108,7 @@ class Twins:
             and not (tensor.is_conj() or tensor.is_neg())
         ):
             return base
-        view = base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        view = view.conj() if tensor.is_conj() else view
-        return torch._neg_view(view) if tensor.is_neg() else view
+        return _lazily_like(tensor, base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
 
     def set_reference(self, out: Tensor, reference: Tensor, *, shared: bool = False) -> Twin:
         """Make ``reference`` (shape of ``out``) the twin of the storage of ``out``."""
@@ -146,10 +144,7 @@ class Twins:
 
     def _whole(self, tensor: Tensor) -> Tensor:
         count = tensor.untyped_storage().nbytes() // tensor.element_size()
-        stored = tensor.detach()
-        stored = stored.conj() if stored.is_conj() else stored
-        stored = torch._neg_view(stored) if stored.is_neg() else stored
-        flat = stored.as_strided((count,), (1,), 0)
+        flat = _lazily_like(tensor, tensor.detach()).as_strided((count,), (1,), 0)
         return flat.to(widened_dtype(tensor.dtype, self.wide), copy=True)
 
     def _add(self, tensor: Tensor, twin: Twin) -> Twin:
@@ -166,11 +161,13 @@ def _stored_values(out: Tensor, reference: Tensor) -> Tensor:
     """The values that the storage of ``out`` would hold if ``out`` were ``reference``: without lazy conjugation and negation."""
     if not (out.is_conj() or out.is_neg() or reference.is_conj() or reference.is_neg()):
         return reference
-    if out.is_conj():
-        reference = reference.conj()
-    if out.is_neg():
-        reference = torch._neg_view(reference)
-    return reference.resolve_conj().resolve_neg()
+    return _lazily_like(out, reference).resolve_conj().resolve_neg()
+
+
+def _lazily_like(tensor: Tensor, values: Tensor) -> Tensor:
+    """``values``, conjugated and negated if ``tensor`` is so lazily; of ``tensor`` itself: what its storage holds."""
+    values = values.conj() if tensor.is_conj() else values
+    return torch._neg_view(values) if tensor.is_neg() else values
 
 
 def _same_layout(out: Tensor, reference: Tensor, count: int) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
-from lowprec_check.engine.trace.op_arguments import Args, Kwargs, outputs_of
+from lowprec_check.engine.trace.op_arguments import Args, Kwargs
 
 _ATTENTION_IN_16_BITS = (
     "aten::_scaled_dot_product_flash_attention",
@@ -23,8 +23,6 @@ def run_wide(call: DispatchedCall, args: Args, kwargs: Kwargs) -> list[Tensor]:
     An attention kernel for 16 bits is replaced by the function that chooses a kernel: its output alone is returned.
     """
     if call.traits.packet not in _ATTENTION_IN_16_BITS:
-        if not call.traits.mutable:
-            return outputs_of(call.func(*args, **kwargs))
         return call.results(call.func(*args, **kwargs), args, kwargs)
     names = [argument.name for argument in call.func._schema.arguments]
     given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
