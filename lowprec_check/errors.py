@@ -1,4 +1,4 @@
-"""Errors the user can fix. Never imports torch."""
+"""Errors the user can fix, and the end that others ask for. Never imports torch."""
 
 from __future__ import annotations
 
@@ -17,3 +17,11 @@ class UsageError(Exception):
 
     def __str__(self) -> str:
         return self.message if self.hint is None else f"{self.message}\n{self.hint}"
+
+
+class Terminated(BaseException):
+    """A signal asks this program to end: raised in its main thread, so that it ends its workers first."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number

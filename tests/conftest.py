@@ -86,17 +86,23 @@ def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
     def call_main(*arguments: str | Path) -> Done:
         capfd.readouterr()
+        kept = os.dup(1)
         with (
             monkeypatch.context() as patch,
             open(1, "w", encoding="utf-8", closefd=False) as stdout,  # as in a process of its own: workers redirect it
             open(2, "w", encoding="utf-8", closefd=False) as stderr,
         ):
+            patch.setattr("lowprec_check.cli.main._end_workers_when_terminated", lambda: None)
             patch.setattr(sys, "argv", ["lowprec-check", *map(str, arguments)])
             patch.setattr(sys, "stdout", stdout)
             patch.setattr(sys, "stderr", stderr)
             patch.chdir(ROOT)
-            with pytest.raises(SystemExit) as ended:
-                main()
+            try:
+                with pytest.raises(SystemExit) as ended:
+                    main()
+            finally:
+                os.dup2(kept, 1)  # which the command keeps for itself
+                os.close(kept)
         return Done(int(ended.value.code or 0), *capfd.readouterr())
 
     return call_main

@@ -52,12 +52,12 @@ def floods(send: SendBytes) -> None:
 
 
 def hangs_in_an_op(path: Path, send: SendBytes) -> None:
-    Breadcrumb(path).enter("aten.mm.default", "layer", "model.py:3")
+    Breadcrumb.open(path).enter("aten.mm.default", "layer", "model.py:3")
     time.sleep(600)
 
 
 def hangs_between_ops(path: Path, send: SendBytes) -> None:
-    breadcrumb = Breadcrumb(path)
+    breadcrumb = Breadcrumb.open(path)
     breadcrumb.enter("aten.mm.default", "layer", None)
     breadcrumb.leave()
     time.sleep(600)
@@ -223,7 +223,7 @@ def test_description_of_exit_codes(exit_code: int, name: str | None, sentence: s
 
 def test_a_breadcrumb_is_read_through_another_mapping_and_long_texts_are_cut(tmp_path: Path) -> None:
     path = tmp_path / "breadcrumb"
-    reader, writer = Breadcrumb.create(path), Breadcrumb(path)
+    reader, writer = Breadcrumb.create(path), Breadcrumb.open(path)
     assert reader.read() is None
     writer.enter("aten.mm.default", "é" * 2000, None)
     position = reader.read()

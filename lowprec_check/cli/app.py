@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from typer.core import TyperGroup
@@ -88,12 +89,38 @@ def print_json(value: Any) -> None:
     """Print a struct, a list of structs or a dictionary as indented JSON."""
     from lowprec_check.schema.base import encode
 
-    print(encode(value).decode(), end="")
+    stdout().write(encode(value).decode())
+
+
+_kept_stdout: TextIO | None = None
+
+
+def keep_stdout() -> None:
+    """Reserve standard output for :func:`stdout`: whatever else writes to it, from C or at exit too, goes to standard error."""
+    global _kept_stdout  # noqa: PLW0603
+    sys.stdout.flush()
+    _kept_stdout = open(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace")  # noqa: SIM115
+    os.dup2(2, 1)
+
+
+def stdout() -> TextIO:
+    """The stream for results."""
+    return sys.stdout if _kept_stdout is None else _kept_stdout
+
+
+def close_stdout() -> None:
+    """Write what is left of the results; raises ``OSError`` if that fails."""
+    global _kept_stdout
+    if _kept_stdout is None:
+        sys.stdout.flush()
+    else:
+        kept, _kept_stdout = _kept_stdout, None
+        kept.close()
 
 
 def screen_size(least: int = 100) -> dict[str, Any]:
     """The terminal's width and whether it has colours; at least ``least`` columns, so that no figure is cut."""
-    terminal = sys.stdout.isatty()
+    terminal = stdout().isatty()
     columns = shutil.get_terminal_size((100, 40)).columns if terminal else 100
     return {"width": max(least, columns), "color": terminal}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +11,7 @@ import typer
 
 from lowprec_check.cli.app import FINDINGS, app
 from lowprec_check.cli.options import Backends, Devices, Precisions, Quiet, names_of
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import Terminated, UsageError
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.precisions import PRECISIONS
 
@@ -86,12 +85,11 @@ def compat(
         if not quiet:
             print(f"[{done}/{of}] {_line(row)}", file=sys.stderr, flush=True)
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # terminated: stop the scans too
     try:
         matrix = scan_all(
             requests, output, jobs=jobs, engine=engine, timeout=timeout, retry_failed=retry_failed, on_row=on_row
         )
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated):
         print("Progress is saved; run the same command to resume.", file=sys.stderr)
         raise
     folder.index(matrix)

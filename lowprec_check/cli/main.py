@@ -5,14 +5,16 @@ from __future__ import annotations
 import errno
 import importlib
 import io
+import os
 import pkgutil
+import signal
 import sys
 import warnings
 
 import typer
 
-from lowprec_check.cli.app import INTERRUPTED, TOOL_FAILED, USAGE_ERROR, app
-from lowprec_check.errors import UsageError
+from lowprec_check.cli.app import INTERRUPTED, TOOL_FAILED, USAGE_ERROR, app, close_stdout
+from lowprec_check.errors import Terminated, UsageError
 
 
 def main() -> None:
@@ -21,12 +23,20 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):  # "?" for "≤" if the stream cannot encode it
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+    _end_workers_when_terminated()
     try:
         _import_commands()
         code = app(standalone_mode=False) or 0
         if code == INTERRUPTED:  # how the parser reports Ctrl+C
             raise KeyboardInterrupt
+        close_stdout()
         sys.exit(code)
+    except Terminated as end:
+        print(f"ended by {signal.Signals(end.number).name}", file=sys.stderr)
+        sys.exit(128 + end.number)
+    except BrokenPipeError:  # the reader of the output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(128 + signal.SIGPIPE)
     except UsageError as error:
         print(f"error: {error.message}", file=sys.stderr)
         if error.hint:
@@ -47,6 +57,25 @@ def main() -> None:
         traceback.print_exc()
         print("lowprec-check failed. Please report this bug with the traceback above.", file=sys.stderr)
         sys.exit(TOOL_FAILED)
+
+
+def _end_workers_when_terminated() -> None:
+    """Turn SIGTERM and SIGHUP, unless they are ignored, into an exception, but not in workers, which are forks."""
+
+    def end(number: int, _frame: object) -> None:
+        raise Terminated(number)
+
+    def reset() -> None:
+        for number in numbers:
+            if signal.getsignal(number) == end:
+                signal.signal(number, signal.SIG_DFL)
+
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    numbers = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, end)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=reset)
 
 
 def _import_commands() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -59,6 +59,14 @@ Seed = Annotated[int, typer.Option(help="Random seed of every run.")]
 WithoutKernel = Annotated[
     list[str] | None,
     typer.Option("--without-kernel", help="Simulate a missing kernel, e.g. aten.dot:half; repeatable."),
+]
+IsolationName = Literal["fork", "spawn", "none"]
+Isolation = Annotated[
+    IsolationName | None,
+    typer.Option(
+        help="Where the runs happen: in copies of this process (fork), in fresh interpreters that load the file again "
+        "(spawn, slower), or in this process (none: no time limits, no protection from crashes). Default: fork if possible."
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Do not show progress.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from lowprec_check.cli.app import FINDINGS, app, check_writable, progress, screen_size
-from lowprec_check.cli.options import Backend, Device, Inputs, Quiet, Seed, Target, Tolerance, WithoutKernel
+from lowprec_check.cli.app import FINDINGS, app, check_writable, keep_stdout, progress, screen_size, stdout
+from lowprec_check.cli.options import Backend, Device, Inputs, Isolation, Quiet, Seed, Target, Tolerance, WithoutKernel
 from lowprec_check.schema.precisions import plan_bases
 from lowprec_check.schema.registry import choices
 from lowprec_check.schema.run_key import EAGER
@@ -51,10 +51,12 @@ def plan(
     without_kernel: WithoutKernel = None,
     save: Annotated[Path | None, typer.Option("--save", help="Save the plan, for lowprec_check.apply.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan and all attempts as JSON.")] = False,
+    isolation: Isolation = None,
     quiet: Quiet = False,
 ) -> None:
     """Find the modules that must stay in fp32. Verifies that the model passes with all others in 16 bits."""
     check_writable(save, "--save")
+    keep_stdout()
     with progress(target, quiet) as on_progress:
         from lowprec_check.engine.load import load_and_plan
         from lowprec_check.engine.plan.planner import PlanOptions
@@ -73,7 +75,7 @@ def plan(
             seed=seed,
             without_kernel=tuple(without_kernel or ()),
         )
-        found = load_and_plan(target, tuple(inputs or ()), options, on_progress)
+        found = load_and_plan(target, tuple(inputs or ()), options, isolation, on_progress)
     if save is not None:
         if found.plan is not None:
             found.plan.save(save)
@@ -81,9 +83,9 @@ def plan(
             f"plan saved to {save}" if found.plan is not None else "no plan was found; nothing saved", file=sys.stderr
         )
     if json:
-        sys.stdout.write(found.to_json().decode())
+        stdout().write(found.to_json().decode())
     else:
         from lowprec_check.report.plan import render
 
-        sys.stdout.write(render(found, **screen_size(least=0)))
+        stdout().write(render(found, **screen_size(least=0)))
     raise typer.Exit(0 if found.plan is not None else FINDINGS)

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from lowprec_check.cli.app import FINDINGS, app, check_writable, progress
+from lowprec_check.cli.app import FINDINGS, app, check_writable, keep_stdout, progress
 from lowprec_check.cli.baseline import BaselineFile, UpdateBaseline, apply_baseline, known_findings
 from lowprec_check.cli.options import (
     Backends,
     Device,
     Inputs,
+    Isolation,
     Precisions,
     Quiet,
     Seed,
@@ -86,6 +87,7 @@ def scan(
         ),
     ] = "no-pass",
     findings: Annotated[int, typer.Option(min=0, help="Maximum number of groups of findings to print.")] = 12,
+    isolation: Isolation = None,
     quiet: Quiet = False,
 ) -> None:
     """Run a model in fp32, half, bfloat16 and autocast. Shows which of them run, how accurate and fast they are, and what to do."""
@@ -95,6 +97,7 @@ def scan(
     accepted = known_findings(baseline, update_baseline)
     check_writable(save_plan, "--save-plan")
     _check_codes([*(select or []), *(ignore or [])])
+    keep_stdout()
     with progress(target, quiet) as on_progress:
         from lowprec_check.engine.load import load_and_scan
         from lowprec_check.engine.scan import ScanOptions
@@ -113,7 +116,7 @@ def scan(
             ignore=ignore or (),
             plan=plan,
         )
-        result = load_and_scan(target, tuple(inputs or ()), options, on_progress)
+        result = load_and_scan(target, tuple(inputs or ()), options, isolation, on_progress)
     if save_plan is not None:
         if result.plan is None:
             print("no plan was needed or found; nothing saved", file=sys.stderr)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import time
 from typing import IO, Literal, NamedTuple, NoReturn
@@ -11,9 +10,9 @@ from typing import IO, Literal, NamedTuple, NoReturn
 from lowprec_check.compat.target_list import Request
 from lowprec_check.process.command_worker import CommandWorker
 from lowprec_check.process.exit_code import describe_exit
+from lowprec_check.process.interpreter import module_command
 from lowprec_check.process.supervisor import StateEvent, Supervisor
 
-_SCAN = (sys.executable, "-m", "lowprec_check", "scan")
 _AS_JSON = ("--json", "-", "--quiet", "--fail-on", "never")
 
 
@@ -56,7 +55,7 @@ def end_running_scans() -> None:
 
 def _command(request: Request) -> list[str]:
     device = ["--device", request.device] if request.device else []
-    return [*_SCAN, request.target, *_AS_JSON, *device, *request.options]
+    return module_command("lowprec_check", "scan", request.target, *_AS_JSON, *device, *request.options)
 
 
 def _environment(limits: ScanLimits) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 
 import torch
 
@@ -11,9 +12,9 @@ from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.plan.planner import PlanOptions, plan_target
-from lowprec_check.engine.run.isolation import Isolation, best_isolation
-from lowprec_check.engine.run.job_worker import Load
+from lowprec_check.engine.run.isolation import Isolation, best_isolation, check_isolation, other_threads
 from lowprec_check.engine.run.target_runs import OnProgress
+from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.scan import ScanOptions, scan_target
 from lowprec_check.schema.plan import Planning
 from lowprec_check.schema.scan_result import ScanResult
@@ -29,27 +30,46 @@ def load_seeded(spec: str, inputs: tuple[str, ...], seed: int) -> Target:
 
 
 def load_and_scan(
-    spec: str, inputs: tuple[str, ...], options: ScanOptions, on_progress: OnProgress | None = None
+    spec: str,
+    inputs: tuple[str, ...],
+    options: ScanOptions,
+    isolation: Isolation | None = None,
+    on_progress: OnProgress | None = None,
 ) -> ScanResult:
     """Load ``spec`` and scan it."""
     options.check()
-    return scan_target(*_load(spec, inputs, options.seed), options, spec=spec, on_progress=on_progress)
+    check_isolation(isolation)
+    source, found = load_here(spec, inputs, options.seed)
+    return scan_target(source, isolation or found, options, spec=spec, on_progress=on_progress)
 
 
 def load_and_plan(
-    spec: str, inputs: tuple[str, ...], options: PlanOptions, on_progress: OnProgress | None = None
+    spec: str,
+    inputs: tuple[str, ...],
+    options: PlanOptions,
+    isolation: Isolation | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Planning:
     """Load ``spec`` and find its plan."""
-    return plan_target(*_load(spec, inputs, options.seed), options, spec=spec, on_progress=on_progress)
+    check_isolation(isolation)
+    source, found = load_here(spec, inputs, options.seed)
+    return plan_target(source, isolation or found, options, spec=spec, on_progress=on_progress)
 
 
-def _load(spec: str, inputs: tuple[str, ...], seed: int) -> tuple[Target, Load, Isolation]:
-    threads = torch.get_num_threads()
+def load_here(spec: str, inputs: tuple[str, ...], seed: int) -> tuple[TargetSource, Isolation]:
+    """Load ``spec`` in this process, and return how its runs are isolated.
+
+    What the file imports must not replace modules of this process, so the module path is that of before; workers get the
+    file's. A file that starts threads or sets their number is loaded again in fresh interpreters: threads are not forked.
+    """
+    path, running, threads = list(sys.path), set(other_threads()), torch.get_num_threads()
     torch.set_num_threads(1)  # a process that forks must not have a pool of threads
     try:
         target = load_seeded(spec, inputs, seed)
+        forks_safely = torch.get_num_threads() == 1 and running.issuperset(other_threads())
     finally:
         torch.set_num_threads(threads)
+        users_path, sys.path[:] = list(sys.path), path
+    source = TargetSource(target, functools.partial(load_seeded, spec, inputs, seed), users_path)
     isolation = best_isolation(can_spawn=True)
-    load = functools.partial(load_seeded, spec, inputs, seed) if isolation == "spawn" else lambda: target
-    return target, load, isolation
+    return source, "spawn" if isolation == "fork" and not forks_safely else isolation

@@ -13,12 +13,12 @@ from lowprec_check.analysis.recommend import recommend
 from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.engine.machine import environment, version
 from lowprec_check.engine.model.application import application_of
-from lowprec_check.engine.model.target import Target, make_target
+from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.plan.planner import plan_for_scan
-from lowprec_check.engine.run.isolation import Isolation, best_isolation, isolated
-from lowprec_check.engine.run.job_worker import Load
+from lowprec_check.engine.run.isolation import Isolation, best_isolation, check_isolation, isolated
 from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.engine.run.target_runs import OnProgress, RunOptions, TargetRuns, open_runs
+from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.engine.trace.withheld_kernels import parse_withheld
 from lowprec_check.errors import UsageError
@@ -147,8 +147,9 @@ def scan(
         ignore: omit diagnostics whose code starts with one of these prefixes.
         loss: ``loss(output) -> tensor``; it is run and checked as part of the model.
         metric: ``metric(model) -> float``; it is reported for each run.
-        isolation: ``fork`` runs in worker processes (the default if possible); ``none`` runs in this process, without time
-            limits and crash protection (the default if this process already uses an accelerator).
+        isolation: ``fork`` runs in copies of this process (the default if possible); ``spawn`` in fresh interpreters, to
+            which the model is pickled; ``none`` in this process, without time limits and crash protection (the default
+            if this process already uses an accelerator).
         on_progress: called with the name of the run and its current step.
 
     Returns:
@@ -157,8 +158,7 @@ def scan(
     Raises:
         UsageError: the model, its inputs or an option is not valid; the message explains what to do.
     """
-    if isolation not in (None, "fork", "none"):
-        raise UsageError(f"Unknown isolation {isolation!r}.", "Choose fork or none.")
+    check_isolation(isolation)
     options = ScanOptions(
         precisions=precisions,
         backends=backends,
@@ -174,25 +174,24 @@ def scan(
         ignore=ignore,
     )
     options.check()
-    target = make_target(model, inputs, loss=loss, metric=metric)
-    chosen = isolation or best_isolation(can_spawn=False)
-    return scan_target(target, lambda: target, chosen, options, on_progress=on_progress)
+    source = TargetSource(make_target(model, inputs, loss=loss, metric=metric))
+    return scan_target(source, isolation or best_isolation(can_spawn=False), options, on_progress=on_progress)
 
 
 def scan_target(
-    target: Target,
-    load: Load,
+    source: TargetSource,
     isolation: Isolation,
     options: ScanOptions,
     *,
     spec: str | None = None,
     on_progress: OnProgress | None = None,
 ) -> ScanResult:
-    """Like :func:`scan`, for a loaded target; a worker gets it from ``load``. ``spec`` is the user's name for it."""
+    """Like :func:`scan`, for a loaded target; ``spec`` is the user's name for it."""
     options.check()
     machine = isolated(lambda: environment(options.device), isolation, dict[str, Any])
     settings = options.for_runs(machine["device"])
-    with open_runs(target, load, settings, isolation, on_progress) as target_runs:
+    target = source.target
+    with open_runs(source, settings, isolation, on_progress) as target_runs:
         fp32 = target_runs.reference()
         runs = [fp32, *_low_runs(target_runs, options)]
         planned = plan_for_scan(
@@ -205,7 +204,7 @@ def scan_target(
         target=spec or target.name,
         model=model,
         environment=machine,
-        options=options.saved(isolation),
+        options=options.saved(target_runs.isolation),
         runs=runs,
         recommendation=recommend(runs, model),
         plan=planned[1] if planned is not None else None,

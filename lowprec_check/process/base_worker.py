@@ -29,6 +29,8 @@ class Worker(abc.ABC, Generic[Message]):
         """``time.monotonic()`` by which the process must have ended."""
         self.op_limit = math.inf
         """Seconds allowed for one op."""
+        self.idle_limit = math.inf
+        """Seconds allowed without use of the processor."""
 
     def set_timeout(self, seconds: float) -> None:
         """Set the deadline to ``seconds`` from now; ``math.inf`` removes it."""
@@ -37,6 +39,10 @@ class Worker(abc.ABC, Generic[Message]):
     def position(self) -> Position | None:
         """Return the op that the worker runs or ran last; ``None`` if it has no breadcrumb or has not run an op."""
         return self.breadcrumb.read() if self.breadcrumb is not None else None
+
+    def idle_seconds(self) -> float:
+        """Seconds for which the process has only waited; 0 if that is not known."""
+        return 0.0
 
     @abc.abstractmethod
     def waitables(self) -> Sequence[int | Connection]:

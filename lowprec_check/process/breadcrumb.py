@@ -1,12 +1,13 @@
 """A breadcrumb: a small file that records which op a worker is running, and since when. It survives a crash.
 
-The file is mapped into both processes. The worker writes it before and after every op; its supervisor reads it to show
+The file, named or not, is mapped into both processes. The worker writes it before and after every op; its supervisor reads it to show
 progress, to detect an op that takes too long, and to name the op in which the process died.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import time
 from pathlib import Path
@@ -40,18 +41,30 @@ class Position(NamedTuple):
 
 
 class Breadcrumb:
-    """The mapped file at ``path``, which must exist; :meth:`create` makes or clears it."""
+    """The mapped file of a descriptor, which may be closed afterwards."""
 
-    def __init__(self, path: str | Path) -> None:
-        with open(path, "r+b") as file:
-            self._map = mmap.mmap(file.fileno(), _SIZE)
+    def __init__(self, descriptor: int) -> None:
+        self._map = mmap.mmap(descriptor, _SIZE)
         self._ops = 0
+
+    @classmethod
+    def clear(cls, descriptor: int) -> Breadcrumb:
+        """Empty the file, and map it."""
+        os.truncate(descriptor, 0)
+        os.truncate(descriptor, _SIZE)
+        return cls(descriptor)
+
+    @classmethod
+    def open(cls, path: str | Path) -> Breadcrumb:
+        """Map the file at ``path``, which another process has created."""
+        with open(path, "r+b") as file:
+            return cls(file.fileno())
 
     @classmethod
     def create(cls, path: str | Path) -> Breadcrumb:
         """Create an empty breadcrumb at ``path``."""
         Path(path).write_bytes(bytes(_SIZE))
-        return cls(path)
+        return cls.open(path)
 
     def enter(self, op: str, module: str, source: str | None) -> None:
         """Record that an op starts."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing.connection
 import os
-import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import IO, NoReturn
 
 from lowprec_check.process.base_worker import Decode, Message, Worker
 from lowprec_check.process.breadcrumb import Breadcrumb
+from lowprec_check.process.process_group import start_command
 
 _CHUNK = 1 << 16
 
@@ -37,12 +37,12 @@ class LineWorker(Worker[Message]):
         self.log = log
         self._decode = decode
         with log.open("wb") as errors:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment
+            self._group, process = start_command(
+                command, environment=environment, input=subprocess.PIPE, output=subprocess.PIPE, errors=errors
             )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._tasks, self._messages = self._process.stdin, self._process.stdout
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._tasks, self._messages = process.stdin, process.stdout
         self._at_end = False
         self._partial_line = b""
 
@@ -53,8 +53,8 @@ class LineWorker(Worker[Message]):
             self._tasks.flush()
 
     def waitables(self) -> list[int]:
-        """Return standard output, while it is open."""
-        return [] if self._at_end else [self._messages.fileno()]
+        """Return standard output, while it is open, and what tells the end of the process."""
+        return [*([] if self._at_end else [self._messages.fileno()]), *self._group.waitables()]
 
     def receive(self) -> list[Message]:
         """Return the messages in one chunk of the output; an incomplete line is kept until its rest arrives."""
@@ -68,12 +68,11 @@ class LineWorker(Worker[Message]):
     @property
     def exit_code(self) -> int | None:
         """Exit code of the process; ``None`` while it runs."""
-        return self._process.poll()
+        return self._group.exit_code
 
     def end(self) -> None:
-        """Kill the process if it still runs, and wait until it has ended."""
-        self._process.kill()
-        self._process.wait()
+        """Kill the process if it still runs, with all that it started, and wait until it has ended."""
+        self._group.end()
         self._at_end = True
         for stream in (self._tasks, self._messages):
             with contextlib.suppress(BrokenPipeError):
@@ -88,18 +87,11 @@ class CommandWorker(Worker[NoReturn]):
     ) -> None:
         """``output`` and ``errors`` must be files: nobody reads them while the command runs, and a full pipe would block it."""
         super().__init__()
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=errors,
-            env=environment,
-            start_new_session=True,
-        )
+        self._group = start_command(command, environment=environment, output=output, errors=errors)[0]
 
     def waitables(self) -> list[int]:
-        """Return nothing: the supervisor polls the exit code."""
-        return []
+        """Return what tells the end of the process."""
+        return self._group.waitables()
 
     def receive(self) -> list[NoReturn]:
         """Return nothing: it sends no messages."""
@@ -108,18 +100,8 @@ class CommandWorker(Worker[NoReturn]):
     @property
     def exit_code(self) -> int | None:
         """Exit code of the process; ``None`` while it runs."""
-        return self._process.poll()
+        return self._group.exit_code
 
     def end(self) -> None:
         """Kill the process, if it still runs, and the processes it started; may be called from any thread."""
-        if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                _kill_group(self._process)
-        self._process.wait()
-
-
-def _kill_group(leader: subprocess.Popen[bytes]) -> None:
-    if hasattr(os, "killpg"):
-        os.killpg(leader.pid, signal.SIGKILL)
-    else:
-        leader.kill()
+        self._group.end()

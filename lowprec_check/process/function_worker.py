@@ -1,29 +1,35 @@
-"""A worker that runs a Python function in a forked or spawned process. Never imports torch.
+"""A worker that runs a Python function: in a fork of this process, or in a fresh interpreter. Never imports torch.
 
-A forked worker shares the memory of its parent (copy on write) and starts in milliseconds. The function runs in a new
-thread of the worker: OpenMP keeps one pool of threads per calling thread, and a pool that the parent has used does not
-survive a fork.
+A fork shares the memory of its parent (copy on write) and starts in milliseconds. A fresh interpreter has no memory of this
+process, and so none of its locks, threads and devices; the function is pickled.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import multiprocessing
 import os
+import pickle
 import sys
-import threading
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Literal
 
 from lowprec_check.process.base_worker import BATCH, Decode, Message, Worker
 from lowprec_check.process.breadcrumb import Breadcrumb
+from lowprec_check.process.fork import fork
+from lowprec_check.process.interpreter import python_command
+from lowprec_check.process.process_group import Activity, ProcessGroup, start_command
 
 SendBytes = Callable[[bytes], None]
 Task = Callable[[SendBytes], None]
-"""The function to run. It must catch its own exceptions, and be picklable for a spawned process."""
+"""The function to run. It must catch its own exceptions, and be picklable for a fresh interpreter."""
+
+Method = Literal["fork", "spawn"]
+"""``spawn`` starts a fresh interpreter."""
 
 
 class FunctionWorker(Worker[Message]):
@@ -34,32 +40,42 @@ class FunctionWorker(Worker[Message]):
         task: Task,
         decode: Decode[Message],
         *,
-        method: Literal["fork", "spawn"],
-        log: Path | None = None,
+        method: Method,
+        log: int | None = None,
         breadcrumb: Breadcrumb | None = None,
+        descriptors: Sequence[int] = (),
     ) -> None:
-        """``log`` is the file for the traceback that ``faulthandler`` writes when a signal kills the worker."""
+        """``log`` is the descriptor for the traceback that ``faulthandler`` writes when a signal kills the worker.
+
+        A fresh interpreter inherits ``descriptors``.
+        """
         super().__init__(breadcrumb)
         self._decode = decode
-        context = multiprocessing.get_context(method)
-        self._receiver, sender = context.Pipe(duplex=False)
-        self._process = context.Process(target=_main, args=(task, sender, log), daemon=True)  # type: ignore[attr-defined]
         self._at_end = False
+        self._connection, theirs = Pipe()
         _flush()
-        self._process.start()
-        sender.close()
+        with theirs:
+            if method == "fork":
+                self._group = fork(partial(_run, task, theirs, log))
+            else:
+                inherited = [theirs.fileno(), *descriptors, *([log] if log is not None else [])]
+                self._group = _start_fresh(theirs.fileno(), log, inherited)
+        if method == "spawn":
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died; its end will be reported
+                self._connection.send_bytes(pickle.dumps(task))
+        self._activity = Activity(self._group.pid)
 
     def waitables(self) -> list[int | Connection]:
-        """Return the pipe, while it is open, and the process sentinel."""
-        pipe = [] if self._at_end else [self._receiver]
-        return [*pipe, self._process.sentinel]
+        """Return the pipe, while it is open, and what tells the end of the process."""
+        pipe = [] if self._at_end else [self._connection]
+        return [*pipe, *self._group.waitables()]
 
     def receive(self) -> list[Message]:
         """Return the messages that have arrived."""
         received: list[Message] = []
         try:
-            while len(received) < BATCH and not self._at_end and self._receiver.poll():
-                received.append(self._decode(self._receiver.recv_bytes()))
+            while len(received) < BATCH and not self._at_end and self._connection.poll():
+                received.append(self._decode(self._connection.recv_bytes()))
         except (EOFError, OSError):
             self._at_end = True
         return received
@@ -67,31 +83,54 @@ class FunctionWorker(Worker[Message]):
     @property
     def exit_code(self) -> int | None:
         """Exit code of the process; ``None`` while it runs."""
-        code: int | None = self._process.exitcode
-        return code
+        return self._group.exit_code
+
+    def idle_seconds(self) -> float:
+        """Seconds since the process or one that it started was last seen to use the processor."""
+        return self._activity.idle_seconds(time.monotonic())
 
     def end(self) -> None:
-        """Kill the process if it still runs, and wait until it has ended."""
-        if self._process.is_alive():
-            self._process.kill()
-        self._process.join()
-        self._receiver.close()
+        """Kill the process if it still runs, with all that it started, and wait until it has ended."""
+        self._group.end()
+        self._connection.close()
         self._at_end = True
+
+
+def _start_fresh(connection: int, log: int | None, descriptors: Sequence[int]) -> ProcessGroup:
+    """An interpreter with the module path of this one, which gets its task through ``connection``."""
+    code = f"sys.path[:] = {sys.path!r}\nfrom {__name__} import run_fresh\nrun_fresh({connection}, {log})"
+    return start_command(python_command(code), descriptors=descriptors)[0]
 
 
 # -- inside the worker
 
+_worker_pid: int | None = None
+"""The process that is a worker; another one may be forked from it."""
 
-def _main(task: Task, sender: Connection, log: Path | None) -> None:
+
+def in_worker() -> bool:
+    """Whether this process is a worker."""
+    return _worker_pid == os.getpid()
+
+
+def run_fresh(descriptor: int, log: int | None) -> None:
+    """In a fresh interpreter: receive the task and run it."""
+    connection: Connection = Connection(descriptor)
+    os.set_inheritable(descriptor, False)
+    task: Task = pickle.loads(connection.recv_bytes())
+    _run(task, connection, log)
+    os._exit(0)  # like a fork: without exit handlers
+
+
+def _run(task: Task, connection: Connection, log: int | None) -> None:
+    global _worker_pid  # noqa: PLW0603
+    _worker_pid = os.getpid()
     os.dup2(2, 1)  # what the model prints must not end up in a report on stdout
-    with open(log or os.devnull, "w", encoding="utf-8") as file:
-        faulthandler.enable(file)
-        _prefer_for_oom_kill()
-        thread = threading.Thread(target=task, args=(sender.send_bytes,), daemon=True)
-        thread.start()
-        thread.join()
-        _flush()
-        os._exit(0)  # without the exit handlers of the parent
+    if log is not None:
+        faulthandler.enable(log)
+    _prefer_for_oom_kill()
+    task(connection.send_bytes)
+    _flush()
 
 
 def _prefer_for_oom_kill() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing.connection
 import time
 from collections.abc import Iterable, Iterator
@@ -14,8 +15,9 @@ from lowprec_check.process.breadcrumb import Position
 
 AnyWorker = TypeVar("AnyWorker", bound=Worker[Any])
 
-State = Literal["running", "ended", "timeout", "stuck"]
-"""``ended``: by itself; ``timeout``: killed at its deadline; ``stuck``: killed because one op exceeded its limit."""
+State = Literal["running", "ended", "timeout", "stuck", "idle"]
+"""``ended``: by itself; the others were killed: ``timeout`` at its deadline, ``stuck`` because one op exceeded its limit,
+``idle`` because it waited for longer than allowed."""
 
 
 @dataclass(frozen=True)
@@ -95,4 +97,6 @@ def _check_limits(worker: Worker[Any], position: Position | None) -> State:
         return "timeout"
     if position is not None and position.seconds_in_op() > worker.op_limit:
         return "stuck"
+    if worker.idle_limit != math.inf and worker.idle_seconds() > worker.idle_limit:
+        return "idle"
     return "running"

@@ -117,3 +117,10 @@ def to_columns(rows: Sequence[OpCall]) -> OpCalls:
             values = columns[field.name]
             columns[field.name] = [value if value is not None and isfinite(value) else None for value in values]
     return OpCalls(**columns)
+
+
+def concatenate(parts: Sequence[OpCalls]) -> OpCalls:
+    """The calls of all ``parts``, in order."""
+    return OpCalls(
+        **{field.name: [value for part in parts for value in getattr(part, field.name)] for field in _FIELDS}
+    )

@@ -130,6 +130,8 @@ class Run(Struct, frozen=True, kw_only=True):
     """Whether the instrumented pass reached the end of the model."""
     stopped_by: ExceptionInfo | None = None
     """The exception that ended the instrumented pass early, if any."""
+    incomplete_because: str | None = None
+    """What else ended it early, and where: a budget, or the death of its process."""
     emulated: dict[str, str] = {}
     """Ops computed in fp32 and rounded, with the reason."""
     notes: list[str] = []

@@ -102,7 +102,8 @@ def incomplete_scan(result: ScanResult) -> Iterator[Finding]:
     for run in low_runs(result):
         if not run.complete and run.status != "skipped":
             stop = run.stopped_by
-            why = f"{stop.type}: {stop.message}" if stop else run.reason or "the op-by-op analysis ended early"
+            ended = run.incomplete_because or run.reason or "the op-by-op analysis ended early"
+            why = f"{stop.type}: {stop.message}" if stop else ended
             module, source = (stop.module, stop.source) if stop else (None, None)
             advice = "fix this and scan again" if stop else "scan with a larger --budget or smaller inputs"
             yield Finding(f"later ops were not checked: {why}", run=run, module=module, source=source, help=advice)

@@ -24,6 +24,8 @@ from lowprec_check.engine.core.source_location import call_model, traceback_line
 from lowprec_check.engine.model import device as devices
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import WithLoss
+from lowprec_check.errors import Terminated
+from lowprec_check.process.function_worker import in_worker
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo, Status
 
@@ -77,8 +79,9 @@ def _dense(tensor: Tensor) -> list[Tensor]:
 
 
 def reraise_interrupt(error: BaseException) -> None:
-    """Reraise Ctrl-C. Python delivers it only to the main thread, so in a worker's thread the model itself raised it."""
-    if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+    """Reraise Ctrl+C and a request to end. A worker gets neither, so there the model itself raised it."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if isinstance(error, (KeyboardInterrupt, Terminated)) and in_main_thread and not in_worker():
         raise error
 
 

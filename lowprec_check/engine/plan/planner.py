@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +11,15 @@ from torch import Tensor, nn
 
 from lowprec_check.analysis.blame import blame
 from lowprec_check.analysis.snippet import snippet
-from lowprec_check.engine.core.seed import kept_generators, seed_everything
+from lowprec_check.engine.core.seed import kept_generators
 from lowprec_check.engine.machine import environment, version
 from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.plan.apply import describe_modules
 from lowprec_check.engine.plan.trials import Limits, Objective, Proposal, Proposer, best
-from lowprec_check.engine.run.isolation import Isolation, best_isolation, isolated
-from lowprec_check.engine.run.job_worker import Load
+from lowprec_check.engine.run.isolation import Isolation, best_isolation, check_isolation, isolated
 from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.engine.run.target_runs import OnProgress, RunOptions, TargetRuns, open_runs
+from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.trace.withheld_kernels import parse_withheld
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.backends import BACKENDS
@@ -122,7 +121,7 @@ def find_plan(
         without_kernel: kernels to run without, as if torch lacked them: ``aten.dot:half``.
         loss: ``loss(output) -> tensor``, run as part of the model.
         metric: ``metric(model) -> float``, higher is better; used instead of the tolerance.
-        isolation: ``fork`` or ``none``, as for a scan.
+        isolation: ``fork``, ``spawn`` or ``none``, as for a scan.
         on_progress: called with the name of the run and its progress.
 
     Returns:
@@ -131,6 +130,7 @@ def find_plan(
     Raises:
         UsageError: the model or an option cannot be used; the message explains what to do.
     """
+    check_isolation(isolation)
     target = make_target(model, inputs, loss=loss, metric=metric)
     options = PlanOptions(
         dtype=dtype,
@@ -147,19 +147,19 @@ def find_plan(
         without_kernel=without_kernel,
     )
     chosen = isolation or best_isolation(can_spawn=False)
-    return plan_target(target, lambda: target, chosen, options, on_progress=on_progress)
+    return plan_target(TargetSource(target), chosen, options, on_progress=on_progress)
 
 
 def plan_target(
-    target: Target,
-    load: Load,
+    source: TargetSource,
     isolation: Isolation,
     options: PlanOptions,
     *,
     spec: str | None = None,
     on_progress: OnProgress | None = None,
 ) -> Planning:
-    """Like :func:`find_plan`, for a loaded target; ``load`` loads it in a worker, ``spec`` is the user's name for it."""
+    """Like :func:`find_plan`, for a loaded target; ``spec`` is the user's name for it."""
+    target = source.target
     options.check(target)
     machine = isolated(lambda: environment(options.device), isolation, dict[str, Any])
     settings = RunOptions(
@@ -172,10 +172,8 @@ def plan_target(
         stack.enter_context(kept_generators())
         batches = []
         for number in range(options.batches):
-            seed_everything(settings.seed + number)
-            load_batch = functools.partial(_load_batch, load, number, settings.seed)
-            opened = open_runs(target.batch(number), load_batch, settings, isolation, on_progress)
-            batches.append(stack.enter_context(opened))
+            batch = source.batch(number, settings.seed)
+            batches.append(stack.enter_context(open_runs(batch, settings, isolation, on_progress)))
         references = [batch.reference() for batch in batches]
         objective = _objective(options, references[0])
         limits = Limits(max_trials=options.max_trials, seconds=options.seconds)
@@ -197,12 +195,6 @@ def _objective(options: PlanOptions, reference: Run) -> Objective:
         why = f": {reference.notes[-1]}" if reference.notes else ""
         raise UsageError(f"The metric of the fp32 model is not a finite number{why}.", "Fix the function `metric`.")
     return Objective(reference, metric=options.use_metric, max_drop=options.max_drop)
-
-
-def _load_batch(load: Load, batch: int, seed: int) -> Target:
-    target = load()
-    seed_everything(seed + batch)
-    return target.batch(batch)
 
 
 def _search_bases(batches: Sequence[TargetRuns], proposer: Proposer, options: PlanOptions) -> list[Proposal]:

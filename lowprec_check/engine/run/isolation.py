@@ -1,23 +1,29 @@
-"""Whether runs happen in a forked process, a spawned process or this one, and calling a function that way."""
+"""Whether runs happen in a forked process, a fresh interpreter or this process, and calling a function that way."""
 
 from __future__ import annotations
 
 import functools
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 import msgspec
 
 from lowprec_check.engine.core.accelerators import initialized
 from lowprec_check.errors import UsageError
+from lowprec_check.process.fork import WHOLE_PROCESS
 from lowprec_check.process.function_worker import FunctionWorker, SendBytes
 from lowprec_check.process.supervisor import MessageEvent, Supervisor
 from lowprec_check.schema.base import Struct
 
 Isolation = Literal["fork", "spawn", "none"]
+"""``fork``: a copy of this process; ``spawn``: a fresh interpreter; ``none``: this process."""
+
+IDLE_SECONDS = 5.0
+"""A fork that has waited for this long, without use of the processor, may wait for a thread or lock that was not copied."""
 
 Result = TypeVar("Result")
 
@@ -48,11 +54,19 @@ class _Raised(Struct, frozen=True, tag="raised"):
 _Answer = _Returned | _UsageFailed | _Raised
 
 
+def check_isolation(isolation: str | None) -> None:
+    """Raise :class:`UsageError` for an unknown name, or for one that this system lacks."""
+    if isolation not in (None, *get_args(Isolation)):
+        raise UsageError(f"Unknown isolation {isolation!r}.", f"Choose from {', '.join(get_args(Isolation))}.")
+    if isolation not in (None, "none") and not hasattr(os, "setsid"):
+        raise UsageError(f"The isolation {isolation!r} needs Linux or macOS.", "Choose none.")
+
+
 def best_isolation(*, can_spawn: bool) -> Isolation:
     """``fork`` if that is safe (this process uses no accelerator), else ``spawn`` if possible, else ``none``."""
-    if hasattr(os, "fork") and sys.platform.startswith("linux") and not accelerator_in_use():
+    if sys.platform.startswith("linux") and not accelerator_in_use():
         return "fork"
-    return "spawn" if can_spawn else "none"
+    return "spawn" if can_spawn and hasattr(os, "setsid") else "none"
 
 
 def accelerator_in_use() -> bool:
@@ -60,15 +74,22 @@ def accelerator_in_use() -> bool:
     return any(True for _ in initialized())
 
 
+def other_threads() -> list[str]:
+    """Names of the running threads of this process, except the calling one: a fork does not copy them."""
+    return [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+
+
 def isolated(function: Callable[[], Result], isolation: Isolation, kind: type[Result]) -> Result:
     """Call ``function`` in a forked process if ``isolation`` is ``fork``, and return its value, a ``kind`` that msgspec encodes.
 
     The function may initialize a device. A :class:`UsageError` that it raises is raised here too; any other exception in
-    the forked process becomes a :class:`WorkerError`.
+    the forked process becomes a :class:`WorkerError`. If the fork dies or waits forever, the function is called here.
     """
     if isolation != "fork":
-        return function()
+        with WHOLE_PROCESS:
+            return function()
     worker = FunctionWorker(functools.partial(_answer, function), _decode, method="fork")
+    worker.idle_limit = IDLE_SECONDS
     supervisor: Supervisor[FunctionWorker[_Answer], _Answer] = Supervisor([worker])
     with supervisor:
         answer = next((event.message for event in supervisor.events() if isinstance(event, MessageEvent)), None)

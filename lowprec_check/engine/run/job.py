@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
-from pathlib import Path
+import os
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from lowprec_check.engine.run.messages import FromJob
+from lowprec_check.engine.trace.emulation import Place
 from lowprec_check.engine.trace.recorder import Errors
+from lowprec_check.process.shared_file import shared_file
 from lowprec_check.schema.run_key import EAGER, RunKey
 
 Send = Callable[[FromJob], None]
 """Sends one message."""
+
+
+class JobFiles(NamedTuple):
+    """Descriptors of the files without names that the workers of a target share with this process."""
+
+    breadcrumb: int
+    """The op that the worker runs."""
+    reference: int
+    """The outputs of the fp32 run."""
+    log: int
+    """The traceback of a worker that a signal killed."""
+
+
+@contextlib.contextmanager
+def open_job_files() -> Iterator[JobFiles]:
+    """New files, freed at the end; raises :class:`UsageError` if none can be created."""
+    with contextlib.ExitStack() as stack:
+        files = []
+        for _ in JobFiles._fields:
+            files.append(shared_file())
+            stack.callback(os.close, files[-1])
+        yield JobFiles(*files)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +47,7 @@ class Job:
     precision: str
     backend: str = EAGER
     device: str
-    workdir: str
+    files: JobFiles
     plain: bool = True
     measured: bool = True
     """Whether to measure time and memory; a metric is always measured."""
@@ -32,10 +58,15 @@ class Job:
     tolerance: float | None = None
     seed: int = 0
     budget: float = 20.0
+    """Seconds for each call and part of the plain part."""
+    explain_budget: float = 20.0
+    """Seconds for the instrumented part."""
     fp32_ms: float | None = None
     without_kernel: tuple[str, ...] = ()
     slow: tuple[tuple[str, str], ...] = ()
-    crashed: tuple[tuple[str, str], ...] = ()
+    """Ops that are not run, and why."""
+    crashed: tuple[tuple[Place, str], ...] = ()
+    """Where the process died twice, and how."""
     measure_once: bool = False
     repeats_reference: bool = False
     """Whether this fp32 run is compared with an earlier one, in another process."""
@@ -56,16 +87,6 @@ class Job:
     def key(self) -> RunKey:
         """Identifies the run."""
         return RunKey(self.precision, self.backend, self.device)
-
-    @property
-    def breadcrumb_path(self) -> Path:
-        """The file in which the worker records the op it runs."""
-        return Path(self.workdir) / "breadcrumb"
-
-    @property
-    def reference_path(self) -> Path:
-        """The file with the reference's outputs."""
-        return Path(self.workdir) / "reference.pt"
 
     @property
     def slow_seconds(self) -> float:

@@ -7,16 +7,16 @@ import functools
 import math
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 from lowprec_check.engine.core.source_location import is_user_code, show_line
-from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.isolation import Isolation, WorkerError
 from lowprec_check.engine.run.job import Job
 from lowprec_check.engine.run.messages import (
     CallStarted,
+    CannotLoad,
     Finished,
     FromJob,
+    Loaded,
     MeasuresDone,
     PlainDone,
     ToolFailed,
@@ -24,82 +24,113 @@ from lowprec_check.engine.run.messages import (
     encode,
 )
 from lowprec_check.engine.run.outcome import JobOutcome
+from lowprec_check.engine.run.target_source import FreshLoad, Load, TargetSource
 from lowprec_check.engine.run.work import run_job
+from lowprec_check.errors import UsageError
 from lowprec_check.process.breadcrumb import Breadcrumb, Position
 from lowprec_check.process.exit_code import describe_exit, signal_name
+from lowprec_check.process.fork import WHOLE_PROCESS
 from lowprec_check.process.function_worker import FunctionWorker, SendBytes
+from lowprec_check.process.shared_file import clear_shared, read_shared
 from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor
 
-Load = Callable[[], Target]
-"""Returns the target inside the worker: already loaded (fork), or loaded again (spawn)."""
+LOAD_SECONDS = 600.0
+"""A fresh interpreter must have loaded the target by then."""
 
 OnPosition = Callable[[Position | None], None]
 
 
 def execute(
-    job: Job, load: Load, isolation: Isolation, *, on_position: OnPosition | None = None, op_limit: float = math.inf
+    job: Job,
+    source: TargetSource,
+    isolation: Isolation,
+    *,
+    on_position: OnPosition | None = None,
+    op_limit: float = math.inf,
+    idle_limit: float = math.inf,
 ) -> JobOutcome:
-    """Run ``job``. Each part has ``job.budget`` seconds; one op has ``op_limit`` seconds if slow ops are to be emulated.
+    """Run ``job``. Each part has its budget; one op has ``op_limit`` seconds if slow ops are to be emulated.
 
-    Raises :class:`WorkerError` if the tool itself fails.
+    A worker that does not use the processor for ``idle_limit`` seconds is killed. Raises :class:`WorkerError` if the tool
+    itself fails, and :class:`UsageError` if a fresh interpreter cannot load the target.
     """
-    breadcrumb = Breadcrumb.create(job.breadcrumb_path)
+    breadcrumb = Breadcrumb.clear(job.files.breadcrumb)
+    clear_shared(job.files.log)
     outcome = JobOutcome()
     if isolation == "none":
-        run_job(job, load(), outcome.add)
+        with WHOLE_PROCESS:
+            run_job(job, source.forked(), outcome.add)
         return outcome
-    log = Path(job.workdir) / "stderr"
-    task = functools.partial(_work, job, load)
-    worker = FunctionWorker(task, decode, method=isolation, log=log, breadcrumb=breadcrumb)
-    worker.set_timeout(job.budget)
-    worker.op_limit = op_limit if job.measure_once else math.inf
+    fresh = FreshLoad(source.forked) if isolation == "fork" else source.fresh()
+    worker = FunctionWorker(
+        functools.partial(_work, job, fresh.load),
+        decode,
+        method=isolation,
+        log=job.files.log,
+        breadcrumb=breadcrumb,
+        descriptors=(*fresh.descriptors, *job.files),
+    )
+    worker.set_timeout(LOAD_SECONDS)
+    worker.idle_limit = idle_limit
     supervisor: Supervisor[FunctionWorker[FromJob], FromJob] = Supervisor([worker])
     with supervisor:
         for event in supervisor.events():
             if isinstance(event, StateEvent):
-                _record_state(outcome, event, log, on_position)
+                _record_state(outcome, event, job, on_position)
                 continue
             outcome.add(event.message)
-            if isinstance(event.message, (Finished, ToolFailed)):
+            if isinstance(event.message, (Finished, CannotLoad, ToolFailed)):
+                _check_end(event.message)
                 break
             _set_limits(event, job, op_limit)
-        else:
-            return outcome
-    if isinstance(event.message, ToolFailed):
-        raise WorkerError(event.message.traceback)
     return outcome
 
 
+def _check_end(message: Finished | CannotLoad | ToolFailed) -> None:
+    if isinstance(message, CannotLoad):
+        raise UsageError(message.message, message.hint)
+    if isinstance(message, ToolFailed):
+        raise WorkerError(message.traceback)
+
+
 def _set_limits(event: MessageEvent[FunctionWorker[FromJob], FromJob], job: Job, op_limit: float) -> None:
-    """Each call and each part gets the full budget; after a plain run that failed, each op gets ``op_limit`` seconds."""
-    if isinstance(event.message, (CallStarted, PlainDone, MeasuresDone)):
-        event.worker.set_timeout(job.budget)
-    if isinstance(event.message, PlainDone) and event.message.result.status == "error":
-        event.worker.op_limit = op_limit
+    """Each call and each part gets its budget; if the plain run is too slow or failed, each op gets ``op_limit`` seconds."""
+    worker, message = event.worker, event.message
+    if isinstance(message, (Loaded, CallStarted, PlainDone)):
+        worker.set_timeout(job.budget if job.plain else job.explain_budget)
+    if isinstance(message, MeasuresDone):
+        worker.set_timeout(max(job.budget, job.explain_budget))
+    if (isinstance(message, Loaded) and job.measure_once) or (
+        isinstance(message, PlainDone) and message.result.status == "error"
+    ):
+        worker.op_limit = op_limit
 
 
 def _record_state(
-    outcome: JobOutcome, event: StateEvent[FunctionWorker[FromJob]], log: Path, on_position: OnPosition | None
+    outcome: JobOutcome, event: StateEvent[FunctionWorker[FromJob]], job: Job, on_position: OnPosition | None
 ) -> None:
     outcome.position = event.position
     if event.state == "running":
         if on_position is not None:
             on_position(event.position)
+        return
+    outcome.seconds_in_op = event.position.seconds_in_op() if event.position is not None else 0.0
+    if event.state != "ended":
+        outcome.ended = event.state
     elif event.exit_code is not None:
-        outcome.ended, outcome.reason = "crashed", _describe_crash(event.exit_code, log)
-    else:
-        outcome.ended = "stuck" if event.state == "stuck" else "timeout"
+        outcome.ended, outcome.exit_code = "crashed", event.exit_code
+        outcome.reason = _describe_crash(event.exit_code, job)
 
 
-def _describe_crash(exit_code: int, log: Path) -> str:
+def _describe_crash(exit_code: int, job: Job) -> str:
     hint = " (out of memory?)" if signal_name(exit_code) == "SIGKILL" else ""
-    return f"{describe_exit(exit_code)}{hint}{_last_line(log)}"
+    return f"{describe_exit(exit_code)}{hint}{_last_line(read_shared(job.files.log))}"
 
 
-def _last_line(log: Path) -> str:
+def _last_line(log: bytes) -> str:
     """The innermost line of user code in the traceback that ``faulthandler`` wrote, if there is one."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in log.read_text(errors="replace").splitlines():
+    with contextlib.suppress(ValueError, IndexError):
+        for line in log.decode(errors="replace").splitlines():
             if line.lstrip().startswith('File "'):
                 filename = line.split('"')[1]
                 if is_user_code(filename):
@@ -115,7 +146,13 @@ def _work(job: Job, load: Load, send_bytes: SendBytes) -> None:
         send_bytes(encode(message))
 
     try:
-        run_job(job, load(), send)
+        target = load()
+    except UsageError as error:
+        send(CannotLoad(error.message, error.hint))
+        return
+    try:
+        send(Loaded())
+        run_job(job, target, send)
         send(Finished())
     except BaseException:
         with contextlib.suppress(Exception):

@@ -24,6 +24,10 @@ class Measures(Struct, frozen=True, kw_only=True):
     metric: float | None = None
 
 
+class Loaded(Struct, frozen=True, tag="loaded"):
+    """The worker has the target and starts to work."""
+
+
 class CallStarted(Struct, frozen=True, tag="call"):
     """The plain part starts a call of the model."""
 
@@ -49,6 +53,12 @@ class GapFound(Struct, frozen=True, tag="gap"):
     gap: Gap
 
 
+class OpCallsFound(Struct, frozen=True, tag="op-calls"):
+    """The op calls of the instrumented part since the last such message, in case it does not reach its end."""
+
+    op_calls: OpCalls
+
+
 class Explained(Struct, frozen=True, tag="explained"):
     """The instrumented part is done."""
 
@@ -71,7 +81,26 @@ class ToolFailed(Struct, frozen=True, tag="failed"):
     traceback: str
 
 
-FromJob = CallStarted | PlainDone | MeasuresDone | GapFound | Explained | InstrumentFault | Finished | ToolFailed
+class CannotLoad(Struct, frozen=True, tag="cannot-load"):
+    """The worker could not load the target: the message and hint of the :class:`UsageError`."""
+
+    message: str
+    hint: str | None
+
+
+FromJob = (
+    Loaded
+    | CallStarted
+    | PlainDone
+    | MeasuresDone
+    | GapFound
+    | OpCallsFound
+    | Explained
+    | InstrumentFault
+    | Finished
+    | CannotLoad
+    | ToolFailed
+)
 
 _DECODER: msgspec.msgpack.Decoder[FromJob] = msgspec.msgpack.Decoder(FromJob)
 

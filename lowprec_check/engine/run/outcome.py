@@ -14,11 +14,18 @@ from lowprec_check.engine.run.messages import (
     InstrumentFault,
     Measures,
     MeasuresDone,
+    OpCallsFound,
     PlainDone,
 )
+from lowprec_check.engine.trace.emulation import Place
 from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.process.breadcrumb import Position
+from lowprec_check.process.exit_code import signal_name
+from lowprec_check.schema.op_calls import OpCalls, concatenate
 from lowprec_check.schema.scan_result import Gap
+
+FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGALRM", "SIGXCPU")
+"""Signals that another process, the user or the kernel sends; a model that fails by itself dies of others."""
 
 
 @dataclasses.dataclass
@@ -32,14 +39,24 @@ class JobOutcome:
     explained: Instrumented | None = None
     gaps: list[Gap] = dataclasses.field(default_factory=list)
     """Gaps in the order they were found, for an instrumented part that did not finish."""
+    op_calls_found: list[OpCalls] = dataclasses.field(default_factory=list)
+    """Op calls in the order they were found, for an instrumented part that did not finish."""
     faults: list[str] = dataclasses.field(default_factory=list)
     """Failures of the tool after the plain run."""
-    ended: Literal["done", "crashed", "timeout", "stuck"] = "done"
-    """``stuck``: one op exceeded its time limit."""
+    notes: list[str] = dataclasses.field(default_factory=list)
+    """What else happened to the worker."""
+    ended: Literal["done", "crashed", "timeout", "stuck", "idle"] = "done"
+    """``stuck``: one op exceeded its time limit; ``idle``: a fork waited for too long without use of the processor."""
+    exit_code: int = 0
+    """Exit code of the process, if it crashed."""
     reason: str | None = None
     """How the process died, if it crashed."""
     position: Position | None = None
-    """The op that ran when it died."""
+    """The op that ran last in the instrumented part."""
+    incomplete_because: str | None = None
+    """Why the instrumented part did not reach the end of the model."""
+    seconds_in_op: float = 0.0
+    """How long the op that ran at the end had been running."""
 
     def add(self, message: FromJob) -> None:
         """Store the content of a message."""
@@ -53,5 +70,29 @@ class JobOutcome:
             self.explained = message.result
         elif isinstance(message, GapFound):
             self.gaps.append(message.gap)
+        elif isinstance(message, OpCallsFound):
+            self.op_calls_found.append(message.op_calls)
         elif isinstance(message, InstrumentFault):
             self.faults.append(message.message)
+
+    @property
+    def died_in_plain_part(self) -> bool:
+        """Whether the process died in a call of the plain part; what is measured after the calls does not count."""
+        return self.ended == "crashed" and self.measures is None and self.position is None
+
+    @property
+    def place(self) -> Place | None:
+        """The op that was running when the worker ended; ``None`` if it was between ops, or in the plain part."""
+        position = self.position
+        if position is None or not position.in_op:
+            return None
+        return position.op, position.module, position.source
+
+    @property
+    def killed_from_outside(self) -> bool:
+        """Whether the process died of a signal that a model does not send itself."""
+        return self.ended == "crashed" and signal_name(self.exit_code) in FROM_OUTSIDE
+
+    def op_calls(self) -> OpCalls:
+        """The op calls found, whether or not the instrumented part finished."""
+        return self.explained.op_calls if self.explained is not None else concatenate(self.op_calls_found)

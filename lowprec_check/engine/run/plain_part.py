@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import zlib
 from ctypes import c_char
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import msgspec
 import torch
@@ -35,6 +36,7 @@ from lowprec_check.engine.run.messages import CallStarted, Measures, MeasuresDon
 from lowprec_check.engine.trace.draws import Draw, RecordDraws
 from lowprec_check.engine.trace.first_nonfinite import first_nonfinite
 from lowprec_check.engine.trace.twins import storage_key
+from lowprec_check.process.shared_file import clear_shared
 from lowprec_check.schema.run_key import EAGER
 
 INFINITE = "the fp32 output has infinities: the same ones are expected in low precision"
@@ -52,13 +54,23 @@ class Fp32Outputs(NamedTuple):
         """Write the file that :meth:`load` reads."""
         outputs = [[tensor.cpu() for tensor in tensors] for tensors in self.outputs]
         probe = self.probe and (self.probe.module, self.probe.number, [tensor.cpu() for tensor in self.probe.tensors])
-        torch.save({"outputs": outputs, "probe": probe}, job.reference_path)
+        clear_shared(job.files.reference)
+        with _reference_file(job, "wb") as file:
+            torch.save({"outputs": outputs, "probe": probe}, file)
 
     @classmethod
     def load(cls, job: Job) -> Fp32Outputs:
         """Read what the fp32 run saved."""
-        saved: dict[str, Any] = torch.load(job.reference_path, weights_only=True)
+        with _reference_file(job, "rb") as file:
+            saved: dict[str, Any] = torch.load(file, weights_only=True)
         return cls(saved["outputs"], saved["probe"] and ModuleOutput(*saved["probe"]))
+
+
+def _reference_file(job: Job, mode: str) -> IO[bytes]:
+    """The file with the reference's outputs, from its start."""
+    file: IO[bytes] = os.fdopen(os.dup(job.files.reference), mode)
+    file.seek(0)
+    return file
 
 
 class PlainPart:

@@ -9,6 +9,28 @@ from lowprec_check.engine.run.messages import Measures
 from lowprec_check.engine.run.outcome import JobOutcome
 from lowprec_check.schema.devices import device_of
 
+FORK_WAITED = (
+    "a forked process stopped to use the processor, perhaps because of a thread or lock that is not copied: "
+    "the runs used fresh interpreters"
+)
+
+
+def failed_in_fork(outcome: JobOutcome) -> str:
+    """A note: fp32 failed in a fork, but not in a fresh interpreter."""
+    error = outcome.plain.exception if outcome.plain is not None else None
+    why = f"{error.type}: {error.message}" if error is not None else outcome.reason or "it did not finish"
+    return f"the model fails in a forked process ({why}), but not in a fresh interpreter, which the runs used"
+
+
+def waits_for_threads(threads: list[str], why_not_fresh: str) -> tuple[str, str]:
+    """The model waits in a fork, where the ``threads`` of this process do not run."""
+    names = ", ".join(threads[:3]) + (", …" if len(threads) > 3 else "")
+    return (
+        f"The model stopped to work in a copy of this process, in which the threads of this process ({names}) do not run. "
+        f"{why_not_fresh}",
+        'Scan its file from the command line, or pass isolation="none" while no thread uses the model.',
+    )
+
 
 def missing_reference(outcome: JobOutcome, budget: float) -> tuple[str, str]:
     """The fp32 run took too long or crashed."""

@@ -4,34 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 
-from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.run.isolation import Isolation
-from lowprec_check.engine.run.job import Job
-from lowprec_check.engine.run.job_worker import Load, execute
+from lowprec_check.engine.run.assemble import make_run
+from lowprec_check.engine.run.explanation import Attempts, describe_position, why_incomplete
+from lowprec_check.engine.run.isolation import IDLE_SECONDS, Isolation, WorkerError, other_threads
+from lowprec_check.engine.run.job import Job, JobFiles, open_job_files
+from lowprec_check.engine.run.job_worker import execute
 from lowprec_check.engine.run.messages import Measures
 from lowprec_check.engine.run.outcome import JobOutcome
 from lowprec_check.engine.run.reference_errors import (
+    FORK_WAITED,
+    failed_in_fork,
     failed_reference,
     missing_reference,
     nondeterministic_reference,
     nonfinite_reference,
+    waits_for_threads,
 )
-from lowprec_check.engine.trace.instrumented import Instrumented
+from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.errors import UsageError
 from lowprec_check.process.breadcrumb import Position
 from lowprec_check.schema.backends import BACKENDS
-from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import EAGER, REFERENCE
-from lowprec_check.schema.scan_result import Run, Status
+from lowprec_check.schema.scan_result import Run
 
 REFERENCE_BUDGET = 600.0
 """Budget in seconds of the fp32 run, whose time is not known yet."""
@@ -39,8 +42,8 @@ REFERENCE_BUDGET = 600.0
 MAX_SELF_ERROR = 0.1
 """Largest rel_l2 between two fp32 runs for which fp32 is used as the reference."""
 
-MAX_RELAUNCHES = 12
-"""Number of ops that may crash or be too slow, and are then emulated, before the instrumented part is abandoned."""
+EXPLAIN_RATIO = 60.0
+"""Times an fp32 forward that the instrumented part may take; 20 are usual for a model with many small ops."""
 
 HIDDEN_STATE = "the model keeps state that a scan cannot rewind: plain and instrumented runs use separate processes"
 
@@ -66,16 +69,19 @@ class TargetRuns:
 
     def __init__(
         self,
-        target: Target,
-        load: Load,
+        source: TargetSource,
         options: RunOptions,
         isolation: Isolation,
-        workdir: str,
+        files: JobFiles,
         on_progress: OnProgress | None = None,
     ) -> None:
-        self.target, self.load, self.options, self.isolation = target, load, options, isolation
-        self.workdir = workdir
+        self.target, self.options = source.target, options
+        self.isolation = isolation
+        """Where runs happen; ``spawn`` instead of ``fork`` after a fork has failed where a fresh interpreter has not."""
+        self._source, self._files = source, files
         self._on_progress = on_progress
+        self._idle_limit = IDLE_SECONDS
+        self._notes: list[str] = []
         self.fp32: Run | None = None
         self._self_error = 0.0
         self._first_seconds = 0.0
@@ -89,10 +95,12 @@ class TargetRuns:
         """Run fp32; raises :class:`UsageError` if the model fails, hangs, or has NaN or Inf in its output."""
         budget = self.options.budget or REFERENCE_BUDGET
         job = self._job(REFERENCE, budget=budget)
-        outcome = self._execute(job)
+        outcome = self._execute_until_sure(job)
         if self._learns_of_changes(outcome):
             job = self._job(REFERENCE, budget=budget)
-            outcome = self._execute(job)
+            outcome = self._execute_until_sure(job)
+        if self._may_be_the_fork(outcome):
+            outcome = self._in_a_fresh_interpreter(job, outcome)
         plain, measures = outcome.plain, outcome.measures
         if plain is None:
             raise UsageError(*missing_reference(outcome, budget))
@@ -104,8 +112,8 @@ class TargetRuns:
         if self._self_error > MAX_SELF_ERROR:
             raise UsageError(*nondeterministic_reference(self._self_error))
         self._first_seconds = plain.first_seconds
-        run = self._assemble(job, outcome)
-        notes = [*run.notes, HIDDEN_STATE] if self._hidden_state else run.notes
+        run = make_run(job, outcome, None)
+        notes = [*run.notes, *self._notes, *([HIDDEN_STATE] if self._hidden_state else [])]
         self.fp32 = msgspec.structs.replace(run, nondeterministic=self._self_error > 0, notes=notes)
         return self.fp32
 
@@ -137,6 +145,12 @@ class TargetRuns:
         fp32_ms = self.fp32.latency_ms if self.fp32 else None
         return self.options.budget or max(20.0, 10 * (fp32_ms or 0.0) / 1e3, 3 * self._first_seconds)
 
+    @property
+    def _explain_budget(self) -> float:
+        """Seconds for the instrumented part, which takes longest for models with many small ops."""
+        fp32_ms = self.fp32.latency_ms if self.fp32 else None
+        return self.options.budget or max(self.budget, min(EXPLAIN_RATIO * (fp32_ms or 0.0) / 1e3, REFERENCE_BUDGET))
+
     def tolerance(self, precision: str) -> float:
         """Largest rel_l2 of the output that passes; larger if two fp32 runs differ."""
         default = PRECISIONS.get(precision).tolerance
@@ -164,38 +178,26 @@ class TargetRuns:
             )
         wanted: dict[str, Any] = {"backend": backend, "keep_fp32": keep_fp32, "measured": measured}
         job = self._job(precision, **wanted, instrumented=instrumented and not self._hidden_state)
-        outcome = self._execute(job)
+        outcome = self._execute_until_sure(job)
         if self._learns_of_changes(outcome):
             job = dataclasses.replace(job, changes_parameters=True)
-            outcome = self._execute(job)
+            outcome = self._execute_until_sure(job)
         job = dataclasses.replace(job, instrumented=instrumented)
-        plain = outcome.plain
         if instrumented and outcome.explained is None and not outcome.faults:
-            explained = self._explain(
-                dataclasses.replace(job, plain=False, measure_once=plain is None or plain.status == "error"), outcome
-            )
-            outcome.explained = explained.explained
-            outcome.gaps = explained.gaps or outcome.gaps
-            outcome.position = outcome.position or explained.position
-        return self._assemble(job, outcome)
+            self._explain(job, outcome)
+        return make_run(job, outcome, self.tolerance(precision))
 
-    def _explain(self, job: Job, outcome: JobOutcome) -> JobOutcome:
-        """Run only the instrumented part; after a crash or hang, repeat it with the responsible op emulated."""
-        position = outcome.position if outcome.plain is not None else None
-        ended, reason = outcome.ended, outcome.reason
-        for _ in range(MAX_RELAUNCHES):
-            if position is not None and position.in_op:
-                job = _emulate(job, position.op, ended, reason, self._op_limit())
-            elif position is not None and (ended != "timeout" or job.measure_once):
-                break
-            outcome = self._execute(job)
-            if outcome.ended == "done":
-                break
-            position, ended, reason = outcome.position, outcome.ended, outcome.reason
-            if position is None:
-                break
-            job = dataclasses.replace(job, measure_once=True)
-        return outcome
+    def _explain(self, job: Job, outcome: JobOutcome) -> None:
+        """Repeat the instrumented part until it reaches the end; what was found is stored in ``outcome``."""
+        failed = outcome.plain is None or outcome.plain.status == "error"
+        attempts = Attempts(dataclasses.replace(job, plain=False, measure_once=failed), self._op_limit())
+        found = outcome
+        if outcome.position is None or attempts.learn(outcome):
+            found = self._execute(attempts.job)
+            while attempts.learn(found):
+                found = self._execute(attempts.job)
+        outcome.explained, outcome.gaps, outcome.op_calls_found = found.explained, found.gaps, found.op_calls_found
+        outcome.incomplete_because = why_incomplete(found, job.explain_budget)
 
     def _op_limit(self) -> float:
         fp32_ms = (self.fp32.latency_ms if self.fp32 else None) or 0.0
@@ -206,85 +208,89 @@ class TargetRuns:
         settings: dict[str, Any] = {
             "precision": precision,
             "device": options.device,
-            "workdir": self.workdir,
+            "files": self._files,
             "errors": options.errors,
             "reference": options.reference,
             "tolerance": self.tolerance(precision),
             "seed": options.seed,
             "budget": self.budget,
+            "explain_budget": self._explain_budget,
             "fp32_ms": self.fp32.latency_ms if self.fp32 else None,
             "without_kernel": options.without_kernel,
             "changes_parameters": self._changes_parameters,
         }
         return Job(**settings | changes)
 
+    def _execute_until_sure(self, job: Job) -> JobOutcome:
+        """Execute ``job``; if its process dies in the plain part, do it again, to tell a crash from a signal from outside."""
+        outcome = self._execute(job)
+        if not outcome.died_in_plain_part:
+            if outcome.ended == "crashed" and outcome.position is None:
+                outcome.notes.append(f"{outcome.reason} while memory or the metric was measured")
+            return outcome
+        again = self._execute(job)
+        if again.died_in_plain_part:
+            return again
+        if outcome.killed_from_outside:
+            again.notes.append(f"{outcome.reason}, once; the run was repeated")
+            return again
+        outcome.reason = f"{outcome.reason}, in one of two attempts"
+        outcome.explained, outcome.incomplete_because = again.explained, why_incomplete(again, job.explain_budget)
+        return outcome
+
     def _execute(self, job: Job) -> JobOutcome:
-        def on_position(position: Position | None) -> None:
-            if self._on_progress is not None:
-                self._on_progress(job.key.label, _describe(position) if position else "plain run")
+        """Execute ``job``; if a fork waits forever, do it again in a fresh interpreter."""
+        while True:
+            idle_limit = min(self._idle_limit, job.budget / 2) if self.isolation == "fork" else math.inf
+            outcome = execute(
+                job,
+                self._source,
+                self.isolation,
+                on_position=functools.partial(self._report_position, job),
+                op_limit=self._op_limit(),
+                idle_limit=idle_limit,
+            )
+            if outcome.ended != "idle":
+                return outcome
+            self._leave_fork()
 
-        return execute(job, self.load, self.isolation, on_position=on_position, op_limit=self._op_limit())
+    def _report_position(self, job: Job, position: Position | None) -> None:
+        if self._on_progress is not None:
+            self._on_progress(job.key.label, describe_position(position) if position else "plain run")
 
-    # -- putting a run together
+    # -- where forks fail
 
-    def _assemble(self, job: Job, outcome: JobOutcome) -> Run:
-        plain, measures, explained = outcome.plain, outcome.measures, outcome.explained
-        status, reason = self._status(job, outcome)
-        return Run(
-            precision=job.precision,
-            backend=job.backend,
-            device=job.device,
-            status=status,
-            reason=reason,
-            exception=plain.exception if plain else None,
-            calls=plain.calls if plain else outcome.call,
-            failed_call=plain.failed_call if plain else outcome.call if outcome.call > 1 else None,
-            output_error=plain.output_error if plain and not job.is_reference else None,
-            compared_module=plain.compared_module if plain else None,
-            lockstep_error=explained.lockstep_error if explained and not job.is_reference else None,
-            latency_ms=measures.latency_ms if measures else None,
-            peak_memory_bytes=_peak_memory(measures, explained) if status != "error" else None,
-            gaps=explained.gaps if explained else outcome.gaps,
-            op_calls=explained.op_calls if explained else OpCalls(),
-            uncalled_modules=explained.uncalled_modules if explained else [],
-            called_modules=explained.called_modules if explained else [],
-            keep_fp32=list(job.keep_fp32),
-            tolerance=self.tolerance(job.precision) if not job.is_reference else None,
-            loss=plain.loss if plain else None,
-            metric=_finite(measures.metric) if measures else None,
-            perturbed=explained.perturbed if explained else None,
-            function_mode=explained.function_mode if explained else False,
-            complete=explained.complete if explained else not job.instrumented,
-            stopped_by=explained.exception if explained else None,
-            emulated=explained.emulated if explained else {},
-            notes=[*(plain.notes if plain else ()), *(explained.faults if explained else ()), *outcome.faults],
-            fallbacks=list(plain.fallbacks) if plain else [],
-            compiled=bool(plain and plain.compiled),
-            random=bool(plain and plain.random),
-            output_is_zero=bool(plain and plain.output_is_zero),
-        )
+    def _leave_fork(self) -> None:
+        """After a fork that only waited: use fresh interpreters, or let it wait if the model may do so by itself."""
+        try:
+            self._source.fresh()
+        except UsageError as error:
+            threads = other_threads()
+            if threads:
+                raise UsageError(*waits_for_threads(threads, error.message)) from None
+            self._idle_limit = math.inf
+        else:
+            self.isolation = "spawn"
+            self._notes.append(FORK_WAITED)
 
-    def _status(self, job: Job, outcome: JobOutcome) -> tuple[Status, str | None]:
-        plain, explained = outcome.plain, outcome.explained
-        if plain is not None and not (outcome.ended == "crashed" and outcome.measures is None):
-            return plain.status, None
-        which = f" on call {outcome.call}" if outcome.call > 1 else ""
-        if outcome.ended == "crashed":
-            # The op-by-op analysis is about the first call.
-            place = _in_which_op(outcome, explained) if outcome.call == 1 else ""
-            return "crashed", f"{outcome.reason or 'the process died'}{which}{place}"
-        return "timeout", f"exceeded the budget of {self.budget:.0f} s{which}"
+    def _may_be_the_fork(self, outcome: JobOutcome) -> bool:
+        """Whether fp32 failed in a fork, but might not in a fresh interpreter, as its user runs it."""
+        passed = outcome.ended == "done" and outcome.plain is not None and outcome.plain.exception is None
+        may_differ = self._source.reload is not None or outcome.ended != "done" or bool(other_threads())
+        return self.isolation == "fork" and not passed and may_differ
 
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _peak_memory(measures: Measures | None, explained: Instrumented | None) -> int | None:
-    """Peak of the plain run; for a run too slow to repeat, the peak of its tensors during the instrumented part."""
-    if measures is not None and measures.peak_memory_bytes is not None:
-        return measures.peak_memory_bytes
-    return explained.peak_memory_bytes if explained is not None else None
+    def _in_a_fresh_interpreter(self, job: Job, forked: JobOutcome) -> JobOutcome:
+        """The outcome of ``job`` in a fresh interpreter; ``forked`` if it cannot run there."""
+        try:
+            outcome = execute(job, self._source, "spawn", on_position=functools.partial(self._report_position, job))
+        except (UsageError, WorkerError):
+            return forked
+        if outcome.plain is None:
+            return forked
+        if outcome.plain.exception is None:
+            self.isolation = "spawn"
+            self._notes.append(failed_in_fork(forked))
+        return outcome
 
 
 def _self_error(measures: Measures | None) -> float:
@@ -294,37 +300,10 @@ def _self_error(measures: Measures | None) -> float:
     return distance if distance is not None else math.inf
 
 
-def _in_which_op(outcome: JobOutcome, explained: Instrumented | None) -> str:
-    """The op that killed the process: the one emulated since then, or the last one that ran."""
-    for gap in explained.gaps if explained else ():
-        if gap.kind == "crash":
-            return f", in {gap.op}{f' of {gap.module}' if gap.module else ''}"
-    if outcome.position is None:
-        return ""
-    return f", {'in' if outcome.position.in_op else 'after'} {_describe(outcome.position)}"
-
-
-def _emulate(job: Job, op: str, ended: str, reason: str | None, limit: float) -> Job:
-    if ended == "crashed":
-        return dataclasses.replace(job, crashed=(*job.crashed, (op, reason or "the process died")))
-    why = (
-        f"one call took more than {limit:.0f} s"
-        if ended == "stuck"
-        else "one call was still running when the budget ended"
-    )
-    return dataclasses.replace(job, slow=(*job.slow, (op, why)))
-
-
-def _describe(position: Position) -> str:
-    module = f" in {position.module}" if position.module else ""
-    source = f" ({position.source})" if position.source else ""
-    return f"op {position.ops}: {position.op}{module}{source}"
-
-
 @contextlib.contextmanager
 def open_runs(
-    target: Target, load: Load, options: RunOptions, isolation: Isolation, on_progress: OnProgress | None = None
+    source: TargetSource, options: RunOptions, isolation: Isolation, on_progress: OnProgress | None = None
 ) -> Iterator[TargetRuns]:
-    """Yield a :class:`TargetRuns` with a temporary working folder."""
-    with tempfile.TemporaryDirectory(prefix="lowprec-check-") as workdir:
-        yield TargetRuns(target, load, options, isolation, workdir, on_progress)
+    """Yield a :class:`TargetRuns` with its files."""
+    with open_job_files() as files, contextlib.closing(source):
+        yield TargetRuns(source, options, isolation, files, on_progress)

@@ -16,7 +16,7 @@ from lowprec_check.engine.model.prepared import Prepared, prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.job import Job, Send
-from lowprec_check.engine.run.messages import Explained, GapFound, InstrumentFault
+from lowprec_check.engine.run.messages import Explained, GapFound, InstrumentFault, OpCallsFound
 from lowprec_check.engine.run.plain_part import PlainPart
 from lowprec_check.engine.run.same_draws import judge_with_same_draws
 from lowprec_check.engine.trace.emulation import Emulation
@@ -25,6 +25,7 @@ from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.engine.trace.withheld_kernels import withholding
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.backends import BACKENDS, Backend
+from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import EAGER, REFERENCE
 from lowprec_check.schema.scan_result import Gap
@@ -126,12 +127,16 @@ def _instrument(job: Job, target: Target, outputs: list[Tensor] | None, send: Se
     def on_gap(gap: Gap) -> None:
         send(GapFound(gap))
 
+    def on_op_calls(op_calls: OpCalls) -> None:
+        send(OpCallsFound(op_calls))
+
     options = Options(
         errors="none" if job.is_reference else job.errors,
         wide=torch.float64 if job.reference == "fp64" else torch.float32,
         emulation=Emulation(dict(job.slow), dict(job.crashed), measure_once=too_slow),
-        breadcrumb=Breadcrumb(job.breadcrumb_path),
+        breadcrumb=Breadcrumb(job.files.breadcrumb),
         on_gap=on_gap,
+        on_op_calls=on_op_calls,
         seed=job.seed,
         count_memory=too_slow,
         changes_parameters=job.changes_parameters,

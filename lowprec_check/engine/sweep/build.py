@@ -33,6 +33,7 @@ from lowprec_check.errors import UsageError
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.process.command_worker import LineWorker
 from lowprec_check.process.exit_code import describe_exit, signal_name
+from lowprec_check.process.interpreter import module_command
 from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor
 
 SAMPLES = 24
@@ -66,7 +67,7 @@ def build(
     ``worker`` is the module that a worker runs; it is killed if one call takes longer than ``call_seconds``. Raises
     :class:`UsageError` if this torch or the device cannot be measured, or if an operator is unknown.
     """
-    command = [python, "-m", worker, "--device", device, "--samples", str(samples)]
+    command = module_command(worker, "--device", device, "--samples", str(samples), python=python)
     command += ["--extension", extension] if extension else []
     with tempfile.TemporaryDirectory(prefix="lowprec-check-") as workdir:
         return _Sweep(command, Path(workdir), only, call_seconds, on_progress).run(jobs or os.cpu_count() or 1)

@@ -45,7 +45,7 @@ def main() -> None:
         _send(answers, CannotMeasure(error.message, error.hint))
         return
     _send(answers, Hello(header, list(operators)))
-    breadcrumb = Breadcrumb(options.breadcrumb)
+    breadcrumb = Breadcrumb.open(options.breadcrumb)
     for line in sys.stdin.buffer:
         task = msgspec.json.decode(line, type=Task)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, run_op
+from lowprec_check.engine.trace.emulation import Place
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs, dtype_flow, outputs_of, shape_text, tensors_in
 from lowprec_check.engine.trace.op_traits import TRAINING, OpTraits, traits
 from lowprec_check.engine.trace.twins import Facts
@@ -40,6 +41,11 @@ class DispatchedCall:
         self.source: str | None = None
         self.outcome: CallOutcome = "ok"
         self.seconds = 0.0
+
+    @property
+    def place(self) -> Place:
+        """The op and where it was called."""
+        return self.traits.name, self.module, self.source
 
     def run(self) -> Any:
         """Run the op as given."""

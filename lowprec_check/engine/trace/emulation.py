@@ -9,13 +9,17 @@ SLOW_SECONDS = 0.01
 """A call up to this long is never slow: emulation would save nothing."""
 
 
+Place = tuple[str, str, str | None]
+"""Op, module and source line of an op call."""
+
+
 class Emulation:
-    """``slow`` and ``crashed`` map op names to the reason; ``measure_once`` adds slow kernels when they are found."""
+    """``slow`` maps op names to the reason, ``crashed`` places; ``measure_once`` adds slow kernels when they are found."""
 
     def __init__(
         self,
         slow: dict[str, str] | None = None,
-        crashed: dict[str, str] | None = None,
+        crashed: dict[Place, str] | None = None,
         *,
         measure_once: bool = False,
     ) -> None:
@@ -23,9 +27,9 @@ class Emulation:
         self.crashed = dict(crashed or {})
         self.measure_once = measure_once
 
-    def includes(self, op: str) -> bool:
-        """Whether ``op`` is emulated."""
-        return op in self.slow or op in self.crashed
+    def includes(self, place: Place) -> bool:
+        """Whether the op at ``place`` is emulated."""
+        return place[0] in self.slow or place in self.crashed
 
     def add_timing(self, op: str, seconds: float, reference_seconds: float) -> None:
         """Record the times of one call; with ``measure_once``, a slow kernel is emulated from then on."""
@@ -37,4 +41,4 @@ class Emulation:
 
     def reasons(self) -> dict[str, str]:
         """The reason for each emulated op."""
-        return self.slow | self.crashed
+        return self.slow | {op: reason for (op, _, _), reason in self.crashed.items()}

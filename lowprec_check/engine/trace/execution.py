@@ -47,12 +47,12 @@ class Execution:
 
     def run(self, call: DispatchedCall) -> Any:
         """Run ``call`` and return its result; sets its ``seconds`` and ``outcome``."""
-        if self._emulation.includes(call.traits.name):
+        if self._emulation.includes(call.place):
             retry = self._retry(call)
             if retry.low_precision:
                 return self._emulate(call, retry)
         if self._breadcrumb is not None:
-            self._breadcrumb.enter(call.traits.name, call.module, call.source)
+            self._breadcrumb.enter(*call.place)
         started = time.perf_counter()
         try:
             out = call.run()
@@ -92,7 +92,7 @@ class Execution:
                 out = retry.widened()
             except Exception as error:
                 out = self.rescue(call, error)
-        crash = self._emulation.crashed.get(call.traits.name)
+        crash = self._emulation.crashed.get(call.place)
         if crash is not None:
             self._journal.add_call_gap(call, "crash", crash)
         return out

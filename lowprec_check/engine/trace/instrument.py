@@ -29,6 +29,7 @@ from lowprec_check.engine.trace.recorder import Errors, Recorder
 from lowprec_check.engine.trace.seeding import seed_inputs, seed_state
 from lowprec_check.engine.trace.twins import storage_key
 from lowprec_check.process.breadcrumb import Breadcrumb
+from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.scan_result import Gap
 
 
@@ -40,6 +41,7 @@ class Options(NamedTuple):
     emulation: Emulation = Emulation()
     breadcrumb: Breadcrumb | None = None
     on_gap: Callable[[Gap], None] | None = None
+    on_op_calls: Callable[[OpCalls], None] | None = None
     seed: int = 0
     count_memory: bool = False
     changes_parameters: bool = False
@@ -87,7 +89,7 @@ def _pass(
 ) -> tuple[Instrumented, bool]:
     """One pass; the second value is true if an exception came from above dispatch."""
     ready = model_call.ready
-    lockstep, journal = Lockstep(options.wide), Journal(options.on_gap)
+    lockstep, journal = Lockstep(options.wide), Journal(options.on_gap, options.on_op_calls)
     inputs, named = ready.inputs(model_call.args, model_call.kwargs)
     journal.rows += seed_state(lockstep, ready.model, model_call.fp32)
     seed_inputs(lockstep, (inputs, named), (model_call.args, model_call.kwargs), ready.device)

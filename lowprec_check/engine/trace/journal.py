@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -13,15 +14,36 @@ from lowprec_check.schema.op_calls import OpCall, OpCalls, to_columns
 from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.scan_result import Gap, GapKind, Layer
 
+SECONDS = 1.0
+"""Between two reports of op calls."""
+
 
 class Journal:
-    """Collects rows and gaps of one ``phase``; ``on_gap`` is called with each new gap."""
+    """Collects rows and gaps of one ``phase``.
 
-    def __init__(self, on_gap: Callable[[Gap], None] | None = None, phase: Phase = "forward") -> None:
+    ``on_gap`` is called with each new gap, ``on_op_calls`` now and then with the calls since the last time.
+    """
+
+    def __init__(
+        self,
+        on_gap: Callable[[Gap], None] | None = None,
+        on_op_calls: Callable[[OpCalls], None] | None = None,
+        phase: Phase = "forward",
+    ) -> None:
         self.phase = phase
         self.rows: list[OpCall] = []
+        self._on_op_calls = on_op_calls
+        self._reported, self._reported_at = 0, time.monotonic()
         self._gaps: dict[tuple[str, GapKind, Phase, str, str | None], Gap] = {}
         self._on_gap = on_gap
+
+    def add(self, row: OpCall) -> None:
+        """Add the row of an op call."""
+        self.rows.append(row)
+        now = time.monotonic()
+        if self._on_op_calls is not None and now - self._reported_at > SECONDS:
+            self._on_op_calls(to_columns(self.rows[self._reported :]))
+            self._reported, self._reported_at = len(self.rows), now
 
     def add_call_gap(self, call: DispatchedCall, kind: GapKind, message: str) -> None:
         """Add a gap of an op call in the dispatch layer."""

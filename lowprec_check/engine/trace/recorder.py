@@ -160,7 +160,7 @@ class Recorder(DispatchMode):
                     self.lockstep.follow_random(call, outputs, state, widened)
                 else:
                     self._measure(call, outputs, widened, row)
-        self.journal.rows.append(row)
+        self.journal.add(row)
 
     def _measure(
         self, call: DispatchedCall, outputs: list[Tensor], widened: tuple[Args, Kwargs] | None, row: OpCall

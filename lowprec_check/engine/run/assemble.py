@@ -1,0 +1,87 @@
+"""Puts the saved :class:`Run` together from the outcome of a job."""
+
+from __future__ import annotations
+
+import math
+
+from lowprec_check.engine.run.job import Job
+from lowprec_check.engine.run.messages import Measures
+from lowprec_check.engine.run.outcome import JobOutcome
+from lowprec_check.engine.trace.instrumented import Instrumented
+from lowprec_check.schema.scan_result import Run, Status
+
+
+def make_run(job: Job, outcome: JobOutcome, tolerance: float | None) -> Run:
+    """The run of ``job``; ``tolerance`` is the largest rel_l2 of its output that passes."""
+    plain, measures, explained = outcome.plain, outcome.measures, outcome.explained
+    status, reason = _status(job, outcome)
+    return Run(
+        precision=job.precision,
+        backend=job.backend,
+        device=job.device,
+        status=status,
+        reason=reason,
+        exception=plain.exception if plain else None,
+        calls=plain.calls if plain else outcome.call,
+        failed_call=plain.failed_call if plain else outcome.call if outcome.call > 1 else None,
+        output_error=plain.output_error if plain and not job.is_reference else None,
+        compared_module=plain.compared_module if plain else None,
+        lockstep_error=explained.lockstep_error if explained and not job.is_reference else None,
+        latency_ms=measures.latency_ms if measures else None,
+        peak_memory_bytes=_peak_memory(measures, explained) if status != "error" else None,
+        gaps=explained.gaps if explained else outcome.gaps,
+        op_calls=outcome.op_calls(),
+        uncalled_modules=explained.uncalled_modules if explained else [],
+        called_modules=explained.called_modules if explained else [],
+        keep_fp32=list(job.keep_fp32),
+        tolerance=tolerance if not job.is_reference else None,
+        loss=plain.loss if plain else None,
+        metric=_finite(measures.metric) if measures else None,
+        perturbed=explained.perturbed if explained else None,
+        function_mode=explained.function_mode if explained else False,
+        complete=explained.complete if explained else not job.instrumented,
+        stopped_by=explained.exception if explained else None,
+        incomplete_because=outcome.incomplete_because,
+        emulated=explained.emulated if explained else {},
+        notes=[
+            *(plain.notes if plain else ()),
+            *(explained.faults if explained else ()),
+            *outcome.faults,
+            *outcome.notes,
+        ],
+        fallbacks=list(plain.fallbacks) if plain else [],
+        compiled=bool(plain and plain.compiled),
+        random=bool(plain and plain.random),
+        output_is_zero=bool(plain and plain.output_is_zero),
+    )
+
+
+def _status(job: Job, outcome: JobOutcome) -> tuple[Status, str | None]:
+    plain = outcome.plain
+    if plain is not None and not outcome.died_in_plain_part:
+        return plain.status, None
+    which = f" on call {outcome.call}" if outcome.call > 1 else ""
+    if outcome.died_in_plain_part:
+        # The op-by-op analysis is about the first call.
+        place = _in_which_op(outcome.explained) if outcome.call == 1 else ""
+        return "crashed", f"{outcome.reason or 'the process died'}{which}{place}"
+    return "timeout", f"exceeded the budget of {job.budget:.0f} s{which}"
+
+
+def _in_which_op(explained: Instrumented | None) -> str:
+    """The op in which the process died again when the model ran op by op."""
+    for gap in explained.gaps if explained else ():
+        if gap.kind == "crash":
+            return f", in {gap.op}{f' of {gap.module}' if gap.module else ''}"
+    return ""
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _peak_memory(measures: Measures | None, explained: Instrumented | None) -> int | None:
+    """Peak of the plain run; for a run too slow to repeat, the peak of its tensors during the instrumented part."""
+    if measures is not None and measures.peak_memory_bytes is not None:
+        return measures.peak_memory_bytes
+    return explained.peak_memory_bytes if explained is not None else None

@@ -1,0 +1,94 @@
+"""How workers get the target: a fork has it already; a fresh interpreter loads it again, or unpickles it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import cloudpickle
+
+from lowprec_check.engine.core.exceptions import first_line
+from lowprec_check.engine.core.seed import seed_everything
+from lowprec_check.engine.model.target import Target
+from lowprec_check.errors import UsageError
+from lowprec_check.process.shared_file import read_shared, shared_file
+
+Load = Callable[[], Target]
+"""Returns the target inside a worker; picklable if the worker is a fresh interpreter."""
+
+
+class FreshLoad(NamedTuple):
+    """Loads the target in a fresh interpreter, which inherits ``descriptors``."""
+
+    load: Load
+    descriptors: tuple[int, ...] = ()
+
+
+class TargetSource:
+    """The source of ``target`` for workers.
+
+    ``reload`` loads it from the user's file; without it, the target is pickled. ``path`` is the module path that the file
+    needs, for modules that the model imports later.
+    """
+
+    def __init__(self, target: Target, reload: Load | None = None, path: Sequence[str] | None = None) -> None:
+        self.target = target
+        self.reload = reload
+        self._path = path
+        self._pickled: int | None = None
+
+    def forked(self) -> Target:
+        """The target in a fork of this process, or in this process."""
+        if self._path is not None:
+            sys.path[:] = self._path
+        return self.target
+
+    def fresh(self) -> FreshLoad:
+        """The target for a fresh interpreter; raises :class:`UsageError` if it cannot be pickled."""
+        if self.reload is not None:
+            return FreshLoad(self.reload)
+        if self._pickled is None:
+            self._pickled = _pickle(self.target)
+        return FreshLoad(functools.partial(_unpickle, self._pickled), (self._pickled,))
+
+    def batch(self, number: int, seed: int) -> TargetSource:
+        """The source of the same target with the inputs of another batch."""
+        reload = functools.partial(_load_batch, self.reload, number, seed) if self.reload is not None else None
+        seed_everything(seed + number)
+        return TargetSource(self.target.batch(number), reload, self._path)
+
+    def close(self) -> None:
+        """Free the pickled target."""
+        if self._pickled is not None:
+            os.close(self._pickled)
+            self._pickled = None
+
+
+def _load_batch(load: Load, number: int, seed: int) -> Target:
+    target = load()
+    seed_everything(seed + number)
+    return target.batch(number)
+
+
+def _pickle(target: Target) -> int:
+    """Pickle by value what the main script defines, so that the fresh interpreter need not run the script."""
+    descriptor = shared_file()
+    try:
+        with os.fdopen(os.dup(descriptor), "wb") as file:
+            cloudpickle.dump(target, file)
+    except Exception as error:
+        os.close(descriptor)
+        raise UsageError(
+            f"The model cannot be sent to a fresh interpreter: {type(error).__name__}: {first_line(str(error))}",
+            "Scan its file with: lowprec-check scan FILE.",
+        ) from None
+    return descriptor
+
+
+def _unpickle(descriptor: int) -> Target:
+    target: Target = pickle.loads(read_shared(descriptor))
+    return target

@@ -1,0 +1,59 @@
+"""Forks a worker from this process: a copy of it that goes on in its main thread. Never imports torch."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import util
+
+from lowprec_check.process.guardian import GUARDIAN, announce
+from lowprec_check.process.openmp import release_threads
+from lowprec_check.process.process_group import ProcessGroup
+
+WHOLE_PROCESS = threading.RLock()
+"""Held while a process forks, and while a model is run in this process, with hooks and modes that a fork must not copy."""
+
+
+def fork(run: Callable[[], object]) -> ProcessGroup:
+    """Start a copy of this process that calls ``run`` in its main thread, then exits without the exit handlers.
+
+    OpenMP keeps a pool of threads for each thread that used it, and the copy would wait for the threads of a pool, which
+    were not copied. So the pool of this thread is released first; if that is not possible, a new thread forks.
+    """
+    with WHOLE_PROCESS:
+        lifeline = GUARDIAN.lifeline()
+        try:
+            if release_threads():
+                pid = _fork(run, lifeline)
+            else:
+                with ThreadPoolExecutor(1) as executor:
+                    pid = executor.submit(_fork, run, lifeline).result()
+        finally:
+            os.close(lifeline)
+    return ProcessGroup(pid)
+
+
+def _fork(run: Callable[[], object], lifeline: int) -> int:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This process .* is multi-threaded", category=DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()
+            announce(os.getpid(), lifeline)
+            _read_from_nowhere()
+            util._run_after_forkers()  # type: ignore[attr-defined]
+            run()
+        finally:
+            os._exit(0)
+    return pid
+
+
+def _read_from_nowhere() -> None:
+    """A worker has no terminal: reading standard input finds its end."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)

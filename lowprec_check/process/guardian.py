@@ -1,0 +1,107 @@
+"""A guardian: a small process that kills this program's workers if the program ends without doing so. Never imports torch.
+
+A program that is killed by SIGKILL cannot end its workers. So each worker runs in a process group of its own, and announces
+it to the guardian through a pipe. The pipe ends with the last process that holds it, which is this program: then the
+guardian kills the groups that were announced and not withdrawn.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+
+_GUARDIAN = """
+import os, signal
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+groups, rest = set(), b""
+while chunk := os.read(0, 4096):
+    *lines, rest = (rest + chunk).split(b"\\n")
+    for line in lines:
+        (groups.add if line[:1] == b"+" else groups.discard)(int(line[1:]))
+for group in groups:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except OSError:
+        pass
+"""
+
+
+class Guardian:
+    """The guardian of this process; it starts at the first use, and again if it was killed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pid = 0
+
+    def lifeline(self) -> int:
+        """A new descriptor of the pipe, for one worker: it writes ``+GROUP`` and closes it."""
+        with self._lock:
+            return os.dup(self._pipe())
+
+    def withdraw(self, group: int) -> None:
+        """Tell the guardian that a group has ended: its number may be used again by others."""
+        with self._lock:
+            announce(group, os.dup(self._pipe()), ended=True)
+
+    def _pipe(self) -> int:
+        if self._pid != os.getpid():  # forked: the guardian is that of the parent, whose end it must notice
+            self._forget()
+        if self._process is None or self._process.poll() is not None:
+            self._forget()
+            self._start()
+        assert self._process is not None
+        assert self._process.stdin is not None
+        return self._process.stdin.fileno()
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _GUARDIAN],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            start_new_session=True,
+            cwd="/",
+        )
+        self._pid = os.getpid()
+
+    def close(self) -> None:
+        """At the exit of this process: let the guardian end."""
+        if self._process is not None and self._pid == os.getpid():
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.wait()
+            self._process = None
+
+    def _forget(self) -> None:
+        """Close the pipe without waiting for the guardian."""
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.returncode = self._process.returncode or 0  # not a child of this process
+            self._process = None
+
+    def after_fork(self) -> None:
+        """In a forked process: the lock may be held by a thread that is not there, and the pipe must not stay open."""
+        self._lock = threading.Lock()
+        self._forget()
+
+
+def announce(group: int, lifeline: int, *, ended: bool = False) -> None:
+    """Write one line to the guardian and close the descriptor; a guardian that has died is not missed."""
+    with contextlib.suppress(OSError):
+        os.write(lifeline, b"%s%d\n" % (b"-" if ended else b"+", group))
+    os.close(lifeline)
+
+
+GUARDIAN = Guardian()
+
+if hasattr(os, "register_at_fork"):
+    atexit.register(GUARDIAN.close)
+    os.register_at_fork(after_in_child=GUARDIAN.after_fork)

@@ -1,0 +1,151 @@
+"""A child process that leads a group, so that it can be ended with everything it started. Never imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
+
+import psutil
+
+from lowprec_check.process.guardian import GUARDIAN, announce
+
+UNKNOWN_EXIT = 255
+"""The exit code of a process that something else in this program has waited for."""
+
+
+class ProcessGroup:
+    """A child process, the leader of its group, and the group. The guardian knows it."""
+
+    def __init__(self, pid: int, popen: subprocess.Popen[bytes] | None = None) -> None:
+        self.pid = pid
+        self._popen = popen
+        self._exit_code: int | None = None
+        self._has_ended = False
+        self._pidfd = _open_pidfd(pid)
+
+    def waitables(self) -> list[int]:
+        """A descriptor that becomes ready when the process ends; none if the kernel has none."""
+        return [] if self._pidfd is None else [self._pidfd]
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code of the process; ``None`` while it runs."""
+        if self._exit_code is None:
+            self._exit_code = _exit_code(self.pid)
+        return self._exit_code
+
+    def end(self) -> None:
+        """Kill the process if it still runs, and all other processes of its group; wait until it has ended.
+
+        Its number is given back only after the group was killed, so that no other process is hit.
+        """
+        if self._has_ended:
+            return
+        self._has_ended = True
+        if self.exit_code != UNKNOWN_EXIT:
+            _kill(self.pid)
+            self._wait()
+        GUARDIAN.withdraw(self.pid)
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+
+    def _wait(self) -> None:
+        if self._popen is not None:
+            self._exit_code = self._popen.wait()
+            return
+        with contextlib.suppress(ChildProcessError):
+            self._exit_code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def start_command(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    input: int | IO[bytes] = subprocess.DEVNULL,
+    output: int | IO[bytes] | None = None,
+    errors: int | IO[bytes] | None = None,
+    descriptors: Sequence[int] = (),
+) -> tuple[ProcessGroup, subprocess.Popen[bytes]]:
+    """Start ``command`` in a group of its own; it inherits ``descriptors``."""
+    lifeline = GUARDIAN.lifeline()
+    popen = subprocess.Popen(
+        command,
+        stdin=input,
+        stdout=output,
+        stderr=errors,
+        env=environment,
+        start_new_session=True,
+        pass_fds=tuple(descriptors),
+    )
+    announce(popen.pid, lifeline)
+    return ProcessGroup(popen.pid, popen), popen
+
+
+class Activity:
+    """How long a process and its descendants have been waiting for something, without using the processor."""
+
+    SECONDS = 0.5
+    """Between two measurements."""
+    LEAST = 0.02
+    """Processor seconds in that time that count as work."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._used, self._measured = 0.0, 0.0
+        self._worked: float | None = None
+
+    def idle_seconds(self, now: float) -> float:
+        """Seconds until ``now``, a value of ``time.monotonic()``, since the process was last seen to work."""
+        if self._worked is None or now - self._measured >= self.SECONDS:
+            used = _processor_seconds(self._pid)
+            if self._worked is None or used is None or abs(used - self._used) > self.LEAST:
+                self._worked = now
+            self._used, self._measured = used or 0.0, now
+        return now - self._worked
+
+
+def _processor_seconds(pid: int) -> float | None:
+    """Processor time of the process and its descendants; ``None`` if it has ended, is stopped, or waits for a disk or a core."""
+    try:
+        process = psutil.Process(pid)
+        if process.status() != psutil.STATUS_SLEEPING:
+            return None
+        family = [process, *process.children(recursive=True)]
+    except psutil.Error:
+        return None
+    total = 0.0
+    for one in family:
+        with contextlib.suppress(psutil.Error):
+            times = one.cpu_times()
+            total += float(times.user + times.system)
+    return total
+
+
+def _exit_code(pid: int) -> int | None:
+    """The exit code of a child process, which stays a zombie; ``None`` while it runs."""
+    try:
+        ended: Any = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return UNKNOWN_EXIT
+    if ended is None:
+        return None
+    return int(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
+
+
+def _kill(leader: int) -> None:
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):  # it has no group yet; macOS does not signal the group of a zombie
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(leader, signal.SIGKILL)
+
+
+def _open_pidfd(pid: int) -> int | None:
+    with contextlib.suppress(AttributeError, OSError):
+        return os.pidfd_open(pid)
+    return None
