@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import io
@@ -57,6 +58,9 @@ def main() -> None:
         traceback.print_exc()
         print("lowprec-check failed. Please report this bug with the traceback above.", file=sys.stderr)
         sys.exit(TOOL_FAILED)
+    finally:
+        with contextlib.suppress(OSError):
+            close_stdout()
 
 
 def _end_workers_when_terminated() -> None:

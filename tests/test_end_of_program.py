@@ -1,0 +1,133 @@
+"""However the program ends, no process and no file of it remain."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+MODEL = """
+import pathlib, subprocess, time
+import torch
+
+class Hangs(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        if x.dtype == torch.half:
+            subprocess.Popen(["sleep", "600"])
+            pathlib.Path(__file__).with_suffix(".started").touch()
+            time.sleep(600)
+        return self.linear(x)
+
+model = Hangs()
+inputs = torch.ones(2, 4)
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start the command, in a process of its own, with a temporary folder of its own; wait until the model hangs."""
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "temporary").mkdir()
+    mark = uuid.uuid4().hex
+    environment = os.environ | {"TMPDIR": str(tmp_path / "temporary"), "LOWPREC_TEST_MARK": mark}
+
+    def start_command(*arguments: str) -> subprocess.Popen[str]:
+        code = "from lowprec_check.cli.main import main; main()"
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            cwd=tmp_path,
+            env=environment,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        wait_until((tmp_path / "model.started").exists)
+        return process
+
+    yield start_command
+    wait_until(lambda: not marked(mark))
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def marked(mark: str) -> list[str]:
+    """The processes that inherited the mark, whoever their parent is now."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("LOWPREC_TEST_MARK") == mark:
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue
+    return found
+
+
+SCAN = ("scan", "model.py", "-p", "half", "--json", "scan.json")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "exit_code", "message"),
+    [
+        (signal.SIGTERM, 143, "ended by SIGTERM"),
+        (signal.SIGHUP, 129, "ended by SIGHUP"),
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGKILL, -9, ""),
+    ],
+)
+def test_a_signal_to_a_scan_ends_all_its_processes(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: int, exit_code: int, message: str
+) -> None:
+    process = start(*SCAN)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors.strip()) == (exit_code, message)
+    assert not (tmp_path / "scan.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_compat_ends_all_its_processes(start: Callable[..., subprocess.Popen[str]], number: int) -> None:
+    process = start("compat", "model.py", "-o", "reports", "-p", "half")
+    process.send_signal(number)
+    process.communicate(timeout=30)
+
+
+@pytest.mark.slow
+def test_the_end_of_a_budget_and_of_a_timeout_ends_what_a_model_started(
+    start: Callable[..., subprocess.Popen[str]],
+) -> None:
+    for arguments in (
+        ("scan", "model.py", "-p", "half", "--budget", "2", "--no-plan", "--fail-on", "never"),
+        ("compat", "model.py", "-o", "reports", "-p", "half", "--timeout", "15"),
+    ):
+        process = start(*arguments)
+        _, errors = process.communicate(timeout=90)
+        assert process.returncode in (0, 1), errors
+
+
+@pytest.mark.slow
+def test_a_guardian_that_is_killed_is_replaced(start: Callable[..., subprocess.Popen[str]]) -> None:
+    process = start("scan", "model.py", "-p", "half", "-p", "bfloat16", "--budget", "3", "--no-plan")
+    [guardian] = [child for child in psutil.Process(process.pid).children() if "-I" in child.cmdline()]
+    guardian.kill()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
