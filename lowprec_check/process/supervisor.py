@@ -20,6 +20,10 @@ State = Literal["running", "ended", "timeout", "stuck", "idle"]
 ``idle`` because it waited for longer than allowed."""
 
 
+_KILLED = -9
+"""The exit code of a worker that was killed for exceeding a limit."""
+
+
 @dataclass(frozen=True)
 class MessageEvent(Generic[AnyWorker, Message]):
     """A worker sent a message."""
@@ -89,6 +93,9 @@ class Supervisor(Generic[AnyWorker, Message]):
         if state != "running":
             self._workers.remove(worker)
             worker.end()
+            exit_code = worker.exit_code
+            if exit_code != _KILLED:  # it was dying, which may take a while
+                state = "ended"
         yield StateEvent(worker, state, position, exit_code if state == "ended" else None)
 
 
