@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.files import check_file
 
 if TYPE_CHECKING:
     from lowprec_check.schema.scan_result import ScanResult
@@ -67,15 +68,9 @@ def check_writable(path: Path | None, option: str) -> None:
         hint = "Leave -o out to print to stdout." if option == "-o" else "To print to stdout, use --json."
         raise UsageError(f"{option} needs a file name, not -.", hint)
     try:
-        existed = path.exists()
-        with path.open("ab"):
-            pass
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        raise UsageError(
-            f"Cannot write {path}: {error.strerror}.", f"Give {option} a path in an existing, writable folder."
-        ) from None
+        check_file(path)
+    except UsageError as error:
+        raise UsageError(error.message, f"Give {option} a path in an existing, writable folder.") from None
 
 
 def check_folder(path: Path, option: str) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Literal
 
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.base import Struct, decode, encode
+from lowprec_check.schema.files import write_file
 from lowprec_check.schema.scan_result import Evidence, GapKind, Status
 
 SCHEMA = 1
@@ -78,7 +78,5 @@ def load(path: Path) -> Matrix:
 
 
 def save(matrix: Matrix, path: Path) -> None:
-    """Write ``matrix`` atomically: an interruption leaves the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(encode(matrix, indent=1))
-    temporary.replace(path)
+    """Write ``matrix``; raises :class:`UsageError` if that fails."""
+    write_file(path, encode(matrix, indent=1))
