@@ -8,10 +8,11 @@ import io
 import pkgutil
 import sys
 import warnings
+from typing import Any
 
 import typer
 
-from lowprec_check.cli.app import INTERRUPTED, TOOL_FAILED, USAGE_ERROR, app
+from lowprec_check.cli.app import INTERRUPTED, TOOL_FAILED, USAGE_ERROR, app, print_status
 from lowprec_check.errors import UsageError
 
 
@@ -28,25 +29,32 @@ def main() -> None:
             raise KeyboardInterrupt
         sys.exit(code)
     except UsageError as error:
-        print(f"error: {error.message}", file=sys.stderr)
+        print_status(f"error: {error.message}")
         if error.hint:
-            print(error.hint, file=sys.stderr)
+            print_status(error.hint)
         sys.exit(USAGE_ERROR)
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except Exception as error:
         if hasattr(error, "show") and hasattr(error, "exit_code"):  # a usage error that the parser found
-            error.show()
+            print_status(_shown(error))
             sys.exit(error.exit_code)
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             print(f"error: {error.strerror}.", file=sys.stderr)
             sys.exit(USAGE_ERROR)
         import traceback
 
-        traceback.print_exc()
+        print_status(traceback.format_exc())
         print("lowprec-check failed. Please report this bug with the traceback above.", file=sys.stderr)
         sys.exit(TOOL_FAILED)
+
+
+def _shown(error: Any) -> str:
+    """What the parser prints for a usage error: it repeats the arguments."""
+    text = io.StringIO()
+    error.show(text)
+    return text.getvalue()
 
 
 def _import_commands() -> None:

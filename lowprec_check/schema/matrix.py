@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+import msgspec
 
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.base import Struct, decode, encode
@@ -42,7 +44,8 @@ class MatrixRow(Struct, frozen=True, kw_only=True):
     options: list[str] = []
     device: str | None = None
     """The device requested; the cells name the device used."""
-    slug: str
+    slug: Annotated[str, msgspec.Meta(pattern=r"\A(?!\.)[A-Za-z0-9._-]+\Z")]
+    """The name of its files in the folder, without their suffixes: it must not lead out of the folder."""
     made_with: dict[str, str] = {}
     state: Literal["scanned", "failed"]
     reason: str | None = None
