@@ -16,6 +16,9 @@ _POLL_SECONDS = 10
 _WORKER_SECONDS = 60
 """How long to wait for a first worker, or for a new one after the last has died."""
 
+_RESULT_SECONDS = 30
+"""How long the transfer of a result may take; it never ends if the result was lost with its worker."""
+
 
 def map_on_dask(
     call: Callable[[Item], Result],
@@ -29,21 +32,24 @@ def map_on_dask(
     """Yield ``call(item)`` for all ``items`` in order of completion, or ``on_error(item, error)``.
 
     dask blames the death of a worker on every call that the worker had accepted, and an accepted call fails after a few
-    deaths. So calls that failed in this way run again, one at a time: then the blame is certain.
+    deaths; a result that was not transferred yet is lost as well. So calls without a result run again, one at a time: then
+    the blame is certain.
     """
     with _client(address, jobs, stop) as client:
-        from distributed import KilledWorker
-
         suspects: list[Item] = []
         for alone in (False, True):
             chosen, suspects = (suspects if alone else items), []
             for item, future in _run(client, call, chosen, alone):
-                if future.status == "finished":
-                    yield future.result()
-                elif alone or not isinstance(future.exception(), KilledWorker):
-                    yield on_error(item, future.exception())
+                try:
+                    result = future.result(timeout=_RESULT_SECONDS)
+                except Exception as error:
+                    future.cancel()
+                    if alone:
+                        yield on_error(item, error)
+                    else:
+                        suspects.append(item)
                 else:
-                    suspects.append(item)
+                    yield result
 
 
 def _run(client: Any, call: Callable[[Item], Result], items: list[Item], alone: bool) -> Iterator[tuple[Item, Any]]:
