@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from conftest import EXAMPLES, ROOT, Call, call_process
 
 from lowprec_check.analysis.rules.registry import rules
+from lowprec_check.cli.app import progress, step_progress
 from lowprec_check.schema.plan import Plan
 from lowprec_check.schema.scan_result import ScanResult
 
@@ -253,3 +255,87 @@ def test_the_verdict_names_the_precisions_tried(write: Write, call: Call) -> Non
     path = str(write(MODEL.format(body="torch.quantile(self.linear(x), 0.5)")))
     done = call("scan", path, "-p", "half")
     assert "No precision passed here; tried: half." in done.stdout
+
+
+# -- control characters of other people
+
+
+EVIL, VISIBLE = "\x1b]0;pwned\x07\x1b[2J\u202e", "\\x1b]0;pwned\\x07\\x1b[2J\\u202e"
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {"schema": 9, "tool": EVIL},
+        {"schema": 1, "tool": "", "findings": [{EVIL: 1}]},
+        {"schema": 1, "tool": "", "target": "", "model": {"name": 1}, EVIL: 1},
+    ],
+)
+def test_keys_and_values_of_foreign_files(saved: dict[str, object], tmp_path: Path, call: Call) -> None:
+    path = tmp_path / f"{EVIL}.json"
+    path.write_text(json.dumps(saved))
+    model = tmp_path / "model.py"
+    model.write_text("")
+    for arguments in (("report", path), ("diff", path, path), ("scan", model, "--baseline", path)):
+        done = call(*arguments)
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: ")
+        assert VISIBLE in done.stderr
+        assert not set("\x1b\x07\u202e") & set(done.stderr)
+    assert done.stderr.count("\n") == 2
+
+
+def test_messages_of_the_model(write: Write, tmp_path: Path, call: Call) -> None:
+    path = write(f"raise ValueError({EVIL!r})", f"{EVIL}.py")
+    for arguments in (("scan", path), ("compat", path, "-o", tmp_path / "out")):
+        done = call(*arguments)
+        assert VISIBLE in done.stderr
+        assert not set("\x1b\x07\u202e") & set(done.stderr)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("report", f"--{EVIL}"), (EVIL,), ("scan", "x", "--errors", EVIL), ("report", EVIL), ("scan", EVIL), ("op", EVIL)],
+)
+def test_arguments_in_messages(arguments: tuple[str, ...], call: Call) -> None:
+    done = call(*arguments)
+    assert done.returncode == 2
+    assert "pwned" in done.stderr
+    assert not set("\x1b\x07\u202e") & set(done.stderr)
+
+
+def test_the_traceback_of_a_bug(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(result: object) -> None:
+        raise RuntimeError(EVIL)
+
+    monkeypatch.setattr("lowprec_check.cli.report.load_result", fail)
+    done = call("report", SAVED)
+    assert done.returncode == 3
+    assert done.stderr.splitlines()[0] == "Traceback (most recent call last):"
+    assert done.stderr.splitlines()[-2] == f"RuntimeError: {VISIBLE}"
+    assert "Please report this bug" in done.stderr.splitlines()[-1]
+    assert not set("\x1b\x07\u202e") & set(done.stderr)
+
+
+class Terminal(io.StringIO):
+    """A terminal that remembers what it shows."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress(f"{EVIL}[bold]", quiet=False):
+        pass
+    with progress("model.py", quiet=False) as on_progress:
+        on_progress(EVIL, "[red]")
+    with step_progress("operators", quiet=False) as on_step:
+        on_step(1, 2, EVIL)
+    shown = terminal.getvalue()
+    assert f"loading {VISIBLE}[bold]" in shown
+    assert f"{VISIBLE} · [red]" in shown
+    assert shown.count(VISIBLE) >= 3
+    assert not [word for word in ("\x07", "\x1b[2J", "\u202e") if word in shown]

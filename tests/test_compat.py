@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +24,15 @@ from hypothesis import strategies as st
 from shared_result import gap as gap_of
 from shared_result import run, shared_result
 
+from lowprec_check.compat.executors import map_unordered
+from lowprec_check.compat.folder_lock import FolderLock
 from lowprec_check.compat.rows import failed_row, row_of
 from lowprec_check.compat.runner import scan_all
+from lowprec_check.compat.scan_process import ScanLimits, ScanOutcome
 from lowprec_check.compat.target_list import Request, expand_requests, read_list, with_slugs
 from lowprec_check.errors import UsageError
 from lowprec_check.report import matrix as matrix_report
+from lowprec_check.report.registry import write as write_report
 from lowprec_check.schema import matrix
 from lowprec_check.schema.matrix import Matrix, MatrixRow
 from lowprec_check.schema.scan_result import ScanResult
@@ -118,11 +127,11 @@ def test_a_model_without_scan_and_page_is_scanned_again(sound: str, tmp_path: Pa
     folder, wanted = tmp_path / "out", requests_of(sound)
     found = scan_all(wanted, folder)
     (folder / "scans" / f"{found.rows[0].slug}.json").unlink()
-    seen: list[str] = []
-    again = scan_all(wanted, folder, on_row=lambda done, of, row, result: seen.append(row.slug))
-    assert seen == [found.rows[0].slug]
+    again_result: list[ScanResult] = []
+    again = scan_all(wanted, folder, on_row=lambda done, of, row, result: again_result.append(result))
+    assert [result.target for result in again_result] == [sound]
     (folder / "models").mkdir()
-    (folder / "models" / f"{again.rows[0].slug}.md").touch()
+    write_report(again_result[0], folder / "models" / f"{again.rows[0].slug}.md")
     (folder / "scans" / f"{found.rows[0].slug}.json").unlink()
     scan_all(wanted, folder, on_row=lambda *_: pytest.fail("all is done"))
 
@@ -214,6 +223,8 @@ def test_slugs_are_unique_file_names() -> None:
             Request("a/b.py", ("--seed", "1")),
             Request("../../etc/passwd"),
             Request("/" * 300),
+            Request("a.py" + "." * 40 + "b" * 40 + ".c"),
+            Request("x.py", device="../../x"),
         ]
     )
     slugs = [request.slug for request in wanted]
@@ -338,3 +349,162 @@ def test_a_terminated_command_kills_its_scans(jobs: str, write: Write, tmp_path:
 def test_nothing_to_scan_is_a_usage_error(tmp_path: Path, call: Call) -> None:
     done = call("compat", "-o", tmp_path)
     assert (done.returncode, "nothing to scan" in done.stderr) == (2, True)
+
+
+# -- the folder: what is incomplete, removed, locked or not ours
+
+
+Scans = list[str]
+
+
+@pytest.fixture
+def scans(monkeypatch: pytest.MonkeyPatch) -> Scans:
+    """Replace the scan of a model by a saved result; the list has the targets scanned."""
+    scanned: Scans = []
+
+    def scan_one(request: Request, limits: ScanLimits) -> ScanOutcome:
+        scanned.append(request.target)
+        return ScanOutcome(request, RESULT.to_json(), None, 1.0)
+
+    monkeypatch.setattr("lowprec_check.compat.runner.scan_one", scan_one)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    return scanned
+
+
+@pytest.mark.parametrize("suffix", [".md", ".html"])
+@pytest.mark.parametrize("kept", [0, 100])
+def test_an_incomplete_page_is_made_again(suffix: str, kept: int, scans: Scans, tmp_path: Path, call: Call) -> None:
+    command = ("compat", "a.py", "-o", tmp_path, "--html", "-q")
+    assert call(*command).returncode == 0
+    page = tmp_path / "models" / f"a.py{suffix}"
+    complete = page.read_bytes()
+    page.write_bytes(complete[:kept])
+    assert call(*command).returncode == 0
+    assert (page.read_bytes(), scans) == (complete, ["a.py"])
+    page.write_bytes(complete[:kept])
+    (tmp_path / "scans" / "a.py.json").unlink()
+    assert call(*command).returncode == 0
+    assert (page.read_bytes(), scans) == (complete, ["a.py", "a.py"])
+
+
+@pytest.mark.parametrize("kept", [0, 100, -2])
+def test_an_incomplete_scan_is_scanned_again(kept: int, scans: Scans, tmp_path: Path, call: Call) -> None:
+    command = ("compat", "a.py", "-o", tmp_path, "-q")
+    call(*command)
+    saved = tmp_path / "scans" / "a.py.json"
+    saved.write_bytes(saved.read_bytes()[:kept])
+    assert call(*command).returncode == 0
+    assert (saved.read_bytes(), scans) == (RESULT.to_json(), ["a.py", "a.py"])
+
+
+def test_a_second_run_on_the_same_folder_is_an_error(scans: Scans, tmp_path: Path, call: Call) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    lock = FolderLock(folder)
+    lock.acquire()
+    done = call("compat", "a.py", "-o", folder)
+    assert (done.returncode, scans) == (2, [])
+    assert done.stderr.startswith(f"error: Another compat run is writing to {folder}.\nWait")
+    shutil.rmtree(folder)  # made again by the first run, it is locked again
+    folder.mkdir()
+    lock.acquire()
+    assert call("compat", "a.py", "-o", folder).returncode == 2
+    lock.release()
+    assert call("compat", "a.py", "-o", folder).returncode == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["index.md", "matrix.json", "models", "scans"]
+
+
+def test_a_folder_removed_midway_is_made_again(
+    scans: Scans, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "out"
+
+    def remove_before_the_second(request: Request, limits: ScanLimits) -> ScanOutcome:
+        if scans == ["a.py"]:
+            shutil.rmtree(folder)
+        scans.append(request.target)
+        return ScanOutcome(request, RESULT.to_json(), None, 1.0)
+
+    monkeypatch.setattr("lowprec_check.compat.runner.scan_one", remove_before_the_second)
+    command = ("compat", "a.py", "b.py", "c.py", "-o", folder, "-q")
+    done = call(*command)
+    assert done.returncode == 1
+    assert done.stderr.startswith("warning: No page could be written for a.py: the saved scans were removed.\n")
+    assert [row.target for row in matrix.load(folder / "matrix.json").rows] == ["a.py", "b.py", "c.py"]
+    assert "[c.py](models/c.py.md)" in (folder / "index.md").read_text()
+    assert call(*command).returncode == 0
+    assert scans == ["a.py", "b.py", "c.py", "a.py"]
+    assert (folder / "models" / "a.py.md").exists()
+
+
+def test_a_full_disk_stops_the_run_with_a_sentence(
+    scans: Scans, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    call("compat", "a.py", "-o", tmp_path, "-q")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        done = call("compat", "a.py", "b.py", "-o", tmp_path, "-q")
+    assert (done.returncode, "No space left on device." in done.stderr, "Traceback" in done.stderr) == (2, True, False)
+    assert call("compat", "a.py", "b.py", "-o", tmp_path, "-q").returncode == 0
+    assert scans == ["a.py", "b.py", "b.py"]
+
+
+@pytest.mark.parametrize("created", [0, 1], ids=["from the start", "later"])
+def test_no_usable_temporary_folder(created: int, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, calls = tempfile.TemporaryFile, list[int]()
+
+    def temporary_file() -> object:
+        calls.append(1)
+        if len(calls) <= created:
+            return make()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(tempfile, "TemporaryFile", temporary_file)
+    done = call("compat", "a.py", "b.py", "-o", tmp_path)
+    monkeypatch.setattr(tempfile, "TemporaryFile", make)  # pytest needs it
+    sentence = "Cannot create a temporary file: No space left on device."
+    if not created:
+        assert (done.returncode, done.stderr.startswith(f"error: {sentence}\nSet TMPDIR")) == (2, True)
+    else:
+        assert done.returncode == 1
+        assert [row.reason for row in matrix.load(tmp_path / "matrix.json").rows] == [sentence] * 2
+
+
+@pytest.mark.parametrize("slug", ["../../x", "a/b", "..", ".x", "", "a\n", "a\0", "é"])
+def test_names_of_files_in_a_matrix_do_not_leave_the_folder(
+    slug: str, scans: Scans, tmp_path: Path, call: Call
+) -> None:
+    found = failed_row(Request("a.py", slug="a.py"), "", 1.0, {})
+    encoded = msgspec.json.encode(Matrix(rows=[found]))
+    (tmp_path / "matrix.json").write_bytes(encoded)
+    assert matrix.load(tmp_path / "matrix.json").rows == [found]
+    changed = encoded.replace(b'"slug":"a.py"', b'"slug":' + json.dumps(slug).encode())
+    (tmp_path / "matrix.json").write_bytes(changed)
+    done = call("compat", "b.py", "-o", tmp_path)
+    assert (done.returncode, "is not a matrix" in done.stderr, scans) == (2, True, [])
+    assert (tmp_path / "matrix.json").read_bytes() == changed
+
+
+# -- calls that fail
+
+
+def test_a_call_that_raises_does_not_lose_the_others() -> None:
+    found = map_unordered(eval, ["'a'", "1/0", "'b'"], 2, None, on_error=lambda i, e: type(e).__name__, stop=int)
+    assert sorted(found) == ["ZeroDivisionError", "a", "b"]
+
+
+@pytest.mark.slow
+def test_a_call_that_kills_its_dask_worker_is_an_error_of_that_call_alone() -> None:
+    pytest.importorskip("distributed")
+    items = ["'a'", "__import__('os')._exit(1)", "1/0", "'b'"]
+    found = map_unordered(eval, items, 1, "dask", on_error=lambda i, e: f"{i}: {type(e).__name__}", stop=int)
+    assert sorted(found) == [
+        "1/0: ZeroDivisionError",
+        "__import__('os')._exit(1): KilledWorker",
+        "a",
+        "b",
+    ]

@@ -10,6 +10,7 @@ import msgspec
 
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.base import Struct, decode, encode
+from lowprec_check.schema.files import write_file
 from lowprec_check.schema.run_key import EAGER, MemoryFormat
 from lowprec_check.schema.scan_result import Diagnostic, ScanResult, is_selected
 
@@ -111,7 +112,7 @@ def _looked_for(entry: Entry, result: ScanResult) -> bool:
 
 def save(baseline: Baseline, path: Path) -> None:
     """Write it with one key per line, so that reviews show what changed."""
-    path.write_bytes(encode(baseline))
+    write_file(path, encode(baseline))
 
 
 def load(path: Path) -> Baseline:

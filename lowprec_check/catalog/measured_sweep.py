@@ -9,6 +9,7 @@ from lowprec_check.catalog.records import Header, OpRecord, OpTimes
 from lowprec_check.catalog.sweep_file import SweepFile, encode_sweeps
 from lowprec_check.catalog.times_file import TimesFile, encode_times
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.files import write_file
 
 TIMES = ".times.jsonl"
 
@@ -23,7 +24,7 @@ class MeasuredSweep(NamedTuple):
     def save(self, folder: Path) -> list[Path]:
         """Write the records and the times to the files of the device; an earlier sweep of the same build is replaced.
 
-        Returns the two paths. Raises :class:`UsageError` if the earlier sweep has more operators, and
+        Returns the two paths. Raises :class:`UsageError` if the earlier sweep has more operators or a file cannot be written, and
         :class:`CatalogError` if the existing files cannot be read.
         """
         path = folder / f"{self.header.stem}.jsonl"
@@ -37,23 +38,17 @@ class MeasuredSweep(NamedTuple):
                 "Choose another folder with --out.",
             )
         records = {**sweeps, build: (self.header, {record.op: record for record in self.records})}
-        return [_replace(path, encode_sweeps(records)), self._save_times(times_path(path), list(records))]
+        write_file(path, encode_sweeps(records))
+        self._save_times(times_path(path), list(records))
+        return [path, times_path(path)]
 
-    def _save_times(self, path: Path, builds: list[str]) -> Path:
+    def _save_times(self, path: Path, builds: list[str]) -> None:
         file = TimesFile(path)
         tables = {build: file.sweep(build) for build in builds if build in file.builds}
         mine = {times.op: times for times in self.times}
-        return _replace(path, encode_times({**tables, self.header.build: mine}))
+        write_file(path, encode_times({**tables, self.header.build: mine}))
 
 
 def times_path(path: Path) -> Path:
     """The file with the times for a file of records."""
     return path.with_name(path.name.removesuffix(".jsonl") + TIMES)
-
-
-def _replace(path: Path, data: bytes) -> Path:
-    """Replace a file atomically, since it holds other sweeps too."""
-    new = path.with_name(path.name + ".new")
-    new.write_bytes(data)
-    new.replace(path)
-    return path

@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.files import check_file
 
 if TYPE_CHECKING:
     from lowprec_check.schema.scan_result import ScanResult
@@ -60,6 +61,13 @@ def _global_options(
     pass
 
 
+def print_status(text: str) -> None:
+    """Print ``text`` to stderr at once, with control characters made visible: it may have names and messages of other people."""
+    from lowprec_check.report.escape import visible_text
+
+    print(visible_text(text), file=sys.stderr, flush=True)
+
+
 def check_writable(path: Path | None, option: str) -> None:
     """Raise :class:`UsageError` before the work starts if ``path``, the value of ``option``, cannot be written."""
     if path is None or (str(path) == "-" and option == "--json"):
@@ -68,15 +76,9 @@ def check_writable(path: Path | None, option: str) -> None:
         hint = "Leave -o out to print to stdout." if option == "-o" else "To print to stdout, use --json."
         raise UsageError(f"{option} needs a file name, not -.", hint)
     try:
-        existed = path.exists()
-        with path.open("ab"):
-            pass
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        raise UsageError(
-            f"Cannot write {path}: {error.strerror}.", f"Give {option} a path in an existing, writable folder."
-        ) from None
+        check_file(path)
+    except UsageError as error:
+        raise UsageError(error.message, f"Give {option} a path in an existing, writable folder.") from None
 
 
 def check_folder(path: Path, option: str) -> None:
@@ -134,12 +136,14 @@ def step_progress(title: str, quiet: bool) -> Iterator[Any]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    from lowprec_check.report.escape import visible
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=None)
 
         def on_progress(done: int, total: int, name: str) -> None:
-            bar.update(task, completed=done, total=total, description=f"{name:<32.32}")
+            bar.update(task, completed=done, total=total, description=f"{visible(name):<32.32}")
 
         yield on_progress
 
@@ -167,11 +171,18 @@ def progress(target: str, quiet: bool) -> Iterator[Any]:
         yield None
         return
     from rich.console import Console
+    from rich.text import Text
+
+    from lowprec_check.report.escape import visible
 
     console = Console(stderr=True)
-    with console.status(f"loading {target}") as status:
+
+    def line(text: str) -> Text:  # not a string: rich would take brackets for its markup
+        return Text(visible(text)[: console.width - 4])
+
+    with console.status(line(f"loading {target}")) as status:
 
         def on_progress(run: str, doing: str) -> None:
-            status.update(f"{run} · {doing}"[: console.width - 4])
+            status.update(line(f"{run} · {doing}"))
 
         yield on_progress

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowprec_check.cli.app import check_writable
+from lowprec_check.cli.app import check_writable, print_status
 from lowprec_check.errors import UsageError
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def apply_baseline(result: ScanResult, accepted: Baseline | None, path: Path | N
     if update and path is not None:
         accepted = baseline_of(result, accepted)
         save(accepted, path)
-        print(f"{len(accepted.findings)} findings accepted in {path}", file=sys.stderr)
+        print_status(f"{len(accepted.findings)} findings accepted in {path}")
     if accepted is None:
         return result
     result, stale = accept(result, accepted)
@@ -53,5 +52,5 @@ def apply_baseline(result: ScanResult, accepted: Baseline | None, path: Path | N
             if len(stale) == 1
             else "findings in the baseline no longer occur"
         )
-        print(f"{len(stale)} {what}; --update-baseline removes them", file=sys.stderr)
+        print_status(f"{len(stale)} {what}; --update-baseline removes them")
     return result

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowprec_check.cli.app import FINDINGS, app
+from lowprec_check.cli.app import FINDINGS, app, print_status
 from lowprec_check.cli.options import Backends, Devices, Precisions, Quiet, names_of
 from lowprec_check.errors import Terminated, UsageError
 from lowprec_check.schema.backends import BACKENDS
@@ -78,26 +77,35 @@ def compat(
     )
     if not requests:
         raise UsageError("There is nothing to scan.", "Pass at least one target, or --from-file LIST.")
-    folder = ReportFolder(output, title, html=html)
+    with ReportFolder(output, title, html=html) as folder:
 
-    def on_row(done: int, of: int, row: MatrixRow, result: ScanResult | None) -> None:
-        folder.model(row, result)
-        if not quiet:
-            print(f"[{done}/{of}] {_line(row)}", file=sys.stderr, flush=True)
+        def on_row(done: int, of: int, row: MatrixRow, result: ScanResult | None) -> None:
+            folder.model(row, result)
+            if not quiet:
+                print_status(f"[{done}/{of}] {_line(row)}")
 
-    try:
-        matrix = scan_all(
-            requests, output, jobs=jobs, engine=engine, timeout=timeout, retry_failed=retry_failed, on_row=on_row
-        )
-    except (KeyboardInterrupt, Terminated):
-        print("Progress is saved; run the same command to resume.", file=sys.stderr)
-        raise
-    folder.index(matrix)
+        try:
+            matrix = scan_all(
+                requests,
+                output,
+                jobs=jobs,
+                engine=engine,
+                timeout=timeout,
+                retry_failed=retry_failed,
+                pages=folder.suffixes,
+                on_row=on_row,
+            )
+        except (KeyboardInterrupt, Terminated):
+            print_status("Progress is saved; run the same command to resume.")
+            raise
+        without_pages = folder.index(matrix)
     failed = sum(row.state == "failed" for row in matrix.rows)
     print(
         f"{len(matrix.rows)} row{'s' if len(matrix.rows) != 1 else ''}, {failed} could not be scanned: {output / 'index.md'}"
     )
-    raise typer.Exit(FINDINGS if failed else 0)
+    if without_pages:
+        print_status(_explain_missing(without_pages))
+    raise typer.Exit(FINDINGS if failed or without_pages else 0)
 
 
 def _options(
@@ -110,6 +118,14 @@ def _options(
     named = [word for name in names_of(PRECISIONS, precision) or [] for word in ("-p", name)]
     named += [word for name in names_of(BACKENDS, backend) or [] for word in ("--backend", name)]
     return (*named, *(("--budget", f"{budget:g}") if budget is not None else ()), *words)
+
+
+def _explain_missing(rows: list[MatrixRow]) -> str:
+    names = ", ".join(row.target for row in rows[:5]) + (f" and {len(rows) - 5} more" if len(rows) > 5 else "")
+    return (
+        f"warning: No page could be written for {names}: the saved scans were removed.\n"
+        "Run compat with these models again to scan them again."
+    )
 
 
 def _line(row: MatrixRow) -> str:

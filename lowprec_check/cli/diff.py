@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from lowprec_check.analysis.diff import ERROR_FACTOR, TIME_FACTOR, ScanDiff, diff_scans
-from lowprec_check.cli.app import FINDINGS, app, check_writable, load_result, screen_size
+from lowprec_check.cli.app import FINDINGS, app, check_writable, load_result, print_status, screen_size
 from lowprec_check.errors import UsageError
 from lowprec_check.report.registry import FORMATS, ReportFormat, diff_formats, format_of, suffixes
+from lowprec_check.schema.files import write_file
 from lowprec_check.schema.registry import choices
 
 
@@ -45,8 +46,6 @@ def diff(
     ] = TIME_FACTOR,
 ) -> None:
     """Compare two saved scans. They may differ in torch release, device or commit. Exits 1 if something got worse."""
-    from lowprec_check.report.escape import visible
-
     files = output or []
     if format is not None and len(files) > 1:
         raise UsageError(
@@ -62,12 +61,9 @@ def diff(
     if not files:
         _print(found, chosen)
     for file, wanted in zip(files, formats, strict=True):
-        file.write_text(wanted.render_diff(found), encoding="utf-8", newline="\n")
+        write_file(file, wanted.render_diff(found))
     if files and found.warnings:
-        print(
-            f"warning: the two scans ran under different conditions: {'; '.join(map(visible, found.warnings))}",
-            file=sys.stderr,
-        )
+        print_status(f"warning: the two scans ran under different conditions: {'; '.join(found.warnings)}")
     raise typer.Exit(FINDINGS if found.regressions else 0)
 
 

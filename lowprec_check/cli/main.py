@@ -10,11 +10,13 @@ import os
 import pkgutil
 import signal
 import sys
+import traceback
 import warnings
+from typing import Any
 
 import typer
 
-from lowprec_check.cli.app import INTERRUPTED, TOOL_FAILED, USAGE_ERROR, app, close_stdout
+from lowprec_check.cli.app import INTERRUPTED, TOOL_FAILED, USAGE_ERROR, app, close_stdout, print_status
 from lowprec_check.errors import Terminated, UsageError
 
 
@@ -28,39 +30,43 @@ def main() -> None:
     try:
         _import_commands()
         code = app(standalone_mode=False) or 0
-        if code == INTERRUPTED:  # how the parser reports Ctrl+C
-            raise KeyboardInterrupt
         close_stdout()
-        sys.exit(code)
-    except Terminated as end:
-        print(f"ended by {signal.Signals(end.number).name}", file=sys.stderr)
-        sys.exit(128 + end.number)
-    except BrokenPipeError:  # the reader of the output has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(128 + signal.SIGPIPE)
-    except UsageError as error:
-        print(f"error: {error.message}", file=sys.stderr)
-        if error.hint:
-            print(error.hint, file=sys.stderr)
-        sys.exit(USAGE_ERROR)
-    except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
-        sys.exit(INTERRUPTED)
-    except Exception as error:
-        if hasattr(error, "show") and hasattr(error, "exit_code"):  # a usage error that the parser found
-            error.show()
-            sys.exit(error.exit_code)
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            print(f"error: {error.strerror}.", file=sys.stderr)
-            sys.exit(USAGE_ERROR)
-        import traceback
-
-        traceback.print_exc()
-        print("lowprec-check failed. Please report this bug with the traceback above.", file=sys.stderr)
-        sys.exit(TOOL_FAILED)
+    except BaseException as error:
+        code = _report(error)
     finally:
         with contextlib.suppress(OSError):
             close_stdout()
+    if code == INTERRUPTED:  # also how the parser reports Ctrl+C
+        print_status("interrupted")
+    sys.exit(code)
+
+
+def _report(error: BaseException) -> int:
+    """Print what ended the command, and return the exit code."""
+    if isinstance(error, Terminated):
+        print_status(f"ended by {signal.Signals(error.number).name}")
+        return 128 + error.number
+    if isinstance(error, (KeyboardInterrupt, typer.Abort)):
+        return INTERRUPTED
+    if isinstance(error, BrokenPipeError):  # the reader of the output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 128 + signal.SIGPIPE
+    if isinstance(error, UsageError):
+        print_status(f"error: {error.message}")
+        if error.hint:
+            print_status(error.hint)
+        return USAGE_ERROR
+    if hasattr(error, "show") and hasattr(error, "exit_code"):  # a usage error that the parser found
+        print_status(_shown(error))
+        return int(error.exit_code)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        print_status(f"error: {error.strerror}.")
+        return USAGE_ERROR
+    if not isinstance(error, Exception):
+        raise error
+    print_status(traceback.format_exc())
+    print_status("lowprec-check failed. Please report this bug with the traceback above.")
+    return TOOL_FAILED
 
 
 def _end_workers_when_terminated() -> None:
@@ -80,6 +86,13 @@ def _end_workers_when_terminated() -> None:
         signal.signal(number, end)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=reset)
+
+
+def _shown(error: Any) -> str:
+    """What the parser prints for a usage error: it repeats the arguments."""
+    text = io.StringIO()
+    error.show(text)
+    return text.getvalue()
 
 
 def _import_commands() -> None:

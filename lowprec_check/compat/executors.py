@@ -1,81 +1,89 @@
-"""Runs calls in parallel, in local threads or on a cluster, through joblib's backends. Never imports torch."""
+"""Runs calls in parallel, in local threads, on ray or on dask; a call that fails costs only its own result. Never imports torch."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import joblib
 
+from lowprec_check.compat.dask_engine import map_on_dask
 from lowprec_check.errors import UsageError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def map_unordered(call: Callable[[Item], Result], items: list[Item], jobs: int, engine: str | None) -> Iterator[Result]:
-    """Yield ``call(item)`` for all ``items``, in order of completion; ``jobs`` run at once, or one per worker of ``engine``.
+def map_unordered(
+    call: Callable[[Item], Result],
+    items: list[Item],
+    jobs: int,
+    engine: str | None,
+    *,
+    on_error: Callable[[Item, Exception], Result],
+    stop: Callable[[], None],
+) -> Iterator[Result]:
+    """Yield ``call(item)`` for all ``items``, in order of completion; ``jobs`` run at once, or one per thread of ``engine``.
+
+    The result of a call that raises, or that kills its worker, is ``on_error(item, error)``. At the end, ``stop`` is called
+    in the processes of this machine that make calls: it ends those still running after an interruption.
 
     Raises:
         UsageError: the engine is unknown, not installed or not reachable.
     """
     if not items:
         return
-    with _joblib_backend(engine, jobs) as n_jobs:
-        backend, _ = joblib.parallel.get_active_backend()
-        if getattr(backend, "supports_return_generator", False):
-            size, how = len(items), {"return_as": "generator_unordered", "pre_dispatch": "2*n_jobs"}
-        else:  # ray returns results only at the end, so it gets a few items at a time
-            size, how = backend.effective_n_jobs(n_jobs), {}
-        work = joblib.Parallel(n_jobs=n_jobs, batch_size=1, **how)
-        for start in range(0, len(items), size):
-            yield from work(joblib.delayed(call)(item) for item in items[start : start + size])
-
-
-@contextlib.contextmanager
-def _joblib_backend(engine: str | None, jobs: int) -> Iterator[int]:
-    """Select joblib's backend, and yield the number of jobs to request from it."""
-    if engine is None:  # each scan is a process, so threads suffice
-        with joblib.parallel_config(backend="threading"):
-            yield jobs
-        return
-    kind, _, address = engine.partition("://")
-    opened = {"dask": _dask, "ray": _ray}.get(kind)
-    if opened is None:
+    kind, _, address = (engine or "").partition("://")
+    if kind not in ("", "dask", "ray"):
         raise UsageError(
             f"Unknown engine {engine!r}.",
             "Choose dask://HOST:PORT, dask, ray://HOST:PORT or ray; omit --engine to run on this machine.",
         )
-    with opened(address, jobs), joblib.parallel_config(backend=kind):
-        yield -1
-
-
-@contextlib.contextmanager
-def _dask(address: str, jobs: int) -> Iterator[Any]:
+    guarded = functools.partial(_guarded, call, on_error)
     try:
-        from distributed import Client, LocalCluster
-    except ModuleNotFoundError:
-        raise UsageError(
-            "--engine dask needs dask.distributed, which is not installed.", "pip install 'lowprec-check[cluster]'"
-        ) from None
-    with contextlib.ExitStack() as stack:
-        try:
-            scheduler = (
-                f"tcp://{address}"
-                if address
-                else stack.enter_context(LocalCluster(n_workers=jobs, threads_per_worker=1))
-            )
-            yield stack.enter_context(Client(scheduler, timeout="20s"))
-        except (OSError, TimeoutError, ValueError) as error:
-            raise UsageError(
-                f"Cannot connect to a dask scheduler{f' at {address}' if address else ''}: {error}.",
-                "Start one: dask scheduler; dask worker HOST:PORT",
-            ) from None
+        if kind == "dask":
+            yield from map_on_dask(guarded, items, jobs, address, on_error=on_error, stop=stop)
+        elif kind == "ray":
+            yield from _map_on_ray(guarded, items, jobs, address, on_error)
+        else:
+            with joblib.parallel_config(backend="threading"):  # each scan is a process, so threads suffice
+                work = joblib.Parallel(n_jobs=jobs, batch_size=1, return_as="generator_unordered")
+                yield from work(joblib.delayed(guarded)(item) for item in items)
+    finally:
+        stop()
+
+
+def _guarded(call: Callable[[Item], Result], on_error: Callable[[Item, Exception], Result], item: Item) -> Result:
+    try:
+        return call(item)
+    except Exception as error:
+        return on_error(item, error)
+
+
+def _map_on_ray(
+    call: Callable[[Item], Result],
+    items: list[Item],
+    jobs: int,
+    address: str,
+    on_error: Callable[[Item, Exception], Result],
+) -> Iterator[Result]:
+    """Yield the results of a few items at a time, since ray returns them only together."""
+    with _ray(address, jobs), joblib.parallel_config(backend="ray"):
+        backend, _ = joblib.parallel.get_active_backend()
+        size = backend.effective_n_jobs(-1)
+        work = joblib.Parallel(n_jobs=-1, batch_size=1)
+        for start in range(0, len(items), size):
+            batch = items[start : start + size]
+            try:
+                yield from work(joblib.delayed(call)(item) for item in batch)
+            except Exception as error:  # a worker died: which item killed it is unknown
+                yield from (on_error(item, error) for item in batch)
 
 
 @contextlib.contextmanager
-def _ray(address: str, jobs: int) -> Iterator[Any]:
+def _ray(address: str, jobs: int) -> Iterator[None]:
     try:
         import ray
         from ray.util.joblib import register_ray

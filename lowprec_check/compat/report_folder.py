@@ -3,49 +3,71 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import TracebackType
 
-from lowprec_check.errors import UsageError
+from lowprec_check.compat.folder_lock import FolderLock
+from lowprec_check.compat.saved_files import missing_pages, page_path, saved_scan
 from lowprec_check.report import matrix
 from lowprec_check.report.registry import FORMATS, write
+from lowprec_check.schema.files import make_folder, write_file
 from lowprec_check.schema.matrix import Matrix, MatrixRow
-from lowprec_check.schema.scan_result import ResultError, ScanResult
+from lowprec_check.schema.scan_result import ScanResult
 
 
 class ReportFolder:
-    """Writes the report into ``folder``; the constructor raises :class:`UsageError` if it cannot be written."""
+    """Context manager that makes ``folder``, locks it, and writes the report into it.
+
+    Entering it and its methods raise :class:`UsageError` if the folder cannot be written or another run writes to it.
+    """
 
     def __init__(self, folder: Path, title: str, *, html: bool) -> None:
         self.folder, self.title = folder, title
         self.suffixes = [".md", *([".html"] if html else [])]
+        self._lock = FolderLock(folder)
         if html:
             FORMATS.get("html").check_available()
-        try:
-            (folder / "models").mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(
-                f"Cannot create {folder / 'models'}: {error.strerror}.", "Choose another folder with -o."
-            ) from None
+
+    def __enter__(self) -> ReportFolder:
+        self._prepare()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._lock.release()
 
     def model(self, row: MatrixRow, result: ScanResult | None) -> None:
         """Write the pages of one model; a model that failed has none."""
+        self._prepare()
         if result is not None:
             for suffix in self.suffixes:
-                write(result, self.folder / "models" / f"{row.slug}{suffix}")
+                write(result, page_path(self.folder, row, suffix))
 
-    def index(self, found: Matrix) -> None:
-        """Write the index, and the pages missing because an earlier call was interrupted."""
-        for row in found.rows:
-            missing = [s for s in self.suffixes if not (self.folder / "models" / f"{row.slug}{s}").exists()]
-            if row.state == "scanned" and missing:
-                self._from_saved(row)
+    def index(self, found: Matrix) -> list[MatrixRow]:
+        """Write the index, and the pages missing because an earlier call was interrupted.
+
+        Returns the rows whose pages cannot be made, because their saved scans are missing too.
+        """
+        self._prepare()
+        without = [row for row in found.rows if not self._complete(row)]
         for suffix in self.suffixes:
             text = matrix.markdown(found, self.title) if suffix == ".md" else matrix.page(found, self.title)
-            (self.folder / f"index{suffix}").write_text(text, encoding="utf-8", newline="\n")
+            write_file(self.folder / f"index{suffix}", text)
+        return without
 
-    def _from_saved(self, row: MatrixRow) -> None:
-        try:
-            self.model(row, ScanResult.load(self.folder / "scans" / f"{row.slug}.json"))
-        except (OSError, ResultError) as error:
-            raise UsageError(
-                f"Cannot read the saved scan of {row.target}: {error}.", "Choose a new folder with -o."
-            ) from None
+    def _complete(self, row: MatrixRow) -> bool:
+        """Make the missing pages of a row; returns whether it has all."""
+        missing = missing_pages(self.folder, row, self.suffixes)
+        if not missing:
+            return True
+        result = saved_scan(self.folder, row)
+        if result is None:
+            return False
+        for page in missing:
+            write(result, page)
+        return True
+
+    def _prepare(self) -> None:
+        """Make and lock the folder, also if it was removed while the scans ran."""
+        make_folder(self.folder / "models")
+        self._lock.acquire()

@@ -7,14 +7,17 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from lowprec_check.compat.executors import map_unordered
 from lowprec_check.compat.rows import failed_row, request_of, row_of
-from lowprec_check.compat.scan_process import ScanLimits, ScanOutcome, end_running_scans, scan_one
+from lowprec_check.compat.saved_files import needs_scan, scan_path
+from lowprec_check.compat.scan_process import ScanLimits, ScanOutcome, end_running_scans, scan_one, temporary_file
 from lowprec_check.compat.target_list import Request
+from lowprec_check.errors import UsageError
+from lowprec_check.schema.files import make_folder
 from lowprec_check.schema.matrix import Matrix, MatrixRow, load, save
 from lowprec_check.schema.scan_result import ResultError, ScanResult
 
@@ -29,35 +32,40 @@ def scan_all(
     engine: str | None = None,
     timeout: float = 1800.0,
     retry_failed: bool = False,
+    pages: Iterable[str] = (".md",),
     on_row: OnRow | None = None,
 ) -> Matrix:
     """Scan the models that ``folder`` does not contain yet; every row is saved as soon as its scan has ended.
 
-    ``matrix.json`` and ``scans/<slug>.json`` are written into ``folder``. ``on_row`` is called with the number of
-    finished rows, the number of all rows, the row, and its result (``None`` if the scan failed).
+    ``matrix.json`` and ``scans/<slug>.json`` are written into ``folder``, which is made again if it is removed meanwhile.
+    A model whose scan is gone is done if it has all ``pages`` (suffixes). ``on_row`` is called with the number of finished
+    rows, the number of all rows, the row, and its result (``None`` if the scan failed).
 
     Raises:
-        UsageError: the engine is unknown, not installed or not reachable, or ``matrix.json`` in the folder is not valid.
+        UsageError: the engine is unknown, not installed or not reachable, ``matrix.json`` in the folder is not valid, or
+            a file cannot be written.
     """
-    (folder / "scans").mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     versions = _versions()
     made_with = {request: versions | _file(request.target) for request in requests}
     rows = {
         request_of(row): row
         for row in load(folder / "matrix.json").rows
         if row.made_with == made_with.get(request_of(row), row.made_with | versions)
-        and _is_done(row, folder, retry_failed)
+        and _is_done(row, folder, retry_failed, pages if request_of(row) in made_with else (".md",))
     }
     missing = [request for request in requests if request not in rows]
     threads = max(1, (os.cpu_count() or 1) // jobs) if jobs > 1 and engine is None else None
-    for outcome in _outcomes(missing, ScanLimits(timeout, threads), jobs, engine):
-        row, result = _row(outcome, made_with[outcome.request])
-        if result is not None:
-            result.save(folder / "scans" / f"{row.slug}.json")
-        rows[outcome.request] = row
-        save(_ordered(rows, requests), folder / "matrix.json")
-        if on_row is not None:
-            on_row(sum(request in rows for request in requests), len(requests), row, result)
+    with contextlib.closing(_outcomes(missing, ScanLimits(timeout, threads), jobs, engine)) as outcomes:
+        for outcome in outcomes:
+            row, result = _row(outcome, made_with[outcome.request])
+            make_folder(folder / "scans")
+            if result is not None:
+                result.save(scan_path(folder, row))
+            rows[outcome.request] = row
+            save(_ordered(rows, requests), folder / "matrix.json")
+            if on_row is not None:
+                on_row(sum(request in rows for request in requests), len(requests), row, result)
     matrix = _ordered(rows, requests)
     save(matrix, folder / "matrix.json")
     return matrix
@@ -79,11 +87,9 @@ def _file(target: str) -> dict[str, str]:
     return {}
 
 
-def _is_done(row: MatrixRow, folder: Path, retry_failed: bool) -> bool:
-    """Whether a saved row need not be scanned again: its scan is saved, or at least its page."""
-    if row.state == "failed":
-        return not retry_failed
-    return any((folder / name).exists() for name in (f"scans/{row.slug}.json", f"models/{row.slug}.md"))
+def _is_done(row: MatrixRow, folder: Path, retry_failed: bool, pages: Iterable[str]) -> bool:
+    """Whether a saved row need not be scanned again: its scan is saved, or at least its pages."""
+    return not retry_failed if row.state == "failed" else not needs_scan(folder, row, pages)
 
 
 def _ordered(rows: dict[Request, MatrixRow], requests: list[Request]) -> Matrix:
@@ -105,9 +111,17 @@ def _row(outcome: ScanOutcome, made_with: dict[str, str]) -> tuple[MatrixRow, Sc
     return failed_row(outcome.request, outcome.reason or "no reason given", outcome.seconds, made_with), None
 
 
-def _outcomes(requests: list[Request], limits: ScanLimits, jobs: int, engine: str | None) -> Iterator[ScanOutcome]:
+def _outcomes(
+    requests: list[Request], limits: ScanLimits, jobs: int, engine: str | None
+) -> Generator[ScanOutcome, None, None]:
     """Yield outcomes in order of completion. If iteration stops early, the scans still running on this machine are killed."""
-    try:
-        yield from map_unordered(functools.partial(scan_one, limits=limits), requests, jobs, engine)
-    finally:
-        end_running_scans()
+    if requests and engine is None:
+        temporary_file().close()  # without one, no scan can run
+    scan = functools.partial(scan_one, limits=limits)
+    yield from map_unordered(scan, requests, jobs, engine, on_error=_failed, stop=end_running_scans)
+
+
+def _failed(request: Request, error: Exception) -> ScanOutcome:
+    """The outcome of a scan that could not be started, or that killed its worker in the cluster."""
+    reason = error.message if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+    return ScanOutcome(request, b"", reason[:500], 0.0)

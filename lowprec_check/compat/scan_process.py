@@ -8,6 +8,7 @@ import time
 from typing import IO, Literal, NamedTuple, NoReturn
 
 from lowprec_check.compat.target_list import Request
+from lowprec_check.errors import UsageError
 from lowprec_check.process.command_worker import CommandWorker
 from lowprec_check.process.exit_code import describe_exit
 from lowprec_check.process.interpreter import module_command
@@ -37,14 +38,29 @@ _running: set[CommandWorker] = set()
 
 
 def scan_one(request: Request, limits: ScanLimits) -> ScanOutcome:
-    """Scan in a new process; a crash or a timeout is an outcome too. Runs on any machine that has this package."""
+    """Scan in a new process; a crash or a timeout is an outcome too. Runs on any machine that has this package.
+
+    Raises:
+        UsageError: no temporary file can be created.
+    """
     started = time.monotonic()
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+    with temporary_file() as output, temporary_file() as errors:
         worker = CommandWorker(_command(request), environment=_environment(limits), output=output, errors=errors)
         worker.set_timeout(limits.seconds)
         reason = _reason(_watch(worker), errors, limits)
         json = _read(output) if reason is None else b""
     return ScanOutcome(request, json, reason, time.monotonic() - started)
+
+
+def temporary_file() -> IO[bytes]:
+    """A file without a name for the output of a scan; raises :class:`UsageError` if there is no usable temporary folder."""
+    try:
+        return tempfile.TemporaryFile()
+    except OSError as error:
+        raise UsageError(
+            f"Cannot create a temporary file: {error.strerror}.",
+            "Set TMPDIR to a writable folder with free space.",
+        ) from None
 
 
 def end_running_scans() -> None:

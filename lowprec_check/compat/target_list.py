@@ -71,8 +71,12 @@ def with_slugs(requests: Iterable[Request]) -> list[Request]:
 
 
 def _plain_slug(request: Request) -> str:
-    name = re.sub(r"[^A-Za-z0-9._]+", "-", request.target).strip("-.")[-80:] or "model"
-    return f"{name}-{request.device.replace(':', '')}" if request.device else name
+    name = _file_name(request.target)[-80:].lstrip("-.") or "model"
+    return f"{name}-{_file_name(request.device.replace(':', ''))}" if request.device else name
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")
 
 
 def _digest(request: Request) -> str:

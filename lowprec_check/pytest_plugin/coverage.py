@@ -21,6 +21,7 @@ from lowprec_check.catalog.records import LOW, Dtype
 from lowprec_check.errors import UsageError
 from lowprec_check.pytest_plugin import options
 from lowprec_check.report.coverage import RENDERERS, Coverage, OpUse, coverage_text
+from lowprec_check.schema.files import write_file
 from lowprec_check.schema.registry import choices
 
 if TYPE_CHECKING:
@@ -121,9 +122,9 @@ class CoverageRecorder:
         self.found = self._coverage()
         if self.report is not None:
             try:
-                self.report.write_text(RENDERERS[self.report.suffix](self.found), encoding="utf-8")
-            except OSError as error:
-                self.failed_to_write = f"Cannot write {self.report}: {error.strerror}."
+                write_file(self.report, RENDERERS[self.report.suffix](self.found))
+            except UsageError as error:
+                self.failed_to_write = error.message
 
     def _coverage(self) -> Coverage:
         first = self.catalogs[0]

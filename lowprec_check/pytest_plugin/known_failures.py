@@ -15,6 +15,7 @@ import pytest
 from lowprec_check.errors import UsageError
 from lowprec_check.pytest_plugin import manifest, options
 from lowprec_check.pytest_plugin.manifest import NO_REASON, KnownFailure, Manifest
+from lowprec_check.schema.files import write_file
 
 _UNUSED = "lowprec_unused"
 
@@ -120,9 +121,9 @@ class KnownFailures:
         self.change = manifest.updated(self.known, self.results, self.unused)
         text = manifest.dump(self.change.manifest.values(), manifest.head_of(self.path))
         try:
-            self.path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            self.failed_to_write = f"Cannot write {self._shown()}: {error.strerror}."
+            write_file(self.path, text)
+        except UsageError as error:
+            self.failed_to_write = error.message
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print the changes to the manifest, or its unused entries."""

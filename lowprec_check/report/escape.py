@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import unicodedata
 
 import msgspec
@@ -34,6 +35,11 @@ def _escape(match: re.Match[str]) -> str:
 def visible_lines(text: str, most: int = LONGEST) -> list[str]:
     """The lines of a code block, each passed through :func:`visible`, with their indentation."""
     return [visible(line.expandtabs(4), most) for line in text.splitlines()]
+
+
+def visible_text(text: str) -> str:
+    """The lines of a message, each passed through :func:`visible` in full."""
+    return "\n".join(visible_lines(text, most=sys.maxsize))
 
 
 def visible_diagnostic(diagnostic: Diagnostic) -> Diagnostic:

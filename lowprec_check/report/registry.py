@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from lowprec_check.analysis.diff import ScanDiff
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.files import write_file
 from lowprec_check.schema.registry import Registry
 from lowprec_check.schema.scan_result import ScanResult
 
@@ -79,6 +80,10 @@ def render(result: ScanResult, format: str) -> str:
 
 
 def write(result: ScanResult, path: Path, format: str | None = None) -> None:
-    """Write the report to ``path`` in UTF-8, in ``format`` or else in the format of the suffix."""
+    """Write the report to ``path`` in UTF-8, in ``format`` or else in the format of the suffix.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
     chosen = FORMATS.get(format) if format else format_of(path)
-    path.write_text(chosen.render(result), encoding="utf-8", newline="\n")
+    write_file(path, chosen.render(result))

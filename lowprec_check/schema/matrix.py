@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+import msgspec
 
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.base import Struct, decode, encode
+from lowprec_check.schema.files import write_file
 from lowprec_check.schema.scan_result import Evidence, GapKind, Status
 
 SCHEMA = 1
@@ -42,7 +44,8 @@ class MatrixRow(Struct, frozen=True, kw_only=True):
     options: list[str] = []
     device: str | None = None
     """The device requested; the cells name the device used."""
-    slug: str
+    slug: Annotated[str, msgspec.Meta(pattern=r"\A(?!\.)[A-Za-z0-9._-]+\Z")]
+    """The name of its files in the folder, without their suffixes: it must not lead out of the folder."""
     made_with: dict[str, str] = {}
     state: Literal["scanned", "failed"]
     reason: str | None = None
@@ -78,7 +81,5 @@ def load(path: Path) -> Matrix:
 
 
 def save(matrix: Matrix, path: Path) -> None:
-    """Write ``matrix`` atomically: an interruption leaves the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(encode(matrix, indent=1))
-    temporary.replace(path)
+    """Write ``matrix``; raises :class:`UsageError` if that fails."""
+    write_file(path, encode(matrix, indent=1))

@@ -8,6 +8,7 @@ from typing import Any
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.base import Struct, decode, encode
+from lowprec_check.schema.files import write_file
 from lowprec_check.schema.precisions import plan_bases
 from lowprec_check.schema.run_key import EAGER, MemoryFormat
 
@@ -84,8 +85,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     """Code to paste: the same as :func:`lowprec_check.apply`, in pure PyTorch."""
 
     def save(self, path: str | Path) -> None:
-        """Write as indented JSON."""
-        Path(path).write_bytes(encode(self, indent=1))
+        """Write as indented JSON; raises :class:`UsageError` if that fails."""
+        write_file(path, encode(self, indent=1))
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

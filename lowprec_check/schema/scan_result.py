@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from lowprec_check.schema.base import Struct, decode
+from lowprec_check.schema.files import write_file
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Plan
 from lowprec_check.schema.precisions import PRECISIONS, Precision
@@ -270,8 +271,8 @@ class ScanResult(Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(self) + b"\n"
 
     def save(self, path: str | Path) -> None:
-        """Write :meth:`to_json` to ``path``."""
-        Path(path).write_bytes(self.to_json())
+        """Write :meth:`to_json` to ``path``; raises :class:`UsageError` if that fails."""
+        write_file(path, self.to_json())
 
     @classmethod
     def from_json(cls, data: bytes) -> ScanResult:

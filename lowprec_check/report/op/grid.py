@@ -15,6 +15,7 @@ from lowprec_check.report.op.document import render_report
 from lowprec_check.report.template import fill
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.devices import catalogued
+from lowprec_check.schema.files import write_file
 
 CELLS: list[tuple[Dtype, Mode]] = [(dtype, mode) for dtype in LOW for mode in MODES]
 _LETTER: dict[State | None, str] = {"all": "a", "some": "s", "none": "n", None: "-"}
@@ -117,6 +118,6 @@ def render_grid() -> str:
 def write_reports(folder: Path) -> list[Path]:
     """Write ``op-support.md`` and ``op-support.html``; return their paths."""
     document, page = folder / "op-support.md", folder / "op-support.html"
-    document.write_text(render_report(), encoding="utf-8")
-    page.write_text(render_grid(), encoding="utf-8")
+    write_file(document, render_report())
+    write_file(page, render_grid())
     return [document, page]

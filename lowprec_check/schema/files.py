@@ -1,0 +1,125 @@
+"""Writes files: after an error or a kill, a file holds its old content or its new one, never a part. Never imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from lowprec_check.errors import UsageError
+
+_NOT_REPLACEABLE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EROFS)
+"""Errors for a file that may be written, in a folder where no file may be made or renamed; or a mount point."""
+
+
+def write_file(path: str | Path, data: bytes | str) -> None:
+    """Write ``data`` (text as UTF-8) to ``path``: into a new file in the same folder, which then replaces the old one.
+
+    The file keeps its mode and, if possible, its owner. A symbolic link stays, and its target is replaced. What is not a
+    regular file (``/dev/stdout``, a FIFO) is written directly, and so is a file in a folder where none may be made.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    content = data.encode("utf-8", "replace") if isinstance(data, str) else data
+    with _usage_errors("write", path):
+        file, old = _resolve(Path(path))
+        if old is not None and not _is_replaceable(file, old):
+            file.write_bytes(content)
+            return
+        try:
+            _replace(file, content, old)
+        except OSError as error:
+            if old is None or error.errno not in _NOT_REPLACEABLE:
+                raise
+            file.write_bytes(content)
+
+
+def check_file(path: str | Path) -> None:
+    """Raise :class:`UsageError` if ``path`` cannot be written. Changes nothing, and does not open a FIFO."""
+    with _usage_errors("write", path):
+        _resolve(Path(path))
+
+
+def make_folder(path: Path) -> None:
+    """Create the folder ``path`` and its parents, unless it exists; raises :class:`UsageError` if that fails."""
+    with _usage_errors("create", path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def _usage_errors(verb: str, path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        reason = getattr(error, "strerror", None) or error
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        hint = "Free some space, or choose another folder." if full else "Choose an existing, writable folder."
+        raise UsageError(f"Cannot {verb} {path}: {reason}.", hint) from None
+
+
+def _resolve(path: Path) -> tuple[Path, os.stat_result | None]:
+    """The file that ``path`` leads to, and its status if it exists; raises ``OSError`` if it may not be written."""
+    try:
+        old = path.stat()
+    except FileNotFoundError:
+        old = None
+    while path.is_symlink() and not _is_in_proc(path):
+        path = path.parent / path.readlink()
+    if old is None:
+        path.parent.stat()
+        allowed = os.access(path.parent, os.W_OK | os.X_OK)
+    else:
+        allowed = os.access(path, os.W_OK)
+    if not allowed:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    if old is not None and stat.S_ISDIR(old.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    return path, old
+
+
+def _is_in_proc(path: Path) -> bool:
+    """Whether ``path`` is an open file of a process, such as ``/dev/stdout``; others may be writing to it."""
+    return str(path.parent.resolve()).startswith("/proc/")
+
+
+def _is_replaceable(file: Path, old: os.stat_result) -> bool:
+    return stat.S_ISREG(old.st_mode) and not _is_in_proc(file)
+
+
+def _replace(file: Path, content: bytes, old: os.stat_result | None) -> None:
+    new = file.with_name(f".lowprec-check-{os.urandom(8).hex()}")  # a name that nobody can predict
+    try:
+        _write_new(new, content, old)
+        new.replace(file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise
+
+
+def _write_new(new: Path, content: bytes, old: os.stat_result | None) -> None:
+    """Write a new file. Where the system can, it has no name until it is complete, so that a kill leaves nothing behind."""
+    if hasattr(os, "O_TMPFILE"):
+        with contextlib.suppress(OSError):  # not every file system can; other errors occur again below
+            _fill(os.open(new.parent, os.O_TMPFILE | os.O_WRONLY, 0o666), content, old, name=new)
+            return
+    _fill(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), content, old)
+
+
+def _fill(descriptor: int, content: bytes, old: os.stat_result | None, name: Path | None = None) -> None:
+    """Write ``content`` to the disk, with the owner and mode of ``old``; then give the file its ``name``, if it has none."""
+    with open(descriptor, "wb") as stream:
+        stream.write(content)
+        stream.flush()
+        if old is not None and hasattr(os, "fchown"):
+            with contextlib.suppress(PermissionError):
+                os.fchown(descriptor, old.st_uid, old.st_gid)
+            with contextlib.suppress(PermissionError):
+                os.fchmod(descriptor, stat.S_IMODE(old.st_mode))
+        os.fsync(descriptor)
+        if name is not None:  # without a folder descriptor, Python would not follow the link in /proc
+            os.link(f"/proc/self/fd/{descriptor}", name, src_dir_fd=descriptor)
