@@ -11,7 +11,7 @@ import typer
 from lowprec_check.analysis.diff import ERROR_FACTOR, TIME_FACTOR, ScanDiff, diff_scans
 from lowprec_check.cli.app import FINDINGS, app, check_writable, load_result, screen_size
 from lowprec_check.errors import UsageError
-from lowprec_check.report.registry import FORMATS, ReportFormat, diff_formats, format_of, suffixes
+from lowprec_check.report.registry import FORMATS, ReportFormat, diff_formats, format_of, save_text, suffixes
 from lowprec_check.schema.registry import choices
 
 
@@ -62,7 +62,7 @@ def diff(
     if not files:
         _print(found, chosen)
     for file, wanted in zip(files, formats, strict=True):
-        file.write_text(wanted.render_diff(found), encoding="utf-8", newline="\n")
+        save_text(wanted.render_diff(found), file)
     if files and found.warnings:
         print(
             f"warning: the two scans ran under different conditions: {'; '.join(map(visible, found.warnings))}",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lowprec_check.errors import UsageError
 from lowprec_check.report import matrix
-from lowprec_check.report.registry import FORMATS, write
+from lowprec_check.report.registry import FORMATS, save_text, write
 from lowprec_check.schema.matrix import Matrix, MatrixRow
 from lowprec_check.schema.scan_result import ResultError, ScanResult
 
@@ -40,7 +40,7 @@ class ReportFolder:
                 self._from_saved(row)
         for suffix in self.suffixes:
             text = matrix.markdown(found, self.title) if suffix == ".md" else matrix.page(found, self.title)
-            (self.folder / f"index{suffix}").write_text(text, encoding="utf-8", newline="\n")
+            save_text(text, self.folder / f"index{suffix}")
 
     def _from_saved(self, row: MatrixRow) -> None:
         try:

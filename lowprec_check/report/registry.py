@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from lowprec_check.analysis.diff import ScanDiff
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, encodable
 from lowprec_check.schema.registry import Registry
 from lowprec_check.schema.scan_result import ScanResult
 
@@ -81,4 +81,9 @@ def render(result: ScanResult, format: str) -> str:
 def write(result: ScanResult, path: Path, format: str | None = None) -> None:
     """Write the report to ``path`` in UTF-8, in ``format`` or else in the format of the suffix."""
     chosen = FORMATS.get(format) if format else format_of(path)
-    path.write_text(chosen.render(result), encoding="utf-8", newline="\n")
+    save_text(chosen.render(result), path)
+
+
+def save_text(text: str, path: Path) -> None:
+    """Write ``text`` to ``path`` in UTF-8; a format of another package may have left a lone surrogate in it."""
+    path.write_text(encodable(text), encoding="utf-8", newline="\n")

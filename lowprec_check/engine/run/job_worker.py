@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from lowprec_check.engine.run.messages import (
 )
 from lowprec_check.engine.run.outcome import JobOutcome
 from lowprec_check.engine.run.work import run_job
+from lowprec_check.errors import traceback_of
 from lowprec_check.process.breadcrumb import Breadcrumb, Position
 from lowprec_check.process.exit_code import describe_exit, signal_name
 from lowprec_check.process.function_worker import FunctionWorker, SendBytes
@@ -117,6 +117,6 @@ def _work(job: Job, load: Load, send_bytes: SendBytes) -> None:
     try:
         run_job(job, load(), send)
         send(Finished())
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(Exception):
-            send(ToolFailed(traceback.format_exc()))
+            send(ToolFailed(traceback_of(error)))
