@@ -1,6 +1,14 @@
-"""Errors the user can fix, and the end that others ask for. Never imports torch."""
+"""Errors the user can fix, the end that others ask for, and the text of foreign exceptions. Never imports torch."""
 
 from __future__ import annotations
+
+import traceback
+from typing import Any
+
+LONGEST_MESSAGE = 2_000
+"""Characters of a message that are kept: one from C++ may hold a stack trace, one from a model anything."""
+
+LONGEST_TRACEBACK = 20_000
 
 
 class UsageError(Exception):
@@ -12,8 +20,8 @@ class UsageError(Exception):
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = encodable(message)
+        self.hint = hint and encodable(hint)
 
     def __str__(self) -> str:
         return self.message if self.hint is None else f"{self.message}\n{self.hint}"
@@ -25,3 +33,45 @@ class Terminated(BaseException):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
+
+
+def encodable(text: str) -> str:
+    r"""``text`` with each lone surrogate as six characters, ``\udc80``, so that it is valid Unicode.
+
+    A file name that is not UTF-8 has such surrogates (:pep:`383`); no file and no message can hold them.
+    """
+    return str.encode(text, "utf-8", "backslashreplace").decode()
+
+
+def message_of(error: BaseException) -> str:
+    """``str(error)``, :func:`encodable` and at most :data:`LONGEST_MESSAGE` characters long.
+
+    Never raises, whatever the ``__str__`` of the exception does.
+    """
+    return text_of(error)
+
+
+def text_of(value: Any) -> str:
+    """``str(value)`` of an object of foreign code, in the same way as :func:`message_of`."""
+    try:
+        text = str(value)  # may be a subclass of str, whose own methods are not called
+        text = encodable(str.__getitem__(text, slice(LONGEST_MESSAGE + 1)))
+    except BaseException as error:
+        return f"<{type_name(value)}, whose str() raises {type_name(error)}>"
+    return text if len(text) <= LONGEST_MESSAGE else f"{text[: LONGEST_MESSAGE - 1]}…"
+
+
+def type_name(value: object) -> str:
+    """The name of the class of ``value``; a metaclass cannot change it."""
+    name: str = type.__dict__["__name__"].__get__(type(value))
+    return name[:200]
+
+
+def traceback_of(error: BaseException) -> str:
+    """The traceback as Python prints it; of a long one, the beginning and the end. Never raises."""
+    try:
+        text = "".join(traceback.format_exception(error))
+    except BaseException:
+        text = f"{''.join(traceback.format_tb(error.__traceback__))}{type_name(error)}: {message_of(error)}\n"
+    half = LONGEST_TRACEBACK // 2
+    return encodable(text if len(text) <= LONGEST_TRACEBACK else f"{text[:half]}\n…\n{text[-half:]}")

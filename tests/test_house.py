@@ -133,6 +133,39 @@ def test_what_counts_as_a_clash(homes: list[str], clash: bool) -> None:
     assert is_clash(homes) == clash
 
 
+# -- Foreign text
+
+
+def test_the_text_of_an_exception_is_made_safely() -> None:
+    """In code that runs models, ``str(error)`` may raise: :func:`lowprec_check.errors.message_of` does not."""
+    files = [path for path in FILES if inside(path).startswith((*WITH_TORCH, "schema/registry"))]
+    found = [
+        f"{inside(path)}:{node.lineno}"
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if is_text_of_error(node)
+    ]
+    assert not found
+
+
+def is_text_of_error(node: ast.AST) -> bool:
+    """Whether it is ``str(error)`` or ``f"{error}"``."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "str":
+        value: ast.AST = node.args[0]
+    elif isinstance(node, ast.FormattedValue) and node.format_spec is None:
+        value = node.value
+    else:
+        return False
+    return isinstance(value, ast.Name) and value.id == "error"
+
+
+@pytest.mark.parametrize(
+    ("code", "found"), [("str(error)", 1), ("f'{error}'", 1), ("f'{error:.1e}'", 0), ("str(1)", 0)]
+)
+def test_what_counts_as_the_text_of_an_exception(code: str, found: int) -> None:
+    assert sum(map(is_text_of_error, ast.walk(ast.parse(code)))) == found
+
+
 # -- Sizes
 
 

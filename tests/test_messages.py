@@ -108,7 +108,7 @@ def test_a_message_with_invalid_unicode_is_sent() -> None:
     received = decode(encode(PlainDone(odd)))
     assert isinstance(received, PlainDone)
     assert received.result.exception is not None
-    assert received.result.exception.message == "?.bin"
+    assert received.result.exception.message == "\\udcff.bin"
     assert received.result.loss == math.inf
 
 

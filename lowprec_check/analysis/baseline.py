@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, encodable
 from lowprec_check.schema.base import Struct, decode, encode
 from lowprec_check.schema.files import write_file
 from lowprec_check.schema.run_key import EAGER, MemoryFormat
@@ -60,7 +60,7 @@ def fingerprint(diagnostic: Diagnostic) -> str:
         "",
     )
     text = "\x1f".join(part or "" for part in parts)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return hashlib.sha256(encodable(text).encode()).hexdigest()[:16]
 
 
 def stable_path(module: str | None) -> str:
@@ -70,7 +70,7 @@ def stable_path(module: str | None) -> str:
 
 def file_of(source: str | None) -> str:
     r"""``net/blocks.py`` of ``net\blocks.py:41``."""
-    return re.sub(r":\d+$", "", source or "").replace("\\", "/")
+    return re.sub(r":\d+$", "", encodable(source or "")).replace("\\", "/")
 
 
 def _without_numbers(message: str) -> str:

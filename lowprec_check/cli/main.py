@@ -10,14 +10,13 @@ import os
 import pkgutil
 import signal
 import sys
-import traceback
 import warnings
 from typing import Any
 
 import typer
 
 from lowprec_check.cli.app import INTERRUPTED, TOOL_FAILED, USAGE_ERROR, app, close_stdout, print_status
-from lowprec_check.errors import Terminated, UsageError
+from lowprec_check.errors import Terminated, UsageError, traceback_of
 
 
 def main() -> None:
@@ -43,30 +42,33 @@ def main() -> None:
 
 def _report(error: BaseException) -> int:
     """Print what ended the command, and return the exit code."""
+    if isinstance(error, (KeyboardInterrupt, typer.Abort)):
+        return INTERRUPTED
     if isinstance(error, Terminated):
         print_status(f"ended by {signal.Signals(error.number).name}")
         return 128 + error.number
-    if isinstance(error, (KeyboardInterrupt, typer.Abort)):
-        return INTERRUPTED
-    if isinstance(error, BrokenPipeError):  # the reader of the output has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 128 + signal.SIGPIPE
+    if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.ENOSPC):
+        return _report_closed_output(error)
     if isinstance(error, UsageError):
-        print_status(f"error: {error.message}")
-        if error.hint:
-            print_status(error.hint)
+        print_status("\n".join([f"error: {error.message}", *([error.hint] if error.hint else [])]))
         return USAGE_ERROR
     if hasattr(error, "show") and hasattr(error, "exit_code"):  # a usage error that the parser found
         print_status(_shown(error))
         return int(error.exit_code)
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        print_status(f"error: {error.strerror}.")
-        return USAGE_ERROR
     if not isinstance(error, Exception):
         raise error
-    print_status(traceback.format_exc())
+    print_status(traceback_of(error))
     print_status("lowprec-check failed. Please report this bug with the traceback above.")
     return TOOL_FAILED
+
+
+def _report_closed_output(error: OSError) -> int:
+    """Standard output is full, or its reader has gone, which is not an error."""
+    if error.errno == errno.EPIPE:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python writes at exit
+        return 128 + signal.SIGPIPE
+    print_status(f"error: {error.strerror}.")
+    return USAGE_ERROR
 
 
 def _end_workers_when_terminated() -> None:

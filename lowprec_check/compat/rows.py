@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from lowprec_check.analysis.run_summary import label, memory_ratio, missing_kernels, time_ratio
@@ -13,8 +14,13 @@ _ENVIRONMENT = ("torch", "python", "device_name", "cpu_capability", "threads", "
 
 
 def request_of(row: MatrixRow) -> Request:
-    """Return the request that a row was made for."""
-    return Request(row.target, tuple(row.options), row.device, row.slug)
+    """Return the request that a row was made for, also after the row was saved and read again."""
+    return Request(_as_given(row.target), tuple(map(_as_given, row.options)), row.device, row.slug)
+
+
+def _as_given(saved: str) -> str:
+    r"""Undo :func:`~lowprec_check.errors.encodable` for bytes of a file name that are not UTF-8: ``\udcff``."""
+    return re.sub(r"\\u(dc[89a-f][0-9a-f])", lambda match: chr(int(match[1], 16)), saved)
 
 
 def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict[str, str]) -> MatrixRow:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, encodable
 
 
 class Request(NamedTuple):
@@ -25,16 +25,18 @@ class Request(NamedTuple):
 
 
 def read_list(path: Path) -> list[Request]:
-    """Read one target per line, followed by options of ``scan``; ``#`` starts a comment."""
+    """Read one target per line, followed by options of ``scan``; ``#`` starts a comment.
+
+    A file name that is not UTF-8 is read as it would be from the command line.
+    """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(
-            f"Cannot read {path}: {why}.", "Choose a text file with one target per line, followed by scan options."
-        ) from None
+        text = path.read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError as error:
+        raise _unreadable(path, error.strerror) from None
+    if "\0" in text:  # no argument of a command can contain it
+        raise _unreadable(path, "it has a null byte")
     requests = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.splitlines(), 1):
         try:
             words = shlex.split(line, comments=True)
         except ValueError as error:
@@ -45,6 +47,11 @@ def read_list(path: Path) -> list[Request]:
         if words:
             requests.append(Request(words[0], tuple(words[1:])))
     return requests
+
+
+def _unreadable(path: Path, why: str | None) -> UsageError:
+    hint = "Choose a text file with one target per line, followed by scan options."
+    return UsageError(f"Cannot read {path}: {why}.", hint)
 
 
 def expand_requests(requests: Iterable[Request], options: tuple[str, ...], devices: Iterable[str]) -> list[Request]:
@@ -81,4 +88,4 @@ def _file_name(text: str) -> str:
 
 def _digest(request: Request) -> str:
     text = "\0".join([request.target, *request.options])
-    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:6]
+    return hashlib.sha256(encodable(text).encode()).hexdigest()[:6]

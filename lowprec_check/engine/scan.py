@@ -21,7 +21,7 @@ from lowprec_check.engine.run.target_runs import OnProgress, RunOptions, TargetR
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.engine.trace.withheld_kernels import parse_withheld
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, encodable
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.registry import Registry
@@ -191,17 +191,16 @@ def scan_target(
     machine = isolated(lambda: environment(options.device), isolation, dict[str, Any])
     settings = options.for_runs(machine["device"])
     target = source.target
+    name = encodable(spec or target.name)
     with open_runs(source, settings, isolation, on_progress) as target_runs:
         fp32 = target_runs.reference()
         runs = [fp32, *_low_runs(target_runs, options)]
-        planned = plan_for_scan(
-            target_runs, runs, machine, spec or target.name, wanted=options.plan, on_progress=on_progress
-        )
+        planned = plan_for_scan(target_runs, runs, machine, name, wanted=options.plan, on_progress=on_progress)
     runs += [planned[0]] if planned is not None else []
     model = describe_target(target, fp32)
     result = ScanResult(
         tool=f"lowprec-check {version()}",
-        target=spec or target.name,
+        target=name,
         model=model,
         environment=machine,
         options=options.saved(target_runs.isolation),

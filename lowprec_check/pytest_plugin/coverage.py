@@ -18,7 +18,7 @@ from lowprec_check.catalog.aten import AtenCatalog
 from lowprec_check.catalog.measured import catalog_device
 from lowprec_check.catalog.names import dtype_of
 from lowprec_check.catalog.records import LOW, Dtype
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, encodable
 from lowprec_check.pytest_plugin import options
 from lowprec_check.report.coverage import RENDERERS, Coverage, OpUse, coverage_text
 from lowprec_check.schema.files import write_file
@@ -111,9 +111,9 @@ class CoverageRecorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Collect the operators of each test."""
-        self.tests.add(report.nodeid)
+        self.tests.add(encodable(report.nodeid))
         for op in getattr(report, "lowprec_ops", ()):
-            self.uses[op].add(report.nodeid)
+            self.uses[op].add(encodable(report.nodeid))
 
     def pytest_sessionfinish(self) -> None:
         """Look up the operators and write the report."""

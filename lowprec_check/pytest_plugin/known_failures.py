@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, encodable, type_name
 from lowprec_check.pytest_plugin import manifest, options
 from lowprec_check.pytest_plugin.manifest import NO_REASON, KnownFailure, Manifest
 from lowprec_check.schema.files import write_file
@@ -62,8 +62,8 @@ class KnownFailures:
         report = yield
         if report.when == "teardown" or hasattr(report, "wasxfail"):
             return report
-        known = self.known.get(item.nodeid)
-        raised = type(call.excinfo.value).__name__ if report.failed and call.excinfo else None
+        known = self.known.get(encodable(item.nodeid))
+        raised = type_name(call.excinfo.value) if report.failed and call.excinfo else None
         report.lowprec_raised = raised  # type: ignore[attr-defined]
         if raised is not None:
             self.raising.add(item.nodeid)  # a subtest fails before its test is reported as passed
@@ -104,9 +104,9 @@ class KnownFailures:
             return
         raised: str | None = report.lowprec_raised
         if raised is not None:
-            self.results[report.nodeid] = raised
+            self.results[encodable(report.nodeid)] = raised
         elif report.when == "call" and (report.passed or report.failed):
-            self.results.setdefault(report.nodeid, None)
+            self.results.setdefault(encodable(report.nodeid), None)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -160,7 +160,8 @@ def _unused(known: Manifest, config: pytest.Config, items: list[pytest.Item]) ->
     """Entries whose test does not exist in a collected file, or whose file is missing; none if only parts of files were collected."""
     if any("::" in argument for argument in config.args) or config.getoption("lf", False):
         return []
-    tests, files = {item.nodeid for item in items}, {_file(item.nodeid) for item in items}
+    tests = {encodable(item.nodeid) for item in items}
+    files = set(map(_file, tests))
     missing = [
         test
         for test in known

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lowprec_check.catalog.toml_tables import read_tables
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, encodable
 from lowprec_check.schema.base import StrictStruct
 
 HEAD = "# Tests that are known to fail, each with its exception. Updated by pytest --lowprec-update-manifest; fill in the reasons.\n"
@@ -56,7 +56,7 @@ def dump(entries: Iterable[KnownFailure], head: str = HEAD) -> str:
 
 def _string(text: str) -> str:
     """A TOML basic string, which differs from a JSON string only in DEL."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(encodable(text), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def head_of(path: Path) -> str:

@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from lowprec_check.analysis.baseline import fingerprint
 from lowprec_check.analysis.rules.registry import rules
+from lowprec_check.errors import encodable
 from lowprec_check.report import summary
 from lowprec_check.report.escape import visible
 from lowprec_check.schema.scan_result import Diagnostic, ScanResult
@@ -117,5 +118,5 @@ def _artifact(file: str) -> dict[str, str]:
     path = file.replace("\\", "/")
     if re.match(r"[A-Za-z]:/", path):
         path = f"/{path}"
-    uri = quote(path.encode("utf-8", "replace"), safe="/") or "model"
+    uri = quote(encodable(path), safe="/") or "model"
     return {"uri": f"file://{uri}"} if path.startswith("/") else {"uri": uri, "uriBaseId": "%SRCROOT%"}

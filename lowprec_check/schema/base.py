@@ -6,10 +6,12 @@ it; removing a field or changing its meaning raises the number. A reader that me
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+
+from lowprec_check.errors import encodable
 
 
 class Struct(msgspec.Struct, frozen=True):
@@ -22,7 +24,23 @@ class StrictStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def encode(value: Struct | Sequence[Struct] | dict[str, Any], indent: int = 2) -> bytes:
     """Encode as indented JSON with a final newline."""
-    return msgspec.json.format(msgspec.json.encode(value), indent=indent) + b"\n"
+    return msgspec.json.format(encoded(value, msgspec.json.encode), indent=indent) + b"\n"
+
+
+def encoded(value: Any, encoder: Callable[[Any], bytes]) -> bytes:
+    r"""``encoder(value)``; a lone surrogate in a text becomes ``\udc80``, so that no text prevents saving or sending."""
+    try:
+        return encoder(value)
+    except UnicodeEncodeError:
+        return encoder(_encodable(msgspec.to_builtins(value)))
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(item) for key, item in value.items()}
+    return [_encodable(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 class _Head(msgspec.Struct):

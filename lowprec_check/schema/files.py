@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, encodable
 
 _NOT_REPLACEABLE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EROFS)
 """Errors for a file that may be written, in a folder where no file may be made or renamed; or a mount point."""
@@ -24,7 +24,7 @@ def write_file(path: str | Path, data: bytes | str) -> None:
     Raises:
         UsageError: the file cannot be written.
     """
-    content = data.encode("utf-8", "replace") if isinstance(data, str) else data
+    content = encodable(data).encode() if isinstance(data, str) else data
     with _usage_errors("write", path):
         file, old = _resolve(Path(path))
         if old is not None and not _is_replaceable(file, old):

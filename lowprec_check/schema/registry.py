@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, message_of, type_name
 
 ENTRY_POINTS = "lowprec_check.axes"
 
@@ -52,7 +52,7 @@ def added_by_packages() -> tuple[Added, ...]:
         except Exception as error:
             raise UsageError(
                 f"{package} registers {entry.name!r} with lowprec-check, but it failed to load: "
-                f"{type(error).__name__}: {error}.",
+                f"{type_name(error)}: {message_of(error)}.",
                 f"Upgrade or uninstall {package}.",
             ) from error
         if isinstance(item, type) or not isinstance(getattr(item, "name", None), str):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from lowprec_check.schema.base import Struct, decode
+from lowprec_check.schema.base import Struct, decode, encoded
 from lowprec_check.schema.files import write_file
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Plan
@@ -268,7 +268,7 @@ class ScanResult(Struct, frozen=True, kw_only=True):
 
     def to_json(self) -> bytes:
         """Encode as one line of JSON."""
-        return msgspec.json.encode(self) + b"\n"
+        return encoded(self, msgspec.json.encode) + b"\n"
 
     def save(self, path: str | Path) -> None:
         """Write :meth:`to_json` to ``path``; raises :class:`UsageError` if that fails."""

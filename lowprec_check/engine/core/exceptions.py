@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from lowprec_check.errors import message_of
+
 
 def first_line(message: str) -> str:
     """The first non-empty line of ``message``: torch adds C++ stack traces below."""
@@ -12,4 +14,4 @@ def first_line(message: str) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` is an out-of-memory error, on any device."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in message_of(error)

@@ -18,6 +18,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import lowprec_check
+from lowprec_check.errors import encodable
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PACKAGE = os.path.dirname(lowprec_check.__file__) + os.sep
@@ -38,9 +39,9 @@ def _display_path(filename: str) -> str:
     """The path as a user would write it: relative to the current folder, or starting at the installed package."""
     for marker in ("site-packages" + os.sep, "dist-packages" + os.sep):
         if marker in filename:
-            return filename.split(marker, 1)[1]
+            return encodable(filename.split(marker, 1)[1])
     relative = os.path.relpath(filename) if filename[:1] != "<" else filename
-    return os.path.basename(filename) if relative.startswith("..") else relative
+    return encodable(os.path.basename(filename) if relative.startswith("..") else relative)
 
 
 def show_line(filename: str, line: int) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.core.floating_dtypes import NARROW, torch_dtype
 from lowprec_check.engine.model.keep_fp32 import cast_except, cast_inputs, keep_out_of_autocast, put_under_autocast
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, message_of, type_name
 from lowprec_check.schema.precisions import Precision
 
 
@@ -115,7 +115,7 @@ def application_of(precision: Precision) -> Application:
         except Exception as error:
             raise UsageError(
                 f"The application {precision.application} of the precision {precision.name!r} fails: "
-                f"{type(error).__name__}: {error}.",
+                f"{type_name(error)}: {message_of(error)}.",
                 "Upgrade or uninstall the package that registers it.",
             ) from error
         return custom

@@ -29,7 +29,7 @@ from lowprec_check.engine.model.user_module import (
     import_file,
     import_name,
 )
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, encodable
 
 FACTORIES = ("make_model", "build_model", "create_model", "get_model")
 
@@ -67,7 +67,7 @@ def _load_from_module(spec: str, inputs: tuple[str, ...]) -> Target:
     args, kwargs = as_call(given)
     title = f"{Path(path).stem if path.endswith('.py') else path}:{found_name}" if attribute else type(model).__name__
     return Target(
-        title,
+        encodable(title),
         model,
         args,
         kwargs,

@@ -24,7 +24,7 @@ from lowprec_check.engine.core.source_location import call_model, traceback_line
 from lowprec_check.engine.model import device as devices
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import WithLoss
-from lowprec_check.errors import Terminated
+from lowprec_check.errors import Terminated, message_of, text_of, type_name
 from lowprec_check.process.function_worker import in_worker
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo, Status
@@ -199,7 +199,7 @@ def judge(outputs: list[Tensor], reference: list[Tensor], tolerance: float | Non
     try:
         compared = compare_outputs([tensor.cpu() for tensor in outputs], [tensor.cpu() for tensor in reference])
     except Exception as error:  # a kind of tensor that torch itself can hardly handle
-        note = f"its output could not be compared: {type(error).__name__}: {first_line(str(error))}"
+        note = f"its output could not be compared: {type_name(error)}: {first_line(message_of(error))}"
         return "unjudged", OutputComparison(NOTHING, math.inf, note=note, compared=False)
     if compared.nonfinite:
         return "nonfinite", compared
@@ -222,7 +222,8 @@ def _holds_only_zeros(outputs: list[Tensor]) -> bool:
 
 
 def _fallbacks(caught: list[warnings.WarningMessage]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(first_line(str(w.message)) for w in caught if _FALLBACK.search(str(w.message))))
+    messages = (text_of(warning.message) for warning in caught)
+    return tuple(dict.fromkeys(first_line(message) for message in messages if _FALLBACK.search(message)))
 
 
 def _loss(output: Any) -> float | None:
@@ -235,8 +236,8 @@ def _loss(output: Any) -> float | None:
 def describe_error(error: BaseException, model: torch.nn.Module) -> ExceptionInfo:
     """Type and message of the exception, with the module and the user's line that raised it."""
     return ExceptionInfo(
-        type=type(error).__name__,
-        message=first_line(str(error)),
+        type=type_name(error),
+        message=first_line(message_of(error)),
         module=_module_of_traceback(error, model),
         source=traceback_line(error.__traceback__),
     )

@@ -11,7 +11,7 @@ import torch
 from lowprec_check.engine.model import torchvision_ops
 from lowprec_check.engine.model.inputs import as_call, call_form, parse_inputs
 from lowprec_check.engine.model.target import Target
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, message_of
 
 
 def import_torchvision() -> tuple[Any, str | None]:
@@ -26,7 +26,7 @@ def import_torchvision() -> tuple[Any, str | None]:
             raise
         raise UsageError("torchvision is not installed.", "pip install 'lowprec-check[zoo]'") from None
     except RuntimeError as error:
-        if "nms does not exist" not in str(error):
+        if "nms does not exist" not in message_of(error):
             raise
     torchvision_ops.declare()
     module = importlib.import_module("torchvision")

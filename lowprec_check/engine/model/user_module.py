@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lowprec_check.engine.core.source_location import is_user_code, show_line
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, message_of, text_of, type_name
 
 T = TypeVar("T")
 
@@ -70,21 +70,24 @@ def call_user_code(what: str, work: Callable[[], T]) -> T:
     except UsageError:
         raise
     except SyntaxError as error:
-        location = show_line(error.filename or what, error.lineno or 0)
-        text = (error.text or "").strip()
-        raise UsageError(f"Syntax error at {location}: {error.msg}.", f"    {text}" if text else None) from None
+        location = show_line(text_of(error.filename or what), error.lineno or 0)
+        line = text_of(error.text or "").strip()
+        raise UsageError(
+            f"Syntax error at {location}: {text_of(error.msg)}.", f"    {line}" if line else None
+        ) from None
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         user_frames = [frame for frame in frames if is_user_code(frame.filename)]
         if not user_frames:
             raise UsageError(
-                f"Calling {what}() failed: {type(error).__name__}: {error}",
+                f"Calling {what}() failed: {type_name(error)}: {message_of(error)}",
                 f"Make sure that {what}() needs no arguments.",
             ) from None
         frame = ([f for f in user_frames if "site-packages" not in f.filename] or user_frames)[-1]
         location = show_line(frame.filename, frame.lineno or 0)
         raise UsageError(
-            f"{type(error).__name__} at {location}: {str(error).strip() or 'no message'}", f"    {frame.line}"
+            f"{type_name(error)} at {location}: {message_of(error).strip() or 'no message'}",
+            f"    {text_of(frame.line)}",
         ) from None
 
 

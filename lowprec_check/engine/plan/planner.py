@@ -21,7 +21,7 @@ from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.engine.run.target_runs import OnProgress, RunOptions, TargetRuns, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.trace.withheld_kernels import parse_withheld
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, encodable
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.plan import Plan, Planning
 from lowprec_check.schema.precisions import plan_bases
@@ -180,7 +180,7 @@ def plan_target(
         proposer = Proposer(batches, objective, limits, on_progress)
         proposals = _search_bases(batches, proposer, options)
     winner = best(proposals)
-    name = spec or target.name
+    name = encodable(spec or target.name)
     return Planning(
         target=name,
         model=type(target.model).__name__,

@@ -6,18 +6,17 @@ import functools
 import os
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from typing import Literal, TypeVar, get_args
 
 import msgspec
 
 from lowprec_check.engine.core.accelerators import initialized
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, traceback_of
 from lowprec_check.process.fork import WHOLE_PROCESS
 from lowprec_check.process.function_worker import FunctionWorker, SendBytes
 from lowprec_check.process.supervisor import MessageEvent, Supervisor
-from lowprec_check.schema.base import Struct
+from lowprec_check.schema.base import Struct, encoded
 
 Isolation = Literal["fork", "spawn", "none"]
 """``fork``: a copy of this process; ``spawn``: a fresh interpreter; ``none``: this process."""
@@ -109,9 +108,9 @@ def _answer(function: Callable[[], Result], send_bytes: SendBytes) -> None:
     """In the worker: call the function and send the value or the error."""
     answer: _Answer
     try:
-        answer = _Returned(msgspec.Raw(msgspec.msgpack.encode(function())))
+        answer = _Returned(msgspec.Raw(encoded(function(), msgspec.msgpack.encode)))
     except UsageError as error:
         answer = _UsageFailed(error.message, error.hint)
-    except Exception:
-        answer = _Raised(traceback.format_exc())
+    except Exception as error:
+        answer = _Raised(traceback_of(error))
     send_bytes(msgspec.msgpack.encode(answer))

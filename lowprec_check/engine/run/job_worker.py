@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import traceback
 from collections.abc import Callable
 
 from lowprec_check.engine.core.source_location import is_user_code, show_line
@@ -26,7 +25,7 @@ from lowprec_check.engine.run.messages import (
 from lowprec_check.engine.run.outcome import JobOutcome
 from lowprec_check.engine.run.target_source import FreshLoad, Load, TargetSource
 from lowprec_check.engine.run.work import run_job
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, traceback_of
 from lowprec_check.process.breadcrumb import Breadcrumb, Position
 from lowprec_check.process.exit_code import describe_exit, signal_name
 from lowprec_check.process.fork import WHOLE_PROCESS
@@ -154,6 +153,6 @@ def _work(job: Job, load: Load, send_bytes: SendBytes) -> None:
         send(Loaded())
         run_job(job, target, send)
         send(Finished())
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(Exception):
-            send(ToolFailed(traceback.format_exc()))
+            send(ToolFailed(traceback_of(error)))

@@ -8,7 +8,7 @@ import msgspec
 
 from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.trace.instrumented import Instrumented
-from lowprec_check.schema.base import Struct
+from lowprec_check.schema.base import Struct, encoded
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.scan_result import ErrorStats, Gap
 
@@ -106,11 +106,8 @@ _DECODER: msgspec.msgpack.Decoder[FromJob] = msgspec.msgpack.Decoder(FromJob)
 
 
 def encode(message: FromJob) -> bytes:
-    """Encode as MessagePack, which supports infinite and NaN floats; a lone surrogate in a text becomes ``?``."""
-    try:
-        return msgspec.msgpack.encode(message)
-    except UnicodeEncodeError:
-        return msgspec.msgpack.encode(_encodable(msgspec.to_builtins(message)))
+    """Encode as MessagePack, which supports infinite and NaN floats."""
+    return encoded(message, msgspec.msgpack.encode)
 
 
 def decode(data: bytes) -> FromJob:
@@ -127,12 +124,3 @@ def _share_texts(op_calls: OpCalls) -> None:
     for column in (op_calls.op, op_calls.module, op_calls.source, op_calls.dtypes, op_calls.shape):
         texts: list[Any] = column
         texts[:] = [known.setdefault(text, text) for text in texts]
-
-
-def _encodable(value: Any) -> Any:
-    """Return ``value`` with every text valid in UTF-8: a file name or a message need not be valid Unicode."""
-    if isinstance(value, str):
-        return value.encode(errors="replace").decode()
-    if isinstance(value, dict):
-        return {_encodable(key): _encodable(item) for key, item in value.items()}
-    return [_encodable(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -14,7 +14,7 @@ import cloudpickle
 from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.model.target import Target
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, message_of, type_name
 from lowprec_check.process.shared_file import read_shared, shared_file
 
 Load = Callable[[], Target]
@@ -83,7 +83,7 @@ def _pickle(target: Target) -> int:
     except Exception as error:
         os.close(descriptor)
         raise UsageError(
-            f"The model cannot be sent to a fresh interpreter: {type(error).__name__}: {first_line(str(error))}",
+            f"The model cannot be sent to a fresh interpreter: {type_name(error)}: {first_line(message_of(error))}",
             "Scan its file with: lowprec-check scan FILE.",
         ) from None
     return descriptor

@@ -24,6 +24,7 @@ from lowprec_check.engine.trace.emulation import Emulation
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
 from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.engine.trace.withheld_kernels import withholding
+from lowprec_check.errors import message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.backends import BACKENDS, Backend
 from lowprec_check.schema.op_calls import OpCalls
@@ -120,7 +121,7 @@ def _report_faults(what: str, send: Send) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        send(InstrumentFault(f"{what} failed: {type(error).__name__}: {first_line(str(error))}"))
+        send(InstrumentFault(f"{what} failed: {type_name(error)}: {first_line(message_of(error))}"))
 
 
 def _import_what_calls_import(job: Job, target: Target) -> None:

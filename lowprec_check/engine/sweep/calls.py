@@ -18,6 +18,7 @@ from lowprec_check.engine.sweep.failures import Raised
 from lowprec_check.engine.sweep.messages import DEVICE_LOST
 from lowprec_check.engine.sweep.samples import Sample
 from lowprec_check.engine.sweep.ulp import ulp_errors
+from lowprec_check.errors import message_of, type_name
 
 SEED = 0
 """Seed of every call, so that an operator that draws random numbers always draws the same."""
@@ -200,5 +201,5 @@ def _cotangent(output: Tensor, dtype: torch.dtype) -> Tensor:
 
 def exit_if_device_lost(error: BaseException) -> None:
     """End the process if an assertion on the device makes every later call fail; the parent then starts another."""
-    if "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError":
+    if "CUDA error" in message_of(error) or type_name(error) == "AcceleratorError":
         os._exit(DEVICE_LOST)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from lowprec_check.catalog.records import Failure, FailureKind
+from lowprec_check.errors import message_of, type_name
 
 _MISMATCH = re.compile(
     r"same (data ?)?d?type|expected scalar type|mixed dtype|dtypes? (must )?match|should be the same|does not match",
@@ -31,9 +32,9 @@ class Raised(NamedTuple):
     @classmethod
     def of(cls, error: BaseException) -> Raised:
         """Type and first line of ``error``; memory addresses, which differ between runs, are replaced."""
-        text = str(error).strip() or type(error).__name__
+        text = message_of(error).strip() or type_name(error)
         line = re.sub(r"0x[0-9a-f]+", "0x…", text.splitlines()[0])
-        return cls(type(error).__name__, line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 1] + "…")
+        return cls(type_name(error), line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 1] + "…")
 
 
 def kind_of(raised: Raised, at: str | None, *, fails_in_fp32: bool) -> FailureKind:

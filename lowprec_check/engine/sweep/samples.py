@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.sweep.failures import COUNTS, POWERS, Features
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, message_of
 
 MAX_GENERATED = 256
 """Maximum number of samples taken from OpInfo; some operators have thousands."""
@@ -39,7 +39,7 @@ def load_operators() -> dict[str, Any]:
         from torch.testing._internal.common_methods_invocations import op_db
     except ImportError as error:
         raise UsageError(
-            f"Cannot import the operator database of torch {torch.__version__}: {error}.",
+            f"Cannot import the operator database of torch {torch.__version__}: {message_of(error)}.",
             f"Install what it needs: pip install {error.name or 'expecttest numpy'}",
         ) from None
     operators: dict[str, Any] = {}

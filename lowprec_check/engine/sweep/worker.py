@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import traceback
 import warnings
 from typing import Any, BinaryIO
 
@@ -21,9 +20,9 @@ from lowprec_check.engine.sweep.calls import Setting
 from lowprec_check.engine.sweep.measure import OperatorMeasurement
 from lowprec_check.engine.sweep.messages import Answer, CannotMeasure, Fault, Hello, Task
 from lowprec_check.engine.sweep.samples import load_operators
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, traceback_of
 from lowprec_check.process.breadcrumb import Breadcrumb
-from lowprec_check.schema.base import Struct
+from lowprec_check.schema.base import Struct, encoded
 
 FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "avx_ne_convert")
 
@@ -55,12 +54,12 @@ def main() -> None:
         try:
             found = OperatorMeasurement(task.op, operators[task.op], setting, task.lost, enter).measure()
             _send(answers, Answer(found.record, found.times))
-        except Exception:
-            _send(answers, Fault(task.op, traceback.format_exc()))
+        except Exception as error:
+            _send(answers, Fault(task.op, traceback_of(error)))
 
 
 def _send(stream: BinaryIO | Any, message: Struct) -> None:
-    stream.write(msgspec.json.encode(message) + b"\n")
+    stream.write(encoded(message, msgspec.json.encode) + b"\n")
 
 
 def _prepare(options: argparse.Namespace) -> tuple[dict[str, Any], Header, Setting]:

@@ -14,6 +14,7 @@ from lowprec_check.engine.trace.emulation import Place
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs, dtype_flow, outputs_of, shape_text, tensors_in
 from lowprec_check.engine.trace.op_traits import TRAINING, OpTraits, traits
 from lowprec_check.engine.trace.twins import Facts
+from lowprec_check.errors import encodable
 from lowprec_check.schema.op_calls import CallOutcome, OpCall
 
 
@@ -45,7 +46,7 @@ class DispatchedCall:
     @property
     def place(self) -> Place:
         """The op and where it was called."""
-        return self.traits.name, self.module, self.source
+        return self.traits.name, encodable(self.module), self.source
 
     def run(self) -> Any:
         """Run the op as given."""

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from lowprec_check.engine.core.source_location import source_line
 from lowprec_check.engine.trace.op_arguments import dtype_names
 from lowprec_check.engine.trace.rescue import Retry, find_rescue
+from lowprec_check.errors import message_of
 
 if TYPE_CHECKING:
     from lowprec_check.engine.trace.recorder import Recorder
@@ -54,7 +55,7 @@ class FunctionRescue(TorchFunctionMode):
                 source_line(sys._getframe(2)),
                 kind=found.kind,
                 layer="function",
-                message=str(error),
+                message=message_of(error),
                 dtypes=dtype_names(retry.floating),
             )
         execution.pending.add(found.result)

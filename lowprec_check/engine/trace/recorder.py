@@ -29,6 +29,7 @@ from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs, has_narrow_dtype, outputs_of
 from lowprec_check.engine.trace.op_errors import OpErrors
 from lowprec_check.engine.trace.twins import storage_key
+from lowprec_check.errors import message_of
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.op_calls import OpCall
 
@@ -123,7 +124,7 @@ class Recorder(DispatchMode):
             result: T = observe(*args)
             return result
         except Exception as error:
-            message = f"lowprec-check failed to measure {call.traits.name}: {first_line(str(error))}"
+            message = f"lowprec-check failed to measure {call.traits.name}: {first_line(message_of(error))}"
             self.faults[message] = None
             return None
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from lowprec_check.engine.core.exceptions import is_out_of_memory
 from lowprec_check.engine.core.floating_dtypes import NARROW, is_float, is_narrow, widened_dtype
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs, has_narrow_dtype, map_args, map_values, tensors_in
+from lowprec_check.errors import message_of
 from lowprec_check.schema.scan_result import GapKind, Layer
 
 
@@ -138,11 +139,11 @@ def _try(run: Callable[[], Any]) -> _Success | None:
 
 
 def _kind(error: Exception, layer: Layer) -> GapKind:
-    if "without overflow" in str(error):
+    if "without overflow" in message_of(error):
         return "scalar-overflow"
     return "missing-kernel" if layer == "dispatch" else "unsupported-dtype"
 
 
 def _lacks_backend(error: Exception) -> bool:
-    text = str(error)
+    text = message_of(error)
     return isinstance(error, NotImplementedError) or "Could not run 'aten::" in text or "not currently impl" in text

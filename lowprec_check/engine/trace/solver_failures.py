@@ -13,6 +13,7 @@ from torch import Tensor
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.journal import Journal
 from lowprec_check.engine.trace.twins import Twins, storage_key
+from lowprec_check.errors import message_of
 
 _CHECK = "aten::_linalg_check_errors"
 
@@ -44,5 +45,5 @@ class SolverFailures:
             out = factor()
             if out is not None:
                 out.copy_(self._twins.reference_of(out))
-        self._journal.add_call_gap(failed, "numeric-failure", str(error))
+        self._journal.add_call_gap(failed, "numeric-failure", message_of(error))
         return True

@@ -12,6 +12,7 @@ import msgspec
 from lowprec_check.analysis.error_origin import origin
 from lowprec_check.report.escape import visible
 from lowprec_check.report.summary import label
+from lowprec_check.schema.base import encoded
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.precisions import FP32, FloatFormat, formats
 from lowprec_check.schema.scan_result import Run
@@ -43,7 +44,7 @@ def pack(runs: Sequence[Run]) -> str:
     numbers: dict[str, dict[str, int]] = {name: {} for name in _TEXTS}
     packed = [_run(run, limit, numbers) for run in runs]
     strings = {name: list(known) for name, known in numbers.items()}
-    data = msgspec.json.encode({"strings": strings, "runs": packed, "limits": limits()})
+    data = encoded({"strings": strings, "runs": packed, "limits": limits()}, msgspec.json.encode)
     return base64.b64encode(gzip.compress(data, 6, mtime=0)).decode()
 
 
