@@ -216,3 +216,16 @@ def test_codes_are_registered_once() -> None:
         *(["LP101", "LP102", "LP103", "LP104", "LP105", "LP106", "LP107", "LP108", "LP201", "LP202", "LP203", "LP204"]),
         *(["LP301", "LP302", "LP303", "LP304", "LP401", "LP402", "LP901", "LP902", "LP903"]),
     }
+
+
+def test_equal_numbers_of_op_calls_are_stored_once_and_saved_as_they_are() -> None:
+    rows = [OpCall("a", local_error=0.1 + index % 2, absmax=(0.0, -0.0)[index % 2], flips=index) for index in range(4)]
+    read = msgspec.json.decode(msgspec.json.encode(to_columns(rows)), type=OpCalls)
+    assert [str(value) for value in read.absmax] == ["0.0", "-0.0", "0.0", "-0.0"]
+    assert read.local_error == [0.1, 1.1, 0.1, 1.1]
+    assert len({id(value) for value in read.local_error}) == 2
+    assert read.recast is read.introduced_inf
+    assert read.recast == [0] * 4
+    assert read.rms is read.time_ms
+    assert list(read.rows()) == rows
+    assert msgspec.json.encode(read) == msgspec.json.encode(to_columns(rows))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 from lowprec_check.analysis.run_summary import percent, shorten
+from lowprec_check.schema.module_paths import is_inside, module_around
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.plan import Blame, Constant
 from lowprec_check.schema.scan_result import Gap, Run
@@ -37,16 +39,36 @@ def suspects(run: Run) -> Suspects:
 
 
 def blame(runs: Sequence[Run], keep: Sequence[str]) -> list[Blame]:
-    """For each kept module the op at fault, from the first of ``runs`` that shows one."""
-    return [_blame(runs, module) for module in keep]
+    """For each kept module the op at fault, from the first of ``runs`` that shows one; none is inside another."""
+    kept = frozenset(keep)
+    gaps = [_by_module(run.gaps, kept) for run in runs]
+    rows = [_by_module(run.op_calls.rows(), kept) for run in runs]
+    return [
+        _blame(module, [(run, its[module], calls[module]) for run, its, calls in zip(runs, gaps, rows, strict=True)])
+        for module in keep
+    ]
 
 
-def _blame(runs: Sequence[Run], module: str) -> Blame:
-    for run in runs:
-        found = at_fault(run, module)
+Located = TypeVar("Located", Gap, OpCall)
+
+
+def _by_module(found: Iterable[Located], kept: Collection[str]) -> defaultdict[str, list[Located]]:
+    """The gaps or rows inside each kept module."""
+    grouped: defaultdict[str, list[Located]] = defaultdict(list)
+    for item in found:
+        module = module_around(item.module, kept)
+        if module is not None:
+            grouped[module].append(item)
+    return grouped
+
+
+def _blame(module: str, inside: Sequence[tuple[Run, list[Gap], list[OpCall]]]) -> Blame:
+    """Why ``module`` is kept; ``inside`` has each run with the gaps and rows inside the module."""
+    for run, gaps, rows in inside:
+        found = _first_fault(run, module, gaps, rows)
         if found is not None:
             return found
-    worst = max(_rows_inside(runs, module), key=_added_error, default=None)
+    worst = max((row for _, _, rows in inside for row in rows), key=_added_error, default=None)
     if worst is None or _added_error(worst) == 0.0:
         return Blame(module=module, why="needed to pass, found by trial")
     why = f"adds the most error ({_added_error(worst):.1e})"
@@ -57,26 +79,22 @@ def _blame(runs: Sequence[Run], module: str) -> Blame:
 
 def at_fault(run: Run, module: str) -> Blame | None:
     """What fails inside ``module``, or the op that first gives NaN or Inf; ``""`` is the model's own ``forward``."""
-    for gap in run.gaps:
-        if is_inside(gap.module, module):
-            return Blame(module=module, why=_reason_of(gap), op=gap.op, source=gap.source)
+    gaps = (gap for gap in run.gaps if is_inside(gap.module, module))
+    return _first_fault(run, module, gaps, (row for row in run.op_calls.rows() if is_inside(row.module, module)))
+
+
+def _first_fault(run: Run, module: str, gaps: Iterable[Gap], rows: Iterable[OpCall]) -> Blame | None:
+    """:func:`at_fault`, for the gaps and rows inside ``module``."""
+    for gap in gaps:
+        return Blame(module=module, why=_reason_of(gap), op=gap.op, source=gap.source)
     raised = run.exception or run.stopped_by
     if raised is not None and raised.module is not None and is_inside(raised.module, module):
         return Blame(module=module, why=f"raises {raised.type}: {shorten(raised.message)}", source=raised.source)
-    for row in run.op_calls.rows():
-        if is_inside(row.module, module) and _gives_nonfinite(row):
+    for row in rows:
+        if _gives_nonfinite(row):
             what = "overflows to Inf" if row.introduced_inf else "gives NaN"
             return Blame(module=module, why=what, op=row.op, source=row.source)
     return None
-
-
-def _rows_inside(runs: Sequence[Run], module: str) -> Iterator[OpCall]:
-    return (row for run in runs for row in run.op_calls.rows() if is_inside(row.module, module))
-
-
-def is_inside(path: str, module: str) -> bool:
-    """Whether a module is ``module`` or below it; only the model itself is inside ``""``."""
-    return path == module or bool(module and path.startswith(f"{module}."))
 
 
 def _gives_nonfinite(row: OpCall) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from lowprec_check.analysis.blame import Suspects, is_inside
+from lowprec_check.analysis.blame import Suspects
+from lowprec_check.schema.module_paths import paths_above
 
 ROUNDS = 12
 """Runs that are analyzed op by op to find failures that the previous one hid."""
@@ -63,23 +64,12 @@ class ModuleTree:
     def normalized(self, keep: Iterable[str]) -> Keep:
         """``keep`` without modules that are inside others of it, in the model's order."""
         unique = {path for path in keep if path in self._order}
-        outer = (p for p in unique if not any(above in unique for above in _above(p)))
+        outer = (p for p in unique if not any(above in unique for above in paths_above(p)))
         return tuple(sorted(outer, key=self._order.__getitem__))
 
     def role(self, path: str) -> tuple[str, str]:
         """What a module has in common with its counterparts in a stack: its path without indices, and its type."""
         return ".".join("*" if part.isdigit() else part for part in path.split(".")), self.types[path]
-
-
-def is_kept(path: str, keep: Keep) -> bool:
-    """Whether a module is one of ``keep`` or below one."""
-    return any(is_inside(path, module) for module in keep)
-
-
-def _above(path: str) -> Iterator[str]:
-    while "." in path:
-        path = path.rpartition(".")[0]
-        yield path
 
 
 class Verdict(NamedTuple):
@@ -177,7 +167,8 @@ class _Search:
             return None
         keep: list[str] = []
         for number in range(ROUNDS):
-            new = [path for path in suspects.certain if path in self.tree.types and path not in keep]
+            known = set(keep)
+            new = [path for path in suspects.certain if path in self.tree.types and path not in known]
             if not new:
                 break
             keep += self._counterparts(new, keep) if number else new
@@ -194,17 +185,22 @@ class _Search:
 
     def _counterparts(self, paths: Sequence[str], known: Sequence[str]) -> list[str]:
         """The counterparts of ``paths`` in their stacks: if two of a stack fail one after the other, more will."""
-        roles = {self.tree.role(path) for path in paths}
-        return [path for path in self.tree.types if self.tree.role(path) in roles and path not in known]
+        roles, excluded = {self.tree.role(path) for path in paths}, set(known)
+        return [path for path in self.tree.types if self.tree.role(path) in roles and path not in excluded]
 
     def _rank(self, certain: Sequence[str], suspects: Suspects) -> None:
-        self.rank = {path: index for index, path in enumerate(dict.fromkeys([*certain, *suspects.likely]))}
+        """Rank every module by the most suspect one at or below it; 0 is the most suspect."""
+        self.rank = {}
+        for index, path in enumerate(dict.fromkeys([*certain, *suspects.likely])):
+            for around in (path, *paths_above(path)):
+                self.rank.setdefault(around, index)
 
     def _growing(self, certain: list[str], suspects: Suspects) -> Iterator[list[str]]:
         """The certain ones plus the likeliest module, plus its counterparts, plus two, four, … such groups, plus all."""
         groups: dict[tuple[str, str], list[str]] = {}
+        known = set(certain)
         for path in suspects.likely:
-            if path in self.tree.types and path not in certain:
+            if path in self.tree.types and path not in known:
                 groups.setdefault(self.tree.role(path), []).append(path)
         ordered = list(groups.values())
         if not ordered:
@@ -245,9 +241,8 @@ class _Search:
         return items
 
     def _suspicion(self, path: str) -> int:
-        """Rank of the most suspect module at or below ``path``; 0 is the most suspect."""
-        inside = (rank for name, rank in self.rank.items() if is_inside(name, path))
-        return min(inside, default=len(self.rank))
+        """The rank of ``path``; if nothing at or below it is suspect, one after all others."""
+        return self.rank.get(path, len(self.rank))
 
     def _refine(self, keep: Sequence[str]) -> list[str]:
         """Replace containers by those of their children that must stay in fp32, down to the leaves."""

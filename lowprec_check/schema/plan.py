@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from lowprec_check.errors import UsageError
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.base import Struct, decode, encode
 from lowprec_check.schema.files import write_file
+from lowprec_check.schema.module_paths import paths_above
 from lowprec_check.schema.precisions import plan_bases
 from lowprec_check.schema.run_key import EAGER, MemoryFormat
 
@@ -112,10 +114,11 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     def check_modules(self, modules: dict[str, str]) -> None:
         """Raise :class:`UsageError` naming the modules in which a model differs from the one planned for."""
+        times_kept = Counter(self.keep_fp32)
         for name in self.keep_fp32:
             if not name or name not in self.modules:
                 raise UsageError(f"The plan keeps {name!r} in fp32 but does not list it as a module.", _SEARCH_AGAIN)
-            if self.keep_fp32.count(name) > 1 or any(name.startswith(f"{other}.") for other in self.keep_fp32):
+            if times_kept[name] > 1 or any(above in times_kept for above in paths_above(name)):
                 raise UsageError(f"The plan keeps {name!r} twice.", _SEARCH_AGAIN)
         for path in self.untied:
             if path.rpartition(".")[0] not in self.modules:

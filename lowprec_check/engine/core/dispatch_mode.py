@@ -108,11 +108,12 @@ class CalledFunctions:
 
     def __init__(self) -> None:
         self._names: list[str] = []
+        """Those called now for which autocast has a kernel, the innermost last; ``""`` for one of another package."""
         self._profiling = False
 
     def is_in(self, names: frozenset[str], *, besides: str) -> bool:
         """Whether Python is calling a function of one of these names other than ``besides``."""
-        return any(name in names and name != besides for name in self._names)
+        return bool(self._names) and any(name in names and name != besides for name in self._names)
 
     def start(self) -> None:
         """Profile from the next :meth:`resume` on, unless another profiler is active."""
@@ -143,11 +144,15 @@ class CalledFunctions:
         self._names.clear()
 
     def _note(self, _frame: Any, event: str, function: Any) -> None:
-        if function is sys.setprofile:  # its return is not seen
+        # Called for every call in Python and C, so the first lines decide the cost of autocast under this mode.
+        if event in {"call", "return"}:
+            return
+        name = function.__name__
+        if name not in _names_with_any_kernel():
             return
         if event == "c_call":
-            self._names.append(function.__name__ if _is_of_torch(function) else "")
-        elif event in ("c_return", "c_exception") and self._names:
+            self._names.append(name if _is_of_torch(function) else "")
+        elif self._names:
             self._names.pop()
 
 
@@ -172,7 +177,7 @@ def autocast_keys(func: OpOverload, called: CalledFunctions) -> AutocastKeys:
     called.start()
     own = func._schema.name.partition("::")[2]
     return tuple(
-        key for key in active if not _has_kernel(func, key) and not called.is_in(_names_with_kernel(key), besides=own)
+        [key for key in active if not _has_kernel(func, key) and not called.is_in(_names_with_kernel(key), besides=own)]
     )
 
 
@@ -181,6 +186,12 @@ def _names_with_kernel(key: Any) -> frozenset[str]:
     """Names of the functions for which autocast has a kernel: ``cdist``."""
     found = torch._C._dispatch_get_registrations_for_dispatch_key(key.name)
     return frozenset(name.removeprefix("aten::").partition(".")[0] for name in found)
+
+
+@functools.cache
+def _names_with_any_kernel() -> frozenset[str]:
+    """Those for which autocast has a kernel on some device."""
+    return frozenset().union(*(_names_with_kernel(key) for _, key in _autocast_devices()))
 
 
 @functools.cache

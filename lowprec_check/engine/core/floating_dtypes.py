@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -25,7 +27,8 @@ def torch_dtype(format: FloatFormat) -> torch.dtype:
 
 def is_float(tensor: Tensor) -> bool:
     """Whether the dtype is floating or complex."""
-    return tensor.is_floating_point() or tensor.is_complex()
+    dtype = tensor.dtype
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def is_narrow(tensor: Tensor) -> bool:
@@ -38,6 +41,7 @@ def underflows(dtype: torch.dtype) -> bool:
     return torch.finfo(dtype).tiny > torch.finfo(torch.float32).tiny
 
 
+@functools.cache
 def widened_dtype(dtype: torch.dtype, wide: torch.dtype) -> torch.dtype:
     """The dtype that replaces ``dtype`` in a reference computed in ``wide`` (fp32 or fp64)."""
     if dtype.is_complex:
@@ -49,4 +53,7 @@ def widened_dtype(dtype: torch.dtype, wide: torch.dtype) -> torch.dtype:
 
 def widen(tensor: Tensor, wide: torch.dtype = torch.float32) -> Tensor:
     """``tensor`` in its widened dtype; ``tensor`` itself if it already has that dtype."""
-    return tensor.to(widened_dtype(tensor.dtype, wide))
+    dtype = widened_dtype(tensor.dtype, wide)
+    if tensor.dtype is dtype:
+        return tensor
+    return tensor.float() if dtype is torch.float32 else tensor.to(dtype)  # ``float`` has less to parse than ``to``

@@ -44,6 +44,7 @@ def _display_path(filename: str) -> str:
     return encodable(os.path.basename(filename) if relative.startswith("..") else relative)
 
 
+@functools.lru_cache(10_000)
 def show_line(filename: str, line: int) -> str:
     """``model.py:41``."""
     return f"{_display_path(filename)}:{line}"

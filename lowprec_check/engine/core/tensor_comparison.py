@@ -43,7 +43,7 @@ def compare_tensor(out: Tensor, references: Sequence[Tensor], *, count_flushed: 
 
     Without references, only the range is measured.
     """
-    flat = _flat_together([as_real(out), *(as_real(reference) for reference in references)])
+    flat = _flat_together([as_real(tensor) for tensor in (out, *references)])
     count = flat[0].numel()
     if count == 0:
         return TensorComparison([0.0] * len(references), 0.0, 0, 0, 0.0 if count_flushed else None, None)
@@ -53,15 +53,16 @@ def compare_tensor(out: Tensor, references: Sequence[Tensor], *, count_flushed: 
     lost = nonzero = 0
     for start in range(0, count, size):
         parts = flat if count <= size else [tensor[start : start + size] for tensor in flat]
-        smallest, largest, *squares = _reduce(parts)
+        wide = _widened(parts[0])
+        smallest, largest, *squares = _reduce(wide, parts[1:])
         if not math.isfinite(sum(squares, largest - smallest)):
             return _compare_exactly(flat[0], flat[1:], count_flushed)
         low, high = min(low, smallest), max(high, largest)
         for index, square in enumerate(squares):
             totals[index] += square
         if count_flushed and references:
-            nonzero += int(torch.count_nonzero(parts[1]))
-            lost += _count_flushed(parts[0], parts[1])
+            nonzero += int(parts[1].count_nonzero().item())
+            lost += _count_flushed(wide, parts[1], flat[0].dtype)
     if max(-low, high) < _TINY and max(totals[1::2], default=1.0) < _TINY:
         return _compare_exactly(flat[0], flat[1:], count_flushed)
     errors = [_relative(totals[index], totals[index + 1]) for index in range(0, len(totals), 2)]
@@ -76,31 +77,37 @@ def _relative(difference: float, reference: float) -> float:
     return math.sqrt(difference / reference) if reference else math.inf
 
 
-def _reduce(parts: list[Tensor]) -> list[float]:
-    """Minimum and maximum of the first tensor; then for each reference the sums of squares of the difference and of itself."""
-    first, *references = parts
-    wide = first
-    if first.dtype in NARROW:
-        wide = first.float() if first.numel() < CHUNK else _scratch(first, 0).copy_(first)
-    numbers = list(torch.aminmax(wide))
+def _widened(part: Tensor) -> Tensor:
+    if part.dtype not in NARROW:
+        return part
+    return part.float() if part.numel() < CHUNK else _scratch(part, 0).copy_(part)
+
+
+def _reduce(wide: Tensor, references: list[Tensor]) -> list[float]:
+    """Minimum and maximum of ``wide``; then for each reference the sums of squares of the difference and of itself."""
+    numbers = [*wide.aminmax()]
     for reference in references:
         if wide.dtype != reference.dtype:
             wide, numbers = wide.to(reference.dtype), [number.to(reference.dtype) for number in numbers]
         buffer = _scratch(reference, 1) if reference.numel() == CHUNK else None
         difference = torch.sub(wide, reference, out=buffer)
-        numbers.append(torch.dot(difference, difference))
-        numbers.append(torch.dot(reference, reference))
-    values: list[float] = torch.stack(numbers).tolist()
+        numbers.append(difference.dot(difference))
+        numbers.append(reference.dot(reference))
+    if wide.device.type == "cpu":
+        return [number.item() for number in numbers]
+    values: list[float] = torch.stack(numbers).tolist()  # one wait for the accelerator, not one for each
     return values
 
 
-def _count_flushed(out: Tensor, reference: Tensor) -> int:
-    """Zeros where the reference is not zero but below the smallest number of ``out``'s dtype: underflow.
+def _count_flushed(wide: Tensor, reference: Tensor, dtype: torch.dtype) -> int:
+    """Zeros in ``wide``, widened from ``dtype``, where the reference is not zero but below the smallest number: underflow.
 
     A zero where the reference is larger has another cause, such as a subtraction or a different decision.
     """
-    lost = (out == 0).logical_and_(reference != 0)
-    limits = torch.finfo(out.dtype)
+    if wide.count_nonzero().item() == wide.numel():  # most tensors have no zeros
+        return 0
+    lost = (wide == 0).logical_and_(reference != 0)
+    limits = torch.finfo(dtype)
     return int(lost.logical_and_(reference.abs() < limits.tiny * limits.eps).sum())
 
 
@@ -125,8 +132,8 @@ def as_real(tensor: Tensor) -> Tensor:
 def _flat_together(tensors: list[Tensor]) -> list[Tensor]:
     """One-dimensional views in the same element order, copied only if the layouts differ."""
     first = tensors[0]
-    if all(tensor.is_contiguous() for tensor in tensors):
-        return [tensor.view(-1) for tensor in tensors]
+    if all(map(Tensor.is_contiguous, tensors)):
+        return [tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in tensors]
     if all(t.stride() == first.stride() for t in tensors) and _is_dense(first):
         return [t.as_strided((t.numel(),), (1,), t.storage_offset()) for t in tensors]
     return [tensor.contiguous().view(-1) for tensor in tensors]
@@ -153,7 +160,7 @@ def _compare_exactly(out: Tensor, references: list[Tensor], count_flushed: bool)
     new_inf = int(wrong.sum()) - new_nan
     flushed = None
     if count_flushed and references:
-        flushed = _count_flushed(out, references[0]) / max(1, int(torch.count_nonzero(references[0])))
+        flushed = _count_flushed(value, references[0], out.dtype) / max(1, int(torch.count_nonzero(references[0])))
     rms = _exact_rms(references[0].double()) if references else None
     return TensorComparison(errors, absmax, new_inf, new_nan, flushed, rms)
 

@@ -11,10 +11,11 @@ import msgspec
 from torch import nn
 
 from lowprec_check.analysis.blame import Suspects, at_fault, constants, suspects
-from lowprec_check.analysis.minimize import Keep, ModuleTree, SearchResult, Trials, Verdict, is_kept, search
+from lowprec_check.analysis.minimize import Keep, ModuleTree, SearchResult, Trials, Verdict, search
 from lowprec_check.analysis.run_summary import NOISE, SHORT_MS, error_of, explain_status, short_op, some, speedup
 from lowprec_check.engine.model.keep_fp32 import shared_weights
 from lowprec_check.engine.run.target_runs import TargetRuns
+from lowprec_check.schema.module_paths import module_around
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.plan import STOPPED_WITHOUT_PLAN, Attempt
 from lowprec_check.schema.precisions import PRECISIONS, formats
@@ -191,11 +192,13 @@ class _Search:
         """Whether anything runs in low precision with ``keep`` in fp32; if unclear, a run is analyzed op by op."""
         if not all(map(_equals_fp32, runs)) and self._is_custom():
             return True
+        kept = frozenset(keep)
         computing = {row.module for row in self.failing.op_calls.rows() if _is_low(row, self.failing)}
-        if not all(map(_equals_fp32, runs)) and not all(is_kept(module, keep) for module in computing):
+        if not all(map(_equals_fp32, runs)) and any(module_around(module, kept) is None for module in computing):
             return True
         explained = self.order[0].run(self.base, self.backend, keep_fp32=keep, measured=False)
-        return any(_is_low(row, explained) and not is_kept(row.module, keep) for row in explained.op_calls.rows())
+        rows = explained.op_calls.rows()
+        return any(_is_low(row, explained) and module_around(row.module, kept) is None for row in rows)
 
     def _is_custom(self) -> bool:
         """Whether the precision is a custom one, whose effect the dtypes of ops need not show."""

@@ -29,6 +29,7 @@ from lowprec_check.engine.trace.recorder import Errors, Recorder
 from lowprec_check.engine.trace.seeding import seed_inputs, seed_state
 from lowprec_check.engine.trace.twins import storage_key
 from lowprec_check.process.breadcrumb import Breadcrumb
+from lowprec_check.schema.module_paths import module_around, paths_above
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.scan_result import Gap
 
@@ -171,17 +172,17 @@ def _without_warning_of_hooks() -> Iterator[None]:
 def _uncalled(model: nn.Module, stack: ModuleStack, input_storages: Iterable[int]) -> list[str]:
     """Modules with parameters that never ran and whose parameters no op read; of a whole subtree, only the root."""
     read = set(input_storages)
-    called = {name for name, count in stack.calls.items() if count}
-
-    def used(name: str, module: nn.Module) -> bool:
-        prefix = f"{name}." if name else ""
-        return any(f"{prefix}{child}".rstrip(".") in called for child, _ in module.named_modules()) or any(
-            parameter.layout != torch.strided or storage_key(parameter) in read for parameter in module.parameters()
-        )
-
-    found: list[str] = []
-    for name, module in model.named_modules():
-        covered = any(name == root or name.startswith(f"{root}.") for root in found)
-        if name and not covered and next(module.parameters(), None) is not None and not used(name, module):
-            found.append(name)
-    return found
+    used = {around for name, count in stack.calls.items() if count for around in (name, *paths_above(name))}
+    with_parameters: set[str] = set()
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        owners = list(paths_above(path))
+        with_parameters.update(owners)
+        if not owners or owners[0] in used:  # and so are those above it
+            continue
+        if parameter.layout != torch.strided or storage_key(parameter) in read:
+            used.update(owners)
+    found: dict[str, None] = {}
+    for name, _ in model.named_modules():
+        if name in with_parameters and name not in used and module_around(name, found) is None:
+            found[name] = None
+    return list(found)

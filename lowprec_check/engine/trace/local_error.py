@@ -15,13 +15,12 @@ from lowprec_check.engine.trace.wide_run import run_wide
 
 def has_local_error(call: DispatchedCall) -> bool:
     """Whether the op can add an error: not if it moves, casts or draws values, or if no input is narrow."""
-    computes = not (call.traits.moves or call.traits.casts or call.traits.random)
-    return computes and any(is_narrow(tensor) for tensor in call.inputs)
+    return call.traits.computes and any(map(is_narrow, call.inputs))
 
 
 def widened_arguments(call: DispatchedCall, wide: torch.dtype) -> tuple[Args, Kwargs]:
     """The arguments of ``call`` in ``wide``, made before it runs; arguments that it writes to are copied."""
-    written = {id(tensor) for tensor in call.written()}
+    written = {id(tensor) for tensor in call.written()} if call.traits.mutable else ()
     return map_args(call.args, call.kwargs, lambda value: _widened(value, wide, copy=id(value) in written))
 
 

@@ -47,13 +47,13 @@ class Lockstep:
         def reference(value: Any) -> Any:
             if isinstance(value, torch.dtype):
                 return widened_dtype(value, wide)
-            return before[id(value)] if id(value) in before else reference_of(value)
+            return before[id(value)] if before and id(value) in before else reference_of(value)
 
         return map_args(call.args, call.kwargs, reference)
 
     def prepare_writes(self, call: DispatchedCall) -> None:
         """Before the op runs: make a separate twin, or a copy, of each tensor that it writes to."""
-        for tensor in call.written():
+        for tensor in call.written() if call.traits.mutable else ():
             if not is_float(tensor):
                 call.before[id(tensor)] = tensor.clone()
                 self.twins.forget(tensor)  # floating values that are written as integers
@@ -93,7 +93,7 @@ class Lockstep:
         self, call: DispatchedCall, outputs: list[Tensor], references: list[Tensor], *, shared: bool
     ) -> None:
         """Make ``references`` the twins of ``outputs``; tensors that the op wrote to already have one."""
-        written = {id(tensor) for tensor in call.written()} - call.before.keys()
+        written = {id(tensor) for tensor in call.written()} - call.before.keys() if call.traits.mutable else ()
         for out, reference in zip(outputs, references, strict=True):
             if is_float(out) and id(out) not in written and out.shape == reference.shape:
                 self.twins.set_reference(out, reference, shared=shared)

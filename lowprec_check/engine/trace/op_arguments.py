@@ -15,16 +15,22 @@ from lowprec_check.schema.precisions import formats
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
+TEXTS = 10_000
+"""How many different texts of dtypes or shapes are kept: rows of equal calls share them."""
+
 
 def map_args(args: Args, kwargs: Kwargs, function: Callable[[Any], Any]) -> tuple[Args, Kwargs]:
     """Apply ``function`` to every tensor and dtype among the arguments, lists of tensors included."""
-    return tuple([map_values(a, function) for a in args]), {k: map_values(v, function) for k, v in kwargs.items()}
+    mapped = tuple([map_values(value, function) for value in args])
+    return mapped, {key: map_values(value, function) for key, value in kwargs.items()} if kwargs else {}
 
 
 def map_values(value: Any, function: Callable[[Any], Any]) -> Any:
     """Apply ``function`` to every tensor and dtype in one argument or result."""
     if isinstance(value, (Tensor, torch.dtype)):
         return function(value)
+    if value is None or isinstance(value, (int, float)):
+        return value
     if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, float)):
         mapped = [map_values(item, function) for item in value]
         return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
@@ -36,7 +42,7 @@ def map_values(value: Any, function: Callable[[Any], Any]) -> Any:
 def tensors_in(args: Args, kwargs: Kwargs) -> list[Tensor]:
     """All tensors among the arguments, those in lists included."""
     found: list[Tensor] = []
-    for value in (*args, *kwargs.values()):
+    for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, (list, tuple)):
@@ -59,7 +65,11 @@ def outputs_of(out: Any) -> list[Tensor]:
 
 def has_narrow_dtype(args: Args, kwargs: Kwargs) -> bool:
     """Whether a narrow dtype is passed as an argument (``dtype=torch.half``)."""
-    return any(isinstance(value, torch.dtype) and value in NARROW for value in (*args, *kwargs.values()))
+    return any(map(_is_narrow_dtype, args)) or (bool(kwargs) and any(map(_is_narrow_dtype, kwargs.values())))
+
+
+def _is_narrow_dtype(value: Any) -> bool:
+    return isinstance(value, torch.dtype) and value in NARROW
 
 
 def dtype_names(tensors: Iterable[Tensor]) -> list[str]:
@@ -69,10 +79,14 @@ def dtype_names(tensors: Iterable[Tensor]) -> list[str]:
 
 def dtype_flow(inputs: list[Tensor], outputs: list[Tensor]) -> str:
     """Floating dtypes in, an arrow, floating dtypes out: ``bf16+f32→bf16``."""
-    return f"{_joined(tuple([t.dtype for t in inputs]))}→{_joined(tuple([t.dtype for t in outputs]))}"
+    return _flow(tuple([t.dtype for t in inputs]), tuple([t.dtype for t in outputs]))
 
 
-@functools.cache
+@functools.lru_cache(TEXTS)
+def _flow(inputs: tuple[torch.dtype, ...], outputs: tuple[torch.dtype, ...]) -> str:
+    return f"{_joined(inputs)}→{_joined(outputs)}"
+
+
 def _joined(dtypes: tuple[torch.dtype, ...]) -> str:
     floating = {dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}
     return "+".join(sorted(_short_names().get(dtype) or str(dtype).removeprefix("torch.") for dtype in floating))
@@ -89,4 +103,9 @@ def _short_names() -> dict[torch.dtype, str]:
 
 def shape_text(outputs: list[Tensor]) -> str:
     """The shape of the first tensor, ``4×64×56×56``; empty if there is none."""
-    return "×".join(map(str, outputs[0].shape)) if outputs else ""
+    return _shape_text(outputs[0].shape) if outputs else ""
+
+
+@functools.lru_cache(TEXTS)
+def _shape_text(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape))

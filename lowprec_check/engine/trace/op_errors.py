@@ -64,7 +64,7 @@ class OpErrors:
         own: list[Tensor] | None,
         row: OpCall,
     ) -> None:
-        several = sum(map(is_float, outputs)) > 1
+        several = len(outputs) > 1 and sum(map(is_float, outputs)) > 1
         for index, (out, reference) in enumerate(zip(outputs, references, strict=True)):
             if out.shape != reference.shape:
                 row.flips += abs(out.numel() - reference.numel())

@@ -92,6 +92,8 @@ _MOVES = frozenset(
     ]
 )
 
+_CASTS = frozenset({"aten::_to_copy", "aten::to", "prims::convert_element_type"})
+
 # Legacy ops that write their running statistics, which their schema does not declare.
 _UNDECLARED_WRITES = {
     "aten::native_batch_norm": (3, 4),
@@ -133,6 +135,8 @@ class OpTraits(NamedTuple):
     casts: bool
     """``_to_copy`` and the like: the local error is what the cast loses."""
     selects: bool
+    computes: bool
+    """Can add an error: does not only move, cast or draw values."""
 
 
 @functools.cache
@@ -145,6 +149,8 @@ def traits(func: OpOverload) -> OpTraits:
         for index, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+    moves, casts = packet in _MOVES, packet in _CASTS
+    random = torch.Tag.nondeterministic_seeded in func.tags
     aliased = any(returned.alias_info is not None for returned in schema.returns)
     return OpTraits(
         name=str(func),
@@ -153,12 +159,13 @@ def traits(func: OpOverload) -> OpTraits:
         view=aliased and not written,
         mutable=bool(written),
         written=written,
-        random=torch.Tag.nondeterministic_seeded in func.tags,
-        may_draw=torch.Tag.nondeterministic_seeded in func.tags or not packet.startswith(("aten::", "prims::")),
+        random=random,
+        may_draw=random or not packet.startswith(("aten::", "prims::")),
         in_training=packet in _UNDECLARED_WRITES and packet != "aten::batch_norm_update_stats",
-        moves=packet in _MOVES,
-        casts=packet in ("aten::_to_copy", "aten::to", "prims::convert_element_type"),
+        moves=moves,
+        casts=casts,
         selects=packet in _SELECTIONS and len(schema.returns) == 2,
+        computes=not (moves or casts or random),
     )
 
 

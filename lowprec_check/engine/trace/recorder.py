@@ -131,11 +131,12 @@ class Recorder(DispatchMode):
     def _is_involved(self, call: DispatchedCall) -> bool:
         """Whether low-precision values reach this op; if not, it is its own reference."""
         twins = self.lockstep.twins
-        involved = has_narrow_dtype(call.args, call.kwargs) or twins.wide == torch.float64
+        involved = twins.wide == torch.float64 or has_narrow_dtype(call.args, call.kwargs)
         for tensor in call.inputs:
             key = storage_key(tensor)
             self.input_storages.add(key)
-            involved = involved or key in twins.by_storage or tensor.dtype in NARROW
+            if key in twins.by_storage or tensor.dtype in NARROW:
+                involved = True
         return involved
 
     def _prepare(self, call: DispatchedCall, may_draw: bool) -> tuple[Args, Kwargs] | None:
@@ -154,7 +155,7 @@ class Recorder(DispatchMode):
         outputs = call.results(out)
         row = call.row(outputs)
         row.to_python = int(call.involved and call.traits.packet == "aten::_local_scalar_dense")
-        call.involved = call.involved or any(is_narrow(tensor) for tensor in outputs)
+        call.involved = call.involved or any(map(is_narrow, outputs))
         if call.involved and outputs and self._errors != "none":
             with torch._C._DisableAutocast():
                 if state is not None and widened is not None and has_drawn(call, state):

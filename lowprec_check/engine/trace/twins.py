@@ -67,7 +67,8 @@ class Twin:
 
 def storage_key(tensor: Tensor) -> int:
     """Identity of the storage of ``tensor``, valid while the storage exists."""
-    return int(tensor.untyped_storage()._cdata)
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 class Twins:
@@ -96,9 +97,9 @@ class Twins:
         if not is_float(tensor):
             return tensor
         twin = self.find(tensor) if tensor.layout == torch.strided else None
-        if twin is None or twin.tensor is None:
+        base = twin.tensor if twin is not None else None
+        if base is None:
             return widen(tensor, self.wide)
-        base = twin.tensor
         if base.is_complex() != tensor.is_complex():
             base = _reinterpret(base)
         if (
