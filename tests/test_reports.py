@@ -299,7 +299,8 @@ def test_usage_errors_of_report(arguments: list[str], tmp_path: Path, call: Call
 def test_a_full_disk_is_a_user_error(tmp_path: Path, call: Call) -> None:
     RESULT.save(tmp_path / "scan.json")
     done = call("report", str(tmp_path / "scan.json"), "-f", "md", "-o", "/dev/full")
-    assert (done.returncode, done.stderr) == (2, "error: No space left on device.\n")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: Cannot write /dev/full: No space left on device.\n")
 
 
 def test_an_old_bokeh_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -157,3 +159,42 @@ def test_wrong_calls_exit_2_without_a_traceback(write: Write, options: list[str]
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not done.stdout
+
+
+SHADOWING = """
+import bokeh, jinja2, rich, tabulate
+import torch
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        import markdown_it, rich
+        return super().forward(x) * rich.ONE * bokeh.ONE * markdown_it.ONE
+model = Model(4, 4).eval()
+inputs = torch.ones(2, 4)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isolation", ["fork", "spawn"])
+def test_files_beside_the_model_do_not_replace_modules_of_this_program(tmp_path: Path, isolation: str) -> None:
+    for name in ("bokeh", "jinja2", "rich", "tabulate", "markdown_it", "random", "typer", "torch_helper"):
+        (tmp_path / f"{name}.py").write_text("ONE = 1\nprint('imported', __name__)\n")
+    (tmp_path / "model.py").write_text(SHADOWING)
+    reports = [str(tmp_path / f"report.{suffix}") for suffix in ("html", "md", "xml", "sarif")]
+    options = [option for report in reports for option in ("--report", report)]
+    done = run_command("scan", "model.py", "-p", "bfloat16", "--isolation", isolation, *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Use bfloat16" in done.stdout
+    assert "imported bokeh" in done.stderr
+    assert "imported random" not in done.stderr
+    assert all(Path(report).stat().st_size for report in reports)
+    done = run_command("compat", "model.py", "-p", "bfloat16", "-o", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "1 row, 0 could not be scanned" in done.stdout
+
+
+def run_command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """As the installed script runs it: the current folder is not on the module path."""
+    code = "import sys; sys.path.remove(''); from lowprec_check.cli.main import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False, cwd=cwd
+    )

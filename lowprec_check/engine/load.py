@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 
 import torch
 
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.model.user_imports import separate_imports
 from lowprec_check.engine.plan.planner import PlanOptions, plan_target
 from lowprec_check.engine.run.isolation import Isolation, best_isolation, check_isolation, other_threads
 from lowprec_check.engine.run.target_runs import OnProgress
@@ -59,17 +59,16 @@ def load_and_plan(
 def load_here(spec: str, inputs: tuple[str, ...], seed: int) -> tuple[TargetSource, Isolation]:
     """Load ``spec`` in this process, and return how its runs are isolated.
 
-    What the file imports must not replace modules of this process, so the module path is that of before; workers get the
-    file's. A file that starts threads or sets their number is loaded again in fresh interpreters: threads are not forked.
+    A file that starts threads or sets their number is loaded again in fresh interpreters: threads are not forked.
     """
-    path, running, threads = list(sys.path), set(other_threads()), torch.get_num_threads()
+    running, threads = set(other_threads()), torch.get_num_threads()
     torch.set_num_threads(1)  # a process that forks must not have a pool of threads
     try:
-        target = load_seeded(spec, inputs, seed)
+        with separate_imports() as imports:
+            target = load_seeded(spec, inputs, seed)
         forks_safely = torch.get_num_threads() == 1 and running.issuperset(other_threads())
     finally:
         torch.set_num_threads(threads)
-        users_path, sys.path[:] = list(sys.path), path
-    source = TargetSource(target, functools.partial(load_seeded, spec, inputs, seed), users_path)
+    source = TargetSource(target, functools.partial(load_seeded, spec, inputs, seed), imports)
     isolation = best_isolation(can_spawn=True)
     return source, "spawn" if isolation == "fork" and not forks_safely else isolation

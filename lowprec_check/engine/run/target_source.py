@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import pickle
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import cloudpickle
@@ -14,6 +13,7 @@ import cloudpickle
 from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.model.user_imports import UserImports
 from lowprec_check.errors import UsageError, message_of, type_name
 from lowprec_check.process.shared_file import read_shared, shared_file
 
@@ -31,20 +31,19 @@ class FreshLoad(NamedTuple):
 class TargetSource:
     """The source of ``target`` for workers.
 
-    ``reload`` loads it from the user's file; without it, the target is pickled. ``path`` is the module path that the file
-    needs, for modules that the model imports later.
+    ``reload`` loads it from the user's file; without it, the target is pickled. ``imports`` is what the file imported.
     """
 
-    def __init__(self, target: Target, reload: Load | None = None, path: Sequence[str] | None = None) -> None:
+    def __init__(self, target: Target, reload: Load | None = None, imports: UserImports | None = None) -> None:
         self.target = target
         self.reload = reload
-        self._path = path
+        self._imports = imports
         self._pickled: int | None = None
 
     def forked(self) -> Target:
         """The target in a fork of this process, or in this process."""
-        if self._path is not None:
-            sys.path[:] = self._path
+        if self._imports is not None:
+            self._imports.install()
         return self.target
 
     def fresh(self) -> FreshLoad:
@@ -59,7 +58,7 @@ class TargetSource:
         """The source of the same target with the inputs of another batch."""
         reload = functools.partial(_load_batch, self.reload, number, seed) if self.reload is not None else None
         seed_everything(seed + number)
-        return TargetSource(self.target.batch(number), reload, self._path)
+        return TargetSource(self.target.batch(number), reload, self._imports)
 
     def close(self) -> None:
         """Free the pickled target."""
