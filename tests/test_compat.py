@@ -341,7 +341,7 @@ def test_a_terminated_command_kills_its_scans(jobs: str, write: Write, tmp_path:
         time.sleep(0.1)
     process.terminate()
     lines = process.communicate(timeout=300)[1].splitlines()
-    assert (process.returncode, lines[-1]) == (130, "interrupted")
+    assert (process.returncode, lines[-1]) == (143, "ended by SIGTERM")
     assert "same command" in lines[-2]
     assert not Path(f"/proc/{pid.read_text()}").exists()
 

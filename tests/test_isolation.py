@@ -285,7 +285,7 @@ def test_a_model_that_waits_for_a_thread_and_cannot_be_sent(monkeypatch: pytest.
     model = Waits()
     model.generator = (number for number in range(3))  # type: ignore[assignment]
     try:
-        with pytest.raises(UsageError, match=r"\(trains\) do not run.*cannot be sent.*generator"):
+        with pytest.raises(UsageError, match=r"trains\) do not run.*cannot be sent.*generator"):
             scan(model, torch.ones(2, 8), precisions="half")
         assert scan(model, torch.ones(2, 8), precisions="half", isolation="none").runs[1].status == "ok"
     finally:

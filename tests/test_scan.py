@@ -298,16 +298,14 @@ def test_public_names_are_imported_lazily() -> None:
 
 @pytest.mark.slow
 def test_spawned_workers_load_the_target_again(tmp_path: Path) -> None:
-    """If a process cannot fork: on Windows, or with an accelerator in use."""
-    import functools
-
-    from lowprec_check.engine.load import load_seeded
+    """If a process cannot fork, as with an accelerator in use."""
+    from lowprec_check.engine.load import load_here
     from lowprec_check.engine.scan import ScanOptions, scan_target
 
     path = tmp_path / "spawned.py"
     path.write_text("import torch\nmodel = torch.nn.Linear(8, 8).eval()\ninputs = torch.ones(2, 8)\n")
-    load = functools.partial(load_seeded, str(path), (), 0)
-    result = scan_target(load(), load, "spawn", ScanOptions(precisions=["half"]))
+    source, _ = load_here(str(path), (), 0)
+    result = scan_target(source, "spawn", ScanOptions(precisions=["half"]))
     assert result.run("half").status == "ok"
     assert result.run("half").perturbed is False
 

@@ -25,6 +25,7 @@ def fork(run: Callable[[], object]) -> ProcessGroup:
     were not copied. So the pool of this thread is released first; if that is not possible, a new thread forks.
     """
     with WHOLE_PROCESS:
+        GUARDIAN.temporary_folder()
         lifeline = GUARDIAN.lifeline()
         try:
             if release_threads():

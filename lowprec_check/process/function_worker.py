@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from multiprocessing import process
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Literal
@@ -21,6 +22,7 @@ from typing import Literal
 from lowprec_check.process.base_worker import BATCH, Decode, Message, Worker
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.process.fork import fork
+from lowprec_check.process.guardian import GUARDIAN
 from lowprec_check.process.interpreter import python_command
 from lowprec_check.process.process_group import Activity, ProcessGroup, start_command
 
@@ -98,7 +100,8 @@ class FunctionWorker(Worker[Message]):
 
 def _start_fresh(connection: int, log: int | None, descriptors: Sequence[int]) -> ProcessGroup:
     """An interpreter with the module path of this one, which gets its task through ``connection``."""
-    code = f"sys.path[:] = {sys.path!r}\nfrom {__name__} import run_fresh\nrun_fresh({connection}, {log})"
+    folder = GUARDIAN.temporary_folder()
+    code = f"sys.path[:] = {sys.path!r}\nfrom {__name__} import run_fresh\nrun_fresh({connection}, {log}, {folder!r})"
     return start_command(python_command(code), descriptors=descriptors)[0]
 
 
@@ -113,8 +116,10 @@ def in_worker() -> bool:
     return _worker_pid == os.getpid()
 
 
-def run_fresh(descriptor: int, log: int | None) -> None:
-    """In a fresh interpreter: receive the task and run it."""
+def run_fresh(descriptor: int, log: int | None, folder: str | None) -> None:
+    """In a fresh interpreter: receive the task and run it; ``folder`` is for sockets of multiprocessing."""
+    if folder is not None:
+        process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
     connection: Connection = Connection(descriptor)
     os.set_inheritable(descriptor, False)
     task: Task = pickle.loads(connection.recv_bytes())

@@ -2,7 +2,7 @@
 
 A program that is killed by SIGKILL cannot end its workers. So each worker runs in a process group of its own, and announces
 it to the guardian through a pipe. The pipe ends with the last process that holds it, which is this program: then the
-guardian kills the groups that were announced and not withdrawn.
+guardian kills the groups that were announced and not withdrawn, and removes their temporary folders.
 """
 
 from __future__ import annotations
@@ -13,21 +13,27 @@ import os
 import subprocess
 import sys
 import threading
+from multiprocessing import util
 
 _GUARDIAN = """
 import os, signal
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
-groups, rest = set(), b""
+left, rest = set(), b""
 while chunk := os.read(0, 4096):
-    *lines, rest = (rest + chunk).split(b"\\n")
+    *lines, rest = (rest + chunk).split(b"\\0")
     for line in lines:
-        (groups.add if line[:1] == b"+" else groups.discard)(int(line[1:]))
-for group in groups:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except OSError:
-        pass
+        (left.add if line[:1] == b"+" else left.discard)(line[1:])
+for group in left:
+    if group.isdigit():
+        try:
+            os.killpg(int(group), signal.SIGKILL)
+        except OSError:
+            pass
+for folder in left:
+    if folder.startswith(b"/"):
+        import shutil
+        shutil.rmtree(folder, ignore_errors=True)
 """
 
 
@@ -38,9 +44,10 @@ class Guardian:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._pid = 0
+        self._folder: str | None = None
 
     def lifeline(self) -> int:
-        """A new descriptor of the pipe, for one worker: it writes ``+GROUP`` and closes it."""
+        """A new descriptor of the pipe, for one worker, which announces its group and closes it."""
         with self._lock:
             return os.dup(self._pipe())
 
@@ -48,6 +55,19 @@ class Guardian:
         """Tell the guardian that a group has ended: its number may be used again by others."""
         with self._lock:
             announce(group, os.dup(self._pipe()), ended=True)
+
+    def temporary_folder(self) -> str | None:
+        """The folder for sockets of :mod:`multiprocessing`, for this process and its workers; ``None`` if there can be none.
+
+        Processes that a model starts would make their own, and leave them when they are killed.
+        """
+        try:
+            self._folder = str(util.get_temp_dir())
+        except OSError:
+            return None
+        with self._lock:
+            announce(self._folder, os.dup(self._pipe()))
+        return self._folder
 
     def _pipe(self) -> int:
         if self._pid != os.getpid():  # forked: the guardian is that of the parent, whose end it must notice
@@ -75,6 +95,8 @@ class Guardian:
         """At the exit of this process: let the guardian end."""
         if self._process is not None and self._pid == os.getpid():
             assert self._process.stdin is not None
+            if self._folder is not None:  # removed by multiprocessing itself
+                announce(self._folder, os.dup(self._process.stdin.fileno()), ended=True)
             self._process.stdin.close()
             self._process.wait()
             self._process = None
@@ -93,10 +115,10 @@ class Guardian:
         self._forget()
 
 
-def announce(group: int, lifeline: int, *, ended: bool = False) -> None:
-    """Write one line to the guardian and close the descriptor; a guardian that has died is not missed."""
+def announce(left: int | str, lifeline: int, *, ended: bool = False) -> None:
+    """Tell the guardian of a group or a folder, and close the descriptor; a guardian that has died is not missed."""
     with contextlib.suppress(OSError):
-        os.write(lifeline, b"%s%d\n" % (b"-" if ended else b"+", group))
+        os.write(lifeline, os.fsencode(f"{'-' if ended else '+'}{left}\0"))
     os.close(lifeline)
 
 

@@ -12,6 +12,9 @@ from lowprec_check.process.breadcrumb import Position
 MAX_ATTEMPTS = 12
 """Number of times that the instrumented part is started before it is left incomplete."""
 
+MAX_SUSPECTS = 4
+"""Number of places in which the process dies once each before the attempts end."""
+
 MAX_CRASHES = 6
 """Number of places at which one op crashes before its other calls are not run any more."""
 
@@ -27,6 +30,7 @@ class Attempts:
         self.job = job
         self._op_limit = op_limit
         self._suspect: Place | None = None
+        self._suspects = 0
         self._left = MAX_ATTEMPTS
         self._died_between_ops = False
 
@@ -52,10 +56,11 @@ class Attempts:
         crashed = [known for known, _ in self.job.crashed if known[0] == place[0]]
         if place != self._suspect and not crashed:
             self._suspect = place
-        elif len(crashed) + 1 < MAX_CRASHES:
-            self.job = dataclasses.replace(self.job, crashed=(*self.job.crashed, (place, reason)))
-        else:
-            self.job = dataclasses.replace(self.job, crashed=(*self.job.crashed, (place, reason)))
+            self._suspects += 1
+            return self._suspects < MAX_SUSPECTS
+        self._suspects = 0
+        self.job = dataclasses.replace(self.job, crashed=(*self.job.crashed, (place, reason)))
+        if len(crashed) + 1 == MAX_CRASHES:
             self._emulate(place[0], f"it crashed at {MAX_CRASHES} places; its other calls were not tried")
         return True
 

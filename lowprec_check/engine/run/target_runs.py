@@ -80,7 +80,8 @@ class TargetRuns:
         """Where runs happen; ``spawn`` instead of ``fork`` after a fork has failed where a fresh interpreter has not."""
         self._source, self._files = source, files
         self._on_progress = on_progress
-        self._idle_limit = IDLE_SECONDS
+        self._forks_may_wait = True
+        """Whether a fork that only waits may do so because it is a fork."""
         self._notes: list[str] = []
         self.fp32: Run | None = None
         self._self_error = 0.0
@@ -239,20 +240,31 @@ class TargetRuns:
         return outcome
 
     def _execute(self, job: Job) -> JobOutcome:
-        """Execute ``job``; if a fork waits forever, do it again in a fresh interpreter."""
-        while True:
-            idle_limit = min(self._idle_limit, job.budget / 2) if self.isolation == "fork" else math.inf
-            outcome = execute(
-                job,
-                self._source,
-                self.isolation,
-                on_position=functools.partial(self._report_position, job),
-                op_limit=self._op_limit(),
-                idle_limit=idle_limit,
-            )
-            if outcome.ended != "idle":
-                return outcome
-            self._leave_fork()
+        """Execute ``job``; if a fork only waits, do it again in a fresh interpreter."""
+        idle_limit = min(IDLE_SECONDS, job.budget / 2) if self._forks_may_wait else math.inf
+        outcome = self._execute_in(self.isolation, job, idle_limit)
+        if outcome.ended != "idle":
+            return outcome
+        if not self._can_be_sent():
+            self._forks_may_wait = False
+            return self._execute(job)
+        outcome = self._execute_in("spawn", job)
+        if outcome.ended in ("timeout", "stuck"):  # it was not because of the fork
+            self._forks_may_wait = False
+        else:
+            self.isolation = "spawn"
+            self._notes.append(FORK_WAITED)
+        return outcome
+
+    def _execute_in(self, isolation: Isolation, job: Job, idle_limit: float = math.inf) -> JobOutcome:
+        return execute(
+            job,
+            self._source,
+            isolation,
+            on_position=functools.partial(self._report_position, job),
+            op_limit=self._op_limit(),
+            idle_limit=idle_limit if isolation == "fork" else math.inf,
+        )
 
     def _report_position(self, job: Job, position: Position | None) -> None:
         if self._on_progress is not None:
@@ -260,18 +272,16 @@ class TargetRuns:
 
     # -- where forks fail
 
-    def _leave_fork(self) -> None:
-        """After a fork that only waited: use fresh interpreters, or let it wait if the model may do so by itself."""
+    def _can_be_sent(self) -> bool:
+        """Whether a fresh interpreter can get the model; raises :class:`UsageError` if not and it may wait for a thread."""
         try:
             self._source.fresh()
         except UsageError as error:
             threads = other_threads()
             if threads:
                 raise UsageError(*waits_for_threads(threads, error.message)) from None
-            self._idle_limit = math.inf
-        else:
-            self.isolation = "spawn"
-            self._notes.append(FORK_WAITED)
+            return False
+        return True
 
     def _may_be_the_fork(self, outcome: JobOutcome) -> bool:
         """Whether fp32 failed in a fork, but might not in a fresh interpreter, as its user runs it."""
@@ -282,7 +292,7 @@ class TargetRuns:
     def _in_a_fresh_interpreter(self, job: Job, forked: JobOutcome) -> JobOutcome:
         """The outcome of ``job`` in a fresh interpreter; ``forked`` if it cannot run there."""
         try:
-            outcome = execute(job, self._source, "spawn", on_position=functools.partial(self._report_position, job))
+            outcome = self._execute_in("spawn", job)
         except (UsageError, WorkerError):
             return forked
         if outcome.plain is None:
