@@ -177,10 +177,11 @@ def crash(result: ScanResult) -> Iterator[Finding]:
     """The process died while this op ran.
 
     Observed: the process ended by a signal or an exit, not by a Python exception. Each run has a process of its own, so
-    the scan continued. The op is the one that was running when the process died.
+    the scan continued. An op is named only if the process died twice while it ran: at the same place, or at two places.
+    Without an op, the place is not known, or another one each time.
 
     Usual causes: a fault in the kernel, often signal 11 (segmentation fault); too little memory, often signal 9, sent
-    by the operating system.
+    by the operating system; memory that an earlier op damaged, if the place changes.
 
     What to do, in this order:
 
