@@ -15,7 +15,7 @@ from conftest import Call
 from torch import Tensor, nn
 
 from lowprec_check import ScanResult, UsageError, scan
-from lowprec_check.engine.run import target_runs
+from lowprec_check.engine.run import launcher
 from lowprec_check.engine.run.isolation import Isolation
 
 HEAD = """
@@ -165,7 +165,7 @@ def extra(model, x):
 def test_what_fails_in_a_fork_only_is_tried_in_a_fresh_interpreter(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str, note: str
 ) -> None:
-    monkeypatch.setattr(target_runs, "IDLE_SECONDS", 1.5)
+    monkeypatch.setattr(launcher, "IDLE_SECONDS", 1.5)
     result = scanned(call, tmp_path, IN_A_FORK.format(failure))
     assert result.options["isolation"] == "spawn"
     assert any(note in text for text in result.runs[0].notes), result.runs[0].notes
@@ -266,7 +266,7 @@ def held_lock() -> tuple[threading.Thread, threading.Event]:
 
 @pytest.mark.slow
 def test_a_model_that_waits_for_a_thread_is_sent_to_a_fresh_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target_runs, "IDLE_SECONDS", 1.5)
+    monkeypatch.setattr(launcher, "IDLE_SECONDS", 1.5)
     thread, done = held_lock()
     try:
         result = scan(Waits(), torch.ones(2, 8), precisions="half", errors="none")
@@ -275,12 +275,12 @@ def test_a_model_that_waits_for_a_thread_is_sent_to_a_fresh_interpreter(monkeypa
         thread.join()
     assert [run.status for run in result.runs] == ["ok", "ok"]
     assert result.options["isolation"] == "spawn"
-    assert target_runs.FORK_WAITED in result.runs[0].notes
+    assert launcher.FORK_WAITED in result.runs[0].notes
 
 
 @pytest.mark.slow
 def test_a_model_that_waits_for_a_thread_and_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target_runs, "IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(launcher, "IDLE_SECONDS", 1.0)
     thread, done = held_lock()
     model = Waits()
     model.generator = (number for number in range(3))  # type: ignore[assignment]

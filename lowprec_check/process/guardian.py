@@ -16,12 +16,13 @@ import threading
 from multiprocessing import util
 
 _GUARDIAN = """
-import os, signal
+import os, select, signal
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
-left, rest = set(), b""
-while chunk := os.read(0, 4096):
+left, rest, closed = set(), b"", False
+while (not closed or select.select([0], [], [], 1)[0]) and (chunk := os.read(0, 4096)):
     *lines, rest = (rest + chunk).split(b"\\0")
+    closed = closed or b"!" in lines
     for line in lines:
         (left.add if line[:1] == b"+" else left.discard)(line[1:])
 for group in left:
@@ -97,6 +98,8 @@ class Guardian:
             assert self._process.stdin is not None
             if self._folder is not None:  # removed by multiprocessing itself
                 announce(self._folder, os.dup(self._process.stdin.fileno()), ended=True)
+            with contextlib.suppress(OSError):  # if a signal left a copy of the descriptor open, the pipe does not end
+                os.write(self._process.stdin.fileno(), b"!\0")
             self._process.stdin.close()
             self._process.wait()
             self._process = None

@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from lowprec_check.engine.run.assemble import make_run
-from lowprec_check.engine.run.explanation import Attempts, describe_position, why_incomplete
-from lowprec_check.engine.run.isolation import IDLE_SECONDS, Isolation, WorkerError, other_threads
+from lowprec_check.engine.run.explanation import Attempts, why_incomplete
+from lowprec_check.engine.run.isolation import Isolation
 from lowprec_check.engine.run.job import Job, JobFiles, open_job_files
-from lowprec_check.engine.run.job_worker import execute
+from lowprec_check.engine.run.launcher import Launcher, OnProgress
 from lowprec_check.engine.run.messages import Measures
 from lowprec_check.engine.run.outcome import JobOutcome
 from lowprec_check.engine.run.reference_errors import (
-    FORK_WAITED,
-    failed_in_fork,
     failed_reference,
     missing_reference,
     nondeterministic_reference,
     nonfinite_reference,
-    waits_for_threads,
 )
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.errors import UsageError
-from lowprec_check.process.breadcrumb import Position
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import EAGER, REFERENCE
@@ -46,9 +41,6 @@ EXPLAIN_RATIO = 60.0
 """Times an fp32 forward that the instrumented part may take; 20 are usual for a model with many small ops."""
 
 HIDDEN_STATE = "the model keeps state that a scan cannot rewind: plain and instrumented runs use separate processes"
-
-OnProgress = Callable[[str, str], None]
-"""Called with the name of the run and its current step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,14 +67,8 @@ class TargetRuns:
         files: JobFiles,
         on_progress: OnProgress | None = None,
     ) -> None:
-        self.target, self.options = source.target, options
-        self.isolation = isolation
-        """Where runs happen; ``spawn`` instead of ``fork`` after a fork has failed where a fresh interpreter has not."""
-        self._source, self._files = source, files
-        self._on_progress = on_progress
-        self._forks_may_wait = True
-        """Whether a fork that only waits may do so because it is a fork."""
-        self._notes: list[str] = []
+        self.target, self.options, self._files = source.target, options, files
+        self._launcher = Launcher(source, isolation, on_progress)
         self.fp32: Run | None = None
         self._self_error = 0.0
         self._first_seconds = 0.0
@@ -90,18 +76,21 @@ class TargetRuns:
         self._hidden_state = False
         """Whether fp32 differs from itself when it is run again in one process, but not in two."""
 
+    @property
+    def isolation(self) -> Isolation:
+        """Where runs happen."""
+        return self._launcher.isolation
+
     # -- the reference
 
     def reference(self) -> Run:
         """Run fp32; raises :class:`UsageError` if the model fails, hangs, or has NaN or Inf in its output."""
         budget = self.options.budget or REFERENCE_BUDGET
         job = self._job(REFERENCE, budget=budget)
-        outcome = self._execute_until_sure(job)
+        outcome = self._launcher.execute_reference(job, self._op_limit())
         if self._learns_of_changes(outcome):
             job = self._job(REFERENCE, budget=budget)
-            outcome = self._execute_until_sure(job)
-        if self._may_be_the_fork(outcome):
-            outcome = self._in_a_fresh_interpreter(job, outcome)
+            outcome = self._launcher.execute_reference(job, self._op_limit())
         plain, measures = outcome.plain, outcome.measures
         if plain is None:
             raise UsageError(*missing_reference(outcome, budget))
@@ -114,7 +103,7 @@ class TargetRuns:
             raise UsageError(*nondeterministic_reference(self._self_error))
         self._first_seconds = plain.first_seconds
         run = make_run(job, outcome, None)
-        notes = [*run.notes, *self._notes, *([HIDDEN_STATE] if self._hidden_state else [])]
+        notes = [*run.notes, *([HIDDEN_STATE] if self._hidden_state else [])]
         self.fp32 = msgspec.structs.replace(run, nondeterministic=self._self_error > 0, notes=notes)
         return self.fp32
 
@@ -179,10 +168,10 @@ class TargetRuns:
             )
         wanted: dict[str, Any] = {"backend": backend, "keep_fp32": keep_fp32, "measured": measured}
         job = self._job(precision, **wanted, instrumented=instrumented and not self._hidden_state)
-        outcome = self._execute_until_sure(job)
+        outcome = self._launcher.execute_until_sure(job, self._op_limit())
         if self._learns_of_changes(outcome):
             job = dataclasses.replace(job, changes_parameters=True)
-            outcome = self._execute_until_sure(job)
+            outcome = self._launcher.execute_until_sure(job, self._op_limit())
         job = dataclasses.replace(job, instrumented=instrumented)
         if instrumented and outcome.explained is None and not outcome.faults:
             self._explain(job, outcome)
@@ -198,6 +187,7 @@ class TargetRuns:
             while attempts.learn(found):
                 found = self._execute(attempts.job)
         outcome.explained, outcome.gaps, outcome.op_calls_found = found.explained, found.gaps, found.op_calls_found
+        outcome.notes += found.notes if found is not outcome else []
         outcome.incomplete_because = why_incomplete(found, job.explain_budget)
 
     def _op_limit(self) -> float:
@@ -222,85 +212,8 @@ class TargetRuns:
         }
         return Job(**settings | changes)
 
-    def _execute_until_sure(self, job: Job) -> JobOutcome:
-        """Execute ``job``; if its process dies in the plain part, do it again, to tell a crash from a signal from outside."""
-        outcome = self._execute(job)
-        if not outcome.died_in_plain_part:
-            if outcome.ended == "crashed" and outcome.position is None:
-                outcome.notes.append(f"{outcome.reason} while memory or the metric was measured")
-            return outcome
-        again = self._execute(job)
-        if again.died_in_plain_part:
-            return again
-        if outcome.killed_from_outside:
-            again.notes.append(f"{outcome.reason}, once; the run was repeated")
-            return again
-        outcome.reason = f"{outcome.reason}, in one of two attempts"
-        outcome.explained, outcome.incomplete_because = again.explained, why_incomplete(again, job.explain_budget)
-        return outcome
-
     def _execute(self, job: Job) -> JobOutcome:
-        """Execute ``job``; if a fork only waits, do it again in a fresh interpreter."""
-        idle_limit = min(IDLE_SECONDS, job.budget / 2) if self._forks_may_wait else math.inf
-        outcome = self._execute_in(self.isolation, job, idle_limit)
-        if outcome.ended != "idle":
-            return outcome
-        if not self._can_be_sent():
-            self._forks_may_wait = False
-            return self._execute(job)
-        outcome = self._execute_in("spawn", job)
-        if outcome.ended in ("timeout", "stuck"):  # it was not because of the fork
-            self._forks_may_wait = False
-        else:
-            self.isolation = "spawn"
-            self._notes.append(FORK_WAITED)
-        return outcome
-
-    def _execute_in(self, isolation: Isolation, job: Job, idle_limit: float = math.inf) -> JobOutcome:
-        return execute(
-            job,
-            self._source,
-            isolation,
-            on_position=functools.partial(self._report_position, job),
-            op_limit=self._op_limit(),
-            idle_limit=idle_limit if isolation == "fork" else math.inf,
-        )
-
-    def _report_position(self, job: Job, position: Position | None) -> None:
-        if self._on_progress is not None:
-            self._on_progress(job.key.label, describe_position(position) if position else "plain run")
-
-    # -- where forks fail
-
-    def _can_be_sent(self) -> bool:
-        """Whether a fresh interpreter can get the model; raises :class:`UsageError` if not and it may wait for a thread."""
-        try:
-            self._source.fresh()
-        except UsageError as error:
-            threads = other_threads()
-            if threads:
-                raise UsageError(*waits_for_threads(threads, error.message)) from None
-            return False
-        return True
-
-    def _may_be_the_fork(self, outcome: JobOutcome) -> bool:
-        """Whether fp32 failed in a fork, but might not in a fresh interpreter, as its user runs it."""
-        passed = outcome.ended == "done" and outcome.plain is not None and outcome.plain.exception is None
-        may_differ = self._source.reload is not None or outcome.ended != "done" or bool(other_threads())
-        return self.isolation == "fork" and not passed and may_differ
-
-    def _in_a_fresh_interpreter(self, job: Job, forked: JobOutcome) -> JobOutcome:
-        """The outcome of ``job`` in a fresh interpreter; ``forked`` if it cannot run there."""
-        try:
-            outcome = self._execute_in("spawn", job)
-        except (UsageError, WorkerError):
-            return forked
-        if outcome.plain is None:
-            return forked
-        if outcome.plain.exception is None:
-            self.isolation = "spawn"
-            self._notes.append(failed_in_fork(forked))
-        return outcome
+        return self._launcher.execute(job, self._op_limit())
 
 
 def _self_error(measures: Measures | None) -> float:

@@ -1,0 +1,114 @@
+"""Executes jobs where they can run: in forks, or in fresh interpreters where forks fail; again, if their process dies."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+from lowprec_check.engine.run.explanation import describe_position, why_incomplete
+from lowprec_check.engine.run.isolation import IDLE_SECONDS, Isolation, WorkerError, other_threads
+from lowprec_check.engine.run.job import Job
+from lowprec_check.engine.run.job_worker import execute
+from lowprec_check.engine.run.outcome import JobOutcome
+from lowprec_check.engine.run.reference_errors import FORK_WAITED, failed_in_fork, waits_for_threads
+from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.errors import UsageError
+from lowprec_check.process.breadcrumb import Position
+
+OnProgress = Callable[[str, str], None]
+"""Called with the name of the run and its current step."""
+
+
+class Launcher:
+    """Executes the jobs of a target; ``op_limit`` is the number of seconds that one op may take if slow ops are emulated."""
+
+    def __init__(self, source: TargetSource, isolation: Isolation, on_progress: OnProgress | None = None) -> None:
+        self.isolation = isolation
+        """Where jobs are executed; ``spawn`` instead of ``fork`` after a fork has failed where a fresh interpreter has not."""
+        self._source = source
+        self._on_progress = on_progress
+        self._forks_may_wait = True
+        """Whether a fork that only waits may do so because it is a fork."""
+
+    def execute(self, job: Job, op_limit: float) -> JobOutcome:
+        """Execute ``job``; if a fork only waits, do it again in a fresh interpreter."""
+        idle_limit = min(IDLE_SECONDS, job.budget / 2) if self._forks_may_wait else math.inf
+        outcome = self._execute_in(self.isolation, job, op_limit, idle_limit)
+        if outcome.ended != "idle":
+            return outcome
+        if not self._can_be_sent():
+            self._forks_may_wait = False
+            return self.execute(job, op_limit)
+        outcome = self._execute_in("spawn", job, op_limit)
+        if outcome.ended in ("timeout", "stuck"):  # it was not because of the fork
+            self._forks_may_wait = False
+        else:
+            self.isolation = "spawn"
+            outcome.notes.append(FORK_WAITED)
+        return outcome
+
+    def execute_until_sure(self, job: Job, op_limit: float) -> JobOutcome:
+        """Execute ``job``; if its process dies in the plain part, do it again, to tell a crash from a signal from outside."""
+        outcome = self.execute(job, op_limit)
+        if not outcome.died_in_plain_part:
+            if outcome.ended == "crashed" and outcome.position is None:
+                outcome.notes.append(f"{outcome.reason} while memory or the metric was measured")
+            return outcome
+        again = self.execute(job, op_limit)
+        if again.died_in_plain_part:
+            return again
+        if outcome.killed_from_outside:
+            again.notes.append(f"{outcome.reason}, once; the run was repeated")
+            return again
+        outcome.reason = f"{outcome.reason}, in one of two attempts"
+        outcome.explained, outcome.incomplete_because = again.explained, why_incomplete(again, job.explain_budget)
+        return outcome
+
+    def execute_reference(self, job: Job, op_limit: float) -> JobOutcome:
+        """Execute the fp32 ``job``; if it fails in a fork, but might not as its user runs it, also in a fresh interpreter."""
+        outcome = self.execute_until_sure(job, op_limit)
+        if self.isolation != "fork" or _passed(outcome):
+            return outcome
+        if self._source.reload is None and outcome.ended == "done" and not other_threads():
+            return outcome
+        try:
+            fresh = self._execute_in("spawn", job, op_limit)
+        except (UsageError, WorkerError):
+            return outcome
+        if fresh.plain is None:
+            return outcome
+        if _passed(fresh):
+            self.isolation = "spawn"
+            fresh.notes.append(failed_in_fork(outcome))
+        return fresh
+
+    def _execute_in(self, isolation: Isolation, job: Job, op_limit: float, idle_limit: float = math.inf) -> JobOutcome:
+        return execute(
+            job,
+            self._source,
+            isolation,
+            on_position=functools.partial(self._report_position, job),
+            op_limit=op_limit,
+            idle_limit=idle_limit if isolation == "fork" else math.inf,
+        )
+
+    def _report_position(self, job: Job, position: Position | None) -> None:
+        if self._on_progress is not None:
+            self._on_progress(job.key.label, describe_position(position) if position else "plain run")
+
+    def _can_be_sent(self) -> bool:
+        """Whether a fresh interpreter can get the model; raises :class:`UsageError` if not and it may wait for a thread."""
+        try:
+            self._source.fresh()
+        except UsageError as error:
+            threads = other_threads()
+            if threads:
+                raise UsageError(*waits_for_threads(threads, error.message)) from None
+            return False
+        return True
+
+
+def _passed(outcome: JobOutcome) -> bool:
+    """Whether the plain part of the fp32 run finished."""
+    return outcome.plain is not None and outcome.plain.exception is None and not outcome.died_in_plain_part
