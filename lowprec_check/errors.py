@@ -1,4 +1,4 @@
-"""Errors the user can fix, the end that others ask for, and the text of foreign exceptions. Never imports torch."""
+"""Errors the user can fix, the exception for a signal to end, and the text of foreign exceptions. Never imports torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class UsageError(Exception):
 
 
 class Terminated(BaseException):
-    """A signal asks this program to end: raised in its main thread, so that it ends its workers first."""
+    """Raised in the main thread when a signal asks the program to end, so that it ends its workers first."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)

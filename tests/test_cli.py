@@ -339,3 +339,45 @@ def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"{VISIBLE} · [red]" in shown
     assert shown.count(VISIBLE) >= 3
     assert not [word for word in ("\x07", "\x1b[2J", "\u202e") if word in shown]
+
+
+PRINTS = """
+import atexit, os, subprocess
+import torch
+from torch import nn
+class Prints(nn.Linear):
+    def forward(self, x):
+        os.write(1, b"from a call\\n")
+        subprocess.run(["echo", "from a process"])
+        return super().forward(x)
+os.write(1, b"from the import\\n")
+atexit.register(print, "at exit")
+model = Prints(4, 4).eval()
+inputs = torch.ones(2, 4)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["-", "/dev/stdout"])
+def test_standard_output_holds_the_result_only(tmp_path: Path, where: str) -> None:
+    (tmp_path / "prints.py").write_text(PRINTS)
+    done = call_process("scan", tmp_path / "prints.py", "-p", "bfloat16", "--json", where)
+    assert done.returncode == 0
+    result, _, screen = done.stdout.partition("\n")
+    assert ScanResult.from_json(result.encode()).run("bfloat16").status == "ok"
+    assert bool(screen) == (where != "-")
+    assert "from" not in screen
+    for text in ("from a call", "from a process", "from the import", "at exit"):
+        assert text in done.stderr
+
+
+def test_a_closed_or_full_stream_does_not_change_the_exit_code(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m lowprec_check"
+    for line, code in (
+        (f"{command} explain LP101 >&-", 0),
+        (f"{command} report missing.json 2>/dev/full", 2),
+        (f"{command} explain LP101 >/dev/full", 2),
+    ):
+        done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == code, (line, done.stderr)
+        assert "Traceback" not in done.stderr

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -71,6 +74,26 @@ def extra(model, x):
     assert multiprocessing.current_process().name == "MainProcess" and not multiprocessing.current_process().daemon
     assert threading.current_thread() is threading.main_thread()
     return 1
+""",
+    "a process that it spawns": """
+import multiprocessing
+def extra(model, x):
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(one)
+def one():
+    return 1
+""",
+    "a process that it forks and that exits": """
+import os, sys
+def extra(model, x):
+    child = os.fork()
+    if child == 0:
+        sys.exit(3)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+""",
+    "a path object on the module path": """
+import pathlib, sys
+sys.path.insert(0, pathlib.Path(__file__).parent / "lib")
 """,
     "a file read from standard input": """
 import sys
@@ -177,6 +200,25 @@ def test_a_model_that_fails_by_itself_is_the_users(call: Call, tmp_path: Path) -
     assert done.returncode == 2
     assert "fails in fp32" in done.stderr
     assert "model.py:18: ValueError: wrong inputs" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_timeout_is_a_timeout_if_ended_processes_are_ignored(call: Call, tmp_path: Path) -> None:
+    code = """
+import signal, time
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+def extra(model, x):
+    if x.dtype == torch.half:
+        while True: pass
+    return 0
+"""
+    saved = tmp_path / "scan.json"
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        call("scan", write(tmp_path, code), "--json", saved, "-p", "half", "--no-plan", "--budget", "1")
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert [run.status for run in ScanResult.load(saved).runs] == ["ok", "timeout"]
 
 
 class Mlp(nn.Module):
@@ -291,3 +333,18 @@ def test_a_model_that_waits_for_a_thread_and_cannot_be_sent(monkeypatch: pytest.
     finally:
         done.set()
         thread.join()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", [(0, 1), (0, 1, 2)])
+def test_a_scan_runs_where_standard_streams_are_closed(tmp_path: Path, closed: tuple[int, ...]) -> None:
+    code = f"""
+import os
+for descriptor in {closed}: os.close(descriptor)
+import torch
+from lowprec_check import scan
+result = scan(torch.nn.Linear(8, 8).eval(), torch.randn(2, 8), precisions="half")
+open({str(tmp_path / "status")!r}, "w").write(result.runs[1].status)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert (tmp_path / "status").read_text() == "ok"

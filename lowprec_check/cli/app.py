@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -65,7 +65,8 @@ def print_status(text: str) -> None:
     """Print ``text`` to stderr at once, with control characters made visible: it may have names and messages of other people."""
     from lowprec_check.report.escape import visible_text
 
-    print(visible_text(text), file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the exit code matters more
+        print(visible_text(text), file=sys.stderr, flush=True)
 
 
 def check_writable(path: Path | None, option: str) -> None:
@@ -91,38 +92,32 @@ def print_json(value: Any) -> None:
     """Print a struct, a list of structs or a dictionary as indented JSON."""
     from lowprec_check.schema.base import encode
 
-    stdout().write(encode(value).decode())
+    sys.stdout.write(encode(value).decode())
 
 
-_kept_stdout: TextIO | None = None
-
-
-def keep_stdout() -> None:
-    """Reserve standard output for :func:`stdout`: whatever else writes to it, from C or at exit too, goes to standard error."""
-    global _kept_stdout  # noqa: PLW0603
+@contextlib.contextmanager
+def stdout_kept() -> Iterator[None]:
+    """While a model runs, standard output is standard error: what it prints, also from C, must not end up in a result."""
     sys.stdout.flush()
-    _kept_stdout = open(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace")  # noqa: SIM115
+    kept = os.dup(1)
     os.dup2(2, 1)
-
-
-def stdout() -> TextIO:
-    """The stream for results."""
-    return sys.stdout if _kept_stdout is None else _kept_stdout
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def close_stdout() -> None:
-    """Write what is left of the results; raises ``OSError`` if that fails."""
-    global _kept_stdout
-    if _kept_stdout is None:
-        sys.stdout.flush()
-    else:
-        kept, _kept_stdout = _kept_stdout, None
-        kept.close()
+    """Write what is left of the result; what is printed at exit goes to standard error. Raises ``OSError`` if that fails."""
+    sys.stdout.flush()
+    os.dup2(2, 1)
 
 
 def screen_size(least: int = 100) -> dict[str, Any]:
     """The terminal's width and whether it has colours; at least ``least`` columns, so that no figure is cut."""
-    terminal = stdout().isatty()
+    terminal = sys.stdout.isatty()
     columns = shutil.get_terminal_size((100, 40)).columns if terminal else 100
     return {"width": max(least, columns), "color": terminal}
 

@@ -70,6 +70,7 @@ def compat(
     from lowprec_check.compat.report_folder import ReportFolder
     from lowprec_check.compat.runner import scan_all
     from lowprec_check.compat.target_list import Request, expand_requests, read_list
+    from lowprec_check.report.escape import visible
 
     listed = read_list(from_file) if from_file else []
     requests = expand_requests(
@@ -101,7 +102,7 @@ def compat(
         without_pages = folder.index(matrix)
     failed = sum(row.state == "failed" for row in matrix.rows)
     print(
-        f"{len(matrix.rows)} row{'s' if len(matrix.rows) != 1 else ''}, {failed} could not be scanned: {output / 'index.md'}"
+        f"{len(matrix.rows)} row{'s' if len(matrix.rows) != 1 else ''}, {failed} could not be scanned: {visible(str(output / 'index.md'))}"
     )
     if without_pages:
         print_status(_explain_missing(without_pages))

@@ -17,11 +17,13 @@ import typer
 
 from lowprec_check.cli.app import INTERRUPTED, TOOL_FAILED, USAGE_ERROR, app, close_stdout, print_status
 from lowprec_check.errors import Terminated, UsageError, traceback_of
+from lowprec_check.process.standard_streams import open_standard_streams
 
 
 def main() -> None:
-    """Entry point: exit 0, 1 (findings), 2 (the call or the user's file is wrong), 3 (the tool failed)."""
+    """Entry point: exit 0, 1 (findings), 2 (the call or the user's file is wrong), 3 (the tool failed), 128 + a signal."""
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # from importing torch; NumPy is not needed
+    open_standard_streams()
     for stream in (sys.stdout, sys.stderr):  # "?" for "≤" if the stream cannot encode it
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -32,7 +34,6 @@ def main() -> None:
         close_stdout()
     except BaseException as error:
         code = _report(error)
-    finally:
         with contextlib.suppress(OSError):
             close_stdout()
     if code == INTERRUPTED:  # also how the parser reports Ctrl+C
@@ -48,7 +49,7 @@ def _report(error: BaseException) -> int:
         print_status(f"ended by {signal.Signals(error.number).name}")
         return 128 + error.number
     if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.ENOSPC):
-        return _report_closed_output(error)
+        return _report_output_error(error)
     if isinstance(error, UsageError):
         print_status("\n".join([f"error: {error.message}", *([error.hint] if error.hint else [])]))
         return USAGE_ERROR
@@ -62,8 +63,8 @@ def _report(error: BaseException) -> int:
     return TOOL_FAILED
 
 
-def _report_closed_output(error: OSError) -> int:
-    """Standard output is full, or its reader has gone, which is not an error."""
+def _report_output_error(error: OSError) -> int:
+    """The reader of standard output has gone, which is not an error, or a disk is full."""
     if error.errno == errno.EPIPE:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python writes at exit
         return 128 + signal.SIGPIPE

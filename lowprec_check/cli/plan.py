@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lowprec_check.cli.app import FINDINGS, app, check_writable, keep_stdout, progress, screen_size, stdout
+from lowprec_check.cli.app import FINDINGS, app, check_writable, print_status, progress, screen_size, stdout_kept
 from lowprec_check.cli.options import Backend, Device, Inputs, Isolation, Quiet, Seed, Target, Tolerance, WithoutKernel
 from lowprec_check.schema.precisions import plan_bases
 from lowprec_check.schema.registry import choices
@@ -56,8 +56,7 @@ def plan(
 ) -> None:
     """Find the modules that must stay in fp32. Verifies that the model passes with all others in 16 bits."""
     check_writable(save, "--save")
-    keep_stdout()
-    with progress(target, quiet) as on_progress:
+    with stdout_kept(), progress(target, quiet) as on_progress:
         from lowprec_check.engine.load import load_and_plan
         from lowprec_check.engine.plan.planner import PlanOptions
 
@@ -79,13 +78,11 @@ def plan(
     if save is not None:
         if found.plan is not None:
             found.plan.save(save)
-        print(
-            f"plan saved to {save}" if found.plan is not None else "no plan was found; nothing saved", file=sys.stderr
-        )
+        print_status(f"plan saved to {save}" if found.plan is not None else "no plan was found; nothing saved")
     if json:
-        stdout().write(found.to_json().decode())
+        sys.stdout.write(found.to_json().decode())
     else:
         from lowprec_check.report.plan import render
 
-        stdout().write(render(found, **screen_size(least=0)))
+        sys.stdout.write(render(found, **screen_size(least=0)))
     raise typer.Exit(0 if found.plan is not None else FINDINGS)

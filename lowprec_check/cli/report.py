@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowprec_check.cli.app import app, check_writable, load_result, screen_size, stdout
+from lowprec_check.cli.app import app, check_writable, load_result, screen_size
 from lowprec_check.errors import UsageError
 from lowprec_check.report.registry import FORMATS, format_of, render, suffixes, write
 from lowprec_check.schema.registry import choices
@@ -72,9 +73,9 @@ def check_reports(files: list[Path], format: str | None = None, option: str = "-
 def print_report(result: ScanResult, format: str, findings: int | None = None) -> None:
     """Print ``result`` to stdout; text in the width and colours of the terminal, at most ``findings`` groups of findings."""
     if format != "text":
-        stdout().write(render(result, format))
+        sys.stdout.write(render(result, format))
         return
     from lowprec_check.report import text
 
     shown = text.SHOWN_FINDINGS if findings is None else findings
-    stdout().write(text.render(result, findings=shown, **screen_size(least=0)))
+    sys.stdout.write(text.render(result, findings=shown, **screen_size(least=0)))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from lowprec_check.cli.app import FINDINGS, app, check_writable, keep_stdout, progress
+from lowprec_check.cli.app import FINDINGS, app, check_writable, print_status, progress, stdout_kept
 from lowprec_check.cli.baseline import BaselineFile, UpdateBaseline, apply_baseline, known_findings
 from lowprec_check.cli.options import (
     Backends,
@@ -97,8 +96,7 @@ def scan(
     accepted = known_findings(baseline, update_baseline)
     check_writable(save_plan, "--save-plan")
     _check_codes([*(select or []), *(ignore or [])])
-    keep_stdout()
-    with progress(target, quiet) as on_progress:
+    with stdout_kept(), progress(target, quiet) as on_progress:
         from lowprec_check.engine.load import load_and_scan
         from lowprec_check.engine.scan import ScanOptions
 
@@ -119,7 +117,7 @@ def scan(
         result = load_and_scan(target, tuple(inputs or ()), options, isolation, on_progress)
     if save_plan is not None:
         if result.plan is None:
-            print("no plan was needed or found; nothing saved", file=sys.stderr)
+            print_status("no plan was needed or found; nothing saved")
         else:
             result.plan.save(save_plan)
     result = apply_baseline(result, accepted, baseline, update_baseline)

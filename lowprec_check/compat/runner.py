@@ -16,7 +16,7 @@ from lowprec_check.compat.rows import failed_row, request_of, row_of
 from lowprec_check.compat.saved_files import needs_scan, scan_path
 from lowprec_check.compat.scan_process import ScanLimits, ScanOutcome, end_running_scans, scan_one, temporary_file
 from lowprec_check.compat.target_list import Request
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, message_of, type_name
 from lowprec_check.schema.files import make_folder
 from lowprec_check.schema.matrix import Matrix, MatrixRow, load, save
 from lowprec_check.schema.scan_result import ResultError, ScanResult
@@ -105,7 +105,7 @@ def _row(outcome: ScanOutcome, made_with: dict[str, str]) -> tuple[MatrixRow, Sc
         try:
             result = ScanResult.from_json(outcome.json)
         except ResultError as error:
-            outcome = outcome._replace(reason=str(error))
+            outcome = outcome._replace(reason=message_of(error))
         else:
             return row_of(result, outcome.request, outcome.seconds, made_with), result
     return failed_row(outcome.request, outcome.reason or "no reason given", outcome.seconds, made_with), None
@@ -123,5 +123,5 @@ def _outcomes(
 
 def _failed(request: Request, error: Exception) -> ScanOutcome:
     """The outcome of a scan that could not be started, or that killed its worker in the cluster."""
-    reason = error.message if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+    reason = error.message if isinstance(error, UsageError) else f"{type_name(error)}: {message_of(error)}"
     return ScanOutcome(request, b"", reason[:500], 0.0)

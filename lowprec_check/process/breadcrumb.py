@@ -1,6 +1,6 @@
 """A breadcrumb: a small file that records which op a worker is running, and since when. It survives a crash.
 
-The file, named or not, is mapped into both processes. The worker writes it before and after every op; its supervisor reads it to show
+The file, which may have no name, is mapped into both processes. The worker writes it before and after every op; its supervisor reads it to show
 progress, to detect an op that takes too long, and to name the op in which the process died.
 """
 

@@ -53,7 +53,7 @@ class LineWorker(Worker[Message]):
             self._tasks.flush()
 
     def waitables(self) -> list[int]:
-        """Return standard output, while it is open, and what tells the end of the process."""
+        """Return standard output, while it is open, and a descriptor that becomes ready when the process ends."""
         return [*([] if self._at_end else [self._messages.fileno()]), *self._group.waitables()]
 
     def receive(self) -> list[Message]:
@@ -90,7 +90,7 @@ class CommandWorker(Worker[NoReturn]):
         self._group = start_command(command, environment=environment, output=output, errors=errors)[0]
 
     def waitables(self) -> list[int]:
-        """Return what tells the end of the process."""
+        """Return a descriptor that becomes ready when the process ends."""
         return self._group.waitables()
 
     def receive(self) -> list[NoReturn]:

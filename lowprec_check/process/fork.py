@@ -1,10 +1,11 @@
-"""Forks a worker from this process: a copy of it that goes on in its main thread. Never imports torch."""
+"""Forks a worker from this process: a copy of it that continues in its main thread. Never imports torch."""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -46,16 +47,18 @@ def _fork(run: Callable[[], object], lifeline: int) -> int:
         try:
             os.setsid()
             announce(os.getpid(), lifeline)
-            _read_from_nowhere()
+            _close_stdin()
             util._run_after_forkers()  # type: ignore[attr-defined]
             run()
-        finally:
             os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
     return pid
 
 
-def _read_from_nowhere() -> None:
-    """A worker has no terminal: reading standard input finds its end."""
+def _close_stdin() -> None:
+    """A worker has no terminal: its standard input is empty."""
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)

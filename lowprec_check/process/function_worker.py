@@ -25,6 +25,7 @@ from lowprec_check.process.fork import fork
 from lowprec_check.process.guardian import GUARDIAN
 from lowprec_check.process.interpreter import python_command
 from lowprec_check.process.process_group import Activity, ProcessGroup, start_command
+from lowprec_check.process.standard_streams import open_descriptors
 
 SendBytes = Callable[[bytes], None]
 Task = Callable[[SendBytes], None]
@@ -54,6 +55,7 @@ class FunctionWorker(Worker[Message]):
         super().__init__(breadcrumb)
         self._decode = decode
         self._at_end = False
+        open_descriptors()
         self._connection, theirs = Pipe()
         _flush()
         with theirs:
@@ -100,8 +102,8 @@ class FunctionWorker(Worker[Message]):
 
 def _start_fresh(connection: int, log: int | None, descriptors: Sequence[int]) -> ProcessGroup:
     """An interpreter with the module path of this one, which gets its task through ``connection``."""
-    folder = GUARDIAN.temporary_folder()
-    code = f"sys.path[:] = {sys.path!r}\nfrom {__name__} import run_fresh\nrun_fresh({connection}, {log}, {folder!r})"
+    folder, path = GUARDIAN.temporary_folder(), [entry for entry in sys.path if isinstance(entry, str)]
+    code = f"sys.path[:] = {path!r}\nfrom {__name__} import run_fresh\nrun_fresh({connection}, {log}, {folder!r})"
     return start_command(python_command(code), descriptors=descriptors)[0]
 
 
@@ -114,6 +116,11 @@ _worker_pid: int | None = None
 def in_worker() -> bool:
     """Whether this process is a worker."""
     return _worker_pid == os.getpid()
+
+
+def is_fork_of_worker() -> bool:
+    """Whether a worker, or a process that it forked, has forked this process."""
+    return _worker_pid is not None and not in_worker()
 
 
 def run_fresh(descriptor: int, log: int | None, folder: str | None) -> None:
@@ -134,8 +141,14 @@ def _run(task: Task, connection: Connection, log: int | None) -> None:
     if log is not None:
         faulthandler.enable(log)
     _prefer_for_oom_kill()
-    task(connection.send_bytes)
+    task(partial(_send, connection))
     _flush()
+
+
+def _send(connection: Connection, message: bytes) -> None:
+    if not in_worker():  # a process that the model forked, and that was to end in the call
+        os._exit(1)
+    connection.send_bytes(message)
 
 
 def _prefer_for_oom_kill() -> None:

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import threading
-from multiprocessing import util
+from multiprocessing import process, util
 
 _GUARDIAN = """
 import os, select, signal
@@ -62,12 +62,17 @@ class Guardian:
 
         Processes that a model starts would make their own, and leave them when they are killed.
         """
+        known = process.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
+        if known is not None:
+            return str(known)
+        with self._lock:
+            lifeline = os.dup(self._pipe())
         try:
             self._folder = str(util.get_temp_dir())
         except OSError:
+            os.close(lifeline)
             return None
-        with self._lock:
-            announce(self._folder, os.dup(self._pipe()))
+        announce(self._folder, lifeline)
         return self._folder
 
     def _pipe(self) -> int:
@@ -113,13 +118,14 @@ class Guardian:
             self._process = None
 
     def after_fork(self) -> None:
-        """In a forked process: the lock may be held by a thread that is not there, and the pipe must not stay open."""
+        """In a forked process: the lock may be held by a thread that was not copied, and the pipe must not stay open."""
         self._lock = threading.Lock()
+        self._folder = None  # the parent's
         self._forget()
 
 
 def announce(left: int | str, lifeline: int, *, ended: bool = False) -> None:
-    """Tell the guardian of a group or a folder, and close the descriptor; a guardian that has died is not missed."""
+    """Tell the guardian of a group or a folder, and close the descriptor; does nothing if the guardian has died."""
     with contextlib.suppress(OSError):
         os.write(lifeline, os.fsencode(f"{'-' if ended else '+'}{left}\0"))
     os.close(lifeline)

@@ -41,14 +41,13 @@ class ProcessGroup:
     def end(self) -> None:
         """Kill the process if it still runs, and all other processes of its group; wait until it has ended.
 
-        Its number is given back only after the group was killed, so that no other process is hit.
+        The process is reaped only after its group was killed, so that its number cannot belong to another one.
         """
         if self._has_ended:
             return
         self._has_ended = True
-        if self.exit_code != UNKNOWN_EXIT:
-            _kill(self.pid)
-            self._wait()
+        _kill(self.pid, self.exit_code != UNKNOWN_EXIT)
+        self._wait()
         GUARDIAN.withdraw(self.pid)
         if self._pidfd is not None:
             os.close(self._pidfd)
@@ -137,10 +136,13 @@ def _exit_code(pid: int) -> int | None:
     return int(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
 
 
-def _kill(leader: int) -> None:
+def _kill(leader: int, exists: bool) -> None:
+    """Kill a group, or its ``leader`` alone if that ``exists`` and leads no group yet."""
     try:
         os.killpg(leader, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # it has no group yet; macOS does not signal the group of a zombie
+    except (ProcessLookupError, PermissionError):  # macOS does not signal the group of a zombie
+        if not exists:
+            return
         with contextlib.suppress(ProcessLookupError):
             os.kill(leader, signal.SIGKILL)
 

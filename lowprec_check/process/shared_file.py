@@ -6,6 +6,7 @@ import os
 import tempfile
 
 from lowprec_check.errors import UsageError
+from lowprec_check.process.standard_streams import open_descriptors
 
 
 def shared_file() -> int:
@@ -13,6 +14,7 @@ def shared_file() -> int:
 
     Raises :class:`UsageError` if neither is possible.
     """
+    open_descriptors()
     try:
         if hasattr(os, "memfd_create"):
             return os.memfd_create("lowprec-check")

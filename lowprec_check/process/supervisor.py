@@ -12,6 +12,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from lowprec_check.process.base_worker import Message, Worker
 from lowprec_check.process.breadcrumb import Position
+from lowprec_check.process.process_group import UNKNOWN_EXIT
 
 AnyWorker = TypeVar("AnyWorker", bound=Worker[Any])
 
@@ -90,11 +91,14 @@ class Supervisor(Generic[AnyWorker, Message]):
             yield MessageEvent(worker, message)
         position = worker.position()
         state = "ended" if exit_code is not None and not messages else _check_limits(worker, position)
-        if state != "running":
+        if state == "ended":
+            self._workers.remove(worker)
+            worker.end()
+        elif state != "running":
             self._workers.remove(worker)
             worker.end()
             exit_code = worker.exit_code
-            if exit_code != _KILLED:  # it was dying, which may take a while
+            if exit_code not in (_KILLED, UNKNOWN_EXIT):  # it was dying, which may take a while
                 state = "ended"
         yield StateEvent(worker, state, position, exit_code if state == "ended" else None)
 

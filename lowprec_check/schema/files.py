@@ -1,4 +1,4 @@
-"""Writes files: after an error or a kill, a file holds its old content or its new one, never a part. Never imports torch."""
+"""Writes files. A regular file in a writable folder is replaced as a whole; others are written in place. Never imports torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NOT_REPLACEABLE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EROFS)
 def write_file(path: str | Path, data: bytes | str) -> None:
     """Write ``data`` (text as UTF-8) to ``path``: into a new file in the same folder, which then replaces the old one.
 
-    The file keeps its mode and, if possible, its owner. A symbolic link stays, and its target is replaced. What is not a
+    The file keeps its mode and, if possible, its owner, but not its hard links. A symbolic link stays, and its target is replaced. What is not a
     regular file (``/dev/stdout``, a FIFO) is written directly, and so is a file in a folder where none may be made.
 
     Raises:
@@ -28,14 +28,14 @@ def write_file(path: str | Path, data: bytes | str) -> None:
     with _usage_errors("write", path):
         file, old = _resolve(Path(path))
         if old is not None and not _is_replaceable(file, old):
-            file.write_bytes(content)
+            _write_in_place(file, content)
             return
         try:
             _replace(file, content, old)
         except OSError as error:
             if old is None or error.errno not in _NOT_REPLACEABLE:
                 raise
-            file.write_bytes(content)
+            _write_in_place(file, content)
 
 
 def check_file(path: str | Path) -> None:
@@ -90,6 +90,12 @@ def _is_replaceable(file: Path, old: os.stat_result) -> bool:
     return stat.S_ISREG(old.st_mode) and not _is_in_proc(file)
 
 
+def _write_in_place(file: Path, content: bytes) -> None:
+    """Write a file that cannot be replaced; an open file of a process continues where others have written."""
+    with file.open("ab" if _is_in_proc(file) else "wb") as stream:
+        stream.write(content)
+
+
 def _replace(file: Path, content: bytes, old: os.stat_result | None) -> None:
     new = file.with_name(f".lowprec-check-{os.urandom(8).hex()}")  # a name that nobody can predict
     try:
@@ -107,6 +113,7 @@ def _write_new(new: Path, content: bytes, old: os.stat_result | None) -> None:
         with contextlib.suppress(OSError):  # not every file system can; other errors occur again below
             _fill(os.open(new.parent, os.O_TMPFILE | os.O_WRONLY, 0o666), content, old, name=new)
             return
+        new.unlink(missing_ok=True)
     _fill(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), content, old)
 
 

@@ -87,6 +87,9 @@ def instruments_perturb(result: ScanResult) -> Iterator[Finding]:
             yield Finding("the op-by-op analysis gave another output than the plain run", run=run, help=advice)
 
 
+_LARGER_BUDGET = "scan with a larger --budget or smaller inputs"
+
+
 @rule("LP905", "incomplete-scan", "warning")
 def incomplete_scan(result: ScanResult) -> Iterator[Finding]:
     """The op-by-op analysis did not reach the end of the model.
@@ -105,5 +108,5 @@ def incomplete_scan(result: ScanResult) -> Iterator[Finding]:
             ended = run.incomplete_because or run.reason or "the op-by-op analysis ended early"
             why = f"{stop.type}: {stop.message}" if stop else ended
             module, source = (stop.module, stop.source) if stop else (None, None)
-            advice = "fix this and scan again" if stop else "scan with a larger --budget or smaller inputs"
+            advice = "fix this and scan again" if stop or "budget" not in ended else _LARGER_BUDGET
             yield Finding(f"later ops were not checked: {why}", run=run, module=module, source=source, help=advice)

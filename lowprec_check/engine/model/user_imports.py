@@ -7,6 +7,7 @@ package that this program prints with; but the model may need it, also for impor
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -28,10 +29,11 @@ class UserImports:
     def remove(self, path: list[str], known: set[str]) -> None:
         """Restore the module path to ``path``, and remove modules not in ``known`` that stand for installed ones."""
         self._path, sys.path[:] = list(sys.path), path
-        added = tuple(folder for folder in self._path if folder not in path)
-        for name in sys.modules.keys() - known:
-            file = getattr(sys.modules[name], "__file__", None) or ""
-            if added and file.startswith(added) and _is_installed(name.partition(".")[0], path):
+        added = {os.path.abspath(folder) for folder in self._path if isinstance(folder, str) and folder not in path}
+        new = sys.modules.keys() - known
+        replaced = {name for name in new if "." not in name and _folder(name) in added and _is_installed(name, path)}
+        for name in new:
+            if name.partition(".")[0] in replaced:
                 self._modules[name] = sys.modules.pop(name)
 
 
@@ -45,5 +47,15 @@ def separate_imports() -> Iterator[UserImports]:
         imports.remove(path, known)
 
 
+def _folder(name: str) -> str | None:
+    """The folder on the module path in which a module or package was found."""
+    file = getattr(sys.modules[name], "__file__", None)
+    if not isinstance(file, str):
+        return None
+    folder, base = os.path.split(os.path.abspath(file))
+    return os.path.dirname(folder) if base == "__init__.py" else folder
+
+
 def _is_installed(name: str, path: list[str]) -> bool:
-    return name in sys.stdlib_module_names or PathFinder.find_spec(name, path) is not None
+    found = PathFinder.find_spec(name, [folder for folder in path if isinstance(folder, str)])
+    return name in sys.stdlib_module_names or (found is not None and found.origin != sys.modules[name].__file__)

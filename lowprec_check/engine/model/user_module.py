@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import re
 import sys
 import traceback
 import types
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,7 +29,8 @@ def import_file(path: Path) -> types.ModuleType:
     if (root / "__init__.py").exists():
         while (root / "__init__.py").exists():
             package, root = f"{root.name}.{package}", root.parent
-    else:  # treat the folder as a package, so that `from .helper import x` works
+    elif _RELATIVE_IMPORT.search(path.read_text(encoding="utf-8", errors="replace")) or _is_taken(path):
+        # treat the folder as a package, so that `from .helper import x` works
         parent = types.ModuleType(f"_lowprec_target_{root.name}")
         parent.__path__ = [str(root)]
         sys.modules[parent.__name__] = parent
@@ -36,6 +39,19 @@ def import_file(path: Path) -> types.ModuleType:
         if folder not in sys.path:
             sys.path.insert(0, folder)
     return call_user_code(package, lambda: _execute(package, path))
+
+
+_RELATIVE_IMPORT = re.compile(r"^\s*from\s+\.", re.MULTILINE)
+
+
+def _is_taken(path: Path) -> bool:
+    """Whether the name of the file is that of another module. If not, it keeps its name, by which processes it spawns import it."""
+    installed = PathFinder.find_spec(path.stem)
+    return (
+        path.stem in sys.stdlib_module_names
+        or path.stem in sys.modules
+        or (installed is not None and installed.origin != str(path))
+    )
 
 
 def _execute(name: str, path: Path) -> types.ModuleType:
