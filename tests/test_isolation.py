@@ -132,7 +132,7 @@ def extra(model, x):
 
 
 def write(folder: Path, code: str) -> Path:
-    file = folder / "model.py"
+    file = folder / f"{folder.name}.py"  # its own name: a module of that name may have been imported by another test
     file.write_text(f"{HEAD}\n{code}\nmodel = Model().eval()\ninputs = torch.randn(4, 8)\n")
     return file
 
@@ -199,7 +199,7 @@ def test_a_model_that_fails_by_itself_is_the_users(call: Call, tmp_path: Path) -
     done = call("scan", write(tmp_path, "def extra(model, x):\n    raise ValueError('wrong inputs')"))
     assert done.returncode == 2
     assert "fails in fp32" in done.stderr
-    assert "model.py:18: ValueError: wrong inputs" in done.stderr
+    assert f"{tmp_path.name}.py:18: ValueError: wrong inputs" in done.stderr
 
 
 @pytest.mark.slow

@@ -118,9 +118,11 @@ def in_worker() -> bool:
     return _worker_pid == os.getpid()
 
 
-def is_fork_of_worker() -> bool:
-    """Whether a worker, or a process that it forked, has forked this process."""
-    return _worker_pid is not None and not in_worker()
+def end_if_forked(error: BaseException) -> None:
+    """After an exception in a process that the model forked: end it, as it would end without a worker around it."""
+    if _worker_pid is not None and not in_worker():
+        code = error.code if isinstance(error, SystemExit) else 1
+        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
 def run_fresh(descriptor: int, log: int | None, folder: str | None) -> None:

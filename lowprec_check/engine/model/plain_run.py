@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import sys
 import threading
@@ -26,7 +25,7 @@ from lowprec_check.engine.model import device as devices
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import WithLoss
 from lowprec_check.errors import Terminated, message_of, text_of, type_name
-from lowprec_check.process.function_worker import in_worker, is_fork_of_worker
+from lowprec_check.process.function_worker import end_if_forked, in_worker
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo, Status
 
@@ -81,8 +80,7 @@ def _dense(tensor: Tensor) -> list[Tensor]:
 
 def reraise_interrupt(error: BaseException) -> None:
     """Reraise Ctrl+C and a request to end. A worker gets neither, so there the model itself raised it."""
-    if isinstance(error, SystemExit) and is_fork_of_worker():  # the model forked a process, which exits
-        os._exit(error.code if isinstance(error.code, int) else 0 if error.code is None else 1)
+    end_if_forked(error)
     in_main_thread = threading.current_thread() is threading.main_thread()
     if isinstance(error, (KeyboardInterrupt, Terminated)) and in_main_thread and not in_worker():
         raise error

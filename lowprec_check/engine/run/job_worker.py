@@ -29,7 +29,7 @@ from lowprec_check.errors import UsageError, traceback_of
 from lowprec_check.process.breadcrumb import Breadcrumb, Position
 from lowprec_check.process.exit_code import describe_exit, signal_name
 from lowprec_check.process.fork import WHOLE_PROCESS
-from lowprec_check.process.function_worker import FunctionWorker, SendBytes
+from lowprec_check.process.function_worker import FunctionWorker, SendBytes, end_if_forked
 from lowprec_check.process.shared_file import clear_shared, read_shared
 from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor
 
@@ -154,5 +154,6 @@ def _work(job: Job, load: Load, send_bytes: SendBytes) -> None:
         run_job(job, target, send)
         send(Finished())
     except BaseException as error:
+        end_if_forked(error)
         with contextlib.suppress(Exception):
             send(ToolFailed(traceback_of(error)))
