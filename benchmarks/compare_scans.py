@@ -89,6 +89,7 @@ ADDED: dict[str, tuple[Any, str]] = {
     "*.memory_format": ("contiguous", "the memory format is part of what identifies a run"),
     "diagnostics.*.backend": ("eager", "a finding names the whole run"),
     "options.backends.0": ("eager", "backends can be chosen"),
+    "runs.*.incomplete_because": (None, "why an analysis that ended early did so"),
 }
 """Pattern of a key's path that only NEW has: its value, and the reason."""
 
