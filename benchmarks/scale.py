@@ -13,9 +13,9 @@ Times are processor time, which other programs on the machine change less; memor
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import multiprocessing
-import os
 import statistics
 import tempfile
 import threading
@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -123,29 +124,13 @@ def in_own_process(work: Callable[[Any], None]) -> Any:
     return sent
 
 
-def read_memory(pid: int, keys: tuple[str, ...]) -> int:
-    """Bytes of a process, summed over the fields ``keys`` of its ``smaps_rollup``; 0 if it has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(keys))
-
-
-def uss(pid: int) -> int:
-    """Bytes that only this process uses."""
-    return read_memory(pid, ("Private_Clean:", "Private_Dirty:"))
-
-
-def tree_pss(pid: int) -> int:
+def tree_pss(root: psutil.Process) -> int:
     """Proportional bytes of a process and all below it."""
-    below: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            below += map(int, task.read_text(encoding="ascii").split())
-        except OSError:  # the thread has ended
-            continue
-    return read_memory(pid, ("Pss:",)) + sum(map(tree_pss, below))
+    total = 0
+    for process in (root, *root.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            total += process.memory_full_info().pss
+    return total
 
 
 def op_memory(count: int) -> None:
@@ -155,10 +140,15 @@ def op_memory(count: int) -> None:
         target = tiny(count)
         lowprec_check.scan(tiny(40).model, target.args[0], precisions=RUNS, plan=False)  # what the first scan loads
         gc.collect()
-        before = uss(os.getpid())
+        before = psutil.Process().memory_full_info().uss
         result = lowprec_check.scan(target.model, target.args[0], precisions=RUNS, plan=False)
         gc.collect()
-        sender.send(((uss(os.getpid()) - before) / len(result.runs[0].op_calls), [run.status for run in result.runs]))
+        sender.send(
+            (
+                (psutil.Process().memory_full_info().uss - before) / len(result.runs[0].op_calls),
+                [run.status for run in result.runs],
+            )
+        )
 
     size, statuses = in_own_process(work)
     print(f"{'parent, five runs':<28}{size:8.0f} bytes per op call   {', '.join(statuses)}", flush=True)
@@ -166,12 +156,12 @@ def op_memory(count: int) -> None:
 
 def peak_during(work: Callable[[], Any]) -> int:
     """Peak of :func:`tree_pss` of this process during ``work``."""
-    peak, ended = 0, threading.Event()
+    peak, ended, this = 0, threading.Event(), psutil.Process()
 
     def sample() -> None:
         nonlocal peak
         while not ended.wait(SAMPLE_SECONDS):
-            peak = max(peak, tree_pss(os.getpid()))
+            peak = max(peak, tree_pss(this))
 
     sampler = threading.Thread(target=sample)
     sampler.start()

@@ -44,15 +44,15 @@ def encodable(text: str) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """``str(error)``, :func:`encodable` and at most :data:`LONGEST_MESSAGE` characters long.
-
-    Never raises, whatever the ``__str__`` of the exception does.
-    """
+    """:func:`text_of` an exception that foreign code raised."""
     return text_of(error)
 
 
 def text_of(value: Any) -> str:
-    """``str(value)`` of an object of foreign code, in the same way as :func:`message_of`."""
+    """``str(value)`` of an object of foreign code, :func:`encodable` and at most :data:`LONGEST_MESSAGE` characters long.
+
+    Never raises, whatever its ``__str__`` does.
+    """
     try:
         text = str(value)  # may be a subclass of str, whose own methods are not called
         text = encodable(str.__getitem__(text, slice(LONGEST_MESSAGE + 1)))

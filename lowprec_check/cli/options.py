@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
+from lowprec_check import process
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.devices import DEVICES
 from lowprec_check.schema.precisions import formats, low_precisions
@@ -60,9 +61,8 @@ WithoutKernel = Annotated[
     list[str] | None,
     typer.Option("--without-kernel", help="Simulate a missing kernel, e.g. aten.dot:half; repeatable."),
 ]
-IsolationName = Literal["fork", "spawn", "none"]
 Isolation = Annotated[
-    IsolationName | None,
+    process.Isolation | None,
     typer.Option(
         help="Where the runs happen: in copies of this process (fork), in fresh interpreters that load the file again "
         "(spawn, slower), or in this process (none: no time limits, no protection from crashes). Default: fork if possible."

@@ -12,6 +12,8 @@ from lowprec_check.errors import UsageError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+_RESUME = "Start the cluster again and run the same command to resume."
+
 _POLL_SECONDS = 10
 _WORKER_SECONDS = 60
 """How long to wait for a first worker, or for a new one after the last has died."""
@@ -79,9 +81,6 @@ def _next_done(client: Any, futures: list[Any]) -> list[Any]:
             raise UsageError("Lost the connection to the dask scheduler.", _RESUME) from None
         except DaskTimeoutError:
             _wait_for_worker(client)
-
-
-_RESUME = "Start the cluster again and run the same command to resume."
 
 
 def _wait_for_worker(client: Any) -> None:

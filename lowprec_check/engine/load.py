@@ -12,10 +12,11 @@ from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_imports import separate_imports
 from lowprec_check.engine.plan.planner import PlanOptions, plan_target
-from lowprec_check.engine.run.isolation import Isolation, best_isolation, check_isolation, other_threads
+from lowprec_check.engine.run.isolation import best_isolation, check_isolation, other_threads
 from lowprec_check.engine.run.launcher import OnProgress
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.scan import ScanOptions, scan_target
+from lowprec_check.process import Isolation
 from lowprec_check.schema.plan import Planning
 from lowprec_check.schema.scan_result import ScanResult
 

@@ -15,7 +15,7 @@ from lowprec_check.engine.machine import environment, version
 from lowprec_check.engine.model.application import application_of
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.plan.planner import plan_for_scan
-from lowprec_check.engine.run.isolation import Isolation, best_isolation, check_isolation, isolated
+from lowprec_check.engine.run.isolation import best_isolation, check_isolation, isolated
 from lowprec_check.engine.run.launcher import OnProgress
 from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.engine.run.target_runs import RunOptions, TargetRuns, open_runs
@@ -23,6 +23,7 @@ from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.engine.trace.withheld_kernels import parse_withheld
 from lowprec_check.errors import UsageError, encodable
+from lowprec_check.process import Isolation
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.registry import Registry

@@ -37,12 +37,14 @@ class LineWorker(Worker[Message]):
         self.log = log
         self._decode = decode
         with log.open("wb") as errors:
-            self._group, process = start_command(
+            self._group = start_command(
                 command, environment=environment, input=subprocess.PIPE, output=subprocess.PIPE, errors=errors
             )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._tasks, self._messages = process.stdin, process.stdout
+        popen = self._group.popen
+        assert popen is not None
+        assert popen.stdin is not None
+        assert popen.stdout is not None
+        self._tasks, self._messages = popen.stdin, popen.stdout
         self._at_end = False
         self._partial_line = b""
 
@@ -87,7 +89,7 @@ class CommandWorker(Worker[NoReturn]):
     ) -> None:
         """``output`` and ``errors`` must be files: nobody reads them while the command runs, and a full pipe would block it."""
         super().__init__()
-        self._group = start_command(command, environment=environment, output=output, errors=errors)[0]
+        self._group = start_command(command, environment=environment, output=output, errors=errors)
 
     def waitables(self) -> list[int]:
         """Return a descriptor that becomes ready when the process ends."""

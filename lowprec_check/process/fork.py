@@ -26,7 +26,7 @@ def fork(run: Callable[[], object]) -> ProcessGroup:
     were not copied. So the pool of this thread is released first; if that is not possible, a new thread forks.
     """
     with WHOLE_PROCESS:
-        GUARDIAN.temporary_folder()
+        GUARDIAN.temporary_folder()  # made here, so that the copy uses it too
         lifeline = GUARDIAN.lifeline()
         try:
             if release_threads():

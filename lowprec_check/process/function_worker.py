@@ -19,12 +19,13 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Literal
 
+from lowprec_check.process.activity import Activity
 from lowprec_check.process.base_worker import BATCH, Decode, Message, Worker
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.process.fork import fork
 from lowprec_check.process.guardian import GUARDIAN
 from lowprec_check.process.interpreter import python_command
-from lowprec_check.process.process_group import Activity, ProcessGroup, start_command
+from lowprec_check.process.process_group import ProcessGroup, start_command
 from lowprec_check.process.standard_streams import open_descriptors
 
 SendBytes = Callable[[bytes], None]
@@ -64,13 +65,14 @@ class FunctionWorker(Worker[Message]):
             else:
                 inherited = [theirs.fileno(), *descriptors, *([log] if log is not None else [])]
                 self._group = _start_fresh(theirs.fileno(), log, inherited)
-        if method == "spawn":
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died; its end will be reported
-                self._connection.send_bytes(pickle.dumps(task))
+                with contextlib.suppress(
+                    BrokenPipeError, ConnectionResetError
+                ):  # it has died; its end will be reported
+                    self._connection.send_bytes(pickle.dumps(task))
         self._activity = Activity(self._group.pid)
 
     def waitables(self) -> list[int | Connection]:
-        """Return the pipe, while it is open, and what tells the end of the process."""
+        """Return the pipe, while it is open, and a descriptor that becomes ready when the process ends."""
         pipe = [] if self._at_end else [self._connection]
         return [*pipe, *self._group.waitables()]
 
@@ -104,7 +106,7 @@ def _start_fresh(connection: int, log: int | None, descriptors: Sequence[int]) -
     """An interpreter with the module path of this one, which gets its task through ``connection``."""
     folder, path = GUARDIAN.temporary_folder(), [entry for entry in sys.path if isinstance(entry, str)]
     code = f"sys.path[:] = {path!r}\nfrom {__name__} import run_fresh\nrun_fresh({connection}, {log}, {folder!r})"
-    return start_command(python_command(code), descriptors=descriptors)[0]
+    return start_command(python_command(code), descriptors=descriptors)
 
 
 # -- inside the worker

@@ -44,7 +44,6 @@ class Guardian:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._pid = 0
         self._folder: str | None = None
 
     def lifeline(self) -> int:
@@ -76,8 +75,6 @@ class Guardian:
         return self._folder
 
     def _pipe(self) -> int:
-        if self._pid != os.getpid():  # forked: the guardian is that of the parent, whose end it must notice
-            self._forget()
         if self._process is None or self._process.poll() is not None:
             self._forget()
             self._start()
@@ -95,11 +92,10 @@ class Guardian:
             start_new_session=True,
             cwd="/",
         )
-        self._pid = os.getpid()
 
     def close(self) -> None:
         """At the exit of this process: let the guardian end."""
-        if self._process is not None and self._pid == os.getpid():
+        if self._process is not None:
             assert self._process.stdin is not None
             if self._folder is not None:  # removed by multiprocessing itself
                 announce(self._folder, os.dup(self._process.stdin.fileno()), ended=True)
@@ -118,16 +114,16 @@ class Guardian:
             self._process = None
 
     def after_fork(self) -> None:
-        """In a forked process: the lock may be held by a thread that was not copied, and the pipe must not stay open."""
+        """In a fork: the guardian is the parent's and waits for the end of the pipe; a thread that was not copied may hold the lock."""
         self._lock = threading.Lock()
         self._folder = None  # the parent's
         self._forget()
 
 
-def announce(left: int | str, lifeline: int, *, ended: bool = False) -> None:
-    """Tell the guardian of a group or a folder, and close the descriptor; does nothing if the guardian has died."""
+def announce(entry: int | str, lifeline: int, *, ended: bool = False) -> None:
+    """Tell the guardian of a group or a folder (``entry``), and close the descriptor. A guardian that has died learns nothing."""
     with contextlib.suppress(OSError):
-        os.write(lifeline, os.fsencode(f"{'-' if ended else '+'}{left}\0"))
+        os.write(lifeline, os.fsencode(f"{'-' if ended else '+'}{entry}\0"))
     os.close(lifeline)
 
 

@@ -9,8 +9,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
-import psutil
-
 from lowprec_check.process.guardian import GUARDIAN, announce
 
 UNKNOWN_EXIT = 255
@@ -22,7 +20,8 @@ class ProcessGroup:
 
     def __init__(self, pid: int, popen: subprocess.Popen[bytes] | None = None) -> None:
         self.pid = pid
-        self._popen = popen
+        self.popen = popen
+        """The object of a process that :mod:`subprocess` has started."""
         self._exit_code: int | None = None
         self._has_ended = False
         self._pidfd = _open_pidfd(pid)
@@ -54,8 +53,8 @@ class ProcessGroup:
             self._pidfd = None
 
     def _wait(self) -> None:
-        if self._popen is not None:
-            self._exit_code = self._popen.wait()
+        if self.popen is not None:
+            self._exit_code = self.popen.wait()
             return
         with contextlib.suppress(ChildProcessError):
             self._exit_code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -69,7 +68,7 @@ def start_command(
     output: int | IO[bytes] | None = None,
     errors: int | IO[bytes] | None = None,
     descriptors: Sequence[int] = (),
-) -> tuple[ProcessGroup, subprocess.Popen[bytes]]:
+) -> ProcessGroup:
     """Start ``command`` in a group of its own; it inherits ``descriptors``."""
     lifeline = GUARDIAN.lifeline()
     popen = subprocess.Popen(
@@ -82,47 +81,7 @@ def start_command(
         pass_fds=tuple(descriptors),
     )
     announce(popen.pid, lifeline)
-    return ProcessGroup(popen.pid, popen), popen
-
-
-class Activity:
-    """How long a process and its descendants have been waiting for something, without using the processor."""
-
-    SECONDS = 0.5
-    """Between two measurements."""
-    LEAST = 0.02
-    """Processor seconds in that time that count as work."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._used, self._measured = 0.0, 0.0
-        self._worked: float | None = None
-
-    def idle_seconds(self, now: float) -> float:
-        """Seconds until ``now``, a value of ``time.monotonic()``, since the process was last seen to work."""
-        if self._worked is None or now - self._measured >= self.SECONDS:
-            used = _processor_seconds(self._pid)
-            if self._worked is None or used is None or abs(used - self._used) > self.LEAST:
-                self._worked = now
-            self._used, self._measured = used or 0.0, now
-        return now - self._worked
-
-
-def _processor_seconds(pid: int) -> float | None:
-    """Processor time of the process and its descendants; ``None`` if it has ended, is stopped, or waits for a disk or a core."""
-    try:
-        process = psutil.Process(pid)
-        if process.status() != psutil.STATUS_SLEEPING:
-            return None
-        family = [process, *process.children(recursive=True)]
-    except psutil.Error:
-        return None
-    total = 0.0
-    for one in family:
-        with contextlib.suppress(psutil.Error):
-            times = one.cpu_times()
-            total += float(times.user + times.system)
-    return total
+    return ProcessGroup(popen.pid, popen)
 
 
 def _exit_code(pid: int) -> int | None:

@@ -16,7 +16,7 @@ def open_descriptors() -> None:
 
 
 def open_standard_streams() -> None:
-    """:func:`open_descriptors`, and the streams of this module that Python did not open."""
+    """:func:`open_descriptors`, and ``sys.stdout`` and ``sys.stderr``, which Python leaves out if they are closed."""
     open_descriptors()
     sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115

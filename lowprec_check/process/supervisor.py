@@ -91,12 +91,10 @@ class Supervisor(Generic[AnyWorker, Message]):
             yield MessageEvent(worker, message)
         position = worker.position()
         state = "ended" if exit_code is not None and not messages else _check_limits(worker, position)
-        if state == "ended":
+        if state != "running":
             self._workers.remove(worker)
             worker.end()
-        elif state != "running":
-            self._workers.remove(worker)
-            worker.end()
+        if state not in ("running", "ended"):
             exit_code = worker.exit_code
             if exit_code not in (_KILLED, UNKNOWN_EXIT):  # it was dying, which may take a while
                 state = "ended"

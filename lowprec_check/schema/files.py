@@ -8,25 +8,29 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from lowprec_check.errors import UsageError, encodable
 
 _NOT_REPLACEABLE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EROFS)
-"""Errors for a file that may be written, in a folder where no file may be made or renamed; or a mount point."""
+"""Errors if the folder allows no new files, or the file is a mount point; the file itself may still be writable."""
+
+_CHOOSE = "Choose an existing, writable folder."
 
 
 def write_file(path: str | Path, data: bytes | str) -> None:
     """Write ``data`` (text as UTF-8) to ``path``: into a new file in the same folder, which then replaces the old one.
 
-    The file keeps its mode and, if possible, its owner, but not its hard links. A symbolic link stays, and its target is replaced. What is not a
-    regular file (``/dev/stdout``, a FIFO) is written directly, and so is a file in a folder where none may be made.
+    The file keeps its mode and, if possible, its owner, but not its hard links. A symbolic link stays, and its target is
+    replaced. What is not a regular file (``/dev/stdout``, a FIFO) is written in place, and so is a file in a folder where
+    none may be made.
 
     Raises:
         UsageError: the file cannot be written.
     """
     content = encodable(data).encode() if isinstance(data, str) else data
     with _usage_errors("write", path):
-        file, old = _resolve(Path(path))
+        file, old = _writable_target(Path(path))
         if old is not None and not _is_replaceable(file, old):
             _write_in_place(file, content)
             return
@@ -41,7 +45,7 @@ def write_file(path: str | Path, data: bytes | str) -> None:
 def check_file(path: str | Path) -> None:
     """Raise :class:`UsageError` if ``path`` cannot be written. Changes nothing, and does not open a FIFO."""
     with _usage_errors("write", path):
-        _resolve(Path(path))
+        _writable_target(Path(path))
 
 
 def make_folder(path: Path) -> None:
@@ -54,14 +58,15 @@ def make_folder(path: Path) -> None:
 def _usage_errors(verb: str, path: str | Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError) as error:  # ValueError: a null character in the path
-        reason = getattr(error, "strerror", None) or error
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-        hint = "Free some space, or choose another folder." if full else "Choose an existing, writable folder."
-        raise UsageError(f"Cannot {verb} {path}: {reason}.", hint) from None
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        hint = "Free some space, or choose another folder." if full else _CHOOSE
+        raise UsageError(f"Cannot {verb} {path}: {error.strerror or error}.", hint) from None
+    except ValueError as error:  # a null character in the path
+        raise UsageError(f"Cannot {verb} {path}: {error}.", _CHOOSE) from None
 
 
-def _resolve(path: Path) -> tuple[Path, os.stat_result | None]:
+def _writable_target(path: Path) -> tuple[Path, os.stat_result | None]:
     """The file that ``path`` leads to, and its status if it exists; raises ``OSError`` if it may not be written."""
     try:
         old = path.stat()
@@ -109,24 +114,31 @@ def _replace(file: Path, content: bytes, old: os.stat_result | None) -> None:
 
 def _write_new(new: Path, content: bytes, old: os.stat_result | None) -> None:
     """Write a new file. Where the system can, it has no name until it is complete, so that a kill leaves nothing behind."""
-    if hasattr(os, "O_TMPFILE"):
-        with contextlib.suppress(OSError):  # not every file system can; other errors occur again below
-            _fill(os.open(new.parent, os.O_TMPFILE | os.O_WRONLY, 0o666), content, old, name=new)
-            return
-        new.unlink(missing_ok=True)
-    _fill(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), content, old)
+    unnamed = _open_unnamed(new.parent)
+    if unnamed is not None:
+        with open(unnamed, "wb") as stream:
+            _fill(stream, content, old)
+            with contextlib.suppress(OSError):  # some file systems cannot name it
+                # With a folder descriptor, os.link follows the link in /proc.
+                os.link(f"/proc/self/fd/{unnamed}", new, src_dir_fd=unnamed)
+                return
+    with open(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), "wb") as stream:
+        _fill(stream, content, old)
 
 
-def _fill(descriptor: int, content: bytes, old: os.stat_result | None, name: Path | None = None) -> None:
-    """Write ``content`` to the disk, with the owner and mode of ``old``; then give the file its ``name``, if it has none."""
-    with open(descriptor, "wb") as stream:
-        stream.write(content)
-        stream.flush()
-        if old is not None and hasattr(os, "fchown"):
-            with contextlib.suppress(PermissionError):
-                os.fchown(descriptor, old.st_uid, old.st_gid)
-            with contextlib.suppress(PermissionError):
-                os.fchmod(descriptor, stat.S_IMODE(old.st_mode))
-        os.fsync(descriptor)
-        if name is not None:  # without a folder descriptor, Python would not follow the link in /proc
-            os.link(f"/proc/self/fd/{descriptor}", name, src_dir_fd=descriptor)
+def _open_unnamed(folder: Path) -> int | None:
+    with contextlib.suppress(AttributeError, OSError):  # not every system and file system can
+        return os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o666)
+    return None
+
+
+def _fill(stream: IO[bytes], content: bytes, old: os.stat_result | None) -> None:
+    """Write ``content`` to the disk, with the owner and mode of ``old``."""
+    stream.write(content)
+    stream.flush()
+    if old is not None and hasattr(os, "fchown"):
+        with contextlib.suppress(PermissionError):
+            os.fchown(stream.fileno(), old.st_uid, old.st_gid)
+        with contextlib.suppress(PermissionError):
+            os.fchmod(stream.fileno(), stat.S_IMODE(old.st_mode))
+    os.fsync(stream.fileno())

@@ -19,6 +19,8 @@ from lowprec_check.errors import UsageError, message_of, text_of, type_name
 
 T = TypeVar("T")
 
+_RELATIVE_IMPORT = re.compile(r"^\s*from\s+\.", re.MULTILINE)
+
 
 def import_file(path: Path) -> types.ModuleType:
     """Import a file, as a module of its package if it is in one."""
@@ -39,9 +41,6 @@ def import_file(path: Path) -> types.ModuleType:
         if folder not in sys.path:
             sys.path.insert(0, folder)
     return call_user_code(package, lambda: _execute(package, path))
-
-
-_RELATIVE_IMPORT = re.compile(r"^\s*from\s+\.", re.MULTILINE)
 
 
 def _is_taken(path: Path) -> bool:

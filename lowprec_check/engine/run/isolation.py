@@ -7,19 +7,17 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import Literal, TypeVar, get_args
+from typing import TypeVar, get_args
 
 import msgspec
 
 from lowprec_check.engine.core.accelerators import initialized
 from lowprec_check.errors import UsageError, traceback_of
+from lowprec_check.process import Isolation
 from lowprec_check.process.fork import WHOLE_PROCESS
 from lowprec_check.process.function_worker import FunctionWorker, SendBytes
 from lowprec_check.process.supervisor import MessageEvent, Supervisor
 from lowprec_check.schema.base import Struct, encoded
-
-Isolation = Literal["fork", "spawn", "none"]
-"""``fork``: a copy of this process; ``spawn``: a fresh interpreter; ``none``: this process."""
 
 IDLE_SECONDS = 5.0
 """A fork that has waited for this long, without use of the processor, may wait for a thread or lock that was not copied."""

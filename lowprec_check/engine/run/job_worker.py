@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 
 from lowprec_check.engine.core.source_location import is_user_code, show_line
-from lowprec_check.engine.run.isolation import Isolation, WorkerError
+from lowprec_check.engine.run.isolation import WorkerError
 from lowprec_check.engine.run.job import Job
 from lowprec_check.engine.run.messages import (
     CallStarted,
@@ -26,6 +26,7 @@ from lowprec_check.engine.run.outcome import JobOutcome
 from lowprec_check.engine.run.target_source import FreshLoad, Load, TargetSource
 from lowprec_check.engine.run.work import run_job
 from lowprec_check.errors import UsageError, traceback_of
+from lowprec_check.process import Isolation
 from lowprec_check.process.breadcrumb import Breadcrumb, Position
 from lowprec_check.process.exit_code import describe_exit, signal_name
 from lowprec_check.process.fork import WHOLE_PROCESS
@@ -95,13 +96,12 @@ def _check_end(message: Finished | CannotLoad | ToolFailed) -> None:
 def _set_limits(event: MessageEvent[FunctionWorker[FromJob], FromJob], job: Job, op_limit: float) -> None:
     """Each call and each part gets its budget; if the plain run is too slow or failed, each op gets ``op_limit`` seconds."""
     worker, message = event.worker, event.message
-    if isinstance(message, (Loaded, CallStarted, PlainDone)):
-        worker.set_timeout(job.budget if job.plain else job.explain_budget)
-    if isinstance(message, MeasuresDone):
+    failed = isinstance(message, PlainDone) and message.result.status == "error"
+    if failed or isinstance(message, MeasuresDone):  # the instrumented part may be next
         worker.set_timeout(max(job.budget, job.explain_budget))
-    if (isinstance(message, Loaded) and job.measure_once) or (
-        isinstance(message, PlainDone) and message.result.status == "error"
-    ):
+    elif isinstance(message, (Loaded, CallStarted, PlainDone)):
+        worker.set_timeout(job.budget if job.plain else job.explain_budget)
+    if failed or (isinstance(message, Loaded) and job.measure_once):
         worker.op_limit = op_limit
 
 

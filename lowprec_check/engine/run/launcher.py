@@ -7,13 +7,14 @@ import math
 from collections.abc import Callable
 
 from lowprec_check.engine.run.explanation import describe_position, why_incomplete
-from lowprec_check.engine.run.isolation import IDLE_SECONDS, Isolation, WorkerError, other_threads
+from lowprec_check.engine.run.isolation import IDLE_SECONDS, WorkerError, other_threads
 from lowprec_check.engine.run.job import Job
 from lowprec_check.engine.run.job_worker import execute
 from lowprec_check.engine.run.outcome import JobOutcome
 from lowprec_check.engine.run.reference_errors import FORK_WAITED, failed_in_fork, waits_for_threads
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.errors import UsageError
+from lowprec_check.process import Isolation
 from lowprec_check.process.breadcrumb import Position
 
 OnProgress = Callable[[str, str], None]

@@ -68,6 +68,7 @@ class JobOutcome:
             self.measures = message.measures
         elif isinstance(message, Explained):
             self.explained = message.result
+            self.op_calls_found.clear()  # it has them all
         elif isinstance(message, GapFound):
             self.gaps.append(message.gap)
         elif isinstance(message, OpCallsFound):

@@ -10,7 +10,7 @@ from lowprec_check.engine.run.outcome import JobOutcome
 from lowprec_check.schema.devices import device_of
 
 FORK_WAITED = (
-    "a forked process stopped to use the processor, perhaps because of a thread or lock that is not copied: "
+    "a forked process stopped using the processor, perhaps because of a thread or lock that is not copied: "
     "the runs used fresh interpreters"
 )
 
@@ -26,7 +26,7 @@ def waits_for_threads(threads: list[str], why_not_fresh: str) -> tuple[str, str]
     """The model waits in a fork, where the ``threads`` of this process do not run."""
     names = ", ".join(threads[:3]) + (", …" if len(threads) > 3 else "")
     return (
-        f"The model stopped to work in a copy of this process, in which the threads of this process ({names}) do not run. "
+        f"The model stopped working in a copy of this process, in which the threads of this process ({names}) do not run. "
         f"{why_not_fresh}",
         'Scan its file from the command line, or pass isolation="none" while no thread uses the model.',
     )

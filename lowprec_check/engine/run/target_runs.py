@@ -12,7 +12,6 @@ import msgspec
 
 from lowprec_check.engine.run.assemble import make_run
 from lowprec_check.engine.run.explanation import Attempts, why_incomplete
-from lowprec_check.engine.run.isolation import Isolation
 from lowprec_check.engine.run.job import Job, JobFiles, open_job_files
 from lowprec_check.engine.run.launcher import Launcher, OnProgress
 from lowprec_check.engine.run.messages import Measures
@@ -26,6 +25,7 @@ from lowprec_check.engine.run.reference_errors import (
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.errors import UsageError
+from lowprec_check.process import Isolation
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import EAGER, REFERENCE

@@ -124,8 +124,8 @@ def _report_faults(what: str, send: Send) -> Iterator[None]:
         send(InstrumentFault(f"{what} failed: {type_name(error)}: {first_line(message_of(error))}"))
 
 
-def _import_what_calls_import(job: Job, target: Target) -> None:
-    """Call the model once in fp32: where ops have a time limit, the modules that a first call imports must not count."""
+def _warm_up(job: Job, target: Target) -> None:
+    """Call the model once in fp32, so that what a first call imports does not count against the time limit of an op."""
     if job.is_reference or (job.fp32_ms or 0.0) / 1e3 > job.explain_budget / 20:
         return
     with _prepared(_in_fp32(job), target) as ready, contextlib.suppress(Exception):
@@ -157,7 +157,7 @@ def _instrument(job: Job, target: Target, outputs: list[Tensor] | None, send: Se
         changes_parameters=job.changes_parameters,
     )
     if too_slow:
-        _import_what_calls_import(job, target)
+        _warm_up(job, target)
     fp32 = fp32_state(target.model)
     with _prepared(job, target) as ready, withholding(job.without_kernel):
         return run_instrumented(_in_eager_mode(ready, target), target.args, target.kwargs, fp32, options, outputs)
