@@ -18,14 +18,16 @@ from typing import Any
 
 import torch
 
+from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.engine.core.pytree import leaves, map_tensors
-from lowprec_check.engine.load import load_and_scan
+from lowprec_check.engine.load import TargetSpec
 from lowprec_check.engine.machine import environment
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.torchvision_zoo import import_torchvision
 from lowprec_check.engine.run.isolation import isolated
 from lowprec_check.engine.scan import ScanOptions
+from lowprec_check.engine.session import scan_file
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.precisions import PRECISIONS, low_precisions
 from lowprec_check.schema.scan_result import Run, ScanResult
@@ -36,7 +38,7 @@ SIZES = {"inception_v3": 96, "vit_h_14": 224, "swin": 64, "maxvit_t": 224, "alex
 
 def classification_models() -> list[str]:
     """Names of torchvision's classification models."""
-    torchvision, _ = import_torchvision()
+    torchvision = import_torchvision()
     return list(torchvision.models.list_models(module=torchvision.models))
 
 
@@ -82,14 +84,13 @@ def checked_by_hand(target: Target, precision: str, device: str) -> str:
 def scan_one(spec: str, inputs: tuple[str, ...], options: argparse.Namespace) -> tuple[ScanResult | None, str]:
     """A result, or the reason why there is none."""
     try:
-        result = load_and_scan(
-            spec,
-            inputs,
+        *_, result = scan_file(
+            TargetSpec(spec, inputs),
             ScanOptions(device=options.device, budget=options.budget, precisions=options.precision),
         )
     except UsageError as error:
         return None, error.message
-    return result, ""
+    return conclude(result), ""
 
 
 def row(spec: str, result: ScanResult, run: Run, fp32_ms: float, verified: str | None) -> dict[str, Any]:

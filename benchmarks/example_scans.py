@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lowprec_check.engine.load import load_and_scan
+from lowprec_check.analysis.conclusion import conclude
+from lowprec_check.engine.load import TargetSpec
 from lowprec_check.engine.scan import ScanOptions
+from lowprec_check.engine.session import scan_file
 from lowprec_check.report.text import render
 
 ROOT = Path(__file__).parent.parent
@@ -22,7 +24,8 @@ def main() -> None:
     scans.append(("spade_decoder_without_dot", "examples/spade_decoder.py", WITHHELD))
     scans.append(("torchvision_resnet50", "torchvision:resnet50", ()))
     for name, spec, withheld in scans:
-        result = load_and_scan(spec, (), ScanOptions(device="cpu", without_kernel=withheld))
+        *_, found = scan_file(TargetSpec(spec), ScanOptions(device="cpu", without_kernel=withheld))
+        result = conclude(found)
         result.save(folder / f"{name}.json")
         (folder / f"{name}.txt").write_text(render(result, width=120), encoding="utf-8")
         print(name, result.recommendation and result.recommendation.precision)

@@ -20,7 +20,7 @@ from breadth import shape_for
 from tabulate import tabulate
 
 from lowprec_check import UsageError, apply
-from lowprec_check.engine.load import load_seeded
+from lowprec_check.engine.load import TargetSpec
 from lowprec_check.engine.machine import environment
 from lowprec_check.engine.plan.planner import PlanOptions, plan_target
 from lowprec_check.schema.plan import Plan
@@ -50,7 +50,7 @@ def plan_one(model: str, precision: str, options: dict[str, Any]) -> dict[str, A
     inputs = (shape_for(model.partition(":")[2], options["size"]),)
     limits = {"max_trials": options["max_trials"], "seconds": options["seconds"]}
     try:
-        target = load_seeded(model, inputs, 0)
+        target = TargetSpec(model, inputs).load(0)
         isolation = "fork" if options["device"] == "cpu" else "none"
         choice: dict[str, Any] = {"dtype": dtype, "base": base, "device": options["device"], **limits}
         found = plan_target(target, lambda: target, isolation, PlanOptions(**choice))
@@ -74,7 +74,7 @@ def plan_one(model: str, precision: str, options: dict[str, Any]) -> dict[str, A
 
 def holds(model: str, inputs: tuple[str, ...], plan: Plan) -> bool:
     """Whether the applied plan passes, found by running the model."""
-    target = load_seeded(model, inputs, 0)
+    target = TargetSpec(model, inputs).load(0)
     target.model.to(plan.device)
     args = [tensor.to(plan.device) for tensor in target.args]
     with torch.no_grad():

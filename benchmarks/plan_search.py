@@ -22,7 +22,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from lowprec_check.analysis.minimize import ModuleTree
-from lowprec_check.engine.load import load_seeded
+from lowprec_check.engine.load import TargetSpec
 from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.model.torchvision_zoo import import_torchvision
 from lowprec_check.engine.plan.planner import PlanOptions, plan_target
@@ -64,7 +64,7 @@ def with_bad_layers(model: nn.Module, names: Sequence[str]) -> nn.Module:
 
 def cases() -> Iterator[Case]:
     """Models of real size with planted faults, and the examples that fail."""
-    torchvision, _ = import_torchvision()
+    torchvision = import_torchvision()
     image = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
     def planted(name: str, *bad: str) -> Case:
@@ -78,8 +78,8 @@ def cases() -> Iterator[Case]:
     yield planted("resnet50", "layer1.2.conv1", "layer3.0.downsample.0", "layer4.1.conv2")
     yield planted("densenet121", "features.denseblock3.denselayer7.conv1")
     yield planted("vgg16_bn", "features.10", "classifier.3")
-    yield Case("examples/t5_feed_forward.py", load_seeded("examples/t5_feed_forward.py", (), 0), "fp16", "autocast")
-    spade = load_seeded("examples/spade_decoder.py", (), 0)
+    yield Case("examples/t5_feed_forward.py", TargetSpec("examples/t5_feed_forward.py").load(0), "fp16", "autocast")
+    spade = TargetSpec("examples/spade_decoder.py").load(0)
     yield Case("examples/spade_decoder.py without dot", spade, without_kernel=("aten.dot:bfloat16",))
 
 

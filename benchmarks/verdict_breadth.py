@@ -333,7 +333,7 @@ def tokens(length: int = 32) -> Tensor:
 
 def torchvision_cases() -> Iterator[Case]:
     """Classification, segmentation, detection, video, optical flow."""
-    tv, _ = import_torchvision()
+    tv = import_torchvision()
     models = tv.models
 
     def make(name: str, *shape: int, **options: Any) -> Make:

@@ -1,7 +1,8 @@
-"""Errors the user can fix, the exception for a signal to end, and the text of foreign exceptions. Never imports torch."""
+"""Errors the user can fix, a lost process, the exception for a signal to end, the text of foreign exceptions. Never imports torch."""
 
 from __future__ import annotations
 
+import signal
 import traceback
 from typing import Any
 
@@ -27,12 +28,21 @@ class UsageError(Exception):
         return self.message if self.hint is None else f"{self.message}\n{self.hint}"
 
 
+class ProcessLostError(Exception):
+    """A process that this program needs has ended, killed from outside or by code that it ran; exit code 3."""
+
+
 class Terminated(BaseException):
     """Raised in the main thread when a signal asks the program to end, so that it ends its workers first."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
+
+    @property
+    def name(self) -> str:
+        """``SIGTERM``."""
+        return signal.Signals(self.number).name
 
 
 def encodable(text: str) -> str:

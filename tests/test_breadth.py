@@ -30,7 +30,7 @@ SMALL = ("mobilenet_v2", "mobilenet_v3_small", "resnet18", "shufflenet_v2_x0_5",
 
 
 def names() -> list[str]:
-    torchvision, _ = import_torchvision()
+    torchvision = import_torchvision()
     return [name for name in torchvision.models.list_models(module=torchvision.models) if name not in BIG]
 
 

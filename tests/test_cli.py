@@ -14,7 +14,8 @@ import pytest
 from conftest import EXAMPLES, ROOT, Call, call_process
 
 from lowprec_check.analysis.rules.registry import rules
-from lowprec_check.cli.app import progress, step_progress
+from lowprec_check.cli.app import step_progress
+from lowprec_check.cli.progress import progress
 from lowprec_check.schema.plan import Plan
 from lowprec_check.schema.scan_result import ScanResult
 
@@ -328,14 +329,14 @@ def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    with progress(f"{EVIL}[bold]", quiet=False):
-        pass
-    with progress("model.py", quiet=False) as on_progress:
-        on_progress(EVIL, "[red]")
+    with progress(quiet=False) as shown_progress:
+        shown_progress.step(f"{EVIL}[bold]", "loading")
+    with progress(quiet=False) as shown_progress:
+        shown_progress.step(EVIL, "[red]")
     with step_progress("operators", quiet=False) as on_step:
         on_step(1, 2, EVIL)
     shown = terminal.getvalue()
-    assert f"loading {VISIBLE}[bold]" in shown
+    assert f"{VISIBLE}[bold] · loading · 0:00" in shown
     assert f"{VISIBLE} · [red]" in shown
     assert shown.count(VISIBLE) >= 3
     assert not [word for word in ("\x07", "\x1b[2J", "\u202e") if word in shown]
@@ -363,7 +364,7 @@ def test_standard_output_holds_the_result_only(tmp_path: Path, where: str) -> No
     (tmp_path / "prints.py").write_text(PRINTS)
     done = call_process("scan", tmp_path / "prints.py", "-p", "bfloat16", "--json", where)
     assert done.returncode == 0
-    result, _, screen = done.stdout.partition("\n")
+    screen, _, result = done.stdout.rstrip().rpartition("\n")
     assert ScanResult.from_json(result.encode()).run("bfloat16").status == "ok"
     assert bool(screen) == (where != "-")
     assert "from a" not in screen

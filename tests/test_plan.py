@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from lowprec_check import Plan, UsageError, apply, find_plan
 from lowprec_check.analysis.snippet import snippet
-from lowprec_check.engine.load import load_and_plan, load_seeded
+from lowprec_check.engine.load import TargetSpec
 from lowprec_check.engine.model.torchvision_zoo import import_torchvision
 from lowprec_check.engine.plan.apply import describe_modules
 from lowprec_check.engine.plan.planner import PlanOptions
+from lowprec_check.engine.session import plan_file
 from lowprec_check.schema.plan import Planning
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo
@@ -124,7 +125,7 @@ def test_every_example_gets_a_plan_or_a_reason_and_its_code_equals_apply(
     monkeypatch.chdir(ROOT)
     spec = str(example.relative_to(ROOT))
     for base in ("autocast", "cast"):
-        planning = load_and_plan(spec, (), PlanOptions(dtype=dtype, base=base))
+        *_, planning = plan_file(TargetSpec(spec), PlanOptions(dtype=dtype, base=base))
         if planning.plan is None:
             assert "no plan" in planning.attempts[0].outcome
             assert "(" in planning.attempts[0].outcome
@@ -136,7 +137,9 @@ def test_every_example_gets_a_plan_or_a_reason_and_its_code_equals_apply(
 def test_spade_decoder_without_a_dot_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     spec = "examples/spade_decoder.py"
-    planning = load_and_plan(spec, (), PlanOptions(dtype="bf16", base="cast", without_kernel=("aten.dot:bfloat16",)))
+    *_, planning = plan_file(
+        TargetSpec(spec), PlanOptions(dtype="bf16", base="cast", without_kernel=("aten.dot:bfloat16",))
+    )
     assert planning.plan is not None
     assert planning.plan.minimal
     assert len(planning.plan.keep_fp32) == 10
@@ -145,7 +148,7 @@ def test_spade_decoder_without_a_dot_kernel(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def check_code_equals_apply(spec: str, plan: Plan) -> None:
-    target = load_seeded(spec, (), 0)
+    target = TargetSpec(spec).load(0)
     with torch.no_grad():
         torch.manual_seed(0)
         expected = apply(target.model, plan)(*target.args, **target.kwargs)
@@ -205,12 +208,11 @@ def test_equal_layers_of_a_transformer_off_its_fused_path() -> None:
 @pytest.mark.parametrize("name", ["mobilenet_v3_small", "shufflenet_v2_x0_5"])
 def test_a_torchvision_model_gets_a_plan(name: str) -> None:
     import_torchvision()
-    planning = load_and_plan(
-        f"torchvision:{name}", ("1x3x32x32",), PlanOptions(dtype="fp16", base="autocast", max_trials=40)
-    )
+    spec = TargetSpec(f"torchvision:{name}", ("1x3x32x32",))
+    *_, planning = plan_file(spec, PlanOptions(dtype="fp16", base="autocast", max_trials=40))
     plan = planning.plan
     assert plan is not None
-    target = load_seeded(f"torchvision:{name}", ("1x3x32x32",), 0)
+    target = spec.load(0)
     assert passes(target.model, target.args[0], plan, plan.keep_fp32)
     assert plan.minimal or plan.stopped == "after 40 trials (--max-trials)"
 

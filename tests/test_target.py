@@ -124,7 +124,7 @@ def test_message_for_a_wrong_file(write: Write, text: str, message: str, hint: s
         ("no_such_package_here:model", "No module named 'no_such_package_here'"),
         ("nonsense", "neither a Python file nor"),
         ("os:nothing", "has no attribute 'nothing'"),
-        ("tests/", "is not a Python file"),
+        ("tests/", "tests/ is a folder, not a Python file"),
     ],
 )
 def test_wrong_targets_are_errors(spec: str, message: str) -> None:

@@ -66,22 +66,25 @@ def snippet(key: RunKey, model: ModelInfo, keep_fp32: Sequence[str] = (), untied
     such a module shares with a cast one, are copied.
     """
     precision, device = PRECISIONS.get(key.precision), device_type(key.device)
-    body = [*model.setup]
-    if device != "cpu":
-        body.append(f'model = model.to("{key.device}")  # move the inputs, too')
-    context = "with torch.no_grad():"
+    is_import = [line.startswith(("import ", "from ")) for line in model.setup]
+    imports = ["import torch", *(line for line, found in zip(model.setup, is_import, strict=True) if found)]
+    body = [line for line, found in zip(model.setup, is_import, strict=True) if not found]
+    moved = key.device if device != "cpu" else None
+    if moved is not None:
+        body.append(f'model = model.to("{moved}")')
+    context, dtype = "with torch.no_grad():", None
     if precision.kind == "autocast":
-        dtype = precision.format.dtype
         if keep_fp32:
-            body.append(_UNDER_AUTOCAST.format(device=device, dtype=dtype, names=_listed(keep_fp32)))
-        context = f'with torch.no_grad(), torch.autocast("{device}", dtype={dtype}):'
+            names = _listed(keep_fp32)
+            body.append(_UNDER_AUTOCAST.format(device=device, dtype=precision.format.dtype, names=names))
+        context = f'with torch.no_grad(), torch.autocast("{device}", dtype={precision.format.dtype}):'
     elif precision.kind == "cast":
         body.append(_cast(precision, keep_fp32, untied))
-        body.append(_cast_inputs(precision.format.dtype, castable=model.castable))
+        dtype = precision.format.dtype
     elif precision.snippet is not None:
         body.append(precision.snippet(device, keep_fp32))
+    body += convert_inputs(model, dtype, precision.method if dtype else None, moved)
     body += BACKENDS.get(key.backend).snippet()
-    imports = ["import torch"]
     if any("tree_map_only" in part for part in body):
         imports.append("from torch.utils._pytree import tree_map_only")
     return "\n".join([*imports, "", *body, context, f"    output = {model.call}"])
@@ -96,11 +99,42 @@ def _cast(precision: Precision, keep: Sequence[str], untied: Sequence[str]) -> s
     return _UNDER_CAST.format(cast=cast, dtype=dtype, untie=untie, names=_listed(keep))
 
 
-def _cast_inputs(dtype: str, *, castable: bool) -> str:
-    if not castable:
-        return f"# cast the floating tensors inside your inputs to {dtype} here"
-    narrow = f"lambda t: t.to({dtype}) if t.is_floating_point() else t"
-    return f"inputs = tree_map_only(\n    torch.Tensor, {narrow}, inputs\n)"
+_LISTED = 3
+"""At most so many tensors are converted by name."""
+
+
+def convert_inputs(model: ModelInfo, dtype: str | None, method: str | None, device: str | None) -> list[str]:
+    """Lines that cast the floating tensors in ``inputs`` to ``dtype`` (by ``method``, ``half``, if there is one) and move all
+    of them to ``device``; none if there is nothing to do.
+    """
+    layout = model.layout
+    if not model.castable and (dtype or device):
+        what = " and ".join(
+            filter(None, [dtype and f"cast the floating tensors to {dtype}", device and f"move all to {device}"])
+        )
+        return [f"# inside your inputs: {what}"]
+
+    def converted(tensor: str, *, floating: bool) -> str:
+        arguments = [f'"{device}"'] if device else []
+        if floating and dtype and not device and method:
+            return f"{tensor}.{method}()"
+        arguments += [dtype] if floating and dtype else []
+        return f"{tensor}.to({', '.join(arguments)})"
+
+    concerned = layout.tensors if device else layout.floating
+    if (dtype is None and device is None) or (layout.kind != "nested" and not concerned):
+        return []
+    if layout.kind == "tensor":
+        return [f"inputs = {converted('inputs', floating=bool(layout.floating))}"]
+    if layout.kind == "mapping" and len(concerned) <= _LISTED:
+        items = {key: f"inputs[{json.dumps(key)}]" for key in concerned}
+        return [f"{item} = {converted(item, floating=key in layout.floating)}" for key, item in items.items()]
+    if layout.kind == "sequence" and len(concerned) <= _LISTED:
+        lines = [f"inputs[{key}] = {converted(f'inputs[{key}]', floating=key in layout.floating)}" for key in concerned]
+        return ["inputs = list(inputs)", *lines]
+    move = f'.to("{device}")' if device else ""
+    cast = f"t{move}.to({dtype}) if t.is_floating_point() else t{move}" if dtype else f"t{move}"
+    return [f"inputs = tree_map_only(\n    torch.Tensor, lambda t: {cast}, inputs\n)"]
 
 
 def _listed(names: Sequence[str], *, indent: int = 0) -> str:

@@ -157,27 +157,3 @@ def load_result(path: Path) -> ScanResult:
     except ResultError as error:
         hint = "Pass an unchanged file that lowprec-check scan TARGET --json FILE saved."
         raise UsageError(f"{path}: {error}.", hint) from None
-
-
-@contextlib.contextmanager
-def progress(target: str, quiet: bool) -> Iterator[Any]:
-    """A status line on stderr while a scan or search runs; ``None`` if stderr is not a terminal."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    from lowprec_check.report.escape import visible
-
-    console = Console(stderr=True)
-
-    def line(text: str) -> Text:  # not a string: rich would take brackets for its markup
-        return Text(visible(text)[: console.width - 4])
-
-    with console.status(line(f"loading {target}")) as status:
-
-        def on_progress(run: str, doing: str) -> None:
-            status.update(line(f"{run} · {doing}"))
-
-        yield on_progress

@@ -16,7 +16,7 @@ from typing import Any
 import typer
 
 from lowprec_check.cli.app import INTERRUPTED, TOOL_FAILED, USAGE_ERROR, app, close_stdout, print_status
-from lowprec_check.errors import Terminated, UsageError, traceback_of
+from lowprec_check.errors import ProcessLostError, Terminated, UsageError, traceback_of
 from lowprec_check.process.standard_streams import open_standard_streams
 
 
@@ -46,7 +46,7 @@ def _report(error: BaseException) -> int:
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):
         return INTERRUPTED
     if isinstance(error, Terminated):
-        print_status(f"ended by {signal.Signals(error.number).name}")
+        print_status(f"ended by {error.name}")
         return 128 + error.number
     if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.ENOSPC):
         return _report_output_error(error)
@@ -58,8 +58,11 @@ def _report(error: BaseException) -> int:
         return int(error.exit_code)
     if not isinstance(error, Exception):
         raise error
-    print_status(traceback_of(error))
-    print_status("lowprec-check failed. Please report this bug with the traceback above.")
+    if isinstance(error, ProcessLostError):
+        print_status(f"error: {error}")
+    else:
+        print_status(traceback_of(error))
+        print_status("lowprec-check failed. Please report this bug with the traceback above.")
     return TOOL_FAILED
 
 

@@ -30,6 +30,12 @@ Inputs = Annotated[
         "--inputs", help="Shape of an input, if the file defines no inputs: 1x3x224x224 or ids=1x128:int64; repeatable."
     ),
 ]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE", help="State dict to load into the model: a file of torch.save or .safetensors; weights only."
+    ),
+]
 Precisions = Annotated[
     list[str] | None,
     typer.Option(

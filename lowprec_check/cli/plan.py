@@ -8,8 +8,20 @@ from typing import Annotated
 
 import typer
 
-from lowprec_check.cli.app import FINDINGS, app, check_writable, print_status, progress, screen_size, stdout_kept
-from lowprec_check.cli.options import Backend, Device, Inputs, Isolation, Quiet, Seed, Target, Tolerance, WithoutKernel
+from lowprec_check.cli.app import FINDINGS, app, check_writable, print_status, screen_size, stdout_kept
+from lowprec_check.cli.options import (
+    Backend,
+    Device,
+    Inputs,
+    Isolation,
+    Quiet,
+    Seed,
+    Target,
+    Tolerance,
+    Weights,
+    WithoutKernel,
+)
+from lowprec_check.cli.progress import progress
 from lowprec_check.schema.precisions import plan_bases
 from lowprec_check.schema.registry import choices
 from lowprec_check.schema.run_key import EAGER
@@ -22,6 +34,7 @@ _KINDS = list(dict.fromkeys(base.kind for base in plan_bases()))
 def plan(
     target: Target,
     inputs: Inputs = None,
+    weights: Weights = None,
     dtype: Annotated[str | None, typer.Option(help=f"{choices(_FORMATS)}. Default: try all, keep the best.")] = None,
     base: Annotated[
         str | None, typer.Option(help=f"How the other modules run: {choices(_KINDS)}. Default: try all, keep the best.")
@@ -56,9 +69,11 @@ def plan(
 ) -> None:
     """Find the modules that must stay in fp32. Verifies that the model passes with all others in 16 bits."""
     check_writable(save, "--save")
-    with stdout_kept(), progress(target, quiet) as on_progress:
-        from lowprec_check.engine.load import load_and_plan
+    found, ended_by = None, None
+    with stdout_kept(), progress(quiet) as shown:
+        from lowprec_check.engine.load import TargetSpec
         from lowprec_check.engine.plan.planner import PlanOptions
+        from lowprec_check.engine.session import plan_file
 
         options = PlanOptions(
             dtype=dtype,
@@ -74,7 +89,14 @@ def plan(
             seed=seed,
             without_kernel=tuple(without_kernel or ()),
         )
-        found = load_and_plan(target, tuple(inputs or ()), options, isolation, on_progress)
+        try:
+            for planning in plan_file(TargetSpec(target, tuple(inputs or ()), weights), options, isolation, shown.step):
+                found = planning
+        except BaseException as error:
+            ended_by = error
+    if found is None:
+        assert ended_by is not None
+        raise ended_by
     if save is not None:
         if found.plan is not None:
             found.plan.save(save)
@@ -85,4 +107,6 @@ def plan(
         from lowprec_check.report.plan import render
 
         sys.stdout.write(render(found, **screen_size(least=0)))
+    if ended_by is not None:
+        raise ended_by
     raise typer.Exit(0 if found.plan is not None else FINDINGS)

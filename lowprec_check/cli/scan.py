@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
-from lowprec_check.cli.app import FINDINGS, app, check_writable, print_status, progress, stdout_kept
+from lowprec_check.cli.app import FINDINGS, USAGE_ERROR, app, check_writable, print_status, stdout_kept
 from lowprec_check.cli.baseline import BaselineFile, UpdateBaseline, apply_baseline, known_findings
 from lowprec_check.cli.options import (
     Backends,
@@ -19,11 +22,13 @@ from lowprec_check.cli.options import (
     Seed,
     Target,
     Tolerance,
+    Weights,
     WithoutKernel,
     names_of,
 )
+from lowprec_check.cli.progress import progress
 from lowprec_check.cli.report import Reports, check_reports, print_report
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import Terminated, UsageError
 from lowprec_check.report.registry import write
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.precisions import PRECISIONS
@@ -38,6 +43,7 @@ FailOn = Literal["no-pass", "error", "warning", "note", "never"]
 def scan(
     target: Target,
     inputs: Inputs = None,
+    weights: Weights = None,
     precision: Precisions = None,
     backend: Backends = None,
     device: Device = None,
@@ -96,9 +102,11 @@ def scan(
     accepted = known_findings(baseline, update_baseline)
     check_writable(save_plan, "--save-plan")
     _check_codes([*(select or []), *(ignore or [])])
-    with stdout_kept(), progress(target, quiet) as on_progress:
-        from lowprec_check.engine.load import load_and_scan
+    result, ended_by = None, None
+    with stdout_kept(), progress(quiet) as shown:
+        from lowprec_check.engine.load import TargetSpec
         from lowprec_check.engine.scan import ScanOptions
+        from lowprec_check.engine.session import scan_file
 
         options = ScanOptions(
             precisions=precisions,
@@ -114,17 +122,79 @@ def scan(
             ignore=ignore or (),
             plan=plan,
         )
-        result = load_and_scan(target, tuple(inputs or ()), options, isolation, on_progress)
-    if save_plan is not None:
+        spec = TargetSpec(target, tuple(inputs or ()), weights)
+        try:
+            for result in scan_file(spec, options, isolation, shown.step):
+                shown.done(result)
+        except BaseException as error:
+            ended_by = error
+    concluded = _conclude(result, ended_by)
+    output = _Output(json, tuple(report or ()), save_plan, findings)
+    if ended_by is None:
+        concluded = apply_baseline(concluded, accepted, baseline, update_baseline)
+    if not output.write(concluded):
+        raise typer.Exit(USAGE_ERROR)
+    if ended_by is not None:
+        raise ended_by
+    raise typer.Exit(FINDINGS if _fails(concluded, fail_on) else 0)
+
+
+def _conclude(result: ScanResult | None, ended_by: BaseException | None) -> ScanResult:
+    """The result with its conclusion, also of a scan that ``ended_by`` ended early, which is raised if nothing was found."""
+    from lowprec_check.analysis.conclusion import conclude, conclude_early
+
+    concluded = None
+    if result is not None:
+        concluded = conclude(result) if ended_by is None else conclude_early(result, _why_early(ended_by))
+    if concluded is None:
+        assert ended_by is not None
+        raise ended_by
+    return concluded
+
+
+def _why_early(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "the scan was interrupted"
+    return f"the scan was ended by {error.name}" if isinstance(error, Terminated) else "the scan ended early"
+
+
+class _Output(NamedTuple):
+    """Where a result goes."""
+
+    json: Path | None
+    reports: tuple[Path, ...]
+    plan: Path | None
+    findings: int
+
+    def write(self, result: ScanResult) -> bool:
+        """Print the result, then write the files; false if a file could not be written, which loses nothing else."""
+        if self.json is not None and str(self.json) == "-":
+            print_report(result, "json")
+        else:
+            print_report(result, "text", self.findings)
+        sys.stdout.flush()
+        done = [self._write_plan(result)]
+        if self.json is not None and str(self.json) != "-":
+            done.append(_written(result.save, self.json))
+        done += [_written(functools.partial(write, result), file) for file in self.reports]
+        return all(done)
+
+    def _write_plan(self, result: ScanResult) -> bool:
+        if self.plan is None:
+            return True
         if result.plan is None:
             print_status("no plan was needed or found; nothing saved")
-        else:
-            result.plan.save(save_plan)
-    result = apply_baseline(result, accepted, baseline, update_baseline)
-    _report(result, json, findings)
-    for file in report or []:
-        write(result, file)
-    raise typer.Exit(FINDINGS if _fails(result, fail_on) else 0)
+            return True
+        return _written(result.plan.save, self.plan)
+
+
+def _written(save: Callable[[Path], None], path: Path) -> bool:
+    try:
+        save(path)
+    except UsageError as error:
+        print_status("\n".join([f"error: {error.message}", *([error.hint] if error.hint else [])]))
+        return False
+    return True
 
 
 def _check_codes(prefixes: list[str]) -> None:
@@ -133,15 +203,6 @@ def _check_codes(prefixes: list[str]) -> None:
     for prefix in prefixes:
         if not any(code.startswith(prefix) for code in rules()):
             raise UsageError(f"No diagnostic code starts with {prefix!r}.", "List them with: lowprec-check explain")
-
-
-def _report(result: ScanResult, json: Path | None, findings: int) -> None:
-    if json is not None and str(json) == "-":
-        print_report(result, "json")
-        return
-    if json is not None:
-        result.save(json)
-    print_report(result, "text", findings)
 
 
 def _fails(result: ScanResult, fail_on: FailOn) -> bool:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 from torch import Tensor, nn
 
-from lowprec_check.analysis.recommend import recommend
-from lowprec_check.analysis.rules.registry import diagnose
+from lowprec_check.analysis.conclusion import conclude, wanted_runs
 from lowprec_check.engine.machine import environment, version
 from lowprec_check.engine.model.application import application_of
 from lowprec_check.engine.model.target import make_target
@@ -18,7 +17,7 @@ from lowprec_check.engine.plan.planner import plan_for_scan
 from lowprec_check.engine.run.isolation import best_isolation, check_isolation, isolated
 from lowprec_check.engine.run.launcher import OnProgress
 from lowprec_check.engine.run.model_info import describe_target
-from lowprec_check.engine.run.target_runs import RunOptions, TargetRuns, open_runs
+from lowprec_check.engine.run.target_runs import RunOptions, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.engine.trace.withheld_kernels import parse_withheld
@@ -27,8 +26,8 @@ from lowprec_check.process import Isolation
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.registry import Registry
-from lowprec_check.schema.run_key import EAGER, REFERENCE
-from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.run_key import EAGER
+from lowprec_check.schema.scan_result import ScanResult
 
 Reference = Literal["fp32", "fp64"]
 Names = str | Sequence[str] | None
@@ -189,6 +188,19 @@ def scan_target(
     on_progress: OnProgress | None = None,
 ) -> ScanResult:
     """Like :func:`scan`, for a loaded target; ``spec`` is the user's name for it."""
+    *_, result = growing_scan(source, isolation, options, spec=spec, on_progress=on_progress)
+    return conclude(result)
+
+
+def growing_scan(
+    source: TargetSource,
+    isolation: Isolation,
+    options: ScanOptions,
+    *,
+    spec: str | None = None,
+    on_progress: OnProgress | None = None,
+) -> Iterator[ScanResult]:
+    """Yield the result after each run, without its conclusion; the last one has all runs."""
     options.check()
     machine = isolated(lambda: environment(options.device), isolation, dict[str, Any])
     settings = options.for_runs(machine["device"])
@@ -196,26 +208,21 @@ def scan_target(
     name = encodable(spec or target.name)
     with open_runs(source, settings, isolation, on_progress) as target_runs:
         fp32 = target_runs.reference()
-        runs = [fp32, *_low_runs(target_runs, options)]
-        planned = plan_for_scan(target_runs, runs, machine, name, wanted=options.plan, on_progress=on_progress)
-    runs += [planned[0]] if planned is not None else []
-    model = describe_target(target, fp32)
-    result = ScanResult(
-        tool=f"lowprec-check {version()}",
-        target=name,
-        model=model,
-        environment=machine,
-        options=options.saved(target_runs.isolation),
-        runs=runs,
-        recommendation=recommend(runs, model),
-        plan=planned[1] if planned is not None else None,
-    )
-    return msgspec.structs.replace(result, diagnostics=diagnose(result, options.select, options.ignore))
-
-
-def _low_runs(target_runs: TargetRuns, options: ScanOptions) -> list[Run]:
-    """Run every precision on every backend, except the reference, which has already run."""
-    keys = [(precision, backend) for backend in options.chosen_backends() for precision in options.chosen_precisions()]
-    return [
-        target_runs.run(precision, backend) for precision, backend in keys if (precision, backend) != (REFERENCE, EAGER)
-    ]
+        result = ScanResult(
+            tool=f"lowprec-check {version()}",
+            target=name,
+            model=describe_target(target, fp32),
+            environment=machine,
+            options=options.saved(target_runs.isolation),
+            runs=[fp32],
+        )
+        yield result
+        for precision, backend in wanted_runs(result)[1:]:
+            run = target_runs.run(precision, backend)
+            result = msgspec.structs.replace(
+                result, runs=[*result.runs, run], options=options.saved(target_runs.isolation)
+            )
+            yield result
+        planned = plan_for_scan(target_runs, result.runs, machine, name, wanted=options.plan, on_progress=on_progress)
+        if planned is not None:
+            yield msgspec.structs.replace(result, runs=[*result.runs, planned[0]], plan=planned[1])

@@ -221,6 +221,17 @@ class Recommendation(Struct, frozen=True, kw_only=True):
         return qualified(self.precision, self.backend, self.memory_format)
 
 
+class InputLayout(Struct, frozen=True, kw_only=True):
+    """Where the tensors are in the inputs, so that code can cast and move them."""
+
+    kind: Literal["tensor", "sequence", "mapping", "nested"]
+    """``inputs`` is one tensor; a sequence or mapping of tensors and other values; or one with tensors deeper inside."""
+    tensors: list[str] = []
+    """Positions or keys of the tensors."""
+    floating: list[str] = []
+    """Positions or keys of those with floating-point values; for one tensor, one empty key."""
+
+
 class ModelInfo(Struct, frozen=True, kw_only=True):
     """The scanned model, for the head of a report."""
 
@@ -235,6 +246,8 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     """Code that makes ``model`` and ``inputs`` from the file's definitions."""
     castable: bool = True
     """Whether ``tree_map`` reaches every tensor of the inputs."""
+    layout: InputLayout = InputLayout(kind="nested")
+    """The tensors in the inputs."""
     source: str | None = None
     """Where the class of the model is defined, ``file.py:line``."""
     notes: list[str] = []

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, message_of
 
 PASTE_INPUTS = """Add to the file (a tensor, a tuple, a dict of keyword arguments, or a function that returns one):
 
@@ -36,6 +37,24 @@ def call_with_number(given: Callable[..., Any], index: int) -> Any:
     except (TypeError, ValueError):
         return given()
     return given(index)
+
+
+def bind(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of ``forward`` by name; raises :class:`UsageError` if a positional one has none."""
+    try:
+        bound = inspect.signature(forward).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        bound = {}
+    parameters = inspect.signature(forward).parameters
+    kinds = {parameters[name].kind for name in bound}
+    if not bound or inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.POSITIONAL_ONLY in kinds:
+        raise UsageError(
+            "The model is called with positional and keyword arguments that cannot all be named.", PASTE_INPUTS
+        )
+    by_name = dict[str, Any]()
+    for name, value in bound.items():
+        by_name |= value if parameters[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+    return by_name
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -68,23 +87,63 @@ def parse_inputs(specs: tuple[str, ...], *, seed: int = 0) -> Any:
         if match is None or not isinstance(dtype, torch.dtype):
             raise UsageError(f"Cannot parse --inputs {spec!r}.", "Examples: 1x3x224x224, 1x128:int64, mask=1x128:bool.")
         shape = [] if match["shape"] == "scalar" else [int(size) for size in match["shape"].split("x")]
-        tensor = _random(shape, dtype, generator)
+        tensor = _random(spec, shape, dtype, generator)
         if match["name"]:
             kwargs[match["name"]] = tensor
         else:
             args.append(tensor)
     if args and kwargs:
         raise UsageError("--inputs mixes tensors with and without a name.", "Name all of them or none.")
-    return kwargs or tuple(args)
+    return kwargs or (args[0] if len(args) == 1 else tuple(args))
 
 
-def _random(shape: list[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    if dtype == torch.bool:
-        return torch.ones(shape, dtype=dtype)
-    if dtype.is_floating_point or dtype.is_complex:
-        wide = torch.complex64 if dtype.is_complex else torch.float32
-        return torch.randn(shape, generator=generator, dtype=wide).to(dtype)
-    return torch.randint(0, 10, shape, generator=generator).to(dtype)
+def _random(spec: str, shape: list[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    try:
+        if dtype == torch.bool:
+            return torch.ones(shape, dtype=dtype)
+        if dtype.is_floating_point or dtype.is_complex:
+            wide = torch.complex64 if dtype.is_complex else torch.float32
+            return torch.randn(shape, generator=generator, dtype=wide).to(dtype)
+        return torch.randint(0, 10, shape, generator=generator).to(dtype)
+    except (RuntimeError, TypeError, OverflowError) as error:  # too large, or a dtype without such values
+        raise UsageError(
+            f"Cannot make the input --inputs {spec}: {first_line(message_of(error))}",
+            "Give a smaller shape, or another dtype.",
+        ) from None
+
+
+def inputs_code(value: Any) -> str:
+    """Code that makes random inputs like ``value``: tensors, and lists, tuples and mappings of them; other values as they are."""
+    if isinstance(value, Tensor):
+        return _tensor_code(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {inputs_code(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(inputs_code, value)) + "]"
+    if isinstance(value, tuple):
+        return (
+            "("
+            + "".join(f"{inputs_code(item)}, " for item in value).removesuffix(" " if len(value) == 1 else ", ")
+            + ")"
+        )
+    return repr(value)
+
+
+def _tensor_code(tensor: Tensor) -> str:
+    sizes = ", ".join(map(str, tensor.shape))
+    shape = f"({sizes},)" if tensor.dim() == 1 else f"({sizes})"
+    if tensor.dtype == torch.bool:
+        return f"torch.ones({shape}, dtype=torch.bool)"
+    if tensor.is_floating_point() or tensor.is_complex():
+        dtype = "" if tensor.dtype == torch.float32 else f", dtype={tensor.dtype}"
+        return f"torch.randn({sizes or shape}{dtype})"
+    dtype = "" if tensor.dtype == torch.int64 else f", dtype={tensor.dtype}"
+    highest = int(tensor.max()) if tensor.numel() else 0
+    return (
+        f"torch.ones({shape}, dtype={tensor.dtype})"
+        if highest <= 1
+        else f"torch.randint(0, {highest + 1}, {shape}{dtype})"
+    )
 
 
 def describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:

@@ -1,9 +1,10 @@
-"""Loads a target from a file, a dotted name or torchvision: the model, its inputs, and an optional loss and metric."""
+"""Loads a target from a file, a dotted name or a zoo: the model, its inputs, and an optional loss and metric."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -12,15 +13,19 @@ from typing import Any
 
 from torch import nn
 
+from lowprec_check.engine.model.huggingface_zoo import load_folder, load_transformers
 from lowprec_check.engine.model.inputs import (
     PASTE_INPUTS,
-    as_call,
-    call_form,
+    bind,
     call_with_number,
+    inputs_code,
     is_function,
     parse_inputs,
 )
-from lowprec_check.engine.model.target import Target, check, class_line
+from lowprec_check.engine.model.script import ScriptCall, first_call
+from lowprec_check.engine.model.target import Target, check, unchecked_target
+from lowprec_check.engine.model.timm_zoo import load_timm
+from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.engine.model.torchvision_zoo import load_torchvision
 from lowprec_check.engine.model.user_module import (
     call_user_code,
@@ -29,23 +34,36 @@ from lowprec_check.engine.model.user_module import (
     import_file,
     import_name,
 )
+from lowprec_check.engine.model.weights import load_weights
 from lowprec_check.errors import UsageError, encodable
+
+FORMS = "mymodel.py, mymodel.py:make_model, package.module:attr, torchvision:NAME, timm:NAME, transformers:NAME or hf:FOLDER"
+"""The ways to name a target."""
 
 FACTORIES = ("make_model", "build_model", "create_model", "get_model")
 
 
-def load_target(spec: str, inputs: tuple[str, ...] = ()) -> Target:
-    """Load ``file.py``, ``file.py:attr``, ``package.module:attr`` or ``torchvision:name``.
+ZOOS: dict[str, Callable[[str, tuple[str, ...]], Target]] = {
+    "torchvision": load_torchvision,
+    "timm": load_timm,
+    "transformers": load_transformers,
+    "hf": load_folder,
+}
+"""Loaders of models by name: ``torchvision:resnet50``."""
 
-    ``inputs`` are shapes (``1x3x224x224``, ``ids=1x128:int64``) that replace the inputs of the file. Raises
-    :class:`UsageError` for everything the user can fix.
+
+def load_target(spec: str, inputs: tuple[str, ...] = (), weights: str | None = None) -> Target:
+    """Load ``file.py``, ``file.py:attr``, ``package.module:attr`` or a name in one of the :data:`ZOOS`.
+
+    ``inputs`` are shapes (``1x3x224x224``, ``ids=1x128:int64``) that replace the inputs of the file; ``weights`` is a file
+    with a state dict. Raises :class:`UsageError` for everything the user can fix.
     """
-    if spec.startswith("torchvision:"):
-        target = load_torchvision(spec.partition(":")[2], inputs)
-    else:
-        with contextlib.redirect_stdout(sys.stderr), _without_our_arguments(spec):
-            target = _load_from_module(spec, inputs)
-    return check(target)
+    zoo, _, name = spec.partition(":")
+    with contextlib.redirect_stdout(sys.stderr), _without_our_arguments(spec), torchvision_works():
+        target = ZOOS[zoo](name, inputs) if zoo in ZOOS else _load_from_module(spec, inputs)
+        if weights is not None:
+            target = target._replace(setup=(*target.setup, *load_weights(target.model, weights)))
+        return check(target)
 
 
 @contextlib.contextmanager
@@ -61,22 +79,52 @@ def _without_our_arguments(spec: str) -> Iterator[None]:
 def _load_from_module(spec: str, inputs: tuple[str, ...]) -> Target:
     path, attribute = _split(spec)
     module = import_file(Path(path)) if path.endswith(".py") else import_name(path)
-    found_name, found = _find_model(module, attribute)
-    model, source = _make(module, found_name, found)
-    given = parse_inputs(inputs) if inputs else _inputs_of(module)
-    args, kwargs = as_call(given)
+    try:
+        found_name, found = _find_model(module, attribute)
+        model, source = _make(module, found_name, found)
+        given = _given_inputs(module, inputs)
+        if given is None:
+            raise _UndefinedError(f"{display_name(module)} defines no `inputs`.", PASTE_INPUTS)
+    except _UndefinedError as error:
+        call = first_call(Path(path)) if path.endswith(".py") and attribute is None else None
+        if call is None:
+            raise error from None
+        return _target_of_call(call, module, inputs)
     title = f"{Path(path).stem if path.endswith('.py') else path}:{found_name}" if attribute else type(model).__name__
-    return Target(
-        encodable(title),
+    imported = None if path.endswith(".py") else path
+    return unchecked_target(
         model,
-        args,
-        kwargs,
+        given,
+        name=encodable(title),
         loss=_optional(module, "loss"),
         metric=_optional(module, "metric"),
-        source=source or class_line(model),
-        form=call_form(given),
+        source=source,
         make_batch=_make_batch(module, inputs),
-        setup=_setup(module, found_name, found, given_by_file=not inputs),
+        setup=_setup(module, found_name, found, inputs, imported),
+    )
+
+
+class _UndefinedError(UsageError):
+    """The module does not define a model and its inputs; a script may call one."""
+
+
+def _target_of_call(call: ScriptCall, module: types.ModuleType, inputs: tuple[str, ...]) -> Target:
+    """The target of the first call of a model in a script."""
+    given = _given_inputs(module, inputs)
+    if given is None:
+        given = call.kwargs if not call.args else call.args[0] if len(call.args) == 1 else call.args
+        if call.args and call.kwargs:
+            given = bind(call.model.forward, call.args, call.kwargs)
+    note = f"model and inputs are those of the first call of a model in the script, at {call.line}"
+    return unchecked_target(
+        call.model,
+        given,
+        loss=_optional(module, "loss"),
+        metric=_optional(module, "metric"),
+        source=call.line,
+        make_batch=_make_batch(module, inputs),
+        setup=(f"# before {call.line}: `model` is the model that this line calls, `inputs` what it is called with",),
+        notes=(note,),
     )
 
 
@@ -84,17 +132,18 @@ def _split(spec: str) -> tuple[str, str | None]:
     path, colon, attribute = spec.rpartition(":")
     if not colon or attribute.endswith(".py") or "/" in attribute or "\\" in attribute:
         path, attribute = spec, ""
-    if not path.endswith(".py"):
-        if not attribute and (path.endswith(("/", "\\")) or Path(path).exists()):
-            raise UsageError(
-                f"{spec} is not a Python file.", "Pass a .py file, package.module:attr or torchvision:name."
-            )
-        if not attribute:
-            raise UsageError(
-                f"{spec!r} is neither a Python file nor an attribute of a module.",
-                "Pass mymodel.py, mymodel.py:make_model, package.module:attr or torchvision:resnet50.",
-            )
+    if not path.endswith(".py") and not attribute:
+        if path.endswith(("/", "\\")) or os.path.lexists(path):
+            raise UsageError(f"{spec} is {_kind_of_path(path)}, not a Python file.", f"Pass {FORMS}.")
+        raise UsageError(f"{spec!r} is neither a Python file nor an attribute of a module.", f"Pass {FORMS}.")
     return path, attribute or None
+
+
+def _kind_of_path(path: str) -> str:
+    if os.path.isdir(path):
+        has_config = os.path.exists(os.path.join(path, "config.json"))
+        return f"a folder (with hf:{path} its config.json is loaded)" if has_config else "a folder"
+    return "a file with another suffix" if os.path.isfile(path) else "something else"
 
 
 # -- finding
@@ -115,8 +164,8 @@ def _find_model(module: types.ModuleType, attribute: str | None) -> tuple[str, A
     name = display_name(module)
     if found:
         choices = "\n".join(f"    lowprec-check scan {name}:{choice}" for choice in found)
-        raise UsageError(f"{name} defines several models.", f"Choose one:\n{choices}")
-    raise UsageError(f"{name} defines no model.", "Define `model`: a torch.nn.Module, or a function that returns one.")
+        raise _UndefinedError(f"{name} defines several models.", f"Choose one:\n{choices}")
+    raise _UndefinedError(f"{name} defines no model.", "Define `model`: a torch.nn.Module, or a function that returns one.")
 
 
 def _candidates(module: types.ModuleType) -> list[str]:
@@ -151,21 +200,30 @@ def _make(module: types.ModuleType, name: str, found: Any) -> tuple[Any, str | N
     return made, source
 
 
-def _setup(module: types.ModuleType, name: str, found: Any, *, given_by_file: bool) -> tuple[str, ...]:
+def _setup(
+    module: types.ModuleType, name: str, found: Any, inputs: tuple[str, ...], imported: str | None
+) -> tuple[str, ...]:
+    """Code that makes ``model`` and ``inputs`` from what the module, which may be ``imported`` by that name, defines."""
     lines = []
-    if not isinstance(found, nn.Module):
+    if imported is not None:
+        own_inputs = [] if inputs else ["inputs"]
+        lines.append(f"from {imported} import {', '.join([name, *own_inputs])}")
+    if not isinstance(found, nn.Module) and callable(found):
         lines.append(f"model = {name}()")
     elif name != "model":
         lines.append(f"model = {name}")
-    if given_by_file and is_function(getattr(module, "inputs", None)):
+    if inputs:
+        lines.append(f"inputs = {inputs_code(parse_inputs(inputs))}")
+    elif is_function(getattr(module, "inputs", None)):
         lines.append("inputs = inputs()")
     return tuple(lines)
 
 
-def _inputs_of(module: types.ModuleType) -> Any:
-    given = getattr(module, "inputs", None)
-    if given is None:
-        raise UsageError(f"{display_name(module)} defines no `inputs`.", PASTE_INPUTS)
+def _given_inputs(module: types.ModuleType, inputs: tuple[str, ...]) -> Any:
+    """The inputs asked for, or those that the module defines; ``None`` if there are none."""
+    if inputs:
+        return parse_inputs(inputs)
+    given: Any = getattr(module, "inputs", None)
     return call_user_code("inputs", given) if is_function(given) else given
 
 

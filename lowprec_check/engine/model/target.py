@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -12,10 +13,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.core.source_location import show_line
+from lowprec_check.engine.core.seed import kept_generators
+from lowprec_check.engine.core.source_location import show_line, traceback_line
+from lowprec_check.engine.model import torchvision_ops
 from lowprec_check.engine.model.application import converted_dtypes
+from lowprec_check.engine.model.batch import take_batch
 from lowprec_check.engine.model.inputs import as_call, call_form, call_with_number, is_function
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, message_of, type_name
 
 _PASTE_BATCHES = """Make `inputs` a function of the batch number:
 
@@ -85,33 +89,52 @@ class Target(NamedTuple):
 
 
 def make_target(model: nn.Module, inputs: Any, *, loss: Any = None, metric: Any = None) -> Target:
-    """A target from a model and its inputs; raises :class:`UsageError` if it cannot be scanned."""
+    """A target from a model and its inputs, of the API; raises :class:`UsageError` if it cannot be scanned."""
     given = inputs() if is_function(inputs) else inputs
-    args, kwargs = as_call(given)
-    name, source, form = type(model).__name__, class_line(model), call_form(given)
     make_batch = functools.partial(call_with_number, inputs) if is_function(inputs) else None
-    return check(Target(name, model, args, kwargs, loss, metric, source, form, make_batch=make_batch))
+    return check(unchecked_target(model, given, loss=loss, metric=metric, make_batch=make_batch))
+
+
+def unchecked_target(
+    model: Any, given: Any, *, name: str | None = None, source: str | None = None, **known: Any
+) -> Target:
+    """A target from a model and its inputs, of which one batch is taken; :func:`check` it before it is used.
+
+    ``known`` are further fields of :class:`Target`.
+    """
+    batch = take_batch(given, getattr(model, "forward", model))
+    args, kwargs = as_call(batch.inputs)
+    known["setup"] = (*known.get("setup", ()), *batch.setup)
+    known["notes"] = (*known.get("notes", ()), *batch.notes)
+    return Target(
+        name or type(model).__name__,
+        model,
+        args,
+        kwargs,
+        source=source or class_line(model),
+        form=call_form(batch.inputs),
+        **known,
+    )
 
 
 def check(target: Target) -> Target:
-    """Raise :class:`UsageError` if ``target`` cannot be scanned; find the module inside a compiled model."""
-    model, notes = target.model, list(target.notes)
-    if isinstance(model, torch.jit.ScriptModule):
+    """Raise :class:`UsageError` if ``target`` cannot be scanned; find the module inside a compiled or parallel model."""
+    if isinstance(target.model, torch.jit.ScriptModule):
         raise UsageError(
             "The model is a ScriptModule: its ops have no Python module or line to report.",
             "Scan the Python module it was made from.",
         )
-    original = getattr(model, "_orig_mod", None)
-    if isinstance(original, nn.Module):
-        notes.append(
-            "the model is compiled: status and time are those of compiled code, the op-by-op analysis runs in eager mode"
-        )
-        target, model = target._replace(compiled=model), original
+    target = _unwrapped(target)
+    model = target.model
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"The target has type {type(model).__name__}, not torch.nn.Module.",
             "Pass a model, or a function that returns one.",
         )
+    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        target = _initialized(target)
+        model = target.model
+    notes = list(target.notes)
     state = [*model.parameters(), *model.buffers()]
     if any(tensor.is_meta for tensor in state):
         raise UsageError(
@@ -125,18 +148,61 @@ def check(target: Target) -> Target:
                 "If it is quantized, scan the floating-point model it was made from.",
             )
         notes.append("the model has no parameters: only its inputs are cast")
-    if any(is_lazy(tensor) for tensor in state):
-        raise UsageError(
-            "The model has lazy modules whose shapes are not known yet.",
-            "Call the model once on its inputs in your file.",
-        )
     dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in converted_dtypes(model))
     if dtypes:
         names = " and ".join(dtypes)
         notes.append(f"the model has {names} weights: the fp32 run converts them, autocast runs the model unchanged")
+    if torchvision_ops.replaced_in(model):
+        notes.append(torchvision_ops.NOTE)
     if model.training:
         notes.append("the model is in training mode; for inference, call model.eval() in your file")
-    return target._replace(model=model, notes=tuple(notes))
+    return target._replace(notes=tuple(notes))
+
+
+_COMPILED = (
+    "the model is compiled: status and time are those of compiled code, the op-by-op analysis runs in eager mode"
+)
+
+
+def _unwrapped(target: Target) -> Target:
+    """The module inside a compiled model, whose plain part stays compiled, and inside a parallel one, which is left out."""
+    model: Any = target.model
+    original = getattr(model, "_orig_mod", None)
+    if isinstance(original, nn.Module):
+        target = target._replace(compiled=model, model=original, notes=(*target.notes, _COMPILED))
+        model = original
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        note = f"the module inside {type(model).__name__} is scanned, on one device"
+        inside: Any = model.module
+        name = type(inside).__name__ if target.name == type(model).__name__ else target.name
+        setup = (*target.setup, f"model = model.module  # of {type(model).__name__}")
+        target = target._replace(
+            name=name, model=inside, compiled=None, notes=(*target.notes, note), setup=setup, source=class_line(inside)
+        )
+    return target
+
+
+def _initialized(target: Target) -> Target:
+    """A copy of a model with lazy modules, which a call on the inputs initializes."""
+    model = copy.deepcopy(target.model)
+    try:
+        with torch.no_grad(), kept_generators():
+            model(*target.args, **target.kwargs)
+    except Exception as error:
+        line = traceback_line(error.__traceback__)
+        raise UsageError(
+            f"The model has lazy modules, and the call that initializes them failed{f' at {line}' if line else ''}: "
+            f"{type_name(error)}: {message_of(error)}",
+            "Check that the inputs fit the model, or call the model once in your file.",
+        ) from None
+    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        raise UsageError(
+            "The model has lazy modules that a call on the inputs does not initialize.",
+            "Remove the modules that are not used, or call them once in your file.",
+        )
+    call = f"{target.form}  # initializes the lazy modules"
+    note = "the lazy modules were initialized by a call on the inputs"
+    return target._replace(model=model, notes=(*target.notes, note), setup=(*target.setup, call))
 
 
 def class_line(model: nn.Module) -> str | None:

@@ -10,11 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.abc
+import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lowprec_check.errors import message_of
 
 NOTE = (
     "torchvision's compiled ops do not load with this torch: nms and roi_align are Python replacements that support the "
@@ -25,7 +30,52 @@ _NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
 _libraries: list[Any] = []
 
 
-def declare() -> None:
+@contextlib.contextmanager
+def torchvision_works() -> Iterator[None]:
+    """Whatever imports torchvision in this context gets one that works, with replacements if its compiled ops do not load."""
+    finder = _TorchvisionFinder()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _TorchvisionFinder(importlib.abc.MetaPathFinder):
+    """Finds torchvision where it is, and makes it load."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """The usual spec of torchvision, with a loader that repeats a failed import; ``None`` for other modules."""
+        spec = PathFinder.find_spec(fullname, path, target) if fullname == "torchvision" else None
+        if spec is not None and spec.loader is not None:
+            spec.loader = _TorchvisionLoader(spec.loader)
+        return spec
+
+
+class _TorchvisionLoader(importlib.abc.Loader):
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        """As usual."""
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        """Import torchvision; if its compiled ops do not load, declare the replacements first, and import it again."""
+        try:
+            self._loader.exec_module(module)
+        except RuntimeError as error:
+            if "nms does not exist" not in message_of(error):
+                raise
+            _declare()
+            self._loader.exec_module(module)
+            _skip_ops_check()
+
+
+def _declare() -> None:
     """Define the ops that ``import torchvision`` expects, once."""
     if _libraries:
         return
@@ -42,7 +92,7 @@ def declare() -> None:
     _libraries.append(library)
 
 
-def skip_ops_check() -> None:
+def _skip_ops_check() -> None:
     """Disable torchvision's check that its compiled ops are loaded, in the modules that use the replaced ops."""
     for name in ("torchvision.ops.boxes", "torchvision.ops.roi_align"):
         module = importlib.import_module(name).__dict__
@@ -54,6 +104,12 @@ def skip_ops_check() -> None:
 def declared() -> bool:
     """Whether the replacements are in use."""
     return bool(_libraries)
+
+
+def replaced_in(model: torch.nn.Module) -> bool:
+    """Whether the replacements are in use, and a module of ``model`` may call them."""
+    users = ("torchvision.models.detection", "torchvision.ops")
+    return declared() and any(type(module).__module__.startswith(users) for module in model.modules())
 
 
 def nms(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:

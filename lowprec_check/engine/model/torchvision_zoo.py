@@ -2,57 +2,53 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lowprec_check.engine.model import torchvision_ops
-from lowprec_check.engine.model.inputs import as_call, call_form, parse_inputs
-from lowprec_check.engine.model.target import Target
-from lowprec_check.errors import UsageError, message_of
+from lowprec_check.engine.model.inputs import inputs_code, parse_inputs
+from lowprec_check.engine.model.target import Target, unchecked_target
+from lowprec_check.engine.model.zoo import import_zoo, unknown_name
 
 
-def import_torchvision() -> tuple[Any, str | None]:
-    """``(torchvision, note)``; if its compiled ops cannot be loaded, replacements are defined first.
-
-    Raises :class:`UsageError` if it is not installed.
-    """
-    try:
-        return importlib.import_module("torchvision"), torchvision_ops.NOTE if torchvision_ops.declared() else None
-    except ModuleNotFoundError as error:
-        if error.name != "torchvision":
-            raise
-        raise UsageError("torchvision is not installed.", "pip install 'lowprec-check[zoo]'") from None
-    except RuntimeError as error:
-        if "nms does not exist" not in message_of(error):
-            raise
-    torchvision_ops.declare()
-    module = importlib.import_module("torchvision")
-    torchvision_ops.skip_ops_check()
-    return module, torchvision_ops.NOTE
+def import_torchvision() -> Any:
+    """torchvision, with replacements for compiled ops that cannot be loaded; raises :class:`UsageError` if it is not installed."""
+    with torchvision_ops.torchvision_works():
+        return import_zoo("torchvision")
 
 
 def load_torchvision(name: str, inputs: tuple[str, ...] = ()) -> Target:
     """Return the target for ``torchvision:name``, in eval mode, seed 0."""
-    torchvision, note = import_torchvision()
-    models = torchvision.models
+    models = import_torchvision().models
     if name not in models.list_models():
-        near = difflib.get_close_matches(name, models.list_models(), 3)
-        hint = f"Did you mean {', '.join(near)}?" if near else "torchvision.models.list_models() returns all names."
-        raise UsageError(f"torchvision has no model {name!r}.", hint)
+        raise unknown_name(
+            "torchvision", "model", name, models.list_models(), "torchvision.models.list_models() returns all names."
+        )
 
     def make_batch(index: int) -> Any:
         asked = parse_inputs(inputs, seed=index) if inputs else default_inputs(models, name, seed=index)
-        return (list(asked),) if inputs and kind_of(models, name) == "detection" and isinstance(asked, tuple) else asked
+        if inputs and kind_of(models, name) == "detection" and not isinstance(asked, dict):
+            return ([asked] if isinstance(asked, Tensor) else list(asked),)
+        return asked
 
     given = make_batch(0)
-    args, kwargs = as_call(given)
     torch.manual_seed(0)
-    model = models.get_model(name, **_builder_options(models, name), **_detector_size(given, models, name)).eval()
-    notes = (note,) if note and kind_of(models, name) == "detection" else ()
-    return Target(f"torchvision:{name}", model, args, kwargs, notes=notes, form=call_form(given), make_batch=make_batch)
+    options = _builder_options(models, name) | _detector_size(given, models, name)
+    model = models.get_model(name, **options).eval()
+    arguments = "".join(f", {option}={value!r}" for option, value in options.items())
+    return unchecked_target(
+        model,
+        given,
+        name=f"torchvision:{name}",
+        make_batch=make_batch,
+        setup=(
+            "import torchvision",
+            f"model = torchvision.models.get_model({name!r}{arguments}).eval()",
+            f"inputs = {inputs_code(given)}",
+        ),
+    )
 
 
 def _builder_options(models: Any, name: str) -> dict[str, Any]:
@@ -79,7 +75,7 @@ def _detector_size(given: Any, models: Any, name: str) -> dict[str, int]:
     return {"min_size": side, "max_size": side}
 
 
-def default_inputs(models: Any, name: str, *, seed: int = 0) -> tuple[Any, ...]:
+def default_inputs(models: Any, name: str, *, seed: int = 0) -> Any:
     """Random inputs of the usual size for the model: an image, a clip, a pair or a list of images; seeded."""
     generator = torch.Generator().manual_seed(seed)
     kind = kind_of(models, name)
@@ -87,9 +83,9 @@ def default_inputs(models: Any, name: str, *, seed: int = 0) -> tuple[Any, ...]:
         return ([torch.rand(3, 320, 320, generator=generator)],)
     if kind == "video":
         size = (1, 3, 16, 224, 224) if name.startswith(("mvit", "swin")) else (1, 3, 8, 112, 112)
-        return (torch.randn(size, generator=generator),)
+        return torch.randn(size, generator=generator)
     if kind == "optical_flow":
         pair = torch.rand(2, 1, 3, 128, 128, generator=generator)
         return (pair[0], pair[1])
     side = 299 if name == "inception_v3" else 224
-    return (torch.randn(1, 3, side, side, generator=generator),)
+    return torch.randn(1, 3, side, side, generator=generator)

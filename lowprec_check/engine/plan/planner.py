@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,6 +161,19 @@ def plan_target(
     on_progress: OnProgress | None = None,
 ) -> Planning:
     """Like :func:`find_plan`, for a loaded target; ``spec`` is the user's name for it."""
+    *_, planning = growing_planning(source, isolation, options, spec=spec, on_progress=on_progress)
+    return planning
+
+
+def growing_planning(
+    source: TargetSource,
+    isolation: Isolation,
+    options: PlanOptions,
+    *,
+    spec: str | None = None,
+    on_progress: OnProgress | None = None,
+) -> Iterator[Planning]:
+    """Yield the bases tried so far and the best plan found, after each base."""
     target = source.target
     options.check(target)
     machine = isolated(lambda: environment(options.device), isolation, dict[str, Any])
@@ -170,6 +183,7 @@ def plan_target(
         seed=options.seed,
         without_kernel=tuple(options.without_kernel),
     )
+    name = encodable(spec or target.name)
     with contextlib.ExitStack() as stack:
         stack.enter_context(kept_generators())
         batches = []
@@ -180,16 +194,17 @@ def plan_target(
         objective = _objective(options, references[0])
         limits = Limits(max_trials=options.max_trials, seconds=options.seconds)
         proposer = Proposer(batches, objective, limits, on_progress)
-        proposals = _search_bases(batches, proposer, options)
-    winner = best(proposals)
-    name = encodable(spec or target.name)
-    return Planning(
-        target=name,
-        model=type(target.model).__name__,
-        device=machine["device"],
-        attempts=[proposal.attempt for proposal in proposals],
-        plan=make_plan(winner, target, references[0], proposer, machine, name) if winner is not None else None,
-    )
+        proposals: list[Proposal] = []
+        for proposal in _search_bases(batches, proposer, options):
+            proposals.append(proposal)
+            winner = best(proposals)
+            yield Planning(
+                target=name,
+                model=type(target.model).__name__,
+                device=machine["device"],
+                attempts=[tried.attempt for tried in proposals],
+                plan=make_plan(winner, target, references[0], proposer, machine, name) if winner is not None else None,
+            )
 
 
 def _objective(options: PlanOptions, reference: Run) -> Objective:
@@ -199,15 +214,15 @@ def _objective(options: PlanOptions, reference: Run) -> Objective:
     return Objective(reference, metric=options.use_metric, max_drop=options.max_drop)
 
 
-def _search_bases(batches: Sequence[TargetRuns], proposer: Proposer, options: PlanOptions) -> list[Proposal]:
+def _search_bases(batches: Sequence[TargetRuns], proposer: Proposer, options: PlanOptions) -> Iterator[Proposal]:
     """All bases without changes if one of them passes; else a search for each."""
     runs = {
         name: [batch.run(name, options.backend, measured=batch is batches[0]) for batch in batches]
         for name in options.bases()
     }
     if any(proposer.passes_as_it_is(of_base) for of_base in runs.values()):
-        return [proposer.without_search(of_base) for of_base in runs.values()]
-    return list(proposer.propose_each(runs.values()))
+        return (proposer.without_search(of_base) for of_base in runs.values())
+    return proposer.propose_each(runs.values())
 
 
 def make_plan(

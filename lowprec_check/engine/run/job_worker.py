@@ -123,18 +123,19 @@ def _record_state(
 
 def _describe_crash(exit_code: int, job: Job) -> str:
     hint = " (out of memory?)" if signal_name(exit_code) == "SIGKILL" else ""
-    return f"{describe_exit(exit_code)}{hint}{_last_line(read_shared(job.files.log))}"
+    line = innermost_user_line(read_shared(job.files.log))
+    return f"{describe_exit(exit_code)}{hint}{f' at {line}' if line else ''}"
 
 
-def _last_line(log: bytes) -> str:
-    """The innermost line of user code in the traceback that ``faulthandler`` wrote, if there is one."""
+def innermost_user_line(log: bytes) -> str | None:
+    """The innermost line of user code in the traceback that ``faulthandler`` wrote; ``None`` if there is none."""
     with contextlib.suppress(ValueError, IndexError):
         for line in log.decode(errors="replace").splitlines():
             if line.lstrip().startswith('File "'):
                 filename = line.split('"')[1]
                 if is_user_code(filename):
-                    return f" at {show_line(filename, int(line.split('line ')[1].split(' ')[0]))}"
-    return ""
+                    return show_line(filename, int(line.split("line ")[1].split(" ")[0]))
+    return None
 
 
 # -- inside the worker

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.model.inputs import describe_inputs
 from lowprec_check.engine.model.target import Target
-from lowprec_check.schema.scan_result import ModelInfo, Run
+from lowprec_check.schema.scan_result import InputLayout, ModelInfo, Run
 
 
 def describe_target(target: Target, fp32: Run) -> ModelInfo:
@@ -27,6 +29,7 @@ def describe_target(target: Target, fp32: Run) -> ModelInfo:
         call=target.form,
         setup=list(target.setup),
         castable=_is_castable(target),
+        layout=_layout(target),
         source=target.source,
         notes=notes,
     )
@@ -36,3 +39,14 @@ def _is_castable(target: Target) -> bool:
     """Whether torch's pytree finds every tensor of the inputs, so that pasted code can cast them."""
     reached = tree_flatten((target.args, target.kwargs))[0]
     return sum(isinstance(leaf, Tensor) for leaf in reached) == sum(1 for _ in leaves((target.args, target.kwargs)))
+
+
+def _layout(target: Target) -> InputLayout:
+    given: dict[str, Any] = target.kwargs or {str(position): value for position, value in enumerate(target.args)}
+    tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
+    if any(True for key, value in given.items() if key not in tensors for _ in leaves(value)):
+        return InputLayout(kind="nested")
+    floating = [key for key, value in tensors.items() if value.is_floating_point()]
+    if target.form == "model(inputs)":
+        return InputLayout(kind="tensor", tensors=[""] if tensors else [], floating=[""] if floating else [])
+    return InputLayout(kind="mapping" if target.kwargs else "sequence", tensors=list(tensors), floating=floating)

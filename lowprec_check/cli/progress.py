@@ -1,0 +1,95 @@
+"""Progress of a scan or search on standard error. Never imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from lowprec_check.cli.app import print_status
+from lowprec_check.schema.scan_result import ScanResult
+
+LINE_SECONDS = 30.0
+"""Without a terminal, a line is printed this often."""
+
+
+class Progress:
+    """What goes on, as one line: which run of how many, its step, the time so far and the time left."""
+
+    def __init__(self, show: Callable[[str], None] | None = None) -> None:
+        """``show`` prints a line; without it, nothing is shown."""
+        self._show = show
+        self._started = time.monotonic()
+        self._done, self._total = 0, 0
+        self._done_after: list[float] = []
+        """Seconds after which each run was done."""
+
+    def step(self, run: str, doing: str) -> None:
+        """A run has reached a step."""
+        if self._show is not None:
+            self._show(self.line(run, doing, time.monotonic() - self._started))
+
+    def done(self, result: ScanResult) -> None:
+        """A run has finished; ``result`` has those so far."""
+        from lowprec_check.analysis.conclusion import wanted_runs
+
+        self._done, self._total = len(result.runs), len(wanted_runs(result))
+        self._done_after.append(time.monotonic() - self._started)
+
+    def line(self, run: str, doing: str, elapsed: float) -> str:
+        """``run 3 of 5 · half · plain run · 0:14, about 0:20 left``; seconds ``elapsed``."""
+        known = self._done < self._total
+        number = f"run {self._done + 1} of {self._total} · " if known else ""
+        left = self._seconds_left(elapsed) if known else None
+        expected = f", about {_clock(left)} left" if left is not None else ""
+        return f"{number}{run} · {doing} · {_clock(elapsed)}{expected}"
+
+    def _seconds_left(self, elapsed: float) -> float | None:
+        """Expected seconds, from those of the runs in lower precision so far; ``None`` before the first of them."""
+        if len(self._done_after) < 2:
+            return None
+        first, *_, last = self._done_after
+        each = (last - first) / (len(self._done_after) - 1)
+        return max(0.0, last + each * (self._total - self._done) - elapsed)
+
+
+def _clock(seconds: float) -> str:
+    """``1:05`` of 65 seconds."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+@contextlib.contextmanager
+def progress(quiet: bool) -> Iterator[Progress]:
+    """On a terminal, a line on standard error that is updated; otherwise a line every :data:`LINE_SECONDS`."""
+    if quiet:
+        yield Progress()
+    elif sys.stderr.isatty():
+        with _status_line() as show:
+            yield Progress(show)
+    else:
+        yield Progress(_every(LINE_SECONDS))
+
+
+@contextlib.contextmanager
+def _status_line() -> Iterator[Callable[[str], None]]:
+    from rich.console import Console
+    from rich.text import Text
+
+    from lowprec_check.report.escape import visible
+
+    console = Console(stderr=True)
+    with console.status("") as status:  # not a string below: rich would take brackets for its markup
+        yield lambda line: status.update(Text(visible(line)[: console.width - 4]))
+
+
+def _every(seconds: float) -> Callable[[str], None]:
+    last = time.monotonic()
+
+    def show(line: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= seconds:
+            last = time.monotonic()
+            print_status(line)
+
+    return show

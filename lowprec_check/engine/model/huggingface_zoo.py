@@ -1,0 +1,220 @@
+"""Loads models of transformers: by the name of a model type or class, or from a folder with a config.json. No network."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowprec_check.engine.core.exceptions import first_line
+from lowprec_check.engine.model.inputs import inputs_code, parse_inputs
+from lowprec_check.engine.model.target import Target, unchecked_target
+from lowprec_check.engine.model.user_module import call_user_code
+from lowprec_check.engine.model.zoo import check_memory, import_zoo, unknown_name
+from lowprec_check.errors import UsageError, message_of, type_name
+
+TOKENS, SAMPLES = 32, 16_000
+"""Length of the default inputs: tokens of a text, samples of a sound (one second)."""
+
+_SMALLER = "Make it smaller: transformers:NAME,num_hidden_layers=2,hidden_size=256"
+
+
+def load_transformers(text: str, inputs: tuple[str, ...] = ()) -> Target:
+    """Return the target for ``transformers:NAME,OPTION=VALUE,…``, in eval mode, with random weights and seed 0.
+
+    NAME is a model type (``bert``), a configuration (``BertConfig``) or a model (``BertForMaskedLM``); the options are those of
+    its configuration.
+    """
+    transformers = import_zoo("transformers")
+    name, *options = text.split(",")
+    config_class, model_class = _classes(transformers, name)
+    values = dict(_parse_option(option) for option in options)
+    config = _make_config(config_class, values)
+    arguments = ", ".join(f"{option}={value!r}" for option, value in values.items())
+    config_code = f"transformers.{config_class.__name__}({arguments})"
+    if model_class is None:
+        make, code = transformers.AutoModel.from_config, f"transformers.AutoModel.from_config({config_code})"
+    else:
+        make, code = model_class, f"transformers.{model_class.__name__}({config_code})"
+    model = _random_model(make, config, f"transformers:{name}")
+    return _target(f"transformers:{text}", model, config, inputs, code)
+
+
+def load_folder(folder: str, inputs: tuple[str, ...] = ()) -> Target:
+    """Return the target for ``hf:FOLDER``, a folder with the config.json of a model of transformers, and maybe weights."""
+    content = _read_config(folder)
+    transformers = import_zoo("transformers")
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise UsageError(
+            f"transformers cannot read {folder}/config.json: {type_name(error)}: {first_line(message_of(error))}",
+            "Check its model_type, or install the release of transformers that it was saved with.",
+        ) from None
+    architecture = next(iter(content.get("architectures") or ()), None)
+    model_class = _attribute(transformers, architecture) if architecture else None
+    maker: Any = model_class if model_class is not None else transformers.AutoModel
+    has_weights = any(Path(folder).glob("*.safetensors")) or any(Path(folder).glob("pytorch_model*.bin"))
+    if has_weights:
+        model = call_user_code(
+            f"{maker.__name__}.from_pretrained",
+            lambda: maker.from_pretrained(folder, local_files_only=True, dtype=torch.float32),
+        ).eval()
+        code, notes = f"transformers.{maker.__name__}.from_pretrained({folder!r}, dtype=torch.float32)", list[str]()
+    else:
+        make = maker if model_class is not None else maker.from_config
+        model = _random_model(make, config, f"hf:{folder}")
+        config_code = f"transformers.AutoConfig.from_pretrained({folder!r})"
+        call = maker.__name__ if model_class is not None else f"{maker.__name__}.from_config"
+        code, notes = f"transformers.{call}({config_code})", [f"{folder} has no weights: they are random"]
+    target = _target(f"hf:{folder}", model, config, inputs, code)
+    return target._replace(notes=(*target.notes, *notes))
+
+
+def _read_config(folder: str) -> dict[str, Any]:
+    path = os.path.join(folder, "config.json")
+    if not os.path.isfile(path):
+        raise UsageError(
+            f"{folder} has no config.json.", "Pass the folder that save_pretrained(FOLDER) wrote: hf:FOLDER."
+        )
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"Cannot read {path}: {first_line(message_of(error))}", "Save the model again.") from None
+    if not isinstance(content, dict) or "model_type" not in content:
+        kind = content.get("_class_name") if isinstance(content, dict) else None
+        what = f"it is a configuration of diffusers ({kind})" if kind else "it has no model_type"
+        raise UsageError(
+            f"{path} is no configuration of transformers: {what}.", "Load the model in a Python file, and scan that."
+        )
+    if content.get("auto_map"):
+        raise UsageError(
+            f"{path} names code of its own (auto_map), which is not run.",
+            "Load the model in a Python file, and scan that.",
+        )
+    return content
+
+
+# -- classes
+
+
+def _classes(transformers: Any, name: str) -> tuple[Any, Any]:
+    """The configuration class, and the model class if the name is that of a model."""
+    types: dict[str, Any] = transformers.CONFIG_MAPPING
+    if name in types:
+        return types[name], None
+    found = _attribute(transformers, name)
+    if isinstance(found, type) and issubclass(found, transformers.PreTrainedConfig):
+        return found, None
+    config_class = getattr(found, "config_class", None)
+    if isinstance(found, type) and issubclass(found, nn.Module) and config_class is not None:
+        return config_class, found
+    if found is not None:
+        raise UsageError(
+            f"transformers.{name} is neither a model nor its configuration.",
+            "Pass a model type such as bert, a configuration such as BertConfig, or a model such as BertModel.",
+        )
+    known = [*types, *(each for each in dir(transformers) if each.endswith(("Config", "Model", "LM")))]
+    raise unknown_name(
+        "transformers", "model", name, known, "Pass a model type such as bert, or a class such as BertModel."
+    )
+
+
+def _attribute(transformers: Any, name: str) -> Any:
+    """An attribute, which is imported on first use; ``None`` if there is none, or what it needs is not installed."""
+    try:
+        return getattr(transformers, name, None)
+    except Exception as error:
+        raise UsageError(
+            f"transformers.{name} cannot be imported: {type_name(error)}: {first_line(message_of(error))}",
+            "Install what it needs.",
+        ) from None
+
+
+def _parse_option(option: str) -> tuple[str, Any]:
+    name, equals, value = option.partition("=")
+    if not equals or not name.isidentifier():
+        raise UsageError(f"{option!r} is not an option of a configuration.", _SMALLER)
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _make_config(config_class: Any, values: dict[str, Any]) -> Any:
+    name = config_class.__name__
+    try:
+        known = config_class()
+        for option in values:
+            if not hasattr(known, option):
+                raise unknown_name(name, "option", option, list(known.to_dict()), "See its documentation.")
+        return config_class(**values)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"{name} cannot be made from these options: {type_name(error)}: {first_line(message_of(error))}",
+            "See its documentation, or make the model in a Python file, and scan that.",
+        ) from None
+
+
+def _random_model(make: Callable[[Any], nn.Module], config: Any, what: str) -> nn.Module:
+    """A model with random weights, after its size was checked on the meta device."""
+    try:
+        with torch.device("meta"):
+            parameters = sum(parameter.numel() for parameter in make(config).parameters())
+    except Exception:  # some models compute with their weights when they are made
+        parameters = 0
+    check_memory(what, parameters, _SMALLER)
+    torch.manual_seed(0)
+    return call_user_code(what, lambda: make(config)).eval()
+
+
+# -- inputs
+
+
+def _target(name: str, model: nn.Module, config: Any, inputs: tuple[str, ...], code: str) -> Target:
+    def make_batch(index: int) -> Any:
+        if inputs:
+            return parse_inputs(inputs, seed=index)
+        return default_inputs(model, config, torch.Generator().manual_seed(index))
+
+    given = make_batch(0)
+    setup = ("import transformers", f"model = {code}.eval()", f"inputs = {inputs_code(given)}")
+    return unchecked_target(model, given, name=name, make_batch=make_batch, setup=setup)
+
+
+def default_inputs(model: nn.Module, config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """Random inputs of the names that ``forward`` has, in the sizes of the configuration: text, image, sound."""
+    names = set(inspect.signature(model.forward).parameters)
+    main = str(getattr(model, "main_input_name", "input_ids"))
+    text = getattr(config, "text_config", None) or config
+    vision = getattr(config, "vision_config", None) or config
+    is_pair = vision is not config and "pixel_values" in names
+    found: dict[str, Tensor] = {}
+    if "input_ids" in names and (main == "input_ids" or is_pair):
+        found["input_ids"] = _tokens(text, generator)
+    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
+        found["decoder_input_ids"] = _tokens(text, generator)
+    if "pixel_values" in names and (main == "pixel_values" or is_pair):
+        size = getattr(vision, "image_size", 224)
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        channels = getattr(vision, "num_channels", 3)
+        found["pixel_values"] = torch.randn(1, channels, height, width, generator=generator)
+    if main == "input_features":
+        length = 2 * getattr(config, "max_source_positions", 1500)
+        found["input_features"] = torch.randn(1, getattr(config, "num_mel_bins", 80), length, generator=generator)
+    if main == "input_values":
+        found["input_values"] = torch.randn(1, SAMPLES, generator=generator)
+    return found or {main: _tokens(text, generator)}
+
+
+def _tokens(config: Any, generator: torch.Generator) -> Tensor:
+    length = min(TOKENS, int(getattr(config, "max_position_embeddings", None) or TOKENS))
+    return torch.randint(0, int(getattr(config, "vocab_size", None) or 100), (1, length), generator=generator)

@@ -1,0 +1,247 @@
+"""Scans and plans in a process of its own: whatever the user's file does to it, this process reports what was finished.
+
+The process loads the target and starts the workers. Its messages are encoded by msgspec: nothing that it sends is unpickled.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+
+from lowprec_check.engine.load import TargetSpec, load_here
+from lowprec_check.engine.plan.planner import PlanOptions, growing_planning
+from lowprec_check.engine.run.isolation import WorkerError, best_isolation, check_isolation
+from lowprec_check.engine.run.job_worker import LOAD_SECONDS, innermost_user_line
+from lowprec_check.engine.run.launcher import OnProgress
+from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.scan import ScanOptions, growing_scan
+from lowprec_check.errors import ProcessLostError, UsageError, traceback_of
+from lowprec_check.process import Isolation
+from lowprec_check.process.exit_code import describe_exit
+from lowprec_check.process.function_worker import FunctionWorker, SendBytes, end_if_forked
+from lowprec_check.process.guardian import GUARDIAN
+from lowprec_check.process.shared_file import read_shared, shared_file
+from lowprec_check.process.supervisor import StateEvent, Supervisor
+from lowprec_check.schema.base import Struct, encoded
+from lowprec_check.schema.plan import Planning
+from lowprec_check.schema.scan_result import Run, ScanResult
+
+
+class _Loaded(Struct, frozen=True, tag="loaded"):
+    """The target is loaded."""
+
+
+class _Progressed(Struct, frozen=True, tag="progress"):
+    """The run that goes on, and its step."""
+
+    run: str
+    doing: str
+
+
+class _Grown(Struct, frozen=True, tag="grown"):
+    """The result so far; of a scan, ``runs`` has only those that are new."""
+
+    result: ScanResult | None = None
+    planning: Planning | None = None
+
+
+class _Ended(Struct, frozen=True, tag="ended"):
+    """The work is done, or ended by a :class:`UsageError`, or by a failure of the tool with its traceback."""
+
+    message: str | None = None
+    hint: str | None = None
+    traceback: str | None = None
+
+
+_Message = _Loaded | _Progressed | _Grown | _Ended
+_DECODER: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
+
+EXIT_SECONDS = 5.0
+"""Time for the exit handlers that the user's file registers."""
+
+Item = TypeVar("Item", ScanResult, Planning)
+Grow = Callable[[TargetSource, Isolation, OnProgress | None], Iterator[Item]]
+"""Yields what has been found so far; picklable for a fresh interpreter."""
+
+
+def scan_file(
+    spec: TargetSpec,
+    options: ScanOptions,
+    isolation: Isolation | None = None,
+    on_progress: OnProgress | None = None,
+) -> Iterator[ScanResult]:
+    """Load and scan ``spec``; yield the result after each run, without its conclusion.
+
+    ``options.budget`` limits the time to load, too. Raises :class:`UsageError` for what the user can fix, and
+    :class:`ProcessLostError` if the process ends after it has loaded the target.
+    """
+    options.check()
+    runs: list[Run] = []
+    session = _Session(spec, options.seed, isolation, options.budget or LOAD_SECONDS, on_progress)
+    for result in session.grow(functools.partial(_grow_scan, options, spec.name)):
+        runs += result.runs
+        yield msgspec.structs.replace(result, runs=list(runs))
+
+
+def plan_file(
+    spec: TargetSpec,
+    options: PlanOptions,
+    isolation: Isolation | None = None,
+    on_progress: OnProgress | None = None,
+) -> Iterator[Planning]:
+    """Load ``spec`` and search for its plan; yield what was found after each base. Raises as :func:`scan_file` does."""
+    session = _Session(spec, options.seed, isolation, options.seconds, on_progress)
+    yield from session.grow(functools.partial(_grow_plan, options, spec.name))
+
+
+def _grow_scan(
+    options: ScanOptions, name: str, source: TargetSource, isolation: Isolation, on_progress: OnProgress | None
+) -> Iterator[ScanResult]:
+    """The result after each run; ``runs`` has only those that are new."""
+    sent = 0
+    for result in growing_scan(source, isolation, options, spec=name, on_progress=on_progress):
+        yield msgspec.structs.replace(result, runs=result.runs[sent:])
+        sent = len(result.runs)
+
+
+def _grow_plan(
+    options: PlanOptions, name: str, source: TargetSource, isolation: Isolation, on_progress: OnProgress | None
+) -> Iterator[Planning]:
+    return growing_planning(source, isolation, options, spec=name, on_progress=on_progress)
+
+
+@dataclass
+class _Session:
+    """A target to load, with limits; :meth:`grow` starts the process."""
+
+    spec: TargetSpec
+    seed: int
+    isolation: Isolation | None
+    load_seconds: float
+    on_progress: OnProgress | None
+
+    def grow(self, grow: Grow[Item]) -> Iterator[Item]:
+        """Load the target and yield what ``grow`` finds; in this process, if there are no other ones."""
+        check_isolation(self.isolation)
+        if (self.isolation or best_isolation(can_spawn=True)) == "none":
+            source, found = load_here(self.spec, self.seed)
+            yield from grow(source, self.isolation or found, self.on_progress)
+            return
+        log = shared_file()
+        try:
+            worker = FunctionWorker(
+                functools.partial(_work, self.spec, self.seed, self.isolation, self.load_seconds, log, grow),
+                _DECODER.decode,
+                method="fork" if best_isolation(can_spawn=True) == "fork" else "spawn",
+                log=log,
+            )
+            worker.set_timeout(self.load_seconds + 1.0)  # the process itself logs where it is
+            yield from self._watch(worker, log)
+        finally:
+            os.close(log)
+
+    def _watch(self, worker: FunctionWorker[_Message], log: int) -> Iterator[Any]:
+        loaded, step = False, (self.spec.name, "loading")
+        ended: _Ended | None = None
+        with Supervisor[FunctionWorker[_Message], _Message]([worker]) as supervisor:
+            for event in supervisor.events():
+                if isinstance(event, StateEvent):
+                    if event.state != "running" and ended is None:
+                        self._raise_loss(event, loaded, innermost_user_line(read_shared(log)))
+                    if self.on_progress is not None:
+                        self.on_progress(*step)
+                    continue
+                message = event.message
+                if isinstance(message, _Loaded):
+                    loaded = True
+                    worker.set_timeout(float("inf"))
+                elif isinstance(message, _Grown):
+                    yield message.result or message.planning
+                elif isinstance(message, _Ended):
+                    ended = message
+                    worker.set_timeout(EXIT_SECONDS)
+                else:
+                    step = (message.run, message.doing)
+        if ended is not None:
+            _check_end(ended)
+
+    def _raise_loss(self, event: StateEvent[Any], loaded: bool, line: str | None) -> NoReturn:
+        at = f" at {line}" if line else ""
+        if event.state == "timeout":
+            raise UsageError(
+                f"{self.spec.name} was not loaded within {self.load_seconds:g} s{at and f'; it was{at}'}.",
+                "Increase --budget, or shorten what the file does when it is imported.",
+            )
+        how = describe_exit(event.exit_code or 0)
+        if loaded:
+            raise ProcessLostError(f"The scan ended early: {how}{at}.")
+        raise UsageError(
+            f"Loading {self.spec.name} ended its process: {how}{at}.", "Import the file with python first, and fix it."
+        )
+
+
+def _check_end(message: _Ended) -> None:
+    if message.message is not None:
+        raise UsageError(message.message, message.hint)
+    if message.traceback is not None:
+        raise WorkerError(message.traceback)
+
+
+# -- inside the process
+
+
+def _work(
+    spec: TargetSpec,
+    seed: int,
+    isolation: Isolation | None,
+    load_seconds: float,
+    log: int,
+    grow: Grow[Any],
+    send_bytes: SendBytes,
+) -> None:
+    def send(message: _Message) -> None:
+        send_bytes(encoded(message, msgspec.msgpack.encode))
+
+    atexit._clear()  # those of the command
+    atexit.register(GUARDIAN.close)
+    try:
+        with _logged_ends(log, load_seconds):
+            source, found = load_here(spec, seed)
+        send(_Loaded())
+        for item in grow(source, isolation or found, lambda run, doing: send(_Progressed(run, doing))):
+            send(_Grown(result=item) if isinstance(item, ScanResult) else _Grown(planning=item))
+        send(_Ended())
+    except UsageError as error:
+        send(_Ended(message=error.message, hint=error.hint))
+    except BaseException as error:
+        end_if_forked(error)
+        with contextlib.suppress(Exception):
+            send(_Ended(traceback=error.args[0] if isinstance(error, WorkerError) else traceback_of(error)))
+    atexit._run_exitfuncs()
+
+
+@contextlib.contextmanager
+def _logged_ends(log: int, seconds: float) -> Iterator[None]:
+    """Log the line that calls ``os._exit``, which ends a process without a trace, and where the process is after ``seconds``."""
+    ends, process = os._exit, os.getpid()
+
+    def logged_exit(status: int) -> NoReturn:
+        if os.getpid() == process:
+            faulthandler.dump_traceback(log, all_threads=False)
+        ends(status)
+
+    os._exit = logged_exit
+    faulthandler.dump_traceback_later(seconds, file=log)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        os._exit = ends

@@ -1,0 +1,487 @@
+"""Every way in: scripts, packages, data loaders, arrays, weights, zoos, wrapped and lazy models; and the code printed for each."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import EXAMPLES, Call
+from torch import nn
+
+from lowprec_check import ScanResult, UsageError, scan
+from lowprec_check.analysis.snippet import snippet
+from lowprec_check.engine.core.output_comparison import compare_outputs
+from lowprec_check.engine.core.pytree import leaves
+from lowprec_check.engine.core.seed import seed_everything
+from lowprec_check.engine.model.load_target import load_target
+from lowprec_check.engine.model.torchvision_ops import torchvision_works
+
+Write = Callable[..., Path]
+
+NET = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+    def forward(self, x, scale=1.0):
+        return self.linear(x) * scale
+"""
+
+SCRIPT = """
+import argparse
+def main():
+    options = argparse.ArgumentParser()
+    options.add_argument("--rate", default=0.1)
+    options.parse_args()
+    nn.Softmax(0)(torch.ones(3))
+    net = Net().eval()
+    try:
+        output = net({call})
+    except Exception:
+        raise AssertionError("a handler in the script")
+    raise AssertionError("the script goes on")
+if __name__ == "__main__":
+    main()
+"""
+
+LOADER = """
+from torch.utils.data import DataLoader, TensorDataset
+model = Net().eval()
+inputs = DataLoader(TensorDataset(torch.randn(8, 3), torch.arange(8)), batch_size=4)
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder as the current one; modules that are imported from it are forgotten."""
+    monkeypatch.chdir(tmp_path)
+    known, path = set(sys.modules), list(sys.path)
+    yield tmp_path
+    sys.path[:] = path
+    for name in sys.modules.keys() - known:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+# -- scripts
+
+
+@pytest.mark.parametrize(
+    ("call", "names"),
+    [
+        ("torch.ones(4, 3)", ["model(inputs)"]),
+        ("torch.ones(4, 3), 2.0", ["model(*inputs)"]),
+        ("torch.ones(4, 3), scale=2.0", ["model(**inputs)"]),
+        ("x=torch.ones(4, 3)", ["model(**inputs)"]),
+    ],
+)
+def test_a_script_is_run_to_its_first_call_of_a_model(here: Path, write: Write, call: str, names: list[str]) -> None:
+    write(NET + SCRIPT.format(call=call), "train.py")
+    target = load_target("train.py")
+    assert [target.form] == names
+    assert type(target.model).__name__ == "Net"
+    assert target.model(*target.args, **target.kwargs).shape == (4, 2)
+    assert any("first call of a model in the script, at train.py:19" in note for note in target.notes)
+
+
+def test_a_script_that_defines_only_its_model_is_run_for_its_inputs(here: Path, write: Write) -> None:
+    write(NET + "model = Net()\nif __name__ == '__main__':\n    model(torch.ones(5, 3))", "train.py")
+    assert load_target("train.py").args[0].shape == (5, 3)
+    assert load_target("train.py", ("2x3",)).args[0].shape == (2, 3)
+
+
+def test_a_script_that_fails_or_calls_no_model(here: Path, write: Write) -> None:
+    write(NET + "if __name__ == '__main__':\n    raise OSError('no data')", "train.py")
+    with pytest.raises(UsageError, match=r"OSError at train\.py:11: no data"):
+        load_target("train.py")
+    write(NET + "if __name__ == '__main__':\n    print('nothing')", "train.py")
+    with pytest.raises(UsageError, match="defines no `inputs`"):
+        load_target("train.py")
+
+
+def test_the_call_of_modules_is_as_before_after_a_script(here: Path, write: Write) -> None:
+    before, main = nn.Module.__call__, sys.modules["__main__"]
+    write(NET + SCRIPT.format(call="torch.ones(4, 3)"), "train.py")
+    load_target("train.py")
+    assert nn.Module.__call__ is before
+    assert sys.modules["__main__"] is main
+
+
+# -- inputs
+
+
+def test_a_data_loader_gives_one_batch_without_its_targets(here: Path, write: Write) -> None:
+    target = load_target(str(write(NET + LOADER)))
+    assert target.args[0].shape == (4, 3)
+    assert target.kwargs == {}
+    assert "1 of its 2 elements" in target.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "kept"),
+    [
+        ("DataLoader([{'x': torch.ones(3), 'label': 1}], batch_size=1)", ["x"]),
+        ("DataLoader([{'x': torch.ones(3), 'scale': 2.0}], batch_size=1)", ["x", "scale"]),
+    ],
+)
+def test_a_batch_with_names_keeps_those_that_forward_accepts(
+    here: Path, write: Write, inputs: str, kept: list[str]
+) -> None:
+    text = f"from torch.utils.data import DataLoader\nmodel = Net().eval()\ninputs = {inputs}"
+    assert list(load_target(str(write(NET + text))).kwargs) == kept
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    ["numpy.ones((4, 3))", "(numpy.ones((4, 3), dtype='float32'), 2.0)", "{'x': numpy.ones((4, 3)), 'scale': 2.0}"],
+)
+def test_arrays_become_tensors_in_fp32(here: Path, write: Write, inputs: str) -> None:
+    target = load_target(str(write(f"import numpy\n{NET}model = Net().eval()\ninputs = {inputs}")))
+    [(_, tensor)] = leaves(target.inputs)
+    assert tensor.dtype == torch.float32
+    assert "NumPy arrays in `inputs` were converted to tensors" in target.notes[0]
+
+
+def test_the_api_takes_data_loaders_and_arrays() -> None:
+    import numpy
+
+    data = torch.utils.data.TensorDataset(torch.randn(8, 3), torch.arange(8))
+    model = nn.Linear(3, 2).eval()
+    for inputs in (torch.utils.data.DataLoader(data, batch_size=4), data, numpy.ones((4, 3))):
+        result = scan(model, inputs, precisions="half", isolation="none")
+        assert result.run("half").status == "ok"
+
+
+# -- wrapped and lazy models
+
+
+def test_the_module_inside_data_parallel_is_scanned(here: Path, write: Write) -> None:
+    target = load_target(str(write(NET + "model = nn.DataParallel(Net().eval())\ninputs = torch.ones(4, 3)")))
+    assert type(target.model).__name__ == "Net"
+    assert target.name == "Net"
+    assert "the module inside DataParallel is scanned, on one device" in target.notes
+
+
+def test_lazy_modules_are_initialized_by_a_call(here: Path, write: Write) -> None:
+    lazy = "model = nn.Sequential(nn.LazyLinear(4), nn.ReLU()).eval()\n"
+    target = load_target(str(write(f"{NET}{lazy}inputs = torch.ones(2, 7)")))
+    assert target.model[0].weight.shape == (4, 7)  # type: ignore[index, union-attr]
+    with pytest.raises(UsageError, match="lazy modules, and the call that initializes them failed"):
+        load_target(str(write(f"{NET}{lazy}inputs = (torch.ones(2, 7), 3)", "other.py")))
+
+
+def test_the_api_leaves_a_lazy_model_as_it_is() -> None:
+    model = nn.Sequential(nn.LazyLinear(4))
+    assert scan(model, torch.ones(2, 7), precisions="half", isolation="none").run("half").status == "ok"
+    assert isinstance(model[0], nn.LazyLinear)
+
+
+# -- weights
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> dict[str, torch.Tensor]:
+    """A state dict of ``Net`` with known values."""
+    return {"linear.weight": torch.full((2, 3), 0.5), "linear.bias": torch.zeros(2)}
+
+
+def saved(found: Any, name: str) -> str:
+    """Save ``found`` in the current folder; return its name."""
+    if name.endswith(".safetensors"):
+        from safetensors.torch import save_file
+
+        save_file(found, name)
+    else:
+        torch.save(found, name)
+    return name
+
+
+@pytest.mark.parametrize(
+    ("name", "around"),
+    [
+        ("w.pt", lambda state: state),
+        ("w.safetensors", lambda state: state),
+        ("w.pt", lambda state: {"epoch": 3, "state_dict": state}),
+        ("w.pt", lambda state: {f"module.{name}": value for name, value in state.items()}),
+        ("w.pt", lambda state: {"model": {f"_orig_mod.{name}": value for name, value in state.items()}}),
+        ("w.pt", lambda state: {name: value.half() for name, value in state.items()}),
+    ],
+)
+def test_weights_are_loaded_also_by_the_printed_code(
+    here: Path, write: Write, weights: dict[str, torch.Tensor], name: str, around: Callable[[Any], Any]
+) -> None:
+    text = NET + "model = Net().eval()\ninputs = torch.ones(1, 3)"
+    target = load_target(str(write(text)), weights=saved(around(weights), name))
+    assert target.model.linear.weight.unique().tolist() == [0.5]  # type: ignore[operator, union-attr]
+    names = run_code(text, "\n".join(target.setup))
+    assert names["model"].linear.weight.unique().tolist() == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (torch.ones(2), "holds no state dict"),
+        ({"linear.weight": torch.ones(2, 3)}, r"1 of 2 names of the model are missing in the file \(linear.bias\)"),
+        (
+            {"linear.weight": torch.ones(5, 3), "linear.bias": torch.ones(2)},
+            r"tensors have another shape \(linear.weight: \(5, 3\) instead of \(2, 3\)\)",
+        ),
+        (
+            {"linear.weight": torch.ones(2, 3), "linear.bias": torch.ones(2), "head": torch.ones(1)},
+            r"1 of 3 names in the file are unknown to the model \(head\)",
+        ),
+        (nn.Linear(2, 2), r"w\.pt is not a file of weights: it holds an object of torch.nn"),
+        (b"garbage", "is not a file of weights"),
+        (None, r"No such file: w\.pt"),
+    ],
+)
+def test_weights_that_do_not_fit(here: Path, write: Write, content: Any, message: str) -> None:
+    path = write(NET + "model = Net().eval()\ninputs = torch.ones(1, 3)")
+    if isinstance(content, bytes):
+        Path("w.pt").write_bytes(content)
+    elif content is not None:
+        saved(content, "w.pt")
+    with pytest.raises(UsageError, match=message):
+        load_target(str(path), weights="w.pt")
+
+
+# -- zoos
+
+BERT = "bert,num_hidden_layers=1,hidden_size=32,num_attention_heads=2,intermediate_size=32,vocab_size=50"
+WHISPER = (
+    "whisper,encoder_layers=1,decoder_layers=1,d_model=32,encoder_attention_heads=2,decoder_attention_heads=2,"
+    "encoder_ffn_dim=32,decoder_ffn_dim=32,max_source_positions=50,vocab_size=60000"
+)
+VIT = "ViTForImageClassification,num_hidden_layers=1,hidden_size=32,num_attention_heads=2,intermediate_size=32,image_size=32"
+ZOO = [
+    "torchvision:resnet18",
+    "timm:resnet10t",
+    f"transformers:{BERT}",
+    f"transformers:{BERT.replace('bert', 'BertForMaskedLM', 1)}",
+    f"transformers:{BERT.replace('bert', 'BertConfig', 1)}",
+    "transformers:t5,num_layers=1,d_model=32,d_ff=32,num_heads=2,d_kv=16,vocab_size=100",
+    f"transformers:{VIT}",
+    f"transformers:{WHISPER}",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ZOO)
+def test_models_by_name(spec: str) -> None:
+    inputs = ("1x3x64x64",) if spec.startswith(("torchvision", "timm")) else ()
+    target = load_target(spec, inputs)
+    assert not target.model.training
+    with torch.no_grad():
+        output = target.model(*target.args, **target.kwargs)
+        again = load_target(spec, inputs)
+        assert compare_outputs(
+            [tensor for _, tensor in leaves(output)],
+            [tensor for _, tensor in leaves(again.model(*again.args, **again.kwargs))],
+        ).distance == pytest.approx(0.0, abs=1e-6)
+        with torchvision_works():
+            names = run_code("", "\n".join(["import torch", *target.setup]))
+        names["output"] = eval(target.form, names)
+    shapes = [[tuple(tensor.shape) for _, tensor in leaves(found)] for found in (output, names["output"])]
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.slow
+def test_a_folder_of_transformers_with_and_without_weights(here: Path) -> None:
+    with torchvision_works():
+        import transformers
+
+        tiny = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
+        config = transformers.BertConfig(**tiny, vocab_size=50)
+        model = transformers.BertForMaskedLM(config).eval()
+        model.save_pretrained("with_weights")
+        config.architectures = ["BertForMaskedLM"]
+        config.save_pretrained("without")
+    target = load_target("hf:with_weights")
+    mine, loaded = (found.state_dict()["bert.embeddings.word_embeddings.weight"] for found in (model, target.model))
+    assert torch.equal(mine, loaded)
+    target = load_target("hf:without")
+    assert type(target.model).__name__ == "BertForMaskedLM"
+    assert target.notes == ("without has no weights: they are random",)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, r"nowhere has no config\.json"),
+        ("{", r"Cannot read nowhere/config\.json"),
+        ('{"_class_name": "UNet2DModel"}', "a configuration of diffusers"),
+        ('{"model_type": "bert", "auto_map": {"AutoModel": "own.Model"}}', "names code of its own"),
+        ('{"model_type": "nonsense"}', r"transformers cannot read nowhere/config\.json"),
+    ],
+)
+def test_a_folder_that_is_none_of_transformers(here: Path, config: str | None, message: str) -> None:
+    if config is not None:
+        Path("nowhere").mkdir()
+        Path("nowhere/config.json").write_text(config, encoding="utf-8")
+    with pytest.raises(UsageError, match=message):
+        load_target("hf:nowhere")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("transformers:Berd", "transformers has no model 'Berd'"),
+        ("transformers:pipeline", "neither a model nor its configuration"),
+        ("transformers:bert,hidden=3", "BertConfig has no option 'hidden'"),
+        ("transformers:bert,hidden_size", "'hidden_size' is not an option"),
+        ("transformers:BertModel,hidden_size=63", "multiple of the number of attention heads"),
+        ("transformers:llama", r"has 6\.\d billion parameters"),
+        ("timm:resnet1", "timm has no model 'resnet1'"),
+        ("torchvision:resnet81", "torchvision has no model 'resnet81'"),
+        ("torchvision:", "torchvision has no model ''"),
+    ],
+)
+def test_names_that_a_zoo_does_not_have(spec: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import psutil
+
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 2**34}))
+    with pytest.raises(UsageError, match=message) as caught:
+        load_target(spec)
+    assert caught.value.hint
+
+
+def test_a_file_that_imports_torchvision_works(here: Path, write: Write) -> None:
+    """Also where torchvision's compiled ops do not load, because torch is another build than it was made for."""
+    text = "import torch, torchvision\nfrom torchvision.ops import nms\n"
+    text += "model = torchvision.models.mobilenet_v3_small(weights=None).eval()\ninputs = torch.ones(1, 3, 32, 32)\n"
+    target = load_target(str(write(text)))
+    assert target.model(*target.args).shape == (1, 1000)
+
+
+# -- the printed code
+
+
+def run_code(text: str, code: str) -> dict[str, Any]:
+    """Execute ``code`` behind ``text``, as if it were pasted there."""
+    names: dict[str, Any] = {"__name__": "pasted"}
+    seed_everything(0)
+    exec(compile(text, "mymodel.py", "exec"), names)
+    ast.parse(code)
+    exec(compile(code, "pasted.py", "exec"), names)
+    return names
+
+
+FORMS = {
+    "one tensor": ("model = Net().eval()\ninputs = torch.randn(4, 3)", "", (), "inputs = inputs.half()"),
+    "integers": (
+        "model = nn.Embedding(5, 3).eval()\ninputs = torch.tensor([1, 2])",
+        "",
+        (),
+        "model = model.half()\nwith torch.no_grad():",
+    ),
+    "a tuple": (
+        "model = Net().eval()\ninputs = (torch.randn(4, 3), 2.0)",
+        "",
+        (),
+        "inputs = list(inputs)\ninputs[0] = inputs[0].half()",
+    ),
+    "a dict": (
+        "model = Net().eval()\ninputs = {'x': torch.randn(4, 3), 'scale': 2.0}",
+        "",
+        (),
+        'inputs["x"] = inputs["x"].half()',
+    ),
+    "nested": (
+        "class Sum(nn.Linear):\n    def forward(self, xs):\n        return super().forward(xs[0] + xs[1])\n"
+        "model = Sum(3, 2).eval()\ninputs = ([torch.randn(4, 3), torch.randn(4, 3)],)",
+        "",
+        (),
+        "inputs = tree_map_only(",
+    ),
+    "functions": (
+        "def model():\n    return Net().eval()\ndef inputs():\n    return torch.randn(4, 3)",
+        "",
+        (),
+        "model = model()\ninputs = inputs()\nmodel = model.half()",
+    ),
+    "an attribute": ("other = Net().eval()\ninputs = torch.randn(4, 3)", ":other", (), "model = other\n"),
+    "a class and shapes": ("", ":Net", ("4x3",), "model = Net()\ninputs = torch.randn(4, 3)\n"),
+    "named shapes": (
+        "model = Net().eval()",
+        "",
+        ("x=4x3",),
+        "inputs = {'x': torch.randn(4, 3)}",
+    ),
+    "several shapes": (
+        "class Add(nn.Linear):\n    def forward(self, x, ids, mask):\n        return super().forward(x)[ids] * mask\n"
+        "model = Add(3, 2).eval()",
+        "",
+        ("40x3", "5:int64", "5x2:bool"),
+        "inputs = (torch.randn(40, 3), torch.randint(",
+    ),
+    "a data loader": (LOADER, "", (), "inputs = next(iter(inputs))[0]"),
+    "an array": ("import numpy\nmodel = Net().eval()\ninputs = numpy.ones((4, 3))", "", (), "torch.from_numpy(inputs)"),
+    "data parallel": (
+        "model = nn.DataParallel(Net()).eval()\ninputs = torch.randn(4, 3)",
+        "",
+        (),
+        "model = model.module",
+    ),
+    "lazy": ("model = nn.LazyLinear(2).eval()\ninputs = torch.randn(4, 3)", "", (), "model(inputs)  # initializes"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_the_printed_code_runs_as_printed(here: Path, write: Write, call: Call, form: str) -> None:
+    text, attribute, inputs, expected = FORMS[form]
+    path = write(NET + text)
+    shapes = [option for shape in inputs for option in ("--inputs", shape)]
+    check_printed_code(call, NET + text, f"{path}{attribute}", *shapes, expected=expected)
+
+
+@pytest.mark.slow
+def test_the_printed_code_of_a_package_imports_it(here: Path, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("", "parts/__init__.py")
+    write(NET + "inputs = torch.randn(4, 3)\n", "parts/net.py")
+    monkeypatch.syspath_prepend(str(here))
+    expected = "import torch\nfrom parts.net import Net, inputs\n\nmodel = Net()\n"
+    target = load_target("parts.net:Net")
+    result = scan(target.model, target.args[0], precisions="half", isolation="none")
+    info = __import__("msgspec").structs.replace(result.model, setup=list(target.setup))
+    code = snippet(result.run("half").key, info)
+    assert code.startswith(expected)
+    assert run_code("", code)["output"].dtype == torch.float16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_the_printed_code_of_the_examples_gives_the_reported_error(example: Path, call: Call) -> None:
+    check_printed_code(call, example.read_text(encoding="utf-8"), str(example), errors=True)
+
+
+def check_printed_code(
+    call: Call, text: str, *arguments: str, expected: str | None = None, errors: bool = False
+) -> None:
+    """Scan, then run the code for every precision that passed; with ``errors``, its output has the reported error."""
+    done = call("scan", *arguments, "--json", "-", "--fail-on", "never", "-q")
+    assert done.returncode == 0, done.stderr
+    result = ScanResult.from_json(done.stdout.encode())
+    fp32 = run_code(text, snippet(result.run("fp32").key, result.model))["output"]
+    passed = [run for run in result.runs if run.is_low and run.base is None and run.status == "ok"]
+    assert passed
+    for run in passed:
+        code = snippet(run.key, result.model)
+        with contextlib.redirect_stdout(sys.stderr):
+            output = run_code(text, code)["output"]
+        if errors:
+            tensors = [[tensor for _, tensor in leaves(found)] for found in (output, fp32)]
+            assert run.output_error is not None
+            assert compare_outputs(*tensors).error.rel_l2 == pytest.approx(run.output_error.rel_l2, rel=0.05)
+        if run.precision == "half" and expected is not None:
+            assert expected in code
+    assert result.recommendation is not None
+    run_code(text, result.recommendation.code)
