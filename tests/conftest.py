@@ -84,7 +84,7 @@ def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     the point.
     """
 
-    def call_main(*arguments: str | Path) -> Done:
+    def call_main(*arguments: str | Path, folder: Path = ROOT) -> Done:
         capfd.readouterr()
         kept = os.dup(1)
         with (
@@ -96,7 +96,7 @@ def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
             patch.setattr(sys, "argv", ["lowprec-check", *map(str, arguments)])
             patch.setattr(sys, "stdout", stdout)
             patch.setattr(sys, "stderr", stderr)
-            patch.chdir(ROOT)
+            patch.chdir(folder)
             try:
                 with pytest.raises(SystemExit) as ended:
                     main()

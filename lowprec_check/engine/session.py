@@ -184,7 +184,7 @@ class _Session:
         if loaded:
             raise ProcessLostError(f"The scan ended early: {how}{at}.")
         raise UsageError(
-            f"Loading {self.spec.name} ended its process: {how}{at}.", "Import the file with python first, and fix it."
+            f"{self.spec.name} cannot be loaded: {how}{at}.", "Import it with python alone, and fix it there."
         )
 
 

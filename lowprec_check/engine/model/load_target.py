@@ -28,6 +28,7 @@ from lowprec_check.engine.model.timm_zoo import load_timm
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.engine.model.torchvision_zoo import load_torchvision
 from lowprec_check.engine.model.user_module import (
+    attribute_of,
     call_user_code,
     definition_line,
     display_name,
@@ -149,31 +150,38 @@ def _kind_of_path(path: str) -> str:
 # -- finding
 
 
+_MISSING = object()
+
+
 def _find_model(module: types.ModuleType, attribute: str | None) -> tuple[str, Any]:
     if attribute is not None:
-        if not hasattr(module, attribute):
+        found = attribute_of(module, attribute, _MISSING)
+        if found is _MISSING:
             names = ", ".join(_candidates(module))
             hint = f"Choose from: {names}." if names else "It defines nothing that makes a model."
             raise UsageError(f"{display_name(module)} has no attribute {attribute!r}.", hint)
-        return attribute, getattr(module, attribute)
-    if hasattr(module, "model"):
-        return "model", module.model
-    found = _candidates(module)
-    if len(found) == 1:
-        return found[0], getattr(module, found[0])
+        return attribute, found
+    model = attribute_of(module, "model", _MISSING)
+    if model is not _MISSING:
+        return "model", model
+    candidates = _candidates(module)
+    if len(candidates) == 1:
+        return candidates[0], vars(module)[candidates[0]]
     name = display_name(module)
-    if found:
-        choices = "\n".join(f"    lowprec-check scan {name}:{choice}" for choice in found)
+    if candidates:
+        choices = "\n".join(f"    lowprec-check scan {name}:{choice}" for choice in candidates)
         raise _UndefinedError(f"{name} defines several models.", f"Choose one:\n{choices}")
-    raise _UndefinedError(f"{name} defines no model.", "Define `model`: a torch.nn.Module, or a function that returns one.")
+    raise _UndefinedError(
+        f"{name} defines no model.", "Define `model`: a torch.nn.Module, or a function that returns one."
+    )
 
 
 def _candidates(module: types.ModuleType) -> list[str]:
     """Names of modules at the top level; if none, of factory functions; if none, of classes that need no argument."""
     names = [name for name in vars(module) if not name.startswith("_")]
-    instances = [name for name in names if isinstance(getattr(module, name), nn.Module)]
-    factories = [name for name in names if name in FACTORIES and callable(getattr(module, name))]
-    classes = [name for name in names if _is_zero_argument_module(getattr(module, name), module)]
+    instances = [name for name in names if isinstance(vars(module)[name], nn.Module)]
+    factories = [name for name in names if name in FACTORIES and callable(vars(module)[name])]
+    classes = [name for name in names if _is_zero_argument_module(vars(module)[name], module)]
     return instances or factories or classes
 
 
@@ -214,7 +222,7 @@ def _setup(
         lines.append(f"model = {name}")
     if inputs:
         lines.append(f"inputs = {inputs_code(parse_inputs(inputs))}")
-    elif is_function(getattr(module, "inputs", None)):
+    elif is_function(attribute_of(module, "inputs")):
         lines.append("inputs = inputs()")
     return tuple(lines)
 
@@ -223,21 +231,21 @@ def _given_inputs(module: types.ModuleType, inputs: tuple[str, ...]) -> Any:
     """The inputs asked for, or those that the module defines; ``None`` if there are none."""
     if inputs:
         return parse_inputs(inputs)
-    given: Any = getattr(module, "inputs", None)
+    given = attribute_of(module, "inputs")
     return call_user_code("inputs", given) if is_function(given) else given
 
 
 def _make_batch(module: types.ModuleType, inputs: tuple[str, ...]) -> Callable[[int], Any] | None:
     if inputs:
         return lambda index: parse_inputs(inputs, seed=index)
-    given: Any = getattr(module, "inputs", None)
+    given = attribute_of(module, "inputs")
     if not is_function(given):
         return None
     return lambda index: call_user_code("inputs", lambda: call_with_number(given, index))
 
 
 def _optional(module: types.ModuleType, name: str) -> Any:
-    value = getattr(module, name, None)
+    value = attribute_of(module, name)
     if value is not None and not callable(value):
         raise UsageError(
             f"`{name}` in {display_name(module)} has type {type(value).__name__}, not a function.",

@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lowprec_check.engine.core.source_location import is_user_code, show_line
 from lowprec_check.errors import UsageError, message_of, text_of, type_name
@@ -24,8 +24,7 @@ _RELATIVE_IMPORT = re.compile(r"^\s*from\s+\.", re.MULTILINE)
 
 def import_file(path: Path) -> types.ModuleType:
     """Import a file, as a module of its package if it is in one."""
-    if not path.is_file():
-        raise UsageError(f"No such file: {path}.", "Pass the path of the Python file that defines the model.")
+    _check_source(path)
     path = path.resolve()
     package, root = path.stem, path.parent
     if (root / "__init__.py").exists():
@@ -41,6 +40,21 @@ def import_file(path: Path) -> types.ModuleType:
         if folder not in sys.path:
             sys.path.insert(0, folder)
     return call_user_code(package, lambda: _execute(package, path))
+
+
+def _check_source(path: Path) -> None:
+    """Raise :class:`UsageError` if the path is not a Python source file that can be read."""
+    hint = "Pass the path of the Python file that defines the model."
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder.", hint)
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise UsageError(f"No such file: {path}.", hint) from None
+    except OSError as error:  # no permission, symbolic links in a circle
+        raise UsageError(f"Cannot read {path}: {error.strerror}.", hint) from None
+    if b"\0" in content:
+        raise UsageError(f"{path} is not Python source: it has null bytes.", hint)
 
 
 def _is_taken(path: Path) -> bool:
@@ -91,19 +105,47 @@ def call_user_code(what: str, work: Callable[[], T]) -> T:
             f"Syntax error at {location}: {text_of(error.msg)}.", f"    {line}" if line else None
         ) from None
     except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        user_frames = [frame for frame in frames if is_user_code(frame.filename)]
-        if not user_frames:
+        frame = _user_frame(error)
+        if frame is None:
             raise UsageError(
                 f"Calling {what}() failed: {type_name(error)}: {message_of(error)}",
                 f"Make sure that {what}() needs no arguments.",
             ) from None
-        frame = ([f for f in user_frames if "site-packages" not in f.filename] or user_frames)[-1]
-        location = show_line(frame.filename, frame.lineno or 0)
-        raise UsageError(
-            f"{type_name(error)} at {location}: {message_of(error).strip() or 'no message'}",
-            f"    {text_of(frame.line)}",
-        ) from None
+        message = f"{_description(error, frame)}{_root_cause(error)}"
+        raise UsageError(message, f"    {text_of(frame.line)}") from None
+
+
+def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost frame of the user's code, if possible outside installed packages."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_code(frame.filename)]
+    own = [frame for frame in frames if "site-packages" not in frame.filename]
+    frames = own or frames
+    return frames[-1] if frames else None
+
+
+def _description(error: BaseException, frame: traceback.FrameSummary) -> str:
+    location = show_line(frame.filename, frame.lineno or 0)
+    return f"{type_name(error)} at {location}: {message_of(error).strip() or 'no message'}"
+
+
+def _root_cause(error: BaseException) -> str:
+    """The exception that started a chain of them, in words; empty if it is ``error`` itself."""
+    root, seen = error, {id(error)}
+    while True:
+        cause = root.__cause__ or (None if root.__suppress_context__ else root.__context__)
+        if cause is None or id(cause) in seen:
+            break
+        seen.add(id(cause))
+        root = cause
+    frame = _user_frame(root)
+    if root is error or frame is None:
+        return ""
+    return f" (caused by {_description(root, frame)})"
+
+
+def attribute_of(module: types.ModuleType, name: str, default: Any = None) -> Any:
+    """``getattr(module, name, default)``; raises :class:`UsageError` if the module's own ``__getattr__`` fails."""
+    return call_user_code(f"{module.__name__}.{name}", lambda: getattr(module, name, default))
 
 
 def display_name(module: types.ModuleType) -> str:

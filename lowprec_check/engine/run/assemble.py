@@ -65,7 +65,7 @@ def _status(job: Job, outcome: JobOutcome) -> tuple[Status, str | None]:
         # The op-by-op analysis is about the first call.
         place = _in_which_op(outcome.explained) if outcome.call == 1 else ""
         return "crashed", f"{outcome.reason or 'the process died'}{which}{place}"
-    return "timeout", f"exceeded the budget of {job.budget:.0f} s{which}"
+    return "timeout", f"exceeded the budget of {job.budget:g} s{which}{f', at {outcome.line}' if outcome.line else ''}"
 
 
 def _in_which_op(explained: Instrumented | None) -> str:

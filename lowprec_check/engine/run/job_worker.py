@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import math
+import re
 from collections.abc import Callable
 
 from lowprec_check.engine.core.source_location import is_user_code, show_line
@@ -12,13 +14,13 @@ from lowprec_check.engine.run.isolation import WorkerError
 from lowprec_check.engine.run.job import Job
 from lowprec_check.engine.run.messages import (
     CallStarted,
-    CannotLoad,
     Finished,
     FromJob,
     Loaded,
     MeasuresDone,
     PlainDone,
     ToolFailed,
+    UsageFailed,
     decode,
     encode,
 )
@@ -52,7 +54,7 @@ def execute(
     """Run ``job``. Each part has its budget; one op has ``op_limit`` seconds if slow ops are to be emulated.
 
     A worker that does not use the processor for ``idle_limit`` seconds is killed. Raises :class:`WorkerError` if the tool
-    itself fails, and :class:`UsageError` if a fresh interpreter cannot load the target.
+    itself fails, and :class:`UsageError` if the worker cannot load the target or save the fp32 output.
     """
     breadcrumb = Breadcrumb.clear(job.files.breadcrumb)
     clear_shared(job.files.log)
@@ -79,15 +81,15 @@ def execute(
                 _record_state(outcome, event, job, on_position)
                 continue
             outcome.add(event.message)
-            if isinstance(event.message, (Finished, CannotLoad, ToolFailed)):
+            if isinstance(event.message, (Finished, UsageFailed, ToolFailed)):
                 _check_end(event.message)
                 break
             _set_limits(event, job, op_limit)
     return outcome
 
 
-def _check_end(message: Finished | CannotLoad | ToolFailed) -> None:
-    if isinstance(message, CannotLoad):
+def _check_end(message: Finished | UsageFailed | ToolFailed) -> None:
+    if isinstance(message, UsageFailed):
         raise UsageError(message.message, message.hint)
     if isinstance(message, ToolFailed):
         raise WorkerError(message.traceback)
@@ -116,6 +118,7 @@ def _record_state(
     outcome.seconds_in_op = event.position.seconds_in_op() if event.position is not None else 0.0
     if event.state != "ended":
         outcome.ended = event.state
+        outcome.line = innermost_user_line(read_shared(job.files.log)) if event.position is None else None
     elif event.exit_code is not None:
         outcome.ended, outcome.exit_code = "crashed", event.exit_code
         outcome.reason = _describe_crash(event.exit_code, job)
@@ -128,32 +131,47 @@ def _describe_crash(exit_code: int, job: Job) -> str:
 
 
 def innermost_user_line(log: bytes) -> str | None:
-    """The innermost line of user code in the traceback that ``faulthandler`` wrote; ``None`` if there is none."""
-    with contextlib.suppress(ValueError, IndexError):
-        for line in log.decode(errors="replace").splitlines():
-            if line.lstrip().startswith('File "'):
-                filename = line.split('"')[1]
-                if is_user_code(filename):
-                    return show_line(filename, int(line.split("line ")[1].split(" ")[0]))
-    return None
+    """The innermost line of user code in the last traceback that ``faulthandler`` wrote; ``None`` if there is none.
+
+    Of several threads it is the one that crashed, else the oldest that runs user code, which comes last.
+    """
+    threads: list[tuple[str, str]] = []
+    title = ""
+    for line in log.decode(errors="replace").splitlines():
+        found = re.match(r' *File "(.*)", line (\d+)', line)
+        if line.endswith("(most recent call first):"):
+            title = line
+        elif title and found is not None and is_user_code(found[1]):
+            threads.append((title, show_line(found[1], int(found[2]))))
+            title = ""
+    crashed = [line for title, line in threads if title.startswith("Current thread")]
+    lines = crashed or [line for _, line in threads]
+    return lines[-1] if lines else None
 
 
 # -- inside the worker
 
 
 def _work(job: Job, load: Load, send_bytes: SendBytes) -> None:
+    log_place = job.plain
+
     def send(message: FromJob) -> None:
+        nonlocal log_place
+        if isinstance(message, PlainDone):
+            log_place = False  # further calls are timed
+            faulthandler.cancel_dump_traceback_later()
+        elif isinstance(message, CallStarted) and log_place:
+            # shortly before this process is killed
+            faulthandler.dump_traceback_later(max(job.budget - 0.5, job.budget / 2), file=job.files.log)
         send_bytes(encode(message))
 
     try:
         target = load()
-    except UsageError as error:
-        send(CannotLoad(error.message, error.hint))
-        return
-    try:
         send(Loaded())
         run_job(job, target, send)
         send(Finished())
+    except UsageError as error:
+        send(UsageFailed(error.message, error.hint))
     except BaseException as error:
         end_if_forked(error)
         with contextlib.suppress(Exception):

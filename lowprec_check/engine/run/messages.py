@@ -81,8 +81,8 @@ class ToolFailed(Struct, frozen=True, tag="failed"):
     traceback: str
 
 
-class CannotLoad(Struct, frozen=True, tag="cannot-load"):
-    """The worker could not load the target: the message and hint of the :class:`UsageError`."""
+class UsageFailed(Struct, frozen=True, tag="usage-failed"):
+    """What the user must fix before the worker can go on: the message and hint of a :class:`UsageError`."""
 
     message: str
     hint: str | None
@@ -98,7 +98,7 @@ FromJob = (
     | Explained
     | InstrumentFault
     | Finished
-    | CannotLoad
+    | UsageFailed
     | ToolFailed
 )
 

@@ -51,6 +51,8 @@ class JobOutcome:
     """Exit code of the process, if it crashed."""
     reason: str | None = None
     """How the process died, if it crashed."""
+    line: str | None = None
+    """The user's line in which the plain part was when it took too long."""
     position: Position | None = None
     """The op that ran last in the instrumented part."""
     incomplete_because: str | None = None

@@ -36,6 +36,7 @@ from lowprec_check.engine.run.messages import CallStarted, Measures, MeasuresDon
 from lowprec_check.engine.trace.draws import Draw, RecordDraws
 from lowprec_check.engine.trace.first_nonfinite import first_nonfinite
 from lowprec_check.engine.trace.twins import storage_key
+from lowprec_check.errors import UsageError
 from lowprec_check.process.shared_file import clear_shared
 from lowprec_check.schema.run_key import EAGER
 
@@ -51,12 +52,18 @@ class Fp32Outputs(NamedTuple):
     """The output of a module, if that of the model holds nothing to compare."""
 
     def save(self, job: Job) -> None:
-        """Write the file that :meth:`load` reads."""
+        """Write the file that :meth:`load` reads; raises :class:`UsageError` if memory, or a limit of it, is too small."""
         outputs = [[tensor.cpu() for tensor in tensors] for tensors in self.outputs]
         probe = self.probe and (self.probe.module, self.probe.number, [tensor.cpu() for tensor in self.probe.tensors])
         clear_shared(job.files.reference)
-        with _reference_file(job, "wb") as file:
-            torch.save({"outputs": outputs, "probe": probe}, file)
+        try:
+            with _reference_file(job, "wb") as file:
+                torch.save({"outputs": outputs, "probe": probe}, file)
+        except OSError as error:
+            raise UsageError(
+                f"The fp32 output cannot be kept for the comparison: {error.strerror}.",
+                "Free some memory, or raise the limit of file sizes (ulimit -f).",
+            ) from None
 
     @classmethod
     def load(cls, job: Job) -> Fp32Outputs:

@@ -35,7 +35,11 @@ def waits_for_threads(threads: list[str], why_not_fresh: str) -> tuple[str, str]
 def missing_reference(outcome: JobOutcome, budget: float) -> tuple[str, str]:
     """The fp32 run took too long or crashed."""
     if outcome.ended == "timeout":
-        return f"The model did not finish in fp32 within {budget:.0f} s.", "Increase --budget, or use smaller inputs."
+        where = f"; it was at {outcome.line}" if outcome.line else ""
+        return (
+            f"The model did not finish in fp32 within {budget:g} s{where}.",
+            "Increase --budget, or use smaller inputs.",
+        )
     return (
         f"The model crashed in fp32: {outcome.reason}.",
         "Run the model without this tool first: a scan needs a model that works in fp32.",
