@@ -35,7 +35,16 @@ def plan(
     target: Target,
     inputs: Inputs = None,
     weights: Weights = None,
-    dtype: Annotated[str | None, typer.Option(help=f"{choices(_FORMATS)}. Default: try all, keep the best.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype",
+            "--precision",
+            "-p",
+            metavar="NAME",
+            help=f"{choices(_FORMATS)}, or a precision such as autocast-fp16. Default: try all, keep the best.",
+        ),
+    ] = None,
     base: Annotated[
         str | None, typer.Option(help=f"How the other modules run: {choices(_KINDS)}. Default: try all, keep the best.")
     ] = None,
@@ -97,16 +106,17 @@ def plan(
     if found is None:
         assert ended_by is not None
         raise ended_by
-    if save is not None:
-        if found.plan is not None:
-            found.plan.save(save)
-        print_status(f"plan saved to {save}" if found.plan is not None else "no plan was found; nothing saved")
     if json:
         sys.stdout.write(found.to_json().decode())
     else:
         from lowprec_check.report.plan import render
 
         sys.stdout.write(render(found, **screen_size(least=0)))
+    sys.stdout.flush()
+    if save is not None:
+        if found.plan is not None:
+            found.plan.save(save)
+        print_status(f"plan saved to {save}" if found.plan is not None else "no plan was found; nothing saved")
     if ended_by is not None:
         raise ended_by
     raise typer.Exit(0 if found.plan is not None else FINDINGS)

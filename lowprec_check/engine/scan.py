@@ -103,7 +103,8 @@ def _names(registry: Registry[Any], names: Names) -> list[str]:
     if names is None:
         return []
     given: list[Any] = [names] if isinstance(names, str) or not isinstance(names, Iterable) else list(names)
-    return list(dict.fromkeys(registry.get(name).name for name in given))
+    each = [name for one in given for name in (one.split(",") if isinstance(one, str) else [one])]
+    return list(dict.fromkeys(registry.get(name).name for name in each))
 
 
 def scan(
@@ -111,6 +112,7 @@ def scan(
     inputs: Any,
     *,
     precisions: Names = None,
+    precision: Names = None,
     backends: Names = None,
     device: str | None = None,
     budget: float | None = None,
@@ -131,8 +133,11 @@ def scan(
 
     Args:
         model: in fp32, in the mode (``eval`` or ``train``) to scan it in.
-        inputs: a tensor, a tuple of positional arguments, a mapping of keyword arguments, or a function that returns one of these.
-        precisions: names such as ``half``, ``bfloat16``, ``autocast-fp16``, ``autocast-bf16``; by default all of them.
+        inputs: a tensor, a tuple of positional arguments, a mapping of keyword arguments, or a function that returns one of
+            these. Of a ``DataLoader`` or ``Dataset`` one batch is taken; NumPy arrays become tensors.
+        precisions: names such as ``half``, ``bfloat16``, ``autocast-fp16``, ``autocast-bf16``, or their aliases (``fp16``,
+            ``amp-fp16``, ``torch.float16``): one, several, or several in one string with commas; by default all of them.
+        precision: another name of ``precisions``.
         backends: how to execute the model; by default ``eager``.
         device: ``cpu``, ``cuda``, ``xpu`` or ``mps``; by default an accelerator if there is one, else the CPU.
         budget: seconds for each part of a run; by default 20, or ten fp32 forwards if that is more.
@@ -160,8 +165,10 @@ def scan(
         UsageError: the model, its inputs or an option is not valid; the message explains what to do.
     """
     check_isolation(isolation)
+    if precision is not None and precisions is not None:
+        raise UsageError("Both precision and precisions are given.", "They are two names of one argument: give one.")
     options = ScanOptions(
-        precisions=precisions,
+        precisions=precisions if precision is None else precision,
         backends=backends,
         device=device,
         budget=budget,

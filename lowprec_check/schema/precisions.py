@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from lowprec_check.errors import UsageError
 from lowprec_check.schema.registry import Registry
 from lowprec_check.schema.run_key import PLAN
 
@@ -180,6 +181,24 @@ def plan_bases() -> list[Precision]:
     """
     bases = [precision for precision in low_precisions() if precision.keeps_modules]
     return sorted(bases, key=lambda base: (-base.format.max_exponent, base.kind != "autocast"))
+
+
+def bases_called(name: str | None) -> list[Precision]:
+    """The bases of that format (``fp16``) or precision (``amp-fp16``), by any of their names; all for ``None``.
+
+    Raises :class:`UsageError` with a suggestion for an unknown name.
+    """
+    bases = plan_bases()
+    if name is None:
+        return bases
+    of_format = [base for base in bases if base.format.is_called(str(name).strip())]
+    if of_format:
+        return of_format
+    found = PRECISIONS.get(name)
+    if found not in bases:
+        choices = ", ".join(dict.fromkeys([*(base.format.short for base in bases), *(base.name for base in bases)]))
+        raise UsageError(f"No plan can start from {found.name}.", f"Choose from {choices}.")
+    return [found]
 
 
 def formats() -> list[FloatFormat]:

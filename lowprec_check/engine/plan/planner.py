@@ -26,7 +26,7 @@ from lowprec_check.errors import UsageError, encodable
 from lowprec_check.process import Isolation
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.plan import Plan, Planning
-from lowprec_check.schema.precisions import plan_bases
+from lowprec_check.schema.precisions import bases_called, plan_bases
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Run
 
@@ -53,24 +53,20 @@ class PlanOptions:
 
     def bases(self) -> list[str]:
         """The precisions to start from, in the order of the search."""
-        return [
-            base.name
-            for base in plan_bases()
-            if (self.dtype is None or base.format.is_called(self.dtype)) and self.base in (None, base.kind)
-        ]
+        asked = bases_called(self.dtype)
+        return [base.name for base in plan_bases() if base in asked and self.base in (None, base.kind)]
 
     def check(self, target: Target) -> None:
         """Raise :class:`UsageError` for options that cannot be searched, before anything runs."""
         BACKENDS.get(self.backend)
         if self.batches < 1:
             raise UsageError(f"{self.batches} batches are too few to search.", "Give at least 1.")
+        if self.base is not None and not any(base.kind == self.base for base in plan_bases()):
+            kinds = dict.fromkeys(base.kind for base in plan_bases())
+            raise UsageError(f"Unknown base {self.base!r}.", f"Choose from {', '.join(kinds)}.")
         if not self.bases():
-            asked = [f"dtype {self.dtype!r}"] if self.dtype else []
-            asked += [f"base {self.base!r}"] if self.base else []
-            shorts, kinds = ({base.format.short for base in plan_bases()}, {base.kind for base in plan_bases()})
             raise UsageError(
-                f"No precision to search has the {' and the '.join(asked)}.",
-                f"dtype is one of {', '.join(sorted(shorts))}, base one of {', '.join(sorted(kinds))}.",
+                f"No precision is both {self.dtype} and {self.base}.", "Leave out --base, or give another --dtype."
             )
         if self.use_metric and self.tolerance is not None:
             raise UsageError(
@@ -110,7 +106,7 @@ def find_plan(
     Args:
         model: in fp32, in the mode (``eval`` or ``train``) to search in.
         inputs: as for :func:`lowprec_check.scan`; for several batches, a function of the batch number.
-        dtype: ``bf16`` or ``fp16``; default: the better one.
+        dtype: ``bf16`` or ``fp16``, or a precision such as ``autocast-fp16``, by any of their names; default: the best one.
         base: how the other modules run, ``autocast`` or ``cast``; default: the better one.
         backend: how the model is executed.
         max_drop: how far the metric may fall below fp32's, in its units; default: 1 % of fp32's.
