@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -101,10 +101,7 @@ class ScanOptions:
 
 def _names(registry: Registry[Any], names: Names) -> list[str]:
     """The registered names for names and aliases, without duplicates."""
-    if names is None:
-        return []
-    given: list[Any] = [names] if isinstance(names, str) or not isinstance(names, Iterable) else list(names)
-    return list(dict.fromkeys(registry.get(name).name for name in given))
+    return [] if names is None else registry.names_in(names)
 
 
 def scan(
