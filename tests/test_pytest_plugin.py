@@ -118,9 +118,10 @@ def test_help_and_markers(project: pytest.Pytester) -> None:
     helped = project.runpytest("--help").stdout.str()
     options = set(re.findall(r"--lowprec[\w-]*", helped))
     assert options == {
-        "--lowprec-coverage", "--lowprec-device", "--lowprec-report", "--lowprec-manifest", "--lowprec-update-manifest",
+        "--lowprec-coverage", "--lowprec-device", "--lowprec-report", "--lowprec-format", "--lowprec-manifest",
+        "--lowprec-update-manifest",
     }  # fmt: skip
-    assert {"lowprec_coverage", "lowprec_device", "lowprec_report", "lowprec_manifest"} <= set(
+    assert {"lowprec_coverage", "lowprec_device", "lowprec_report", "lowprec_format", "lowprec_manifest"} <= set(
         re.findall(r"lowprec_\w+", helped)
     )
     markers = project.runpytest("--markers").stdout.str()
