@@ -152,8 +152,9 @@ def words_in(given: object) -> list[str]:
 
 def nearest(word: str, spellings: Iterable[str]) -> str | None:
     """The spelling that was probably meant, for "did you mean"; ``None`` if none is near."""
-    plain = {_plain(spelling): spelling for spelling in spellings}
-    found = difflib.get_close_matches(_plain(word), plain, 1)
+    plain, wanted = {_plain(spelling): spelling for spelling in spellings}, _plain(word)
+    begun = [spelling for spelling in plain if len(wanted) > 2 and spelling.startswith(wanted)]
+    found = begun or difflib.get_close_matches(wanted, plain, 1)
     return plain[found[0]] if found else None
 
 
