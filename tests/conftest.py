@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     # Each takes its share of the cores, its own processes included: threads that wait for a core spin, which makes
@@ -27,6 +28,10 @@ from torch import Tensor, nn
 from lowprec_check.cli.main import main
 
 pytest_plugins = ["pytester"]
+
+# An example may take any time: the machine may be busy.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

@@ -9,11 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 from conftest import Call
-from shared_result import run, shared_result
+from shared_result import gap, run, shared_result
 
 from lowprec_check.analysis import baseline
+from lowprec_check.analysis.rules.registry import diagnose, rules
+from lowprec_check.cli.scan import _fails
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.scan_result import Diagnostic, ScanResult
+from lowprec_check.schema.op_calls import OpCall, to_columns
+from lowprec_check.schema.scan_result import Diagnostic, ExceptionInfo, ScanResult
 
 RESULT = shared_result()
 
@@ -103,6 +106,60 @@ def test_findings_of_codes_not_selected_stay_in_the_baseline() -> None:
         assert baseline.baseline_of(only, known) == known
 
 
+def slow_kernel() -> Diagnostic:
+    return finding(code="LP106", name="slow-kernel", severity="warning", source=None, timed=True)
+
+
+def test_a_baseline_does_not_depend_on_time() -> None:
+    quiet = msgspec.structs.replace(RESULT, diagnostics=[d for d in RESULT.diagnostics if not d.timed])
+    busy = msgspec.structs.replace(quiet, diagnostics=[*quiet.diagnostics, slow_kernel()])
+    known = baseline.baseline_of(quiet)
+    assert baseline.baseline_of(busy) == known
+    assert baseline.baseline_of(busy, known) == known
+    for result in (quiet, busy):
+        marked, stale = baseline.accept(result, known)
+        assert (stale, {d.timed for d in marked.diagnostics if not d.accepted} - {True}) == ([], set())
+
+
+def test_a_timed_entry_of_an_older_baseline_is_ignored() -> None:
+    entry = baseline.baseline_of(msgspec.structs.replace(RESULT, diagnostics=[finding(code="LP106")])).findings
+    assert [each.code for each in entry] == ["LP106"]  # written before findings said that they rest on times
+    known = baseline.Baseline(findings=entry)
+    marked, stale = baseline.accept(msgspec.structs.replace(RESULT, diagnostics=[slow_kernel()]), known)
+    assert ([d.accepted for d in marked.diagnostics], stale) == ([False], [])
+    assert baseline.accept(msgspec.structs.replace(RESULT, diagnostics=[]), known)[1] == []
+
+
+@pytest.mark.parametrize(("with_baseline", "fails"), [(False, True), (True, False)])
+def test_findings_that_rest_on_times_fail_only_without_a_baseline(with_baseline: bool, fails: bool) -> None:
+    timed = msgspec.structs.replace(RESULT, diagnostics=[slow_kernel()])
+    assert timed.recommendation is not None
+    assert _fails(timed, "warning", with_baseline=with_baseline) is fails
+    new = msgspec.structs.replace(timed, diagnostics=[slow_kernel(), finding()])
+    assert _fails(new, "warning", with_baseline=with_baseline)
+
+
+def test_findings_say_whether_they_rest_on_times() -> None:
+    """Of an op that is too slow, and of a run over its budget; not of one that crashes, and not of an exception."""
+    assert [code for code, rule in rules().items() if rule.timed] == ["LP106"]
+    calls = to_columns([OpCall(op=op, outcome="emulated") for op in ("a.slow.default", "a.bad.default")])
+    emulated = {"a.slow.default": "too slow", "a.bad.default": "it crashes"}
+    crash = gap(op="a.bad.default", kind="crash")
+    half = run(
+        "half", op_calls=calls, emulated=emulated, gaps=[crash], complete=False, incomplete_because="over budget"
+    )
+    bf16 = run("bfloat16", "error", complete=False, stopped_by=ExceptionInfo(type="ValueError", message="no"))
+    found = diagnose(msgspec.structs.replace(RESULT, runs=[half, bf16]), ("LP106", "LP9"))
+    timed = {(d.code, d.op or d.precision): d.timed for d in found if d.code != "LP901"}
+    assert timed == {
+        ("LP106", "a.slow.default"): True,
+        ("LP903", "a.slow.default"): True,
+        ("LP903", "a.bad.default"): False,
+        ("LP905", "half"): True,
+        ("LP905", "bfloat16"): False,
+    }
+
+
 @pytest.mark.parametrize(
     "data", [b"{", b"[]", b'{"schema": 1}', b'{"schema": 1, "findings": [{"code": 3}]}', b'{"schema": 9}', b'{"x": 1}']
 )
@@ -117,7 +174,6 @@ def test_invalid_baselines_are_rejected(data: bytes, tmp_path: Path) -> None:
 def test_scan_with_a_baseline(tmp_path: Path, call: Call) -> None:
     path, saved, sarif = tmp_path / "baseline.json", tmp_path / "scan.json", tmp_path / "scan.sarif"
     scan = ["scan", "examples/whitening.py", "-q", "-p", "half", "-p", "autocast-fp16", "--fail-on", "error"]
-    scan += ["--select", "LP101", "--select", "LP102"]  # findings that depend on time vary
     assert call(*scan).returncode == 1
     assert call(*scan, "--baseline", path).returncode == 2
     assert call(*scan, "--update-baseline").returncode == 2
@@ -126,8 +182,11 @@ def test_scan_with_a_baseline(tmp_path: Path, call: Call) -> None:
     done = call(*scan, "--baseline", path, "--json", saved, "--report", sarif)
     assert (done.returncode, done.stderr) == (0, "")
     assert "accepted by the baseline" in done.stdout
-    assert {diagnostic.accepted for diagnostic in ScanResult.load(saved).diagnostics} == {True}
-    assert all(entry["suppressions"] for entry in json.loads(sarif.read_text())["runs"][0]["results"])
+    found = ScanResult.load(saved).diagnostics
+    assert {diagnostic.accepted for diagnostic in found if not diagnostic.timed} == {True}
+    entries = json.loads(sarif.read_text())["runs"][0]["results"]
+    assert {entry["ruleId"] for entry in entries if "suppressions" not in entry} <= {d.code for d in found if d.timed}
+    assert any("suppressions" in entry for entry in entries)
     entries = json.loads(path.read_text())
     entries["findings"] = [entry for entry in entries["findings"] if entry["op"] != "torch.quantile"]
     path.write_text(json.dumps(entries))

@@ -31,7 +31,9 @@ def make_reference() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", [pytest.param("cli.md", marks=pytest.mark.slow), "diagnostics.md", "schema.json"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("cli.md", marks=pytest.mark.slow), "diagnostics.md", "schema.json", "coverage-schema.json"]
+)
 def test_references_are_up_to_date(name: str) -> None:
     wanted = make_reference().REFERENCES[name]()
     assert (ROOT / "docs" / name).read_text(encoding="utf-8") == wanted, "run python tools/make_reference.py"

@@ -20,7 +20,7 @@ from lowprec_check.errors import UsageError
 from lowprec_check.report.op.text import render_answers
 
 RECORDS = measured.sweep_of("cpu").records
-HALF = ["half", "fp16", "float16", "torch.float16", "HALF", torch.float16, torch.half]
+HALF = ["half", "fp16", "f16", "float16", "torch.float16", "torch.fp16", "HALF", torch.float16, torch.half]
 
 
 def ops(query: str) -> list[str]:
@@ -225,6 +225,28 @@ def test_lookups_without_an_answer_give_the_reason(call: Call) -> None:
         assert done.returncode == 2
         assert message in done.stderr
         assert "Did you mean" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["op", "dot", "--dtype", "haf"], "Did you mean half?"),
+        (["catalog", "gaps", "--dtype", "bloat16"], "Did you mean bfloat16?"),
+        (["catalog", "gaps", "--dtype", "bfloat"], "Did you mean bfloat16?"),
+        (["catalog", "diff", "2.13", "2.14", "--dtype", "fp61"], "Did you mean half?"),
+        (["catalog", "gaps", "--dtype", "amp-bf16"], "autocast-bf16 is not a dtype"),
+    ],
+)
+def test_a_wrong_dtype_gets_a_suggestion(arguments: list[str], message: str, call: Call) -> None:
+    done = call(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize("spelling", ["fp16", "half", "torch.float16", "F16"])
+def test_the_commands_show_one_name(spelling: str, call: Call) -> None:
+    assert "· half ·" in call("catalog", "gaps", "--dtype", spelling).stdout
+    assert call("op", "dot", "--dtype", spelling).stdout == call("op", "dot", "--dtype", "half").stdout
 
 
 def test_devices_without_the_version_are_named() -> None:

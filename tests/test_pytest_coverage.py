@@ -5,16 +5,27 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 import torch
+from conftest import ROOT
 from torch import nn
 
+from lowprec_check import catalog
 from lowprec_check.catalog.aten import AtenCatalog
+from lowprec_check.catalog.numbers import COMPLEX_OPERATORS
+from lowprec_check.engine.core.autocast_policies import autocast_policies
+from lowprec_check.engine.model.device import is_available
+from lowprec_check.engine.sweep.samples import load_operators
 from lowprec_check.pytest_plugin import coverage  # noqa: F401 - imported once for all projects
+from lowprec_check.pytest_plugin.failure_text import no_support_text
 from lowprec_check.pytest_plugin.fixture import watch  # noqa: F401 - imported once for all projects
 from lowprec_check.pytest_plugin.fixture.watch import Watch
+from lowprec_check.pytest_plugin.op_support import support_of
 from lowprec_check.report.coverage import RENDERERS
 
 SUITE = """
@@ -47,11 +58,16 @@ def suite(project: pytest.Pytester) -> pytest.Pytester:
     return project
 
 
+def coverage_of(suite: pytest.Pytester, *options: str, precision: str = "half") -> dict[str, Any]:
+    """The saved coverage: by operator, what the JSON report says about it."""
+    suite.runpytest("--lowprec-coverage", precision, "--lowprec-report", "out.json", *options)
+    found = json.loads(Path("out.json").read_text())
+    return {use["op"].removeprefix("aten.").removesuffix(".default"): use for use in found["ops"]}
+
+
 def saved(suite: pytest.Pytester, *options: str) -> dict[str, list[str]]:
     """Tests by operator in the JSON report."""
-    suite.runpytest("--lowprec-coverage", "half", "--lowprec-report", "out.json", *options)
-    found = json.loads(Path("out.json").read_text())
-    return {use["op"]: use["tests"] for use in found["ops"]}
+    return {op: use["tests"] for op, use in coverage_of(suite, *options).items()}
 
 
 def test_the_table_names_operators_and_tests(suite: pytest.Pytester) -> None:
@@ -59,7 +75,16 @@ def test_the_table_names_operators_and_tests(suite: pytest.Pytester) -> None:
     result.assert_outcomes(**OUTCOMES)
     text = result.stdout.str()
     assert re.search(r"\d+ operators used by 8 tests · cpu, torch [\d.]+, measured", text)
-    assert re.search(r"half: \d+ run, \d+ not known, 1 in part, 3 do not run", text)
+    counted = re.search(
+        r"^half: of (\d+) operators, (\d+) run, 1 run in part, 3 do not run, (\d+) not known; does not apply to (\d+)$",
+        text,
+        re.M,
+    )
+    assert counted
+    total, run, unknown, inapplicable = map(int, counted.groups())
+    assert run + 1 + 3 + unknown + inapplicable == total
+    assert inapplicable > 0
+    assert re.search(r"^No half, bfloat16 for .*: only integers and booleans$", text, re.M)
     assert re.search(r"^linalg_inv_ex +no +no +2$", text, re.M)
     assert re.search(r"^linalg_cholesky_ex +no +no +1$", text, re.M)
     assert re.search(r"^_cdist_forward +in part +in part +1$", text, re.M)
@@ -78,11 +103,11 @@ def test_coverage_of_another_device(suite: pytest.Pytester) -> None:
 
 def test_each_operator_lists_its_tests(suite: pytest.Pytester) -> None:
     found = saved(suite)
-    assert found["aten.linalg_inv_ex.default"] == ["test_suite.py::TestCase::test_cdist", "test_suite.py::test_inv"]
-    assert found["aten.linalg_cholesky_ex.default"] == ["test_suite.py::test_fixture"]
-    assert found["aten.addmm.default"] == ["test_suite.py::test_linear"]
-    assert "aten.t.default" not in found  # a view
-    assert not any("test_suite.py::test_integers" in tests for tests in found.values())
+    assert found["linalg_inv_ex"] == ["test_suite.py::TestCase::test_cdist", "test_suite.py::test_inv"]
+    assert found["linalg_cholesky_ex"] == ["test_suite.py::test_fixture"]
+    assert found["addmm"] == ["test_suite.py::test_linear"]
+    assert "t" not in found  # a view
+    assert found["arange"] == ["test_suite.py::test_integers"]
 
 
 @pytest.mark.slow
@@ -103,8 +128,13 @@ def test_the_suffix_sets_the_report_format(suite: pytest.Pytester) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--lowprec-coverage", "int8"), "--lowprec-coverage: 'int8' is not a dtype in the catalog."),
-        (("--lowprec-coverage", "fp32"), "--lowprec-coverage: 'fp32' is not a low precision."),
+        (("--lowprec-coverage", "int8"), "--lowprec-coverage: Unknown precision 'int8'."),
+        (("--lowprec-coverage", "haf"), "Did you mean half?"),
+        (("--lowprec-coverage", "autocst-bf16"), "Did you mean autocast-bf16?"),
+        (("--lowprec-coverage", "fp32"), "--lowprec-coverage: fp32 is the baseline."),
+        (("--lowprec-coverage", "amp-fp16", "--lowprec-device", "xpu"), "no measurements under autocast on xpu"),
+        (("--lowprec-coverage", "half", "--lowprec-format", "json"), "unknown format 'json': use text or github."),
+        (("--lowprec-format", "github"), "need --lowprec-coverage: add --lowprec-coverage half."),
         (
             ("--lowprec-coverage", "half", "--lowprec-device", "tpu"),
             "--lowprec-device: The catalog does not cover the device 'tpu'.",
@@ -134,7 +164,205 @@ def test_ini_keys_are_used_without_options(suite: pytest.Pytester) -> None:
     suite.makeini("[pytest]\nlowprec_coverage = int8\n")
     result = suite.runpytest()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert re.search(r"lowprec_coverage in \S+tox\.ini: 'int8' is not a dtype", result.stderr.str())
+    assert re.search(r"lowprec_coverage in \S+tox\.ini: Unknown precision 'int8'", result.stderr.str())
+
+
+# -- numbers that a precision does not apply to
+
+NUMBERS = """
+import torch
+
+def test_complex():
+    x = torch.randn(8, dtype=torch.complex64)
+    torch.fft.irfft(torch.fft.fft(x) * 2)
+
+def test_real(): torch.fft.rfft(torch.randn(8))
+def test_integers(): assert torch.tensor([2, 1]).cumsum(0)[1] == 3
+def test_both():
+    torch.ones(2).exp()
+    torch.ones(2, dtype=torch.complex64).exp()
+
+def test_doubles(): torch.ones(2, dtype=torch.float64).sin()
+def test_made_from_integers(): torch.arange(4) / 3
+"""
+
+
+def test_complex_numbers_have_no_bfloat16(project: pytest.Pytester) -> None:
+    project.makepyfile(test_suite=NUMBERS)
+    found = coverage_of(project, precision="half,bfloat16,autocast-bf16")
+    for op in ("_fft_c2c", "_fft_c2r", "mul.Tensor"):
+        assert found[op]["numbers"] == "complex"
+        for key in ("bfloat16", "autocast-bf16"):
+            assert (found[op]["support"][key]["applies"], found[op]["support"][key]["state"]) == (False, None)
+        assert "no complex bfloat16" in found[op]["support"]["bfloat16"]["message"]
+    half = {op: found[op]["support"]["float16"] for op in found}
+    assert half["_fft_c2c"]["state"] == half["_fft_c2r"]["state"] == "none"  # in complex32
+    assert (half["mul.Tensor"]["state"], half["mul.Tensor"]["applies"]) == (None, True)
+    assert "complex32" in half["mul.Tensor"]["message"]
+    assert {found["_fft_r2c"]["support"][key]["state"] for key in ("float16", "bfloat16")} == {"none"}
+
+
+def test_integers_have_no_precision(project: pytest.Pytester) -> None:
+    project.makepyfile(test_suite=NUMBERS)
+    found = coverage_of(project, precision="half,autocast-bf16")
+    assert found["cumsum"]["numbers"] == "integer"
+    assert {use["message"] for use in found["cumsum"]["support"].values()} == {"only integers and booleans"}
+    assert found["exp"]["numbers"] == "floating"  # of both, the one that a precision applies to
+    assert found["sin"]["numbers"] == "float64"
+    assert [found["sin"]["support"][key]["applies"] for key in ("float16", "autocast-bf16")] == [True, False]
+    assert found["div.Tensor"]["numbers"] == "floating"  # its output is
+
+
+def test_every_format_counts_and_explains_what_does_not_apply(project: pytest.Pytester) -> None:
+    project.makepyfile(test_suite=NUMBERS)
+    text = project.runpytest("--lowprec-coverage", "bfloat16").stdout.str()
+    assert re.search(r"^bfloat16: of \d+ operators, .*; does not apply to \d+$", text, re.M)
+    assert re.search(
+        r"^No bfloat16 for _fft_c2c, _fft_c2r, .*: only complex numbers, and there is no complex bf", text, re.M
+    )
+    for name in ("out.md", "out.html"):
+        project.runpytest("--lowprec-coverage", "bfloat16", "--lowprec-report", name)
+        page = Path(name).read_text()
+        assert re.search(r"bfloat16: of \d+ operators, .*; does not apply to \d+", page)
+        row = next(line for line in page.replace("</td><td>", "|").splitlines() if "_fft_c2c" in line)
+        assert re.search(r"does not apply\b.*only complex numbers, and there is no complex bfloat16 dtype", row)
+
+
+def test_operators_with_complex_samples_are_known() -> None:
+    """They never run in bfloat16, so what they dispatch must not count as run."""
+    floating = {torch.float32, torch.float16, torch.bfloat16}
+    operators = {name: op.supported_dtypes("cpu") for name, op in load_operators().items()}
+    complex_only = {op for op, dtypes in operators.items() if torch.complex64 in dtypes and not dtypes & floating}
+    assert complex_only == COMPLEX_OPERATORS
+
+
+def test_the_catalog_says_that_bfloat16_does_not_apply() -> None:
+    cells = [cell for cell in catalog.lookup("istft")[0].cells if cell.dtype == "bfloat16"]
+    assert {(cell.state, bool(cell.not_applicable)) for cell in cells} == {(None, True)}
+    assert {cell.device for cell in cells} == {"cpu", "cuda", "xpu"}
+    for device in ("cpu", "xpu"):
+        found = catalog.gaps(device, "bfloat16")
+        assert "istft" in found.not_applicable
+        assert not set(found.not_applicable) & {missing.op for missing in found.missing}
+        assert catalog.gaps(device, "half").not_applicable == []
+    support = support_of("istft", "bfloat16", "cuda" if not torch.cuda.is_available() else "xpu")
+    assert not support.supported
+    assert "the dtype does not apply: only complex numbers" in no_support_text(support)
+
+
+# -- autocast
+
+
+def test_autocast(suite: pytest.Pytester) -> None:
+    found = coverage_of(suite, precision="autocast-bf16,amp-fp16")
+    dtypes = {op: {key: cell["autocast"] for key, cell in use["support"].items()} for op, use in found.items()}
+    both = ("autocast-bf16", "autocast-fp16")
+    assert [dtypes["addmm"][key] for key in both] == ["low", "low"]
+    assert [dtypes["linalg_inv_ex"][key] for key in both] == ["fp32", "fp32"]
+    assert [dtypes["_cdist_forward"][key] for key in both] == ["fp32", "fp32"]
+    assert [dtypes["randn"][key] for key in both] == ["inputs", "inputs"]
+    text = suite.runpytest("--lowprec-coverage", "autocast-bf16", "-v").stdout.str()
+    assert re.search(
+        r"^autocast-bf16: of \d+ operators, \d+ run in bf16, \d+ run in fp32, \d+ run in the dtype of", text, re.M
+    )
+    assert re.search(r"^addmm +in bf16 +1$", text, re.M)
+    assert re.search(r"^linalg_inv_ex +in fp32 +2$", text, re.M)
+
+
+@pytest.mark.slow
+def test_autocast_with_workers(suite: pytest.Pytester) -> None:
+    assert coverage_of(suite, "-n2", precision="amp-bf16") == coverage_of(suite, precision="amp-bf16")
+
+
+@pytest.mark.parametrize(
+    ("function", "policy"),
+    [
+        (lambda x: x @ x, "low"),
+        (lambda x: nn.functional.linear(x, x[0, 0]), "low"),
+        (lambda x: nn.functional.scaled_dot_product_attention(x, x, x), "low"),
+        (torch.linalg.inv, "fp32"),
+        (lambda x: nn.functional.mse_loss(x, x), "fp32"),
+        (lambda x: x.prod(), "fp32"),
+        (lambda x: torch.cat([x, x]), "inputs"),
+    ],
+    ids=["matmul", "linear", "scaled_dot_product_attention", "linalg_inv", "mse_loss", "prod", "cat"],
+)
+def test_policies_are_what_autocast_does(
+    function: Callable[[torch.Tensor], torch.Tensor], policy: str, request: pytest.FixtureRequest
+) -> None:
+    low = torch.bfloat16
+    assert autocast_policies("cpu", low)[request.node.callspec.id] == policy
+    with torch.autocast("cpu", dtype=low):
+        outputs = [function(torch.eye(4, dtype=dtype)[None, None]).dtype for dtype in (torch.float32, low)]
+    assert outputs == {"low": [low, low], "fp32": [torch.float32] * 2, "inputs": [torch.float32, low]}[policy]
+
+
+def test_policies_of_a_missing_device_are_empty() -> None:
+    device = next(device for device in ("xpu", "cuda") if not is_available(device))
+    assert autocast_policies(device, torch.bfloat16) == {}
+
+
+# -- annotations
+
+PROJECT = """
+import torch
+
+def inverse(x):
+    return torch.linalg.inv(x)
+"""
+
+
+@pytest.mark.parametrize("options", [(), pytest.param(("-n2",), marks=pytest.mark.slow)], ids=str)
+def test_github_annotates_the_line_that_uses_a_gap(project: pytest.Pytester, options: tuple[str, ...]) -> None:
+    package = project.mkdir("odd, 100%")
+    (package / "net.py").write_text(PROJECT)
+    project.makepyfile(
+        test_suite=f"""
+        import runpy, torch
+        net = runpy.run_path({str(package / "net.py")!r})
+
+        def test_inverse(): net["inverse"](torch.eye(2))
+        def test_again(): torch.linalg.inv(torch.eye(2))
+        def test_distance(): torch.cdist(torch.ones(2, 2), torch.ones(2, 2), 1.0)
+        def test_linear(): torch.ones(2, 2) @ torch.ones(2, 2)
+        """
+    )
+    result = project.runpytest("--lowprec-coverage", "fp16,bf16", "--lowprec-format", "github", *options)
+    commands = [line for line in result.stdout.lines if line.startswith("::")]
+    assert len(commands) == 2
+    inverse = re.fullmatch(r"::error file=([^,:]+),line=5,title=([^,:]+)::(.*)", commands[0])
+    assert inverse
+    assert inverse[1] == "odd%2C 100%25/net.py"
+    assert inverse[2] == "lowprec%3A linalg_inv_ex does not run in half%2C bfloat16 on cpu"
+    assert inverse[3].startswith("missing-kernel: linalg.inv: Low precision dtypes not supported. Got Half (measured")
+    assert inverse[3].endswith("Used by 2 tests; also at test_suite.py:5")
+    assert re.match(
+        r"::warning file=test_suite.py,line=6,title=lowprec%3A _cdist_forward does not always run", commands[1]
+    )
+
+
+def test_annotations_are_relative_to_the_checkout(project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    project.makepyfile(test_suite=SUITE)
+    project.makeini("[pytest]")
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(project.path.parent))
+    text = project.runpytest("--lowprec-coverage", "half", "--lowprec-format", "github").stdout.str()
+    assert f"::error file={project.path.name}/test_suite.py,line=" in text
+
+
+# -- the saved file
+
+
+@pytest.mark.parametrize("options", [("half",), ("half,bfloat16,autocast-bf16,autocast-fp16",)], ids=str)
+def test_saved_coverage_matches_its_schema(project: pytest.Pytester, options: tuple[str, ...]) -> None:
+    project.makepyfile(test_suite=SUITE + NUMBERS)
+    coverage_of(project, precision=options[0])
+    schema = json.loads((ROOT / "docs" / "coverage-schema.json").read_text(encoding="utf-8"))
+    validator = jsonschema.Draft202012Validator(schema)
+    found = json.loads(Path("out.json").read_text())
+    validator.validate(found)
+    assert found["ops"]
+    found["ops"][0]["numbers"] = "roman"
+    assert not validator.is_valid(found)
 
 
 # -- tests are not affected

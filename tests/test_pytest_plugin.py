@@ -118,9 +118,10 @@ def test_help_and_markers(project: pytest.Pytester) -> None:
     helped = project.runpytest("--help").stdout.str()
     options = set(re.findall(r"--lowprec[\w-]*", helped))
     assert options == {
-        "--lowprec-coverage", "--lowprec-device", "--lowprec-report", "--lowprec-manifest", "--lowprec-update-manifest",
+        "--lowprec-coverage", "--lowprec-device", "--lowprec-report", "--lowprec-format", "--lowprec-manifest",
+        "--lowprec-update-manifest",
     }  # fmt: skip
-    assert {"lowprec_coverage", "lowprec_device", "lowprec_report", "lowprec_manifest"} <= set(
+    assert {"lowprec_coverage", "lowprec_device", "lowprec_report", "lowprec_format", "lowprec_manifest"} <= set(
         re.findall(r"lowprec_\w+", helped)
     )
     markers = project.runpytest("--markers").stdout.str()
@@ -328,6 +329,69 @@ def test_marker_runs_once_per_precision(project: pytest.Pytester) -> None:
         result.stdout.fnmatch_lines([f"*::test_it[[]{name}-cpu[]] PASSED*"])
 
 
+SPELLINGS = {
+    "half": ["fp16", "FP16", "f16", "float16", "torch.float16", "torch.half"],
+    "bfloat16": ["bf16", "BFloat16", "torch.bfloat16"],
+    "autocast-fp16": ["amp-fp16", "amp_fp16", "autocast-half", "ac-float16"],
+    "autocast-bf16": ["amp-bf16", "autocast-bfloat16", "Autocast_BF16"],
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_every_spelling_of_a_precision_is_shown_by_its_name(name: str, project: pytest.Pytester) -> None:
+    for spelling in SPELLINGS[name]:
+        result = marked(project, repr(spelling), f"assert lowprec.precision == {name!r}")
+        result.assert_outcomes(passed=1)
+        result.stdout.fnmatch_lines([f"*::test_it[[]{name}-cpu[]] PASSED*"])
+
+
+@pytest.mark.parametrize(
+    "arguments", ['"fp16,amp_bf16"', '["fp16", "amp-bf16"]', '"fp16", "amp-bf16"', 'torch.half, "amp-bf16"']
+)
+def test_the_marker_takes_lists(arguments: str, project: pytest.Pytester) -> None:
+    result = marked(project, arguments, "pass")
+    result.assert_outcomes(passed=2)
+    for name in ("half", "autocast-bf16"):
+        result.stdout.fnmatch_lines([f"*::test_it[[]{name}-cpu[]] PASSED*"])
+
+
+def test_helpers_take_a_precision(project: pytest.Pytester) -> None:
+    one(
+        project,
+        """
+    for spelling, dtype in {"fp16": torch.half, torch.float16: torch.half, torch.bfloat16: torch.bfloat16}.items():
+        assert lowprec.cast(x, spelling).dtype == dtype
+        assert lowprec.cast(nn.Linear(8, 8), spelling)(lowprec.cast(x, spelling)).dtype == dtype
+        assert lowprec.allclose(lowprec.cast(x, spelling), x, spelling)
+    assert lowprec.cast(x, "amp-bf16").dtype == torch.float32
+    with lowprec.autocast("amp-bf16"):
+        assert (x @ x.T).dtype == torch.bfloat16
+    assert "<autocast-fp16: error 5.0e-01 is over the tolerance 1e-02" in repr(lowprec.allclose(x * 1.5, x, "amp-fp16"))
+    result = lowprec.check(nn.Linear(8, 8), x, precision="fp16,amp_bf16")
+    assert [run.precision for run in result.runs if run.is_low] == ["half", "autocast-bf16"]
+    assert lowprec.check(nn.Linear(8, 8), x, precision=torch.bfloat16).run("bfloat16").status == "ok"
+    lowprec.assert_no_gaps(torch.mm, x, x.T, dtype="FP16")""",
+        passed=1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ('lowprec.cast(x, "haf")', "Unknown precision 'haf'.\nE*Did you mean half?"),
+        ('lowprec.allclose(x, x, "amp")', "Did you mean autocast-bf16?"),
+        ('lowprec.autocast("fp32")', "fp32 is the baseline"),
+        ("lowprec.cast(x, torch.int8)", "Unknown precision 'torch.int8'"),
+        ('lowprec.assert_supported("dot", dtype="bfloat")', "Did you mean bfloat16?"),
+        ('lowprec.assert_no_gaps(torch.mm, x, x.T, dtype="amp-fp16")', "autocast-fp16 is not a dtype"),
+        ("lowprec.cast(x)", r"lowprec.cast() needs the marker"),
+    ],
+)
+def test_a_typo_gets_a_suggestion(call: str, message: str, project: pytest.Pytester) -> None:
+    text = one(project, call)
+    assert all(part.strip() in text for part in message.split("\nE*"))
+
+
 def test_allclose_shows_the_error(project: pytest.Pytester) -> None:
     result = marked(project, '"half", tolerance=0.25', "assert lowprec.allclose(x * 1.5, x)")
     assert "assert <half: error 5.0e-01 is over the tolerance 2e-01 (rel_l2; max_abs " in texts(result)
@@ -344,6 +408,8 @@ def test_allclose_shows_the_error(project: pytest.Pytester) -> None:
     [
         ("", "no precision given; choose from bfloat16, autocast-bf16, half, autocast-fp16"),
         ('"fp8"', "unknown precision 'fp8'"),
+        ('"amp-pf16"', "unknown precision 'amp-pf16'; did you mean autocast-fp16?"),
+        ('["fp16", "half"]', "duplicate precision"),
         ('"half", "half"', "duplicate precision"),
         ('"half", device="tpu"', "unknown device 'tpu'; choose from cpu, cuda, xpu, mps"),
         ('"half", tolerance=-1', "tolerance -1 is not a positive number"),

@@ -9,11 +9,14 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from lowprec_check.analysis.rules.registry import rules
+from lowprec_check.report.coverage import Coverage
+from lowprec_check.schema.base import Struct
 from lowprec_check.schema.scan_result import ScanResult
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -62,18 +65,25 @@ def diagnostics() -> str:
     return "\n".join(parts)
 
 
-def schema() -> str:
-    """The text of schema.json: the JSON Schema of a saved scan."""
-    described = msgspec.json.schema(ScanResult)
+def schema(saved: type[Struct], title: str) -> str:
+    """The JSON Schema of saved data."""
+    described = msgspec.json.schema(saved)
     head = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "A scan saved by lowprec-check",
+        "title": title,
         "description": "Fields may be added without a new schema number: readers must ignore unknown fields.",
     }
     return json.dumps(head | described, indent=1, ensure_ascii=False) + "\n"
 
 
-REFERENCES = {"cli.md": cli, "diagnostics.md": diagnostics, "schema.json": schema}
+REFERENCES = {
+    "cli.md": cli,
+    "diagnostics.md": diagnostics,
+    "schema.json": partial(schema, ScanResult, "A scan saved by lowprec-check"),
+    "coverage-schema.json": partial(
+        schema, Coverage, "The coverage of a test suite saved by lowprec-check's pytest plugin"
+    ),
+}
 """The generated files in docs/, each with the function that returns its text."""
 
 if __name__ == "__main__":

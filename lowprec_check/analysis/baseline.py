@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from lowprec_check.analysis.rules.registry import rules
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.schema.base import Struct, decode, encode
 from lowprec_check.schema.files import write_file
@@ -78,9 +79,11 @@ def _without_numbers(message: str) -> str:
 
 
 def baseline_of(result: ScanResult, known: Baseline | None = None) -> Baseline:
-    """All findings of ``result``, each fingerprint once, sorted; and those of ``known`` that this scan did not look for."""
+    """All findings of ``result`` that do not rest on times, each fingerprint once, sorted; and those of ``known`` that this
+    scan did not look for.
+    """
     kept = [entry for entry in known.findings if not _looked_for(entry, result)] if known else []
-    found = {fingerprint(diagnostic): diagnostic for diagnostic in reversed(result.diagnostics)}
+    found = {fingerprint(d): d for d in reversed(result.diagnostics) if not d.timed}
     entries = [
         Entry(
             fingerprint=key,
@@ -101,6 +104,12 @@ def baseline_of(result: ScanResult, known: Baseline | None = None) -> Baseline:
         key=lambda e: (e.code, e.precision or "", e.file or "", e.module or "", e.op or "", e.fingerprint),
     )
     return Baseline(findings=order)
+
+
+def _is_timed(entry: Entry) -> bool:
+    """Whether all findings of its rule rest on times."""
+    found = rules().get(entry.code)
+    return found is not None and found.timed
 
 
 def _looked_for(entry: Entry, result: ScanResult) -> bool:
@@ -128,12 +137,16 @@ def load(path: Path) -> Baseline:
 
 
 def accept(result: ScanResult, baseline: Baseline) -> tuple[ScanResult, list[Entry]]:
-    """``result`` with known findings marked as accepted, and the entries that no longer occur."""
+    """``result`` with known findings marked as accepted, and the entries that no longer occur.
+
+    A finding that rests on times is neither, even if an older version has written it to the baseline.
+    """
     known, seen = baseline.fingerprints, set()
     marked = []
     for diagnostic in result.diagnostics:
         key = fingerprint(diagnostic)
         seen.add(key)
-        marked.append(msgspec.structs.replace(diagnostic, accepted=key in known))
-    stale = [entry for entry in baseline.findings if entry.fingerprint not in seen and _looked_for(entry, result)]
+        marked.append(msgspec.structs.replace(diagnostic, accepted=key in known and not diagnostic.timed))
+    missing = [entry for entry in baseline.findings if entry.fingerprint not in seen and not _is_timed(entry)]
+    stale = [entry for entry in missing if _looked_for(entry, result)]
     return msgspec.structs.replace(result, diagnostics=marked), stale

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -13,19 +13,31 @@ from lowprec_check.catalog.declared import overload_name
 from lowprec_check.catalog.declared_support import row_supports, why_missing
 from lowprec_check.catalog.fixes import fixed_since
 from lowprec_check.catalog.measured import at_release, sweep_of
+from lowprec_check.catalog.names import function_name
+from lowprec_check.catalog.numbers import COMPLEX_OPERATORS, Numbers, why_not_applicable
 from lowprec_check.catalog.records import MODES, Dtype, Failure, FailureKind, Mode, OpRecord, State
+from lowprec_check.errors import UsageError
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.devices import is_declared
 
 _NO_KERNEL = ("missing-kernel", "no-backend-kernel", "crash")
 """Failures of the op itself; other failures depend on the arguments of a sample."""
 
+AutocastDtype = Literal["low", "fp32", "inputs"]
+"""What autocast runs an op in: its 16-bit dtype, fp32, or the dtype of the op's inputs, which may be either."""
+Policies = Mapping[str, AutocastDtype]
+"""By the name of the function, those that autocast casts the inputs of: ``linear``, ``linalg_inv``."""
+
 
 class AtenSupport(Struct, frozen=True, kw_only=True):
     """One aten op in one dtype on one device."""
 
     state: State | None
-    """``some``: it depends on the arguments; ``None``: unknown."""
+    """``some``: it depends on the arguments; ``None``: unknown, or the precision does not apply."""
+    applies: bool = True
+    """Whether the precision changes what the op computes with; ``message`` says why not."""
+    autocast: AutocastDtype | None = None
+    """Under autocast: the dtype that the op runs in; ``None`` if unknown."""
     kind: FailureKind | None = None
     message: str | None = None
     """The error message, or what is declared."""
@@ -48,21 +60,29 @@ class _Use(NamedTuple):
 class AtenCatalog:
     """The support of all aten ops in ``dtype`` on ``device``, for the release of ``torch`` if it is known, else for the newest one.
 
-    Raises :class:`UsageError` if the catalog has no data for the device.
+    With ``autocast``, the support under autocast to ``dtype``. Raises :class:`UsageError` if the catalog has no data for the device.
     """
 
-    def __init__(self, device: str, dtype: Dtype, torch: str) -> None:
+    def __init__(self, device: str, dtype: Dtype, torch: str, *, autocast: bool = False) -> None:
         self.device, self.dtype = device, dtype
+        self._modes = MODES[2:] if autocast else MODES[:2]
         release = declared.release_of(torch)
         self.declared: declared.Release | None = None
         if is_declared(device):
             self.declared = declared.load(device, declared.known_release(device, release))
         measured_on = "cpu" if self.declared else device
         self.sweep = at_release(measured_on, release) or sweep_of(measured_on)
+        if autocast and (self.declared or dtype not in self.sweep.header.autocast):
+            raise UsageError(
+                f"The catalog has no measurements under autocast on {device}.",
+                "Choose half or bfloat16, or another device.",
+            )
         self._dispatching: dict[str, list[_Use]] = defaultdict(list)  # by overload, in any mode
         self._failing: dict[str, list[_Use]] = defaultdict(list)
         for record in self.sweep.records.values():
-            for mode, names in zip(MODES[:2], (record.aten, record.backward_aten), strict=True):
+            for mode, names in zip(self._modes, (record.aten, record.backward_aten), strict=True):
+                if record.op in COMPLEX_OPERATORS and why_not_applicable("complex", dtype, mode):
+                    continue  # what it dispatches runs in complex64
                 use = _Use(record, mode, self.sweep.state(record.op, dtype, mode), record.failure(dtype, mode))
                 for name in names:
                     self._dispatching[name].append(use)
@@ -86,9 +106,38 @@ class AtenCatalog:
         """The release that the answers apply to."""
         return self.declared.torch if self.declared else self.sweep.release
 
-    def of(self, op: str) -> AtenSupport:
-        """The support of an op in any usual spelling, ``aten.linalg_inv_ex.default``."""
-        return self._declared_of(op, self.declared) if self.declared else self._measured_of(op)
+    def of(self, op: str, numbers: Numbers = "floating", policies: Policies | None = None) -> AtenSupport:
+        """The support of an op in any usual spelling, ``aten.linalg_inv_ex.default``, if it computes with ``numbers``.
+
+        ``policies`` of autocast tell which dtype it runs in.
+        """
+        reason = why_not_applicable(numbers, self.dtype, self._modes[0])
+        if reason is not None:
+            return AtenSupport(state=None, applies=False, message=reason)
+        found = self._declared_of(op, self.declared) if self.declared else self._measured_of(op)
+        if numbers == "complex" and found.state == "all" and not _is_complex_only(op):
+            # No op without a kernel for half has one for complex32, but a third of those with one for half have none.
+            message = "only complex numbers: support for half says nothing about complex32"
+            return AtenSupport(state=None, message=message)
+        if policies is None or self._modes[0] != "autocast":
+            return found
+        return msgspec.structs.replace(found, autocast=self._autocast_dtype(op, policies))
+
+    def _autocast_dtype(self, op: str, policies: Policies) -> AutocastDtype:
+        """The policy of the op; else of the functions it belongs to (``cdist`` for ``_cdist_forward``); else, if it is part of
+        functions of other names only (``convolution``), the one that they share.
+        """
+        for name in _spellings(op):
+            if own := policies.get(name.partition(".")[0]):
+                return own
+        callers = [use.record.op for use in self._dispatching[overload_name(op)] if use.mode == "autocast"]
+        family = Counter(
+            policies.get(function_name(caller), "inputs") for caller in callers if _family(caller) == _family(op)
+        )
+        if family:
+            return family.most_common(1)[0][0]
+        found = {policies.get(function_name(caller), "inputs") for caller in callers}
+        return found.pop() if len(found) == 1 else "inputs"
 
     def _measured_of(self, op: str) -> AtenSupport:
         for name in _spellings(op):
@@ -99,9 +148,10 @@ class AtenCatalog:
                 return self._failure("some" if partly else "none", failing)
             if runs:
                 return AtenSupport(state="all")
-        refused = [use for use in self._dispatching[overload_name(op)] if use.failure is not None]
-        if refused and all(use.failure and use.failure.at is None for use in refused):
-            # every function that dispatches the op refuses the dtype before it does
+        failed = [use for use in self._dispatching[overload_name(op)] if use.failure is not None]
+        refused = [use for use in failed if use.failure and use.failure.at is None]
+        if refused and (len(refused) == len(failed) or all(_family(use.record.op) == _family(op) for use in refused)):
+            # every function that dispatches the op, or every one that it belongs to, refuses the dtype before it does
             return self._failure("none" if any(use.state == "none" for use in refused) else "some", refused)
         return AtenSupport(state=None)
 
@@ -131,6 +181,16 @@ class AtenCatalog:
             return AtenSupport(state="all" if supported else None)
         kind, message = why_missing(row.registration, file.device)
         return AtenSupport(state="none", kind=kind, message=message)
+
+
+def _family(op: str) -> str:
+    """The first word of an op's name: ``fft`` for ``_fft_c2c`` and ``fft.ihfft2``."""
+    return function_name(op).lstrip("_").partition("_")[0]
+
+
+def _is_complex_only(op: str) -> bool:
+    """Whether the input of an aten op is always complex, so that its support in half is that in complex32."""
+    return overload_name(op).startswith(("_fft_c2c", "_fft_c2r"))
 
 
 def _spellings(op: str) -> Iterator[str]:

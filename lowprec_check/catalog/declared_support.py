@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 from lowprec_check.catalog.declared import Release
 from lowprec_check.catalog.declared_file import DeclaredRow, Registration
 from lowprec_check.catalog.measured import at_release, history
+from lowprec_check.catalog.numbers import why_operator_not_applicable
 from lowprec_check.catalog.records import MODES, SHORT, STATES, Dtype, Failure, FailureKind, Mode, OpRecord, State
 from lowprec_check.schema.devices import catalogued
 
@@ -21,9 +22,6 @@ _WHY: dict[Registration, tuple[FailureKind, str]] = {
     "fallback": ("missing-kernel", "runs on the CPU, no kernel there"),
     "none": ("no-backend-kernel", "not registered for {device}"),
 }
-
-_COMPLEX_ONLY = frozenset({"imag", "istft", "view_as_real"})
-"""Functions of complex values, which stay complex64 in bfloat16."""
 
 
 def why_missing(registration: Registration, device: str) -> tuple[FailureKind, str]:
@@ -58,10 +56,9 @@ def declared_support(op: str, file: Release, dtype: Dtype, mode: Mode) -> OpSupp
     """
     sweep = at_release("cpu", file.torch)
     record = sweep.records.get(op) if sweep else None
-    if sweep is None or record is None or not record.samples[MODES.index(mode) % 2] or op.endswith(".complex"):
+    not_applicable = op.endswith(".complex") or why_operator_not_applicable(op, dtype)
+    if sweep is None or record is None or not record.samples[MODES.index(mode) % 2] or not_applicable:
         return None
-    if op in _COMPLEX_ONLY and dtype == "bfloat16":
-        dtype = "float32"
     names, cell = dispatched(record, mode, file), f"{dtype}/{mode}"
     failing, fallback = _failing(names, file, dtype), [n for n in names if file.ops[n].registration == "fallback"]
     if not failing and _refused_everywhere(record, dtype, mode, file):

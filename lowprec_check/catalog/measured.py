@@ -10,6 +10,7 @@ from lowprec_check.catalog.data_files import data_folder
 from lowprec_check.catalog.declared import has_extension, release_of
 from lowprec_check.catalog.measured_sweep import TIMES, times_path
 from lowprec_check.catalog.names import AnyDevice
+from lowprec_check.catalog.numbers import why_operator_not_applicable
 from lowprec_check.catalog.records import Dtype, Header, Mode, OpRecord, OpTimes, State
 from lowprec_check.catalog.sweep_file import SweepFile
 from lowprec_check.catalog.times_file import TimesFile
@@ -50,9 +51,11 @@ class Sweep:
         return f"{self.release}+{self.header.extension.split()[0]}" if self.header.extension else self.release
 
     def state(self, op: str, dtype: Dtype, mode: Mode) -> State | None:
-        """Whether all, some or none of the samples of ``op`` run; ``None`` if it was not measured."""
+        """Whether all, some or none of the samples of ``op`` run; ``None`` if it was not measured, or ``dtype`` does not apply."""
         record = self.records.get(op)
         if record is None or (mode.startswith("autocast") and dtype not in self.header.autocast):
+            return None
+        if why_operator_not_applicable(op, dtype):
             return None
         return record.state(dtype, mode)
 

@@ -9,6 +9,7 @@ from lowprec_check.catalog.declared_support import declared_support
 from lowprec_check.catalog.fixes import fixed_since
 from lowprec_check.catalog.measured import Sweep, catalog_device, sweep_of
 from lowprec_check.catalog.names import AnyDevice, AnyDtype, low_dtype_of
+from lowprec_check.catalog.numbers import why_operator_not_applicable
 from lowprec_check.catalog.records import MODES, Dtype, FailureKind, Mode, OpRecord, State
 from lowprec_check.catalog.support_cells import declared_cells
 from lowprec_check.catalog.toml_tables import version_key
@@ -37,8 +38,10 @@ class Gaps(Struct, frozen=True, kw_only=True):
     dtype: Dtype
     evidence: str
     runnable: int
-    """The number of operators that run in fp32."""
+    """The number of operators that run in fp32 and to which the dtype applies."""
     missing: list[MissingOp]
+    not_applicable: list[str] = []
+    """Operators that run in fp32 to which the dtype does not apply, since they take complex numbers; not among the runnable."""
     on_cpu: list[str] = []
     """On a declared device: operators that run, but copy tensors to the CPU and back."""
 
@@ -50,7 +53,8 @@ def gaps(device: AnyDevice = "cpu", dtype: AnyDtype = "float16", torch: str | No
 
 
 def _measured_gaps(sweep: Sweep, dtype: Dtype) -> Gaps:
-    runnable = [record for record in sweep.records.values() if record.state("float32", "forward") in ("all", "some")]
+    in_fp32 = [record for record in sweep.records.values() if record.state("float32", "forward") in ("all", "some")]
+    runnable = [record for record in in_fp32 if not why_operator_not_applicable(record.op, dtype)]
     return Gaps(
         device=sweep.header.device,
         torch=sweep.version,
@@ -58,6 +62,7 @@ def _measured_gaps(sweep: Sweep, dtype: Dtype) -> Gaps:
         evidence="measured",
         runnable=len(runnable),
         missing=[missing for record in runnable if (missing := _missing(sweep, record, dtype)) is not None],
+        not_applicable=[record.op for record in in_fp32 if record not in runnable],
     )
 
 
@@ -81,7 +86,8 @@ def _missing(sweep: Sweep, record: OpRecord, dtype: Dtype) -> MissingOp | None:
 def _declared_gaps(device: str, dtype: Dtype, torch: str | None) -> Gaps:
     file = declared.load(device, torch or declared.known_release(device))
     fp32 = {op: declared_support(op, file, "float32", "forward") for op in sweep_of("cpu", file.torch).records}
-    runnable = [op for op, support in fp32.items() if support is not None and support.state != "none"]
+    in_fp32 = [op for op, support in fp32.items() if support is not None and support.state != "none"]
+    runnable = [op for op in in_fp32 if not why_operator_not_applicable(op, dtype)]
     supports = {op: [declared_support(op, file, dtype, mode) for mode in MODES[:2]] for op in runnable}
     failing = {
         op for op, both in supports.items() if any(support is not None and support.state != "all" for support in both)
@@ -93,6 +99,7 @@ def _declared_gaps(device: str, dtype: Dtype, torch: str | None) -> Gaps:
         evidence="declared",
         runnable=len(runnable),
         missing=[_declared_missing(op, device, dtype, file.torch) for op in runnable if op in failing],
+        not_applicable=[op for op in in_fp32 if op not in runnable],
         on_cpu=sorted(
             op
             for op, both in supports.items()

@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from lowprec_check.catalog.aliases import ALIASES, functions_of, why_unmeasured
-from lowprec_check.catalog.records import FORMATS, LOW, Dtype, OpRecord
+from lowprec_check.catalog.records import FORMATS, LOW, SHORT, Dtype, OpRecord
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.registry import nearest
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +20,7 @@ AnyDtype: TypeAlias = "str | torch.dtype"
 AnyDevice: TypeAlias = "str | torch.device"
 
 _DTYPES: dict[str, Dtype] = {
-    spelling: dtype for dtype, described in FORMATS.items() for spelling in (dtype, described.short, *described.aliases)
+    spelling: dtype for dtype, described in FORMATS.items() for spelling in described.spellings
 }
 _SPACES = {"linalg", "fft", "special", "masked", "sparse", "signal", "windows", "nn", "ops"}
 _PREFIX = re.compile(
@@ -28,10 +30,18 @@ _PREFIX = re.compile(
 
 def dtype_of(dtype: AnyDtype) -> Dtype:
     """``float16`` for ``half``, ``fp16`` and ``torch.float16``; raises :class:`UsageError` for an unknown dtype."""
-    found = _DTYPES.get(str(dtype).strip().lower().removeprefix("torch."))
-    if found is None:
-        raise UsageError(f"{str(dtype)!r} is not a dtype in the catalog.", "Choose half, bfloat16 or fp32.")
-    return found
+    word = str(dtype).strip()
+    found = _DTYPES.get(word.lower().removeprefix("torch."))
+    if found is not None:
+        return found
+    precision, near = PRECISIONS.find(word), nearest(word, _DTYPES)
+    if precision is not None:
+        raise UsageError(
+            f"{precision.name} is not a dtype.",
+            "Choose half or bfloat16; results under autocast have a column of their own.",
+        )
+    suggestion = f"Did you mean {SHORT[_DTYPES[near]]}? " if near else ""
+    raise UsageError(f"{word!r} is not a dtype in the catalog.", f"{suggestion}Choose half, bfloat16 or fp32.")
 
 
 def low_dtype_of(dtype: AnyDtype) -> Dtype:

@@ -13,6 +13,7 @@ from lowprec_check.catalog.declared_file import Registration
 from lowprec_check.catalog.declared_support import OnCpu, declared_support, dispatched
 from lowprec_check.catalog.fixes import fixed_since
 from lowprec_check.catalog.measured import Sweep, at_release, history
+from lowprec_check.catalog.numbers import why_operator_not_applicable
 from lowprec_check.catalog.records import MODES, Dtype, Failure, Mode, State, Ulp
 from lowprec_check.schema.base import Struct
 
@@ -29,7 +30,9 @@ class SupportCell(Struct, frozen=True, kw_only=True):
     dtype: Dtype
     mode: Mode
     state: State | None
-    """``None``: not measured, or no source covers it."""
+    """``None``: not measured, no source covers it, or the dtype does not apply."""
+    not_applicable: str | None = None
+    """Why the dtype does not apply."""
     evidence: Evidence
     passed: int | None = None
     samples: int | None = None
@@ -56,6 +59,7 @@ def measured_cell(sweep: Sweep, op: str, dtype: Dtype, mode: Mode) -> SupportCel
     """The result of the sweep, and since or until which version, from the other sweeps of the device."""
     record, header = sweep.records[op], sweep.header
     state = sweep.state(op, dtype, mode)
+    reason = why_operator_not_applicable(op, dtype)
     count = record.count(dtype, mode) if state is not None else None
     since, oldest = _since(sweep, op, dtype, mode) if state == "all" else (None, False)
     return SupportCell(
@@ -65,14 +69,15 @@ def measured_cell(sweep: Sweep, op: str, dtype: Dtype, mode: Mode) -> SupportCel
         dtype=dtype,
         mode=mode,
         state=state,
+        not_applicable=reason,
         evidence="measured",
         passed=count[0] if count else None,
         samples=count[1] if count else None,
         since=since,
         since_oldest=oldest,
         fixed_in=fixed_since(sweep, [op], dtype, mode) if state in ("some", "none") else None,
-        error=record.error(dtype, mode),
-        slower=_slower(sweep, op, dtype, mode),
+        error=None if reason else record.error(dtype, mode),
+        slower=None if reason else _slower(sweep, op, dtype, mode),
         failure=record.failure(dtype, mode) if state in ("some", "none") else None,
     )
 
@@ -122,6 +127,7 @@ def _declared_cell(op: str, file: Release, dtype: Dtype, mode: Mode) -> SupportC
         dtype=dtype,
         mode=mode,
         state=states[here],
+        not_applicable=why_operator_not_applicable(op, dtype),
         evidence="declared",
         since=releases[first] if states[here] == "all" else None,
         since_oldest=states[here] == "all" and first == 0,

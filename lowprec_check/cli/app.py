@@ -37,7 +37,6 @@ app = typer.Typer(
     cls=_OrderedCommands,
     help="Check a PyTorch model in fp16 and bf16: does it run, is it accurate, is it faster, and what to do.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -54,11 +53,18 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def _global_options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
+    no_settings: Annotated[
+        bool, typer.Option("--no-settings", help="Ignore [tool.lowprec-check] in pyproject.toml.")
+    ] = False,
 ) -> None:
-    pass
+    if not no_settings:
+        from lowprec_check.cli.settings import default_options
+
+        context.default_map = default_options(context.command, context)
 
 
 def print_status(text: str) -> None:

@@ -136,7 +136,7 @@ def scan(
         raise typer.Exit(USAGE_ERROR)
     if ended_by is not None:
         raise ended_by
-    raise typer.Exit(FINDINGS if _fails(concluded, fail_on) else 0)
+    raise typer.Exit(FINDINGS if _fails(concluded, fail_on, with_baseline=baseline is not None) else 0)
 
 
 def _conclude(result: ScanResult | None, ended_by: BaseException | None) -> ScanResult:
@@ -205,7 +205,8 @@ def _check_codes(prefixes: list[str]) -> None:
             raise UsageError(f"No diagnostic code starts with {prefix!r}.", "List them with: lowprec-check explain")
 
 
-def _fails(result: ScanResult, fail_on: FailOn) -> bool:
+def _fails(result: ScanResult, fail_on: FailOn, *, with_baseline: bool) -> bool:
+    """Whether the scan fails; with a baseline, which asks for what is new, findings that rest on times do not count."""
     from lowprec_check.analysis.rules.registry import SEVERITIES
 
     if fail_on == "never":
@@ -215,4 +216,5 @@ def _fails(result: ScanResult, fail_on: FailOn) -> bool:
     if fail_on == "no-pass":
         return False
     failing = SEVERITIES[SEVERITIES.index(fail_on) :]
-    return any(diagnostic.severity in failing and not diagnostic.accepted for diagnostic in result.diagnostics)
+    counting = [d for d in result.diagnostics if not d.accepted and not (with_baseline and d.timed)]
+    return any(diagnostic.severity in failing for diagnostic in counting)

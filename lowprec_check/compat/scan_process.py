@@ -71,7 +71,9 @@ def end_running_scans() -> None:
 
 def _command(request: Request) -> list[str]:
     device = ["--device", request.device] if request.device else []
-    return module_command("lowprec_check", "scan", request.target, *_AS_JSON, *device, *request.options)
+    return module_command(
+        "lowprec_check", "--no-settings", "scan", request.target, *_AS_JSON, *device, *request.options
+    )
 
 
 def _environment(limits: ScanLimits) -> dict[str, str]:

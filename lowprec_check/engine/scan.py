@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -100,11 +100,7 @@ class ScanOptions:
 
 def _names(registry: Registry[Any], names: Names) -> list[str]:
     """The registered names for names and aliases, without duplicates."""
-    if names is None:
-        return []
-    given: list[Any] = [names] if isinstance(names, str) or not isinstance(names, Iterable) else list(names)
-    each = [name for one in given for name in (one.split(",") if isinstance(one, str) else [one])]
-    return list(dict.fromkeys(registry.get(name).name for name in each))
+    return [] if names is None else registry.names_in(names)
 
 
 def scan(

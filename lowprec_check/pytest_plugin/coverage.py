@@ -7,67 +7,93 @@ one process, which looks the operators up in the catalog. Only processes that ru
 from __future__ import annotations
 
 import importlib.metadata
-from collections import defaultdict
+import os
 from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from lowprec_check.catalog.aten import AtenCatalog
+from lowprec_check.catalog.aten import AtenCatalog, AtenSupport, AutocastDtype
 from lowprec_check.catalog.measured import catalog_device
-from lowprec_check.catalog.names import dtype_of
-from lowprec_check.catalog.records import LOW, Dtype
+from lowprec_check.catalog.numbers import Numbers, stronger
+from lowprec_check.catalog.records import Dtype
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.pytest_plugin import options
-from lowprec_check.report.coverage import RENDERERS, Coverage, OpUse, coverage_text
+from lowprec_check.report.coverage import RENDERERS, Coverage, OpUse, coverage_github, coverage_text
 from lowprec_check.schema.files import write_file
+from lowprec_check.schema.precisions import FP16, PRECISIONS, Precision, low_precisions
 from lowprec_check.schema.registry import choices
 
 if TYPE_CHECKING:
     from lowprec_check.pytest_plugin.fixture.watch import Watch
 
+FORMATS = ("text", "github")
+_POLICIES = "lowprec_autocast_policies"
+
+
+class CoverageColumn(NamedTuple):
+    """One precision to look operators up in."""
+
+    precision: Precision
+    catalog: AtenCatalog
+
+    @property
+    def key(self) -> str:
+        """In saved coverage: the dtype of a cast, ``float16``; the name under autocast, ``autocast-bf16``."""
+        return self.precision.format.name if self.precision.kind == "cast" else self.precision.name
+
 
 def register(config: pytest.Config) -> None:
     """Check the options and register the plugin; raises :class:`pytest.UsageError` if an option is wrong."""
     names, device = options.value(config, "coverage"), options.value(config, "device") or "cpu"
-    report = options.path(config, "report")
+    report, how = options.path(config, "report"), options.value(config, "format") or "text"
+    option = config.option
     if not names:
-        if config.option.lowprec_device or config.option.lowprec_report:
+        if option.lowprec_device or option.lowprec_report or option.lowprec_format:
             raise pytest.UsageError(
-                "--lowprec-device and --lowprec-report need --lowprec-coverage: add --lowprec-coverage half."
+                "--lowprec-device, --lowprec-report and --lowprec-format need --lowprec-coverage: add --lowprec-coverage half."
             )
         return
+    if how not in FORMATS:
+        raise pytest.UsageError(f"{options.where(config, 'format')}: unknown format {how!r}: use {choices(FORMATS)}.")
     if report is not None and report.suffix not in RENDERERS:
         where = options.where(config, "report")
         raise pytest.UsageError(f"{where}: unknown format {report.name!r}: use {choices([*RENDERERS])}.")
     if report is not None and not report.parent.is_dir():
         raise pytest.UsageError(f"{options.where(config, 'report')}: the folder {report.parent} does not exist.")
-    installed = importlib.metadata.version("torch")
     wrong = "device"
     try:
         device = catalog_device(device)
         wrong = "coverage"
-        catalogs = [AtenCatalog(device, dtype, installed) for dtype in dict.fromkeys(map(_low, names))]
+        columns = [_column(name, device) for name in PRECISIONS.names_in(names)]
     except UsageError as error:
         raise pytest.UsageError(f"{options.where(config, wrong)}: {error}") from None
-    config.pluginmanager.register(CoverageRecorder(config, catalogs, report), "lowprec-coverage")
+    config.pluginmanager.register(CoverageRecorder(config, columns, report, how), "lowprec-coverage")
 
 
-def _low(name: str) -> Dtype:
-    dtype = dtype_of(name)
-    if dtype not in LOW:
-        raise UsageError(f"{name!r} is not a low precision.", "Choose half or bfloat16.")
-    return dtype
+def _column(name: str, device: str) -> CoverageColumn:
+    precision = PRECISIONS.get(name)
+    if precision.kind not in ("cast", "autocast"):
+        known = [other.name for other in low_precisions() if other.kind in ("cast", "autocast")]
+        what = "fp32 is the baseline." if precision.kind == "reference" else f"Coverage does not know {name}."
+        raise UsageError(what, f"Choose from {', '.join(known)}.")
+    dtype: Dtype = "float16" if precision.format == FP16 else "bfloat16"
+    installed = importlib.metadata.version("torch")
+    return CoverageColumn(precision, AtenCatalog(device, dtype, installed, autocast=precision.kind == "autocast"))
 
 
 class CoverageRecorder:
     """Records the operators of each test and reports them at the end."""
 
-    def __init__(self, config: pytest.Config, catalogs: list[AtenCatalog], report: Path | None) -> None:
-        self.config, self.catalogs, self.report = config, catalogs, report
-        self.tests: set[str] = set()
-        self.uses: dict[str, set[str]] = defaultdict(set)
+    def __init__(self, config: pytest.Config, columns: list[CoverageColumn], report: Path | None, how: str) -> None:
+        self.config, self.columns, self.report, self.how = config, columns, report, how
+        self.root = _root(config)
+        self.lines: dict[str, str] = {}
+        """By test, the line of its definition, ``tests/test_net.py:7``."""
+        self.uses: dict[str, dict[str, tuple[Numbers, str | None]]] = {}
+        """By operator and test."""
+        self.policies: dict[str, AutocastDtype] = {}
         self.found: Coverage | None = None
         self.failed_to_write: str | None = None
         self._watch: Watch | None = None
@@ -93,32 +119,58 @@ class CoverageRecorder:
         if self._watch is None:
             from lowprec_check.pytest_plugin.fixture.watch import Watch
 
-            self._watch = Watch()
+            self._watch = Watch(str(self.root), self._is_gap)
         self._watch.start()
         try:
             return (yield)
         finally:
             self._watch.stop()
 
+    def _is_gap(self, op: str) -> bool:
+        return any(column.catalog.of(op).state in ("some", "none") for column in self.columns)
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Attach the operators to the report."""
         report = yield
-        report.lowprec_ops = self._watch.take() if self._watch else []  # type: ignore[attr-defined]
+        found = self._watch.take() if self._watch else {}
+        report.lowprec_ops = {op: tuple(recorded) for op, recorded in found.items()}  # type: ignore[attr-defined]
         return report
+
+    def _autocast_policies(self) -> dict[str, AutocastDtype]:
+        """What autocast of the installed torch does on the device; empty if it is not needed or not known."""
+        asked = [column for column in self.columns if column.precision.kind == "autocast"]
+        if self._watch is None or not asked:
+            return {}
+        return self._watch.autocast_policies(asked[0].catalog.device, asked[0].catalog.dtype)
 
     # -- in the process that collects results
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Collect the operators of each test."""
-        self.tests.add(encodable(report.nodeid))
-        for op in getattr(report, "lowprec_ops", ()):
-            self.uses[op].add(encodable(report.nodeid))
+        test = encodable(report.nodeid)
+        path, line, _ = report.location
+        self.lines[test] = encodable(f"{self._relative(path)}:{(line or 0) + 1}")
+        for op, (numbers, source) in getattr(report, "lowprec_ops", {}).items():
+            tests = self.uses.setdefault(op, {})
+            known, earlier = tests.get(test, (numbers, source))
+            tests[test] = stronger(numbers, known), earlier or source
+
+    def _relative(self, path: str) -> str:
+        """The path of a test, which pytest reports relative to its root directory, relative to ``root``."""
+        return os.path.relpath(self.config.rootpath / path, self.root)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Take the policies of autocast from an xdist worker; all workers run the same torch."""
+        self.policies = self.policies or getattr(node, "workeroutput", {}).get(_POLICIES, {})
 
     def pytest_sessionfinish(self) -> None:
         """Look up the operators and write the report."""
         if options.is_worker(self.config):
+            self.config.workeroutput[_POLICIES] = self._autocast_policies()  # type: ignore[attr-defined]
             return
+        self.policies = self.policies or self._autocast_policies()
         self.found = self._coverage()
         if self.report is not None:
             try:
@@ -127,19 +179,29 @@ class CoverageRecorder:
                 self.failed_to_write = error.message
 
     def _coverage(self) -> Coverage:
-        first = self.catalogs[0]
+        first = self.columns[0].catalog
         return Coverage(
             device=first.device,
             torch=first.torch,
             evidence=first.evidence,
             recorded_torch=importlib.metadata.version("torch"),
-            dtypes=[catalog.dtype for catalog in self.catalogs],
-            tests=len(self.tests),
-            ops=[
-                OpUse(op=op, tests=sorted(tests), support={c.dtype: c.of(op) for c in self.catalogs})
-                for op, tests in sorted(self.uses.items())
-            ],
+            dtypes=[column.key for column in self.columns],
+            tests=len(self.lines),
+            ops=[self._use(op, tests) for op, tests in sorted(self.uses.items())],
         )
+
+    def _use(self, op: str, tests: dict[str, tuple[Numbers, str | None]]) -> OpUse:
+        numbers: Numbers = "integer"
+        for called_with, _ in tests.values():
+            numbers = stronger(numbers, called_with)
+        support: dict[str, AtenSupport] = {
+            column.key: column.catalog.of(op, numbers, self.policies) for column in self.columns
+        }
+        use = OpUse(op=op, tests=sorted(tests), numbers=numbers, support=support)
+        if not use.is_gap:
+            return use
+        sources = sorted({source or self.lines[test] for test, (_, source) in tests.items()}, key=_by_line)
+        return OpUse(op=op, tests=use.tests, numbers=numbers, support=support, sources=sources)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print the table: with ``-v`` all operators, else only those that do not run in all cases."""
@@ -147,7 +209,23 @@ class CoverageRecorder:
             return
         terminalreporter.section("lowprec coverage")
         every = self.config.get_verbosity() > 0
-        for line in coverage_text(self.found, every=every).splitlines():
+        text = coverage_text(self.found, every=every)
+        if self.how == "github":
+            text += coverage_github(self.found)
+        for line in text.splitlines():
             terminalreporter.write_line(line)
         if self.report is not None:
             terminalreporter.write_line(self.failed_to_write or f"Full report: {self.report}")
+
+
+def _root(config: pytest.Config) -> Path:
+    """The folder that lines of the project are relative to: on GitHub the checkout, where annotations look for them."""
+    checkout = os.environ.get("GITHUB_WORKSPACE")
+    if checkout and config.rootpath.is_relative_to(os.path.realpath(checkout)):
+        return Path(os.path.realpath(checkout))
+    return config.rootpath
+
+
+def _by_line(source: str) -> tuple[str, int]:
+    path, _, line = source.rpartition(":")
+    return path, int(line)

@@ -75,6 +75,9 @@ def no_support_text(found: Support) -> str:
 
 
 def _print_state(console: Console, state: OpState) -> None:
+    if state.not_applicable:
+        console.print(f"{state.op}  {state.mode}: the dtype does not apply: {state.not_applicable}")
+        return
     samples = f", {state.passed} of {state.samples} samples" if state.samples else ""
     no_backward = state.state is None and state.mode == "backward"
     console.print(f"{state.op}  {state.mode}: {'no backward' if no_backward else _WORDS[state.state]}{samples}")

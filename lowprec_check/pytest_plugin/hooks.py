@@ -39,10 +39,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("lowprec", "low precision (lowprec-check)")
     group.addoption(
         "--lowprec-coverage",
-        metavar="DTYPE",
+        metavar="NAME",
         action="append",
-        help="Record the operators of every test; at the end, list those that do not support this dtype: half or bfloat16. "
-        "Repeatable.",
+        help="Record the operators of every test; at the end, list those that do not run in this precision: half, bfloat16, "
+        "autocast-fp16 or autocast-bf16, or an alias such as fp16. Repeatable or comma-separated.",
     )
     group.addoption(
         "--lowprec-device",
@@ -55,6 +55,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="Write the full coverage table to FILE; the suffix sets the format: .json, .md or .html.",
     )
     group.addoption(
+        "--lowprec-format",
+        metavar="FORMAT",
+        help="text, or github: also print a workflow command for each operator that does not run, which GitHub shows at the "
+        "line that uses it. Default: text.",
+    )
+    group.addoption(
         "--lowprec-manifest",
         metavar="FILE",
         help="TOML file of known failures: each test in it must fail with its exception, and is then reported as xfailed.",
@@ -64,9 +70,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="Update the manifest with the results of this run; reasons are kept.",
     )
-    parser.addini("lowprec_coverage", "Same as --lowprec-coverage: half, bfloat16 or both.", type="args", default=[])
+    parser.addini(
+        "lowprec_coverage", "Same as --lowprec-coverage; several are separated by spaces.", type="args", default=[]
+    )
     parser.addini("lowprec_device", "Same as --lowprec-device.", default=None)
     parser.addini("lowprec_report", "Same as --lowprec-report, relative to the ini file.", default=None)
+    parser.addini("lowprec_format", "Same as --lowprec-format.", default=None)
     parser.addini("lowprec_manifest", "Same as --lowprec-manifest, relative to the ini file.", default=None)
 
 
@@ -79,7 +88,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         known.register(config)
     wanted = (option.lowprec_coverage, config.getini("lowprec_coverage"))
-    needs_it = (option.lowprec_device, option.lowprec_report)
+    needs_it = (option.lowprec_device, option.lowprec_report, option.lowprec_format)
     if any(wanted) or any(needs_it):
         from lowprec_check.pytest_plugin import coverage
 

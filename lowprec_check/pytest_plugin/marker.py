@@ -11,7 +11,7 @@ from lowprec_check.errors import UsageError
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.devices import DEVICES, device_of, device_type
 from lowprec_check.schema.precisions import PRECISIONS, low_precisions
-from lowprec_check.schema.registry import Registry
+from lowprec_check.schema.registry import Registry, words_in
 from lowprec_check.schema.run_key import EAGER, RunKey
 
 
@@ -20,6 +20,11 @@ class Case(NamedTuple):
 
     key: RunKey
     tolerance: float | None
+
+    @property
+    def largest_error(self) -> float:
+        """The largest rel_l2 that passes: that of the marker, by default that of the precision."""
+        return self.tolerance if self.tolerance is not None else PRECISIONS.get(self.key.precision).tolerance
 
     @property
     def id(self) -> str:
@@ -53,7 +58,7 @@ def cases(mark: pytest.Mark) -> list[Case]:
     names = [precision.name for precision in low_precisions()]
     if not bound.args:
         raise MarkerError(f"no precision given; choose from {', '.join(names)}")
-    precisions = [_named(PRECISIONS, name) for name in bound.args]
+    precisions = [_named(PRECISIONS, word) for given in bound.args for word in words_in(given)]
     if not set(precisions) <= set(names):
         raise MarkerError(f"fp32 is the baseline; choose from {', '.join(names)}")
     if len(set(precisions)) < len(precisions):

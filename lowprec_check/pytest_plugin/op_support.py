@@ -10,6 +10,7 @@ from lowprec_check.catalog.fixes import fixed_since
 from lowprec_check.catalog.measured import at_release, history, sweep_of
 from lowprec_check.catalog.measured_sweep import MeasuredSweep
 from lowprec_check.catalog.names import find
+from lowprec_check.catalog.numbers import why_operator_not_applicable
 from lowprec_check.catalog.records import Dtype, Failure, Header, Mode, OpRecord, State
 from lowprec_check.catalog.support_cells import declared_cells, measured_cell
 from lowprec_check.errors import UsageError
@@ -31,6 +32,8 @@ class OpState(NamedTuple):
     failure: Failure | None = None
     fixed_in: str | None = None
     """The first later release of torch that runs it."""
+    not_applicable: str | None = None
+    """Why the dtype does not apply."""
 
 
 class Support(NamedTuple):
@@ -92,6 +95,8 @@ def _measured(device: str, ops: tuple[str, ...]) -> MeasuredSweep | None:
 
 
 def _state(record: OpRecord, dtype: Dtype, mode: Mode, device: str, header: Header) -> OpState:
+    if reason := why_operator_not_applicable(record.op, dtype):
+        return OpState(record.op, mode, None, not_applicable=reason)
     state = record.state(dtype, mode)
     passed, samples = record.count(dtype, mode) or (None, None)
     failure = record.failure(dtype, mode) if state in ("some", "none") else None
@@ -112,7 +117,7 @@ def _from_catalog(asked: str, records: list[OpRecord], dtype: Dtype, device: str
         known = [record.op for record in records if record.op in sweep.records]
         cells = [(op, measured_cell(sweep, op, dtype, mode)) for op in known for mode in modes]
     states = [
-        OpState(op, cell.mode, cell.state, cell.passed, cell.samples, cell.failure, cell.fixed_in)
+        OpState(op, cell.mode, cell.state, cell.passed, cell.samples, cell.failure, cell.fixed_in, cell.not_applicable)
         for op, cell in cells
         if cell.mode in modes
     ]

@@ -36,9 +36,14 @@ class FloatFormat:
     cpp_name: str = ""
     """The dtype's name in error messages of torch's C++ code, ``Half``."""
 
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """All names that users may write, in lower case and without ``torch.``: ``float16``, ``fp16``, ``f16``, ``half``."""
+        return tuple(dict.fromkeys((self.name, self.short, self.mark, *self.aliases)))
+
     def is_called(self, name: str) -> bool:
         """Whether ``name`` is one of its names, in any case."""
-        return name.lower().removeprefix("torch.") in (self.name, self.short, *self.aliases)
+        return name.strip().lower().removeprefix("torch.") in self.spellings
 
     @property
     def roundoff(self) -> float:
@@ -73,7 +78,7 @@ class FloatFormat:
 
 FP32 = FloatFormat("float32", "fp32", "f32", 24, -126, 127, tolerance=1e-3, aliases=("float",), cpp_name="Float")
 BF16 = FloatFormat("bfloat16", "bf16", "bf16", 8, -126, 127, tolerance=5e-2, cpp_name="BFloat16")
-FP16 = FloatFormat("float16", "fp16", "f16", 11, -14, 15, tolerance=1e-2, aliases=("half", "f16"), cpp_name="Half")
+FP16 = FloatFormat("float16", "fp16", "f16", 11, -14, 15, tolerance=1e-2, aliases=("half",), cpp_name="Half")
 
 LOW_FORMATS = (BF16, FP16)
 """The 16-bit formats that a device may accelerate."""
@@ -124,16 +129,26 @@ class Precision:
             raise ValueError(f"{self.name}: a custom precision, and no other, needs an application and a snippet")
 
 
+def _of_dtype(format: FloatFormat) -> tuple[str, ...]:
+    """Other names of the precision that casts to a format: ``fp16``, ``torch.half``."""
+    return (*format.spellings, *(f"torch.{spelling}" for spelling in format.spellings))
+
+
+def _of_autocast(format: FloatFormat) -> tuple[str, ...]:
+    """Other names of autocast to a format: ``amp-fp16``, ``ac-fp16``, ``autocast-half``."""
+    return tuple(f"{kind}-{spelling}" for kind in ("autocast", "amp", "ac") for spelling in format.spellings)
+
+
 def _built_in() -> Sequence[Precision]:
     """In the order in which a scan shows them."""
     return (
-        Precision(name="fp32", kind="reference", format=FP32, aliases=("float32", "float", "torch.float32")),
+        Precision(name="fp32", kind="reference", format=FP32, aliases=_of_dtype(FP32)),
         Precision(
             name="bfloat16",
             kind="cast",
             format=BF16,
             short="bf16",
-            aliases=("bf16", "torch.bfloat16"),
+            aliases=_of_dtype(BF16),
             method="bfloat16",
         ),
         Precision(
@@ -141,13 +156,13 @@ def _built_in() -> Sequence[Precision]:
             kind="autocast",
             format=BF16,
             short="ac-bf16",
-            aliases=("ac-bf16", "amp-bf16", "autocast-bfloat16"),
+            aliases=_of_autocast(BF16),
         ),
         Precision(
             name="half",
             kind="cast",
             format=FP16,
-            aliases=("fp16", "f16", "float16", "torch.half", "torch.float16"),
+            aliases=_of_dtype(FP16),
             method="half",
         ),
         Precision(
@@ -155,7 +170,7 @@ def _built_in() -> Sequence[Precision]:
             kind="autocast",
             format=FP16,
             short="ac-fp16",
-            aliases=("ac-fp16", "amp-fp16", "autocast-half", "autocast-float16"),
+            aliases=_of_autocast(FP16),
         ),
     )
 

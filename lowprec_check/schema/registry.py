@@ -118,8 +118,8 @@ class Registry(Generic[Item]):
         return list(self._items)
 
     def find(self, name: str) -> Item | None:
-        """The value of that name or alias, in any case; ``None`` if there is none."""
-        wanted = str(name).strip().lower()
+        """The value of that name or alias, in any case, with ``-`` or ``_``; ``None`` if there is none."""
+        wanted = _plain(str(name))
         return next((item for item in self if wanted in _spellings(item)), None)
 
     def get(self, name: str) -> Item:
@@ -127,16 +127,44 @@ class Registry(Generic[Item]):
         found = self.find(name)
         if found is None:
             spellings = [spelling for item in self for spelling in (item.name, *item.aliases)]
-            near = difflib.get_close_matches(str(name).lower(), spellings, 1)
-            meant = self.find(near[0]) if near else None
+            near = nearest(str(name), spellings)
+            meant = self.find(near) if near else None
             suggestion = f"Did you mean {meant.name}? " if meant else ""
-            raise UsageError(f"Unknown {self._noun} {name!r}.", f"{suggestion}Choose from {', '.join(self.names())}.")
+            raise UsageError(
+                f"Unknown {self._noun} {str(name)!r}.", f"{suggestion}Choose from {', '.join(self.names())}."
+            )
         return found
+
+    def names_in(self, given: object) -> list[str]:
+        """The names for one name or alias, or for several: in a sequence or separated by commas; each once, in the order given.
+
+        Raises :class:`UsageError` with a suggestion for an unknown one.
+        """
+        return list(dict.fromkeys(self.get(word).name for word in words_in(given)))
+
+
+def words_in(given: object) -> list[str]:
+    """The words of a text separated by commas, of another value (``torch.half``), or of each value in a sequence."""
+    several = isinstance(given, Iterable) and not isinstance(given, str)
+    values = list(given) if several else [given]  # type: ignore[call-overload]
+    return [word.strip() for value in values for word in str(value).split(",")]
+
+
+def nearest(word: str, spellings: Iterable[str]) -> str | None:
+    """The spelling that was probably meant, for "did you mean"; ``None`` if none is near."""
+    plain, wanted = {_plain(spelling): spelling for spelling in spellings}, _plain(word)
+    begun = [spelling for spelling in plain if len(wanted) > 2 and spelling.startswith(wanted)]
+    found = begun or difflib.get_close_matches(wanted, plain, 1)
+    return plain[found[0]] if found else None
 
 
 def _spellings(item: Named) -> list[str]:
-    """The name and the aliases, in lower case."""
-    return [spelling.lower() for spelling in (item.name, *item.aliases)]
+    """The name and the aliases, as they are compared."""
+    return [_plain(spelling) for spelling in (item.name, *item.aliases)]
+
+
+def _plain(spelling: str) -> str:
+    return spelling.strip().lower().replace("_", "-")
 
 
 def choices(names: Sequence[str], last: str = "or") -> str:

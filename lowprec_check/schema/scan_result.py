@@ -185,6 +185,8 @@ class Diagnostic(Struct, frozen=True, kw_only=True):
     calls: int = 1
     accepted: bool = False
     """Whether the scan's baseline accepts it."""
+    timed: bool = False
+    """Whether it rests on measured times, so that it comes and goes with the load of the machine: never in a baseline."""
 
     @property
     def run_label(self) -> str | None:

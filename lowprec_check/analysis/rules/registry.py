@@ -33,6 +33,8 @@ class Finding(NamedTuple):
     help: str | None = None
     calls: int = 1
     severity: Severity | None = None
+    timed: bool = False
+    """Whether this finding rests on measured times, if not all of its rule do."""
 
 
 Check = Callable[[ScanResult], Iterator[Finding]]
@@ -45,6 +47,8 @@ class Rule(NamedTuple):
     name: str
     severity: Severity
     check: Check
+    timed: bool = False
+    """Whether all of its findings rest on measured times: they are left out of baselines."""
 
     @property
     def summary(self) -> str:
@@ -76,6 +80,7 @@ class Rule(NamedTuple):
                 help="; ".join(filter(None, (finding.help, reported))) or None,
                 url=issue.link if issue else None,
                 calls=finding.calls,
+                timed=self.timed or finding.timed,
             )
 
 
@@ -91,13 +96,13 @@ def rules() -> Mapping[str, Rule]:
     return dict(sorted(_RULES.items()))
 
 
-def rule(code: str, name: str, severity: Severity) -> Callable[[Check], Check]:
+def rule(code: str, name: str, severity: Severity, *, timed: bool = False) -> Callable[[Check], Check]:
     """Register a check under ``code``; raises ``ValueError`` if the code is taken."""
 
     def register(check: Check) -> Check:
         if code in _RULES:
             raise ValueError(f"{code} is registered twice")
-        _RULES[code] = Rule(code, name, severity, check)
+        _RULES[code] = Rule(code, name, severity, check, timed)
         return check
 
     return register

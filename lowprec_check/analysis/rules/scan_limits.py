@@ -65,7 +65,9 @@ def emulated_op(result: ScanResult) -> Iterator[Finding]:
         for op, reason in run.emulated.items():
             if counts[op]:
                 message = f"computed in fp32 and rounded: {reason}"
-                yield Finding(message, run=run, op=op, help="see LP106 or LP107 of this op", calls=counts[op])
+                crashes = any(gap.kind == "crash" and gap.op == op for gap in run.gaps)
+                advice = "see LP106 or LP107 of this op"
+                yield Finding(message, run=run, op=op, help=advice, calls=counts[op], timed=not crashes)
 
 
 @rule("LP904", "instruments-perturb", "note")
@@ -108,5 +110,7 @@ def incomplete_scan(result: ScanResult) -> Iterator[Finding]:
             ended = run.incomplete_because or run.reason or "the op-by-op analysis ended early"
             why = f"{stop.type}: {stop.message}" if stop else ended
             module, source = (stop.module, stop.source) if stop else (None, None)
-            advice = "fix this and scan again" if stop or "budget" not in ended else _LARGER_BUDGET
-            yield Finding(f"later ops were not checked: {why}", run=run, module=module, source=source, help=advice)
+            timed = not stop and "budget" in ended
+            advice = _LARGER_BUDGET if timed else "fix this and scan again"
+            message = f"later ops were not checked: {why}"
+            yield Finding(message, run=run, module=module, source=source, help=advice, timed=timed)

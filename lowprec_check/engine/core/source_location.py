@@ -21,14 +21,15 @@ import lowprec_check
 from lowprec_check.errors import encodable
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_PACKAGE = os.path.dirname(lowprec_check.__file__) + os.sep
+PACKAGE = os.path.dirname(lowprec_check.__file__) + os.sep
+"""The folder of this package."""
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 
 
 @functools.cache
 def is_user_code(filename: str) -> bool:
     """Whether a source file belongs to neither torch, nor this package, nor the standard library."""
-    if filename.startswith((_TORCH, _PACKAGE, "<frozen", "<__array", "<eval_with_key")):
+    if filename.startswith((_TORCH, PACKAGE, "<frozen", "<__array", "<eval_with_key")):
         return False
     in_site = "site-packages" in filename or "dist-packages" in filename
     return in_site or not filename.startswith(_STDLIB)
@@ -66,7 +67,7 @@ def source_line(frame: FrameType | None = None) -> str | None:
         code = frame.f_code
         if is_user_code(code.co_filename):
             return show_line(code.co_filename, frame.f_lineno)
-        if code.co_filename.startswith(_PACKAGE) and code.co_name == "call_model":
+        if code.co_filename.startswith(PACKAGE) and code.co_name == "call_model":
             return None
         frame = frame.f_back
     return None

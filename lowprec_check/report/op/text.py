@@ -70,7 +70,7 @@ def _support(cells: list[SupportCell]) -> Text:
     """The worst of the cells; under autocast, forward and backward share a column."""
     known = [cell for cell in cells if cell.state is not None]
     if not known:
-        return Text("–", style="dim")
+        return Text("n/a" if any(cell.not_applicable for cell in cells) else "–", style="dim")
     cell = min(known, key=lambda cell: STATES.index(cell.state or "all"))
     if cell.state == "all":
         words = f"since {'≤' if cell.since_oldest else ''}{cell.since}"
@@ -104,14 +104,17 @@ def _evidence(cells: list[SupportCell]) -> str:
 
 
 def _failures(cells: list[SupportCell]) -> list[str]:
-    """One line per failure, with the cells it occurs in."""
+    """One line per failure, with the cells it occurs in, and per reason why a dtype does not apply."""
     where: dict[str, list[str]] = {}
+    reasons = dict.fromkeys(
+        f"{SHORT[cell.dtype]} does not apply: {cell.not_applicable}" for cell in cells if cell.not_applicable
+    )
     for cell in cells:
         if cell.failure is not None:
             at = f" in {cell.failure.at}" if cell.failure.at else ""
             text = f"{cell.failure.kind}{at}: {cell.failure.message}{in_samples(cell.failure.condition)}"
             where.setdefault(text, []).append(f"{cell.device} {SHORT[cell.dtype]} {cell.mode}")
-    return [
+    return [*reasons] + [
         f"{places[0]}{f' and {len(places) - 1} more' if len(places) > 1 else ''}: {text}"
         for text, places in where.items()
     ]
@@ -170,6 +173,11 @@ def render_gaps(found: Gaps, *, width: int = 100, color: bool = False) -> str:
                 missing.op, *shown, missing.fixed_in or "–", _why(missing, declared=found.evidence == "declared")
             )
         console.print(table)
+        if found.not_applicable:
+            what = (
+                f"{SHORT[found.dtype]} does not apply to {len(found.not_applicable)} more, which take complex numbers"
+            )
+            console.print(f"\n{what}: {', '.join(found.not_applicable)}")
         if found.on_cpu:
             what = f"{len(found.on_cpu)} more run, but copy tensors to the CPU and back"
             console.print(f"\n{what}: {', '.join(found.on_cpu)}")

@@ -1,0 +1,92 @@
+"""The dtype that autocast of the installed torch runs each function in, observed by calling it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from lowprec_check.catalog.aten import AutocastDtype
+from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode
+
+
+class _FirstCall(Exception):  # noqa: N818 - no error: it ends a call whose first op is known
+    """The first op was dispatched."""
+
+
+class _FirstOp(DispatchMode):
+    """Keeps the dtype that the first op casts to, and ends the call. Autocast casts before anything is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cast_to: torch.dtype | None = None
+
+    def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            self.cast_to = kwargs.get("dtype")
+        raise _FirstCall
+
+
+def autocast_policies(device: str, dtype: torch.dtype) -> dict[str, AutocastDtype]:
+    """By the name of the function, those that autocast to ``dtype`` casts the inputs of on a type of device.
+
+    Empty if this build of torch or this machine does not have the device.
+    """
+    key = "AutocastCPU" if device == "cpu" else f"Autocast{device.upper()}"
+    found: dict[str, AutocastDtype] = {}
+    with contextlib.suppress(RuntimeError, AssertionError):
+        torch.zeros(1, device=device)
+        for registered in torch._C._dispatch_get_registrations_for_dispatch_key(key):
+            func = _overload(registered)
+            policy = func and _policy(func, device, dtype)
+            if func is not None and policy:
+                found.setdefault(func._schema.name.partition("::")[2], policy)
+    return found
+
+
+def _overload(registered: str) -> OpOverload | None:
+    """The overload ``aten::conv2d.padding``; ``None`` for those of other packages and for those without a Python binding."""
+    space, _, name = registered.partition("::")
+    base, _, overload = name.partition(".")
+    packet = getattr(torch.ops.aten, base, None) if space == "aten" else None
+    return getattr(packet, overload or "default", None)
+
+
+def _policy(func: OpOverload, device: str, low: torch.dtype) -> AutocastDtype | None:
+    """``fp32`` if 16-bit inputs are cast to it, ``low`` if fp32 inputs are; ``inputs`` if only mixed ones are cast."""
+    if _cast(func, device, low, [low]) == torch.float32:
+        return "fp32"
+    if _cast(func, device, low, [torch.float32]) == low:
+        return "low"
+    return "inputs" if _cast(func, device, low, [low, torch.float32]) else None
+
+
+def _cast(func: OpOverload, device: str, low: torch.dtype, dtypes: Sequence[torch.dtype]) -> torch.dtype | None:
+    """The dtype that the first input is cast to when the tensors have ``dtypes`` in turn."""
+    mode, tensors = (
+        _FirstOp(),
+        (torch.zeros(2, 2, 2, 2, dtype=dtype, device=device) for dtype in itertools.cycle(dtypes)),
+    )
+    required = [a for a in func._schema.arguments if not a.has_default_value()]
+    args = [_example(argument.type, tensors) for argument in required if not argument.kwarg_only]
+    kwargs = {argument.name: _example(argument.type, tensors) for argument in required if argument.kwarg_only}
+    # Arguments are wrong for many functions: those fail after the cast, or without one.
+    with torch.autocast(device, dtype=low), contextlib.suppress(_FirstCall, RuntimeError, TypeError, IndexError), mode:
+        func(*args, **kwargs)
+    return mode.cast_to
+
+
+def _example(kind: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """A value of an argument's type."""
+    name = str(kind)
+    if name.endswith("List[Tensor]"):
+        return [next(tensors), next(tensors)]
+    if name == "Tensor":
+        return next(tensors)
+    if name.startswith("List["):
+        return [1]
+    return {"int": 1, "float": 1.0, "number": 1, "bool": False, "str": "none"}.get(name)
