@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lowprec_check import ScanResult
+
 MODEL = """
 import pathlib, subprocess, time
 import torch
@@ -131,3 +133,47 @@ def test_a_guardian_that_is_killed_is_replaced(start: Callable[..., subprocess.P
     guardian.kill()
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_shows_and_saves_the_runs_that_are_finished(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: int, exit_code: int
+) -> None:
+    files = ("--json", "scan.json", "--report", "scan.md", "--update-baseline", "--baseline", "base.json")
+    process = start("scan", "model.py", "-p", "bf16,amp-bf16,half,amp-fp16", *files)
+    process.send_signal(number)
+    screen, errors = process.communicate(timeout=30)
+    assert process.returncode == exit_code, errors
+    result = ScanResult.load(tmp_path / "scan.json")
+    statuses = [(run.precision, run.status) for run in result.runs]
+    assert statuses[1:3] == [("bfloat16", "ok"), ("autocast-bf16", "ok")]
+    assert statuses[3:] == [("half", "skipped"), ("autocast-fp16", "skipped")]
+    assert result.recommendation is not None
+    assert result.recommendation.precision in ("bfloat16", "autocast-bf16")
+    assert screen.count("the scan was") >= 2
+    assert "Use " in screen
+    assert "Use " in (tmp_path / "scan.md").read_text(encoding="utf-8")
+    assert not (tmp_path / "base.json").exists()
+
+
+@pytest.mark.slow
+def test_a_lost_process_loses_no_finished_run(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    process = start("scan", "model.py", "-p", "bf16,half", "--json", "scan.json")
+    [session] = [child for child in psutil.Process(process.pid).children() if "-I" not in child.cmdline()]
+    session.kill()
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 3
+    assert "error: The scan ended early: the process was killed by SIGKILL" in errors
+    assert [run.status for run in ScanResult.load(tmp_path / "scan.json").runs[1:]] == ["ok", "skipped"]
+
+
+@pytest.mark.slow
+def test_a_signal_to_a_search_shows_the_bases_that_are_finished(
+    start: Callable[..., subprocess.Popen[str]],
+) -> None:
+    process = start("plan", "model.py", "--base", "cast", "--budget", "30")
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in errors

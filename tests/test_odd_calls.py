@@ -35,7 +35,7 @@ def test_odd_call(odd: OddCall, tmp_path: Path, call: Call) -> None:
 
 def in_own_process(how: str, arguments: list[str], folder: Path) -> Done:
     """Run the command with standard output closed, on a full disk, in ASCII, or under a limit of file sizes."""
-    options: dict[str, Any] = {"cwd": folder, "stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "check": False}
+    options: dict[str, Any] = {"cwd": folder, "stderr": subprocess.PIPE, "stdout": subprocess.PIPE}
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     prepare: dict[str, Callable[[], object]] = {
         "closed": lambda: os.close(1),
@@ -47,6 +47,6 @@ def in_own_process(how: str, arguments: list[str], folder: Path) -> Done:
         options["stdout"] = os.open("/dev/full", os.O_WRONLY)
     code = "from lowprec_check.cli.main import main; main()"
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], env=environment, preexec_fn=prepare.get(how), **options
+        [sys.executable, "-c", code, *arguments], check=False, env=environment, preexec_fn=prepare.get(how), **options
     )
     return Done(done.returncode, (done.stdout or b"").decode(), done.stderr.decode())

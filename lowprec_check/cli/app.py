@@ -43,7 +43,7 @@ app = typer.Typer(
 )
 
 
-def _version(value: bool) -> None:
+def _print_version(value: bool) -> None:
     if value:
         from importlib.metadata import version
 
@@ -54,8 +54,8 @@ def _version(value: bool) -> None:
 @app.callback()
 def _global_options(
     context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
     no_settings: Annotated[
         bool, typer.Option("--no-settings", help="Ignore [tool.lowprec-check] in pyproject.toml.")

@@ -7,14 +7,25 @@ from typing import Annotated
 import typer
 
 from lowprec_check.cli.app import app
+from lowprec_check.cli.options import completing
 from lowprec_check.errors import UsageError
+
+
+def _codes() -> list[str]:
+    from lowprec_check.analysis.rules.registry import rules
+
+    return list(rules())
 
 
 @app.command()
 def explain(
     code: Annotated[
         str | None,
-        typer.Argument(metavar="[CODE]", help="Code or name, e.g. LP101 or missing-kernel. Default: list all."),
+        typer.Argument(
+            metavar="[CODE]",
+            autocompletion=completing(_codes),
+            help="Code or name, e.g. LP101 or missing-kernel. Default: list all.",
+        ),
     ] = None,
 ) -> None:
     """Print the manual page of a diagnostic code."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +13,17 @@ from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.devices import DEVICES
 from lowprec_check.schema.precisions import formats, low_precisions
 from lowprec_check.schema.registry import Registry, choices
+
+
+def completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """What a shell completes: the names that start with what was typed, behind the last comma."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, typed = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in names() if name.startswith(typed)]
+
+    return complete
+
 
 _PRECISIONS = ", ".join(precision.name for precision in low_precisions())
 _BACKENDS = ", ".join(f"{backend.name} ({backend.summary})" for backend in BACKENDS)
@@ -31,7 +43,7 @@ Inputs = Annotated[
     ),
 ]
 Weights = Annotated[
-    str | None,
+    Path | None,
     typer.Option(
         metavar="FILE", help="State dict to load into the model: a file of torch.save or .safetensors; weights only."
     ),
@@ -42,6 +54,7 @@ Precisions = Annotated[
         "--precision",
         "-p",
         metavar="NAME",
+        autocompletion=completing(lambda: [precision.name for precision in low_precisions()]),
         help=f"{_PRECISIONS}, or an alias such as fp16 (half); repeatable or comma-separated. Default: all.",
     ),
 ]
@@ -50,14 +63,22 @@ Backends = Annotated[
     typer.Option(
         "--backend",
         metavar="NAME",
+        autocompletion=completing(BACKENDS.names),
         help=f"How to execute the model: {_BACKENDS}; repeatable or comma-separated. Default: eager.",
     ),
 ]
 Backend = Annotated[str, typer.Option("--backend", metavar="NAME", help=f"How to execute the model: {_BACKENDS}.")]
 Device = Annotated[
-    str | None, typer.Option(help=f"Device: {_DEVICES}. Default: an accelerator if there is one, else cpu.")
+    str | None,
+    typer.Option(
+        autocompletion=completing(DEVICES.names),
+        help=f"Device: {_DEVICES}. Default: an accelerator if there is one, else cpu.",
+    ),
 ]
-Devices = Annotated[list[str] | None, typer.Option(help=f"Device: {_DEVICES}; repeatable, one row per device.")]
+Devices = Annotated[
+    list[str] | None,
+    typer.Option(autocompletion=completing(DEVICES.names), help=f"Device: {_DEVICES}; repeatable, one row per device."),
+]
 Tolerance = Annotated[
     float | None,
     typer.Option(min=0.0, help=f"Largest relative L2 error of the output that passes. Default: {_TOLERANCES}."),
@@ -83,7 +104,4 @@ def names_of(registry: Registry[Any], values: Iterable[str] | None) -> list[str]
 
     ``None`` if the option is absent; raises :class:`UsageError` for an unknown name.
     """
-    if values is None:
-        return None
-    given = [name.strip() for value in values for name in value.split(",")]
-    return list(dict.fromkeys(registry.get(name).name for name in given))
+    return None if values is None else registry.names_in(values)

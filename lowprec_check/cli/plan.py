@@ -99,7 +99,12 @@ def plan(
             without_kernel=tuple(without_kernel or ()),
         )
         try:
-            for planning in plan_file(TargetSpec(target, tuple(inputs or ()), weights), options, isolation, shown.step):
+            for planning in plan_file(
+                TargetSpec(target, tuple(inputs or ()), str(weights) if weights is not None else None),
+                options,
+                isolation,
+                shown.step,
+            ):
                 found = planning
         except BaseException as error:
             ended_by = error

@@ -122,7 +122,7 @@ def scan(
             ignore=ignore or (),
             plan=plan,
         )
-        spec = TargetSpec(target, tuple(inputs or ()), weights)
+        spec = TargetSpec(target, tuple(inputs or ()), str(weights) if weights is not None else None)
         try:
             for result in scan_file(spec, options, isolation, shown.step):
                 shown.done(result)

@@ -71,10 +71,11 @@ def _of_group(
         for key in own:
             if key not in options:
                 raise _unknown(path, f"{name}.{command}", key, list(options))
-        values = {key: value for key, value in general.items() if key in options} | own
+        usable = {key: value for key, value in general.items() if key in options and _fits(options[key], value)}
+        tables = {**dict.fromkeys(usable, name), **dict.fromkeys(own, f"{name}.{command}")}
         found[command] = {
-            options[key].name: _checked(options[key], value, context, f"{path}: [{name}] {key}", path.parent)
-            for key, value in values.items()
+            options[key].name: _checked(options[key], value, context, f"{path}: [{tables[key]}] {key}", path.parent)
+            for key, value in (usable | own).items()
         }
     return found
 
@@ -93,19 +94,23 @@ def _options(command: Any, context: Any) -> dict[str, Any]:
     }
 
 
+def _fits(option: Any, value: Any) -> bool:
+    """Whether an option takes as many values: ``precision`` takes several in a scan, and one in a search for a plan."""
+    return option.multiple or not isinstance(value, list)
+
+
 def _checked(option: Any, value: Any, context: Any, where: str, folder: Path) -> Any:
     """The value as the option takes it; a path is relative to the folder of the file."""
-    several = option.multiple and isinstance(value, list)
-    given = value if several else [value]
-    if option.type.name in ("path", "file") and all(isinstance(item, str) for item in given):
-        given = [item if item == "-" else os.path.relpath(folder / item) for item in given]
-    given = [item if isinstance(item, bool) else str(item) for item in given]
-    value = given if option.multiple else given[0]
+    given = [item if isinstance(item, bool) else str(item) for item in (value if isinstance(value, list) else [value])]
+    if not _fits(option, value):
+        raise UsageError(f"{where}: one value is expected, not a list.", "Fix the value.")
     try:
-        option.type_cast_value(context, value)
-    except Exception as error:  # click's own class of errors
+        taken = option.process_value(context, given if option.multiple else given[0])
+    except Exception as error:  # of a class that the parser keeps to itself
         raise UsageError(f"{where}: {getattr(error, 'message', message_of(error))}", "Fix the value.") from None
-    return value
+    if isinstance(taken[0] if option.multiple else taken, Path):
+        given = [item if item == "-" else os.path.relpath(folder / str(item)) for item in given]
+    return given if option.multiple else given[0]
 
 
 def _unknown(path: Path, table: str, key: str, known: list[str]) -> UsageError:

@@ -1,0 +1,119 @@
+"""Settings in pyproject.toml, and shell completion."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Call
+
+from lowprec_check import ScanResult
+
+MODEL = "import torch\nmodel = torch.nn.Linear(3, 2).eval()\ninputs = torch.ones(4, 3)\n"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Callable[[str], Path]:
+    """A project with a model and these settings."""
+
+    def write(settings: str) -> Path:
+        (tmp_path / "pyproject.toml").write_text(settings, encoding="utf-8")
+        (tmp_path / "models").mkdir(exist_ok=True)
+        (tmp_path / "models" / "model.py").write_text(MODEL, encoding="utf-8")
+        return tmp_path
+
+    return write
+
+
+SETTINGS = """
+[tool.lowprec-check]
+precision = ["half", "amp-fp16"]
+device = "cpu"
+quiet = true
+
+[tool.lowprec-check.scan]
+json = "reports/scan.json"
+fail-on = "never"
+tolerance = 1e-9
+
+[tool.lowprec-check.catalog.gaps]
+dtype = "bf16"
+"""
+
+
+@pytest.mark.slow
+def test_settings_are_defaults_relative_to_their_file(project: Callable[[str], Path], call: Call) -> None:
+    root = project(SETTINGS)
+    (root / "reports").mkdir()
+    done = call("scan", "model.py", folder=root / "models")
+    assert done.returncode == 0, done.stderr
+    result = ScanResult.load(root / "reports" / "scan.json")
+    assert [run.precision for run in result.runs if run.base is None] == ["fp32", "half", "autocast-fp16"]
+    assert result.options["tolerance"] == 1e-9
+    done = call("scan", "model.py", "-p", "half", "--tolerance", "0.1", folder=root / "models")
+    assert [run.status for run in ScanResult.load(root / "reports" / "scan.json").runs] == ["ok", "ok"]
+    done = call("--no-settings", "scan", "model.py", "-p", "bf16", "-q", folder=root / "models")
+    assert [run.precision for run in ScanResult.load(root / "reports" / "scan.json").runs] == ["fp32", "half"]
+
+
+def test_settings_of_nested_commands(project: Callable[[str], Path], call: Call) -> None:
+    root = project(SETTINGS)
+    with_settings, as_asked, without = (
+        call(*options, folder=root).stdout
+        for options in (
+            ("catalog", "gaps"),
+            ("catalog", "gaps", "--dtype", "half"),
+            ("--no-settings", "catalog", "gaps", "--dtype", "bf16"),
+        )
+    )
+    assert with_settings == without
+    assert with_settings != as_asked
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("[tool.lowprec-check]\nprecison = 'half'", "unknown key 'precison'.\nDid you mean precision?"),
+        ("[tool.lowprec-check.scna]\nbudget = 1", "unknown key 'scna'.\nDid you mean scan?"),
+        ("[tool.lowprec-check.scan]\nengine = 'dask'", "[tool.lowprec-check.scan] has the unknown key 'engine'"),
+        ("[tool.lowprec-check.scan]\nbudget = 'soon'", "[tool.lowprec-check.scan] budget: "),
+        ("[tool.lowprec-check.scan]\ndevice = ['cpu']", "[tool.lowprec-check.scan] device: one value is expected"),
+        ("[tool.lowprec-check]\nerrors = 'all'", "[tool.lowprec-check] errors: "),
+        ("[tool]\nlowprec-check = 3", "is not a table"),
+        ("[tool.lowprec-check", "pyproject.toml: "),
+    ],
+)
+def test_wrong_settings(project: Callable[[str], Path], call: Call, settings: str, message: str) -> None:
+    done = call("env", folder=project(settings))
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert call("--no-settings", "explain", folder=project(settings)).returncode == 0
+
+
+def test_a_project_without_settings(project: Callable[[str], Path], call: Call) -> None:
+    assert call("explain", folder=project("[project]\nname = 'x'\n")).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("lowprec-check sc", ["scan"]),
+        ("lowprec-check scan --prec", ["--precision"]),
+        ("lowprec-check scan model.py -p auto", ["autocast-bf16", "autocast-fp16"]),
+        ("lowprec-check scan model.py --device x", ["xpu"]),
+        ("lowprec-check explain LP10", ["LP101", "LP102"]),
+    ],
+)
+def test_completion_in_bash(line: str, expected: list[str]) -> None:
+    words = line.split(" ")
+    environment = {"_LOWPREC_CHECK_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    code = "import sys; sys.argv[0] = 'lowprec-check'; from lowprec_check.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=False
+    )
+    assert set(expected) <= set(done.stdout.split()), done.stderr
