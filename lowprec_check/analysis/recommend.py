@@ -69,7 +69,7 @@ def _reason(best: Run, runs: Sequence[Run]) -> str:
     if faster:
         verb = "is" if len(faster) == 1 else "are"
         parts.append(f"{' and '.join(faster)} {verb} faster but less safe: some ops have no kernel in another dtype.")
-    parts += [f"Not {' or '.join(names)}: {reason}." for reason, names in why.items()]
+    parts += [f"Not {' or '.join(names)}: {reason.rstrip('.')}." for reason, names in why.items()]
     return " ".join(parts)
 
 

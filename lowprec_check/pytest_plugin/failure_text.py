@@ -48,7 +48,7 @@ def scan_text(result: ScanResult, exception: ExceptionInfo | None = None, *, in_
 def _print_error(console: Console, exception: ExceptionInfo, which: str) -> None:
     where = f" at {exception.source}" if exception.source else ""
     console.print(f"The call stopped{where} with an error that {which}:")
-    console.print(Padding(Text(f"{exception.type}: {exception.message}"), (0, 0, 0, 6)))
+    console.print(Padding(Text(exception.text), (0, 0, 0, 6)))
 
 
 _WORDS = {"all": "runs", "some": "runs in part", "none": "does not run", None: "unknown"}

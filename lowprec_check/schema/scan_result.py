@@ -65,6 +65,11 @@ class ExceptionInfo(Struct, frozen=True, kw_only=True):
     module: str | None = None
     source: str | None = None
 
+    @property
+    def text(self) -> str:
+        """Type and message: ``KeyError: 'scale'``; of one without a message, ``AssertionError (no message)``."""
+        return f"{self.type}: {self.message}" if self.message.strip() else f"{self.type} (no message)"
+
 
 class Gap(Struct, frozen=True, kw_only=True):
     """Calls of one op at one place that fail in low precision and succeed when their inputs are widened."""
