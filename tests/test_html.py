@@ -80,9 +80,9 @@ def test_the_page_opens_without_errors_and_shows_the_origin_of_the_error(
 ) -> None:
     with opened(browser, page_of(RESULT), color_scheme=scheme) as page:
         assert page.locator("html").get_attribute("data-theme") == scheme
-        assert "Use half with 2 modules in fp32" in page.locator(".verdict").inner_text()
+        assert "Use half with 2 of 6 modules in fp32" in page.locator(".verdict").inner_text()
         assert (
-            "The error originates in aten.gelu.default in head at net.py:26 (call 42): the first Inf (12 values)."
+            "The error originates in aten.gelu.default in head at net.py:26 (call 42): the first Inf, in 12 of 65,536 values (< 0.1 %)."
             in page.inner_text("#origin")
         )
         assert label_in_chart(page) == "origin: aten.gelu.default"

@@ -27,7 +27,7 @@ class Origin(NamedTuple):
         if self.kind == "nonfinite":
             what = "NaN" if op_call.introduced_nan else "Inf"
             number = op_call.introduced_inf + op_call.introduced_nan
-            return f"the first {what}: {out_of(number, op_call.compared_values, 'value')}"
+            return f"the first {what}, in {out_of(number, op_call.compared_values, 'value')}"
         before, after = op_call.input_error or 0.0, op_call.accumulated_error or 0.0
         grows = f"error grows from {before:.1e} to {after:.1e}"
         return grows if self.kind == "source" else f"the largest step, {grows}"

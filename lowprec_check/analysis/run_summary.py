@@ -144,6 +144,16 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
+def in_fp32(kept: Sequence[str], modules: int) -> str:
+    """``2 of 6 modules in fp32`` of a model with 7 ``modules``, itself included."""
+    total = max(0, modules - 1)
+    return (
+        f"{len(kept)} of {counted(total, 'module')} in fp32"
+        if len(kept) <= total
+        else f"{counted(len(kept), 'module')} in fp32"
+    )
+
+
 def out_of(number: int, total: int, noun: str) -> str:
     """``417 of 200,704 values (0.2 %)``; without a known total ``417 values``."""
     if total < number or not total:

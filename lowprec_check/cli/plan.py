@@ -8,7 +8,16 @@ from typing import Annotated
 
 import typer
 
-from lowprec_check.cli.app import FINDINGS, app, check_writable, print_status, progress, screen_size, stdout_kept
+from lowprec_check.cli.app import (
+    FINDINGS,
+    app,
+    check_writable,
+    print_document,
+    print_status,
+    progress,
+    screen_size,
+    stdout_kept,
+)
 from lowprec_check.cli.options import Backend, Device, Inputs, Isolation, Quiet, Seed, Target, Tolerance, WithoutKernel
 from lowprec_check.schema.precisions import plan_bases
 from lowprec_check.schema.registry import choices
@@ -80,9 +89,9 @@ def plan(
             found.plan.save(save)
         print_status(f"plan saved to {save}" if found.plan is not None else "no plan was found; nothing saved")
     if json:
-        sys.stdout.write(found.to_json().decode())
+        print_document(found.to_json())
     else:
         from lowprec_check.report.plan import render
 
-        sys.stdout.write(render(found, **screen_size(least=0)))
+        sys.stdout.write(render(found, **screen_size()))
     raise typer.Exit(0 if found.plan is not None else FINDINGS)

@@ -22,11 +22,12 @@ from lowprec_check.cli.options import (
     WithoutKernel,
     names_of,
 )
-from lowprec_check.cli.report import Reports, check_reports, print_report
+from lowprec_check.cli.report import Reports, Verbose, check_reports, print_report
 from lowprec_check.errors import UsageError
-from lowprec_check.report.registry import write
+from lowprec_check.report.registry import FORMATS, write
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.registry import choices
 
 if TYPE_CHECKING:
     from lowprec_check.schema.scan_result import ScanResult
@@ -86,6 +87,11 @@ def scan(
         ),
     ] = "no-pass",
     findings: Annotated[int, typer.Option(min=0, help="Maximum number of groups of findings to print.")] = 12,
+    format: Annotated[
+        str | None,
+        typer.Option("--format", "-f", help=f"What to print: {choices(FORMATS.names())}. Default: text."),
+    ] = None,
+    verbose: Verbose = False,
     isolation: Isolation = None,
     quiet: Quiet = False,
 ) -> None:
@@ -93,6 +99,7 @@ def scan(
     precisions, backends = names_of(PRECISIONS, precision), names_of(BACKENDS, backend)
     check_writable(json, "--json")
     check_reports(report or [])
+    printed = _printed_format(json, format)
     accepted = known_findings(baseline, update_baseline)
     check_writable(save_plan, "--save-plan")
     _check_codes([*(select or []), *(ignore or [])])
@@ -121,9 +128,11 @@ def scan(
         else:
             result.plan.save(save_plan)
     result = apply_baseline(result, accepted, baseline, update_baseline)
-    _report(result, json, findings)
+    if json is not None and str(json) != "-":
+        result.save(json)
+    print_report(result, printed, findings, verbose=verbose)
     for file in report or []:
-        write(result, file)
+        write(result, file, verbose=verbose)
     raise typer.Exit(FINDINGS if _fails(result, fail_on) else 0)
 
 
@@ -135,13 +144,15 @@ def _check_codes(prefixes: list[str]) -> None:
             raise UsageError(f"No diagnostic code starts with {prefix!r}.", "List them with: lowprec-check explain")
 
 
-def _report(result: ScanResult, json: Path | None, findings: int) -> None:
-    if json is not None and str(json) == "-":
-        print_report(result, "json")
-        return
-    if json is not None:
-        result.save(json)
-    print_report(result, "text", findings)
+def _printed_format(json: Path | None, format: str | None) -> str:
+    """The format of what is printed; raises :class:`UsageError` if two are asked for, or one that cannot be rendered."""
+    if json is None or str(json) != "-":
+        chosen = FORMATS.get(format or "text")
+        chosen.check_available()
+        return chosen.name
+    if format is not None:
+        raise UsageError("--json - and --format both print to stdout.", "Use one of them, or give --json a file.")
+    return "json"
 
 
 def _fails(result: ScanResult, fail_on: FailOn) -> bool:

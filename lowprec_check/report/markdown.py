@@ -35,7 +35,7 @@ def render(result: ScanResult, longest: int = LONGEST) -> str:
 def _head(result: ScanResult) -> Iterator[str]:
     sign = "✅" if summary.passes(result) else "❔" if result.recommendation else "❌"
     yield f"### {sign} {escape(summary.verdict(result))} · {code(result.model.name)}"
-    yield f"{escape(summary.title(result))}  \n{escape(summary.machine(result))}"
+    yield f"{escape(summary.title(result))}  \n{escape(summary.machine(result))}  \n{summary.SCOPE}"
     for note in result.model.notes[:20]:
         yield f"> {escape(visible(note))}"
     if result.recommendation is not None:
@@ -52,6 +52,7 @@ def _head(result: ScanResult) -> Iterator[str]:
 
 
 def _runs(result: ScanResult) -> str:
+    has_metric = summary.has_metric(result)
     rows = [
         [
             escape(row.label),
@@ -59,11 +60,13 @@ def _runs(result: ScanResult) -> str:
             row.error,
             row.time,
             row.memory,
+            *([row.metric] if has_metric else []),
             escape(shorten(row.why, 200)),
         ]
         for row in summary.rows(result)[:40]
     ]
-    return table(rows, ["precision", "status", "error", "time", "memory", "why"], "llrrrl")
+    figures = ["error", "time", "memory", *(["metric"] if has_metric else [])]
+    return table(rows, ["precision", "status", *figures, "why"], f"ll{'r' * len(figures)}l")
 
 
 def _origins(result: ScanResult) -> Iterator[str]:
