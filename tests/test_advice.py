@@ -211,6 +211,24 @@ def test_a_wrong_output_is_answered_with_the_recommendation() -> None:
     assert helps(advised(a_result(wrong, plan)), "LP301") == ["keep the modules in fp32 that the recommendation names"]
 
 
+@pytest.mark.parametrize(
+    ("latency", "fp16", "says"),
+    [
+        (0.1, False, "measured here (too short to compare times; this device does not accelerate fp16)."),
+        (0.1, True, "measured here (too short to compare times)."),
+        (0.1, None, "measured here (too short to compare times)."),
+        (20.0, False, ", 2.0 times slower than fp32 on this machine; this device does not accelerate fp16."),
+        (10.0, False, ", about as fast as fp32; this device does not accelerate fp16."),
+        (5.0, False, "measured here, 2.0 times as fast as fp32."),
+    ],
+)
+def test_a_recommendation_fits_the_head(latency: float, fp16: bool | None, says: str) -> None:
+    best = a_run("autocast-fp16", latency_ms=latency, output_error=stats(1e-3), tolerance=1e-2)
+    advice = recommend([FP32, best], INFO, {"fp16_accelerated": fp16, "bf16_accelerated": True})
+    assert advice is not None
+    assert advice.reason.endswith(says)
+
+
 def stats(rel_l2: float) -> ErrorStats:
     return ErrorStats(rel_l2=rel_l2, max_abs=1.0, cosine=1.0, sqnr_db=None)
 

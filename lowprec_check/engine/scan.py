@@ -207,7 +207,7 @@ def scan_target(
         environment=machine,
         options=options.saved(target_runs.isolation),
         runs=runs,
-        recommendation=recommend(runs, model),
+        recommendation=recommend(runs, model, machine),
         plan=planned[1] if planned is not None else None,
     )
     return msgspec.structs.replace(result, diagnostics=diagnose(result, options.select, options.ignore))

@@ -85,18 +85,21 @@ def _findings(result: ScanResult, room: int) -> str:
         return tally[:1].upper() + tally[1:] + "." if result.diagnostics else "No findings."
     rows = [_row(item) for item in groups]
     kept = len(rows)
-    text = _folded(tally, rows, 0)
+    text = _folded(tally, rows, kept)
     while len(text) > room and kept:
         kept = min(kept - 1, int(kept * room / len(text)))
-        text = _folded(tally, rows[:kept], len(rows) - kept)
+        text = _folded(tally, rows, kept)
     return text
 
 
-def _folded(tally: str, rows: Sequence[list[str]], left_out: int) -> str:
-    parts = [table(rows, ["", "finding", "precision", "op", "where", "what"], "llllll")] if rows else []
-    if left_out:
+def _folded(tally: str, rows: Sequence[list[str]], kept: int) -> str:
+    """The first ``kept`` rows, and how many of them are not shown."""
+    heads = ["", "finding", "precision", "op", "where", "what"]
+    parts = [table(rows[:kept], heads, "llllll")] if kept else []
+    if kept < len(rows):
         parts.append(
-            f"*{left_out} more groups of findings are not shown; the most severe are above. The saved JSON has all.*"
+            f"*{len(rows) - kept} of {len(rows)} groups of findings are not shown; the most severe are above. "
+            "The saved JSON has all.*"
         )
     return fold(tally, "\n\n".join(parts))
 

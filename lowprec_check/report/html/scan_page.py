@@ -49,6 +49,7 @@ def render(result: ScanResult) -> str:
         "left_out": modules.left_out,
         "scale": SCALE,
         "findings": [_finding(item) for item in groups[:MOST_GROUPS]],
+        "groups": len(groups),
         "groups_left_out": max(0, len(groups) - MOST_GROUPS),
         "tally": summary.tally(result.diagnostics),
         "environment": list(_environment(result)),
