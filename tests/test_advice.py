@@ -282,7 +282,8 @@ class Recasts(nn.Module):
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x) + self.second(x)
+        y = self.first(x)
+        y = y + self.second(x)
         return torch.softmax(y, -1) @ x
 
 
@@ -297,7 +298,7 @@ def test_repeated_casts_are_one_note_for_the_model() -> None:
     assert repeated == sum(result.run("autocast-bf16").op_calls.recast) == churn.calls > 1
     assert casts == result.run("autocast-bf16").op_calls.op.count("aten._to_copy.default") > repeated
     assert 0 < here < repeated
-    assert (churn.severity, churn.help) == ("note", None)
+    assert (churn.severity, churn.module, churn.help) == ("note", "", None)
 
 
 def test_ops_without_a_kernel_are_counted_against_all() -> None:

@@ -33,15 +33,15 @@ def cast_churn(result: ScanResult) -> Iterator[Finding]:
     """
     for run in filter(uses_autocast, low_runs(result)):
         casts = [row for row in run.op_calls.rows() if row.op == _CAST]
-        places = Counter((row.module, row.source) for row in casts if row.recast)
-        if not places:
+        lines = Counter(row.source for row in casts if row.recast)
+        if not lines:
             continue
-        [((module, source), most)] = places.most_common(1)
-        count = places.total()
+        [(source, most)] = lines.most_common(1)
+        count = lines.total()
         verb = "repeats or undoes" if count == 1 else "repeat or undo"
         message = f"{count:,} of {counted(len(casts), 'cast')} {verb} an earlier cast of the same tensor"
-        here = f"; {most:,} of them here" if len(places) > 1 else ""
-        yield Finding(message + here, run, module, _CAST, source, calls=count)
+        here = f"; {most:,} of them here" if len(lines) > 1 else ""
+        yield Finding(message + here, run, "", _CAST, source, calls=count)
 
 
 _CAST = "aten._to_copy.default"
