@@ -199,6 +199,7 @@ def test_another_precision_passes() -> None:
         torch.testing.assert_close(outputs[1], wanted(x), rtol=0.05, atol=0.05 * float(wanted(x).abs().max()))
 
 
+@pytest.mark.slow
 def test_an_op_that_adds_up_in_16_bits() -> None:
     x = draw(4096, 8, offset=1.0, factor=1e-3)
     for precision in ("half", "bfloat16"):
