@@ -45,7 +45,7 @@ MEASURED = re.compile(r"\d[\d.,]*(?= (?:ms|s|times slower|times as fast)\b)")
 ATTEMPTS = 4
 
 SPEED = re.compile(
-    r" \(too short (?:a run )?to compare times\)|, about as fast as fp32|, N times as fast as fp32"
+    r"; this device does not accelerate \w+| \(too short (?:a run )?to compare times\)|, about as fast as fp32|, N times as fast as fp32"
     r"|, N times slower than fp32(?: on this machine| \(on this machine fp32 is the faster way\))"
     r"| [\w-]+(?: and [\w-]+)* (?:is|are) faster(?:, but kernels are missing for another blanket cast"
     r"| but less safe: some ops have no kernel in another dtype)\."
@@ -66,8 +66,35 @@ CHANGED: list[tuple[str, str, str, str]] = [
         r".*?(\d+) (?:times?|elements?)\b.*",
         "English",
     ),
-    ("diagnostics.LP401/*.message", r"(\d+) casts? .*", r"(\d+) casts? .*", "English"),
-    ("diagnostics.LP20[12]/*.message", r"(\d+%?).*", r"(\d+(?: %)?).*", "English"),
+    ("diagnostics.LP304/*.message", r"(\w+) .*", r"(\w+) .*", "counts have a total"),
+    ("diagnostics.LP304/*.help", r".*", r".*", "it depends on the run's status"),
+    (
+        "diagnostics.LP101/*.help",
+        r"(compute it.*?), or .*",
+        r"(compute it[^,]*).*",
+        "autocast only where the op runs under it",
+    ),
+    (
+        "diagnostics.LP201/*.help",
+        r"(keep this module in fp32).*",
+        r"(keep this module in fp32).*",
+        "bf16 only where it passes",
+    ),
+    ("diagnostics.LP301/*.help", r".*", r".*", "it names what the scan recommends"),
+    (
+        "recommendation.reason",
+        r"(.*?)(\d+) ops? ha(?:s|ve)( no kernel.*)",
+        r"(.*?)(\d+) of \d+ ops ha(?:s|ve)( no kernel.*)",
+        "counts have a total",
+    ),
+    ("diagnostics.LP201/*.message", r"[\d,]+ values? .*", r"[\d,]+ of [\d,]+ values? .*", "counts have a total"),
+    ("diagnostics.LP202/*.message", r"(\d+%?).*", r"(\d+(?: %)?).*", "English"),
+    (
+        "recommendation.reason",
+        r"(.*?-overflow: )(.*)",
+        r"(.*?-overflow: )RuntimeError: (.*)",
+        "the type of the exception",
+    ),
     ("diagnostics.LP204/*.help", r"use torch.finfo.*?(; reported.*)?", r"use torch.finfo.*?(; reported.*)?", "English"),
     ("diagnostics.LP402/*.message", r".*; (\w+) has no kernel for it", r".*there is no kernel for (\w+)", "English"),
     ("diagnostics.LP903/*.message", r"emulated: (.*)", r"computed in fp32 and rounded: (.*)", "English"),
@@ -82,7 +109,10 @@ CHANGED: list[tuple[str, str, str, str]] = [
 """Texts changed on purpose: pattern of the key's path (``runs.*.gaps.*.kind``), regular expressions for the whole old and the
 whole new text, reason. What the groups of the two match must be equal."""
 
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "diagnostics.LP401/*": "one finding for the model",
+    "diagnostics.LP304/*_pool*": "one finding for the model",
+}
 """Pattern of a key's path that only OLD has: the reason."""
 
 ADDED: dict[str, tuple[Any, str]] = {
@@ -90,8 +120,11 @@ ADDED: dict[str, tuple[Any, str]] = {
     "diagnostics.*.backend": ("eager", "a finding names the whole run"),
     "options.backends.0": ("eager", "backends can be chosen"),
     "runs.*.incomplete_because": (None, "why an analysis that ended early did so"),
+    "runs.*.op_calls.compared_*": (..., "the totals of counts"),
+    "diagnostics.LP401/*": (..., "one finding for the model"),
+    "diagnostics.LP304/*_pool*": (..., "one finding for the model"),
 }
-"""Pattern of a key's path that only NEW has: its value, and the reason."""
+"""Pattern of a key's path that only NEW has: its value (``...``: any), and the reason."""
 
 MISSING = "(missing)"
 
@@ -125,7 +158,7 @@ def comparable(result: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     found["diagnostics"] = dict(findings(found["diagnostics"]))
     advice = found["recommendation"]
     if advice is not None:
-        advice["reason"] = SPEED.sub("", advice["reason"])
+        advice["reason"] = SPEED.sub("", SPEED.sub("", advice["reason"]))  # what is in parentheses, then these
         if chosen(result) != chosen(other) and {chosen(result), chosen(other)} <= passed(result) & passed(other):
             found["recommendation"] = "one of those that passed"
     return found
@@ -197,7 +230,9 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     for path in dict.fromkeys([*before, *after]):
         was, now = before.get(path, MISSING), after.get(path, MISSING)
         removed = now is MISSING and any(fnmatchcase(path, pattern) for pattern in REMOVED)
-        added = was is MISSING and any(fnmatchcase(path, key) and now == value for key, (value, _) in ADDED.items())
+        added = was is MISSING and any(
+            fnmatchcase(path, key) and value in (..., now) for key, (value, _) in ADDED.items()
+        )
         if was != now and not removed and not added and not is_intended(path, was, now):
             columns[column(path)].append(f"{path}: {was!r} → {now!r}")
     return [found[0] + (f"  (and {len(found) - 1} more there)" if found[1:] else "") for found in columns.values()]

@@ -21,6 +21,7 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
 
 # What the tests expect holds for the CPU, and scans would choose the GPU of the machine.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ.pop("COLUMNS", None)  # screens have 100 columns where there is no terminal
 
 import torch
 from torch import Tensor, nn

@@ -125,12 +125,12 @@ def test_every_example_gets_a_recommendation(example: Path, call: Call) -> None:
 
 def test_explain_knows_every_code(call: Call) -> None:
     listed = call("explain").stdout
-    assert len(listed.splitlines()) == len(rules()) > 20
+    assert sum(line.startswith("LP") for line in listed.splitlines()) == len(rules()) > 20
     for code, rule in rules().items():
         for name in (code.lower(), rule.name):
             done = call("explain", name)
             assert (done.returncode, done.stdout.splitlines()[0]) == (0, f"{code} {rule.name} ({rule.severity})")
-            assert rule.manual in done.stdout
+            assert " ".join(rule.manual.split()) in " ".join(done.stdout.split())
         assert len(rule.manual) > 80
         assert rule.summary.endswith(".")
         assert f"{code}  {rule.name} " in listed
@@ -189,7 +189,7 @@ def test_plan_saves_a_plan_for_apply(write: Write, tmp_path: Path, call: Call) -
     path, saved = write(DROWNING), tmp_path / "plan.json"
     done = call("plan", str(path), "--dtype", "bf16", "--base", "cast", "--inputs-from", "2", "--save", str(saved))
     assert done.returncode == 0, done.stderr
-    assert "Use bfloat16 with 1 module in fp32" in done.stdout
+    assert "Use bfloat16 with 1 of 3 modules in fp32" in done.stdout
     assert "moving any of them to 16 bits fails" in done.stdout
     assert "on each of 2 batches" in done.stdout
     assert "model.get_submodule" in done.stdout

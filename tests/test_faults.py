@@ -148,27 +148,66 @@ def test_decisions_that_flip() -> None:
 
     flips = [d for d in findings(Decides(), "bfloat16", torch.randn(64, 8)) if d.code == "LP304"]
     assert [d.op for d in flips] == ["aten.argmax.default"]
-    found = re.fullmatch(r"argmax picked a different element than fp32 (\d+) times \((\S+) %\)", flips[0].message)
+    found = re.match(r"argmax picked a different element than fp32 (\d+) of 64 times \((\S+) %\)", flips[0].message)
     assert found is not None
     assert float(found[2]) == pytest.approx(100 * int(found[1]) / 64, abs=0.05)
 
 
+def of_rows(*rows: OpCall, status: str = "inaccurate") -> list[Diagnostic]:
+    """The findings about choices in a run with these calls."""
+    run = Run(precision="half", device="cpu", status=status, op_calls=to_columns(rows))  # type: ignore[arg-type]
+    info = ModelInfo(name="Chain", parameters=1, inputs=[], modules=1, training=False)
+    return diagnose(ScanResult(tool="t", target="t", model=info, environment={}, runs=[run]), select=["LP304"])
+
+
 @pytest.mark.parametrize(
-    ("op", "shape", "flips", "message"),
+    ("op", "choices", "flips", "message"),
     [
-        (
-            "aten.max_pool2d_with_indices.default",
-            "2×1000×100",
-            400,
-            "picked a different element than fp32 400 times (0.2 %)",
-        ),
-        ("aten.argmax.default", "", 1, "picked a different element than fp32 1 time"),
-        ("aten.lt.Tensor", "4×5000", 1, "differs from fp32 in 1 element (< 0.1 %)"),
-        ("aten.nonzero.default", "20×2", 4, "differs from fp32 in 4 elements"),
+        ("aten.sort.default", 200_704, 400, "picked a different element than fp32 400 of 200,704 times (0.2 %)"),
+        ("aten.argmax.default", 0, 1, "picked a different element than fp32 1 time"),  # of an older file
+        ("aten.lt.Tensor", 20_000, 1, "differs from fp32 in 1 of 20,000 elements (< 0.1 %)"),
+        ("aten.nonzero.default", 40, 4, "differs from fp32 in 4 of 40 elements (10 %)"),
     ],
 )
-def test_a_decision_flip_names_op_count_and_share(op: str, shape: str, flips: int, message: str) -> None:
-    run = Run(precision="half", device="cpu", status="ok", op_calls=to_columns([OpCall(op, shape=shape, flips=flips)]))
-    info = ModelInfo(name="Chain", parameters=1, inputs=[], modules=1, training=False)
-    [found] = diagnose(ScanResult(tool="t", target="t", model=info, environment={}, runs=[run]), select=["LP304"])
+def test_a_decision_flip_names_op_count_and_share(op: str, choices: int, flips: int, message: str) -> None:
+    [found] = of_rows(OpCall(op, flips=flips, compared_choices=choices))
     assert found.message == f"{op.split('.')[1]} {message}"
+    assert found.help == "compute its inputs in fp32"
+    [found] = of_rows(OpCall(op, flips=flips, compared_choices=choices), status="ok")
+    assert (found.message, found.help) == (f"{op.split('.')[1]} {message}; the output passes", None)
+
+
+def test_pooling_indices_and_pivots_are_one_note_for_the_model() -> None:
+    ops = [
+        "aten.max_pool2d_with_indices.default",
+        "aten.adaptive_max_pool3d.default",
+        "aten.linalg_lu_factor_ex.default",
+    ]
+    ops += ["aten._linalg_solve_ex.default", "aten._linalg_det.default", "aten.fractional_max_pool2d.default"]
+    rows = [OpCall(op, op, f"net.py:{n}", flips=n, compared_choices=100) for n, op in enumerate(ops)]
+    [found] = of_rows(*rows)
+    assert (found.severity, found.calls, found.help) == ("note", 5, None)
+    assert (found.module, found.op, found.source) == ("", ops[0], "net.py:0")
+    assert found.message == "pooling indices or pivots differ from fp32 in 15 of 600 elements (2.5 %)"
+    others = of_rows(*rows, OpCall("aten.argmax.default", flips=1, compared_choices=2))
+    assert {d.op for d in others} == {"aten.argmax.default", ops[0]}
+
+
+@pytest.mark.parametrize("precision", ["half", "bfloat16"])
+def test_pooling_indices_and_pivots_of_a_model(precision: str) -> None:
+    class Pools(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * self.scale * 1e-3 + 1  # so close to each other that many values become equal
+            pooled = nn.functional.max_pool2d(y, 2) + nn.functional.adaptive_max_pool2d(y, 16)
+            return pooled + torch.linalg.lu_factor(y[0, 0].float())[1].sum()
+
+    found = [d for d in findings(Pools(), precision, torch.randn(1, 2, 32, 32)) if d.code == "LP304"]
+    assert [d.severity for d in found] == ["note"]
+    counts = re.search(r"in ([\d,]+) of ([\d,]+) elements", found[0].message)
+    assert counts is not None
+    assert int(counts[2].replace(",", "")) == 2 * 2 * 16 * 16 + 32 + 1  # the pivots and whether the factors exist
+    assert 0 < int(counts[1].replace(",", "")) < 2 * 2 * 16 * 16 + 32

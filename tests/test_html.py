@@ -80,9 +80,9 @@ def test_the_page_opens_without_errors_and_shows_the_origin_of_the_error(
 ) -> None:
     with opened(browser, page_of(RESULT), color_scheme=scheme) as page:
         assert page.locator("html").get_attribute("data-theme") == scheme
-        assert "Use half with 2 modules in fp32" in page.locator(".verdict").inner_text()
+        assert "Use half with 2 of 6 modules in fp32" in page.locator(".verdict").inner_text()
         assert (
-            "The error originates in aten.gelu.default in head at net.py:26 (call 42): the first Inf (12 values)."
+            "The error originates in aten.gelu.default in head at net.py:26 (call 42): the first Inf, in 12 of 65,536 values (< 0.1 %)."
             in page.inner_text("#origin")
         )
         assert label_in_chart(page) == "origin: aten.gelu.default"
@@ -245,7 +245,7 @@ def test_findings_that_are_not_shown_are_counted() -> None:
     many = [msgspec.structs.replace(first, op=f"aten.op_{i}.default", message="m" * 300) for i in range(20_000)]
     page = render(msgspec.structs.replace(RESULT, diagnostics=many))
     assert len(page) <= LARGEST
-    assert "19500 more groups of findings are not shown" in page
+    assert "19500 of 20000 groups of findings are not shown" in page
 
 
 def test_the_origin_is_the_first_nonfinite_else_the_jump_over_tolerance_else_the_largest_step() -> None:

@@ -48,7 +48,16 @@ hostile = st.one_of(
 FEW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-@pytest.mark.parametrize(("format", "name"), [("text", "report.txt"), ("md", "report.md"), ("sarif", "report.sarif")])
+GOLDENS = {
+    "text": "report.txt",
+    "md": "report.md",
+    "sarif": "report.sarif",
+    "github": "github.txt",
+    "concise": "concise.txt",
+}
+
+
+@pytest.mark.parametrize(("format", "name"), GOLDENS.items())
 def test_goldens(format: str, name: str, golden: Callable[[str, str], None]) -> None:
     golden(name, render(RESULT, format))
 
@@ -142,6 +151,73 @@ def test_junit_has_a_case_for_each_run() -> None:
     assert "net.py:23" in (half[0].text or "")
 
 
+# -- a line per finding
+
+
+def unescaped(text: str) -> str:
+    """What the runner of GitHub Actions shows."""
+    for code, character in (("%3A", ":"), ("%2C", ","), ("%0A", "\n"), ("%0D", "\r"), ("%25", "%")):
+        text = text.replace(code, character)
+    return text
+
+
+def test_github_commands_name_file_line_and_code() -> None:
+    *commands, verdict = render(RESULT, "github").splitlines()
+    found = [
+        re.fullmatch(r"::(error|warning|notice) file=([^,:]+),line=(\d+),title=([^,:]+)::(.+)", c) for c in commands
+    ]
+    assert all(found)
+    shown = [match.groups() for match in found if match is not None]
+    assert ("error", "net.py", "23", "LP101 missing-kernel") in [one[:4] for one in shown]
+    assert "25 % of the values" in next(unescaped(one[4]) for one in shown if one[3] == "LP202 underflow")
+    assert {one[0] for one in shown if one[3].startswith("LP304")} == {"notice"}
+    assert [one[0] for one in shown] == sorted((one[0] for one in shown), key=["error", "warning", "notice"].index)
+    assert verdict == "13 findings: 6 errors, 3 warnings, 4 notes. Use half with 2 of 6 modules in fp32."
+
+
+@FEW
+@given(hostile)
+def test_no_string_breaks_a_workflow_command(nasty: str) -> None:
+    lines = render(shared_result(nasty), "github").splitlines()
+    assert len(lines) == len(render(shared_result(nasty), "concise").splitlines())
+    for line in lines[:-1]:
+        found = re.fullmatch(r"::(error|warning|notice) file=([^,:]*),line=(\d+),title=([^,:]*)::(.*)", line)
+        assert found is not None, line
+        assert not re.search("[\x00-\x1f\u202a-\u202e]", unescaped(found[2] + found[4] + found[5]))
+    assert not lines[-1].startswith("::")
+
+
+def matcher() -> re.Pattern[str]:
+    """The regular expression of the problem matcher in the documentation."""
+    shown = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
+    [saved] = re.findall(r'(?s)```json\n(\{"problemMatcher".*?)```', shown)
+    [pattern] = json.loads(saved)["problemMatcher"][0]["pattern"]
+    assert {name: pattern[name] for name in ("file", "line", "code", "severity", "message")} == {
+        "file": 1, "line": 2, "code": 3, "severity": 4, "message": 5,
+    }  # fmt: skip
+    return re.compile(pattern["regexp"])
+
+
+def test_the_problem_matcher_reads_every_finding() -> None:
+    *lines, verdict = render(RESULT, "concise").splitlines()
+    found = [matcher().match(line) for line in lines]
+    assert all(found)
+    assert {match[3] for match in found if match} == {d.code for d in RESULT.diagnostics}
+    assert {match[4] for match in found if match} == {"error", "warning", "note"}
+    assert lines[0].startswith("net.py:23: LP101 error half: aten.linalg_cholesky_ex.default: ")
+    assert matcher().match(verdict) is None
+
+
+def test_accepted_findings_are_no_lines() -> None:
+    accepted = [msgspec.structs.replace(d, accepted=d.severity == "error") for d in RESULT.diagnostics]
+    result = msgspec.structs.replace(RESULT, diagnostics=accepted)
+    for name in ("github", "concise"):
+        shown = render(result, name)
+        assert "LP202" in shown
+        assert "LP101" not in shown
+        assert "6 accepted by the baseline" in shown.splitlines()[-1]
+
+
 # -- Markdown
 
 
@@ -154,7 +230,7 @@ def test_markdown_counts_the_findings_that_do_not_fit() -> None:
     long = msgspec.structs.replace(RESULT, diagnostics=many)
     shown = markdown.render(long)
     assert 50_000 < len(shown) <= markdown.LONGEST
-    missing = int(re.search(r"\*(\d+) more groups of findings are not shown", shown)[1])  # type: ignore[index]
+    missing = int(re.search(r"\*(\d+) of 3000 groups of findings are not shown", shown)[1])  # type: ignore[index]
     assert missing + shown.count("LP101 missing-kernel") == 3000
 
 

@@ -89,7 +89,7 @@ def _first_fault(run: Run, module: str, gaps: Iterable[Gap], rows: Iterable[OpCa
         return Blame(module=module, why=_reason_of(gap), op=gap.op, source=gap.source)
     raised = run.exception or run.stopped_by
     if raised is not None and raised.module is not None and is_inside(raised.module, module):
-        return Blame(module=module, why=f"raises {raised.type}: {shorten(raised.message)}", source=raised.source)
+        return Blame(module=module, why=f"raises {shorten(raised.text)}", source=raised.source)
     for row in rows:
         if _gives_nonfinite(row):
             what = "overflows to Inf" if row.introduced_inf else "gives NaN"

@@ -12,7 +12,7 @@ from lowprec_check.schema.scan_result import Run, ScanResult
 
 def conclude(result: ScanResult) -> ScanResult:
     """The result with its recommendation and diagnostics, as its options select them."""
-    result = msgspec.structs.replace(result, recommendation=recommend(result.runs, result.model))
+    result = msgspec.structs.replace(result, recommendation=recommend(result.runs, result.model, result.environment))
     options = result.options
     return msgspec.structs.replace(
         result, diagnostics=diagnose(result, options.get("select", ()), options.get("ignore", ()))

@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from lowprec_check.analysis.baseline import file_of, stable_path
-from lowprec_check.analysis.run_summary import SHORT_MS, counted, explain_status, label, memory_ratio, time_ratio
+from lowprec_check.analysis.run_summary import (
+    SHORT_MS,
+    explain_status,
+    in_fp32,
+    label,
+    memory_ratio,
+    time_ratio,
+)
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.run_key import EAGER, RunKey
 from lowprec_check.schema.scan_result import Gap, Run, ScanResult
@@ -297,7 +304,7 @@ def _recommended(result: ScanResult) -> str | None:
     advice = result.recommendation
     if advice is None:
         return None
-    kept = f" with {counted(len(advice.keep_fp32), 'module')} in fp32" if advice.keep_fp32 else ""
+    kept = f" with {in_fp32(advice.keep_fp32, result.model.modules)}" if advice.keep_fp32 else ""
     return advice.label + kept
 
 

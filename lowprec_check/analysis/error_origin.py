@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from lowprec_check.analysis.run_summary import out_of
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run
 
@@ -25,7 +26,8 @@ class Origin(NamedTuple):
         op_call = self.op_call
         if self.kind == "nonfinite":
             what = "NaN" if op_call.introduced_nan else "Inf"
-            return f"the first {what} ({op_call.introduced_inf + op_call.introduced_nan} values)"
+            number = op_call.introduced_inf + op_call.introduced_nan
+            return f"the first {what}, in {out_of(number, op_call.compared_values, 'value')}"
         before, after = op_call.input_error or 0.0, op_call.accumulated_error or 0.0
         grows = f"error grows from {before:.1e} to {after:.1e}"
         return grows if self.kind == "source" else f"the largest step, {grows}"

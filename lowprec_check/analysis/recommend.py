@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from lowprec_check.analysis.run_summary import (
     NOISE,
@@ -22,13 +24,17 @@ from lowprec_check.schema.run_key import PLAN
 from lowprec_check.schema.scan_result import ModelInfo, Recommendation, Run
 
 
-def recommend(runs: Sequence[Run], model: ModelInfo) -> Recommendation | None:
+def recommend(
+    runs: Sequence[Run], model: ModelInfo, environment: Mapping[str, Any] = MappingProxyType({})
+) -> Recommendation | None:
     """The fastest run that passed, among equally fast ones the most accurate; ``None`` if none passed.
 
     If the output of no run could be compared, the fastest that ran; its reason says so.
 
     If a cast of the whole model lacks kernels in any dtype, autocast is preferred to every such cast: it runs these ops
     in fp32, and other inputs may need a kernel that the other dtype lacks.
+
+    ``environment`` is that of the scan; the reason says if the device does not accelerate the recommended dtype.
     """
     low = [run for run in runs if run.is_low]
     passed = [run for run in low if run.status == "ok"] or [run for run in low if run.status == "unjudged"]
@@ -46,16 +52,18 @@ def recommend(runs: Sequence[Run], model: ModelInfo) -> Recommendation | None:
         memory_format=best.memory_format,
         keep_fp32=best.keep_fp32,
         evidence=best.evidence,
-        reason=_reason(best, runs),
+        reason=_reason(best, runs, environment),
         code=snippet(best.key._replace(precision=best.base or best.precision), model, best.keep_fp32, best.untied),
         speedup=speedup(best, runs),
         rel_l2=best.output_error.rel_l2 if best.output_error else None,
     )
 
 
-def _reason(best: Run, runs: Sequence[Run]) -> str:
+def _reason(best: Run, runs: Sequence[Run], environment: Mapping[str, Any]) -> str:
     short = best.latency_ms is not None and best.latency_ms < SHORT_MS
-    speed = " (too short to compare times)" if short else _speed(speedup(best, runs))
+    ratio = speedup(best, runs)
+    slow = _not_accelerated(best, environment) if short or (ratio is not None and ratio < NOISE) else ""
+    speed = f" (too short to compare times{slow})" if short else _speed(ratio) + slow
     parts = [f"{_verdict(best)}, measured here{speed}."]
     if best.keep_fp32:
         parts.append(f"Kept in fp32: {some(best.keep_fp32)}.")
@@ -69,8 +77,14 @@ def _reason(best: Run, runs: Sequence[Run]) -> str:
     if faster:
         verb = "is" if len(faster) == 1 else "are"
         parts.append(f"{' and '.join(faster)} {verb} faster but less safe: some ops have no kernel in another dtype.")
-    parts += [f"Not {' or '.join(names)}: {reason}." for reason, names in why.items()]
+    parts += [f"Not {' or '.join(names)}: {reason.rstrip('.')}." for reason, names in why.items()]
     return " ".join(parts)
+
+
+def _not_accelerated(best: Run, environment: Mapping[str, Any]) -> str:
+    """``; this device does not accelerate fp16``, if that is known."""
+    short = best.basis.format.short if best.basis else ""
+    return f"; this device does not accelerate {short}" if environment.get(f"{short}_accelerated") is False else ""
 
 
 def _verdict(best: Run) -> str:

@@ -104,10 +104,10 @@ def _explained(run: Run) -> str:
     ops = missing_kernels(run)
     if run.status in ("error", "crashed") and ops and not run.failed_call:
         names = ", ".join(short_op(op) for op in ops[:4]) + (", …" if len(ops) > 4 else "")
-        return f"{len(ops)} {'op has' if len(ops) == 1 else 'ops have'} no kernel: {names}"
+        return f"{_of_all(ops, run)} no kernel: {names}"
     if run.status == "error":
         kinds = list(dict.fromkeys(gap.kind for gap in run.gaps))
-        text = shorten(run.exception.message if run.exception else "it raised an exception")
+        text = shorten(run.exception.text if run.exception else "it raised an exception")
         return f"{', '.join(kinds)}: {text}" if kinds and not run.failed_call else text
     if run.status == "inaccurate":
         if run.output_error is None or run.output_error.distance is None:
@@ -119,6 +119,13 @@ def _explained(run: Run) -> str:
         where = f", first in {short_op(first.op)} of {first.module or 'the model'}" if first else ""
         return f"NaN or Inf in the output{where}"
     return run.reason or run.status
+
+
+def _of_all(ops: Sequence[str], run: Run) -> str:
+    """``4 of 17 ops have``; the total counts each op once, and is left out if none was recorded."""
+    known = set(run.op_calls.op)
+    total = f" of {len(known.union(ops))}" if known else ""
+    return f"{len(ops)}{total} {'op' if len(ops) == 1 and not total else 'ops'} {'has' if len(ops) == 1 else 'have'}"
 
 
 def shorten(message: str, most: int = 110) -> str:
@@ -133,8 +140,25 @@ def some(names: Sequence[str], most: int = 3) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 trial``, ``2 trials``."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")
+    """``1 trial``, ``2,000 trials``."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def in_fp32(kept: Sequence[str], modules: int) -> str:
+    """``2 of 6 modules in fp32`` of a model with 7 ``modules``, itself included."""
+    total = max(0, modules - 1)
+    return (
+        f"{len(kept)} of {counted(total, 'module')} in fp32"
+        if len(kept) <= total
+        else f"{counted(len(kept), 'module')} in fp32"
+    )
+
+
+def out_of(number: int, total: int, noun: str) -> str:
+    """``417 of 200,704 values (0.2 %)``; without a known total ``417 values``."""
+    if total < number or not total:
+        return counted(number, noun)
+    return f"{number:,} of {counted(total, noun)} ({percent(number / total)})"
 
 
 def short_op(op: str) -> str:

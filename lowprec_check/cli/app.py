@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, encodable
 from lowprec_check.schema.files import check_file
 
 if TYPE_CHECKING:
@@ -98,7 +98,14 @@ def print_json(value: Any) -> None:
     """Print a struct, a list of structs or a dictionary as indented JSON."""
     from lowprec_check.schema.base import encode
 
-    sys.stdout.write(encode(value).decode())
+    print_document(encode(value))
+
+
+def print_document(data: bytes | str) -> None:
+    """Print what a program reads in UTF-8, whatever the encoding of the terminal."""
+    sys.stdout.flush()
+    sys.stdout.buffer.write(encodable(data).encode() if isinstance(data, str) else data)
+    sys.stdout.buffer.flush()
 
 
 @contextlib.contextmanager
@@ -121,11 +128,11 @@ def close_stdout() -> None:
     os.dup2(2, 1)
 
 
-def screen_size(least: int = 100) -> dict[str, Any]:
-    """The terminal's width and whether it has colours; at least ``least`` columns, so that no figure is cut."""
-    terminal = sys.stdout.isatty()
-    columns = shutil.get_terminal_size((100, 40)).columns if terminal else 100
-    return {"width": max(least, columns), "color": terminal}
+def screen_size() -> dict[str, Any]:
+    """The terminal's width, at least 40 columns, and whether it has colours; ``COLUMNS``, else 100 columns, in a pipe."""
+    from lowprec_check.report.console import NARROWEST
+
+    return {"width": max(NARROWEST, shutil.get_terminal_size((100, 40)).columns), "color": sys.stdout.isatty()}
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from lowprec_check.analysis.diff import ERROR_FACTOR, TIME_FACTOR, ScanDiff, diff_scans
-from lowprec_check.cli.app import FINDINGS, app, check_writable, load_result, print_status, screen_size
+from lowprec_check.cli.app import FINDINGS, app, check_writable, load_result, print_document, print_status, screen_size
 from lowprec_check.errors import UsageError
 from lowprec_check.report.registry import FORMATS, ReportFormat, diff_formats, format_of, suffixes
 from lowprec_check.schema.files import write_file
@@ -71,9 +71,10 @@ def _print(found: ScanDiff, format: ReportFormat | None) -> None:
     from lowprec_check.report.diff import text
 
     if (format.name if format else "text" if sys.stdout.isatty() else "md") == "text":
-        sys.stdout.write(text.render(found, **screen_size(least=0)))
+        sys.stdout.write(text.render(found, **screen_size()))
     else:
-        sys.stdout.write((format or FORMATS.get("md")).render_diff(found))
+        chosen = format or FORMATS.get("md")
+        (sys.stdout.write if chosen.for_terminals else print_document)(chosen.render_diff(found))
 
 
 def _diff_format(format: ReportFormat) -> ReportFormat:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowprec_check.cli.app import app, print_json
+from lowprec_check.cli.app import app, print_json, screen_size
 from lowprec_check.cli.options import Device, Json
 
 
@@ -20,4 +20,4 @@ def env(
         return
     from lowprec_check.report.environment import render
 
-    print(render(found))
+    print(render(found, **screen_size()), end="")

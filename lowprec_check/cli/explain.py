@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lowprec_check.cli.app import app
+from lowprec_check.cli.app import app, screen_size
 from lowprec_check.cli.options import completing
 from lowprec_check.errors import UsageError
 
@@ -30,12 +30,12 @@ def explain(
 ) -> None:
     """Print the manual page of a diagnostic code."""
     from lowprec_check.analysis.rules.registry import rules
+    from lowprec_check.report.manual import render_list, render_page
 
     if code is None:
-        for _, rule in sorted(rules().items()):
-            print(f"{rule.code}  {rule.name:<28}{rule.severity:<9}{rule.summary}")
+        print(render_list(rules().values(), **screen_size()), end="")
         return
     found = rules().get(code.upper()) or next((rule for rule in rules().values() if rule.name == code.lower()), None)
     if found is None:
         raise UsageError(f"Unknown diagnostic code {code!r}.", f"Choose from {', '.join(sorted(rules()))}.")
-    print(f"{found.code} {found.name} ({found.severity})\n\n{found.manual}")
+    print(render_page(found, screen_size()["width"]))

@@ -18,15 +18,16 @@ import typer
 from lowprec_check.cli.app import INTERRUPTED, TOOL_FAILED, USAGE_ERROR, app, close_stdout, print_status
 from lowprec_check.errors import ProcessLostError, Terminated, UsageError, traceback_of
 from lowprec_check.process.standard_streams import open_standard_streams
+from lowprec_check.report.encoding import TRANSLITERATE
 
 
 def main() -> None:
     """Entry point: exit 0, 1 (findings), 2 (the call or the user's file is wrong), 3 (the tool failed), 128 + a signal."""
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # from importing torch; NumPy is not needed
     open_standard_streams()
-    for stream in (sys.stdout, sys.stderr):  # "?" for "≤" if the stream cannot encode it
+    for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors=TRANSLITERATE)
     _end_workers_when_terminated()
     try:
         _import_commands()

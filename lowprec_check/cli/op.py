@@ -23,13 +23,17 @@ def op(
     ],
     dtype: Dtype = None,
     device: CatalogDevice = None,
-    torch: Torch = None,
+    torch: Annotated[
+        str | None,
+        typer.Option(help="Torch release, e.g. 2.8. Default: the installed one, then the newest in the catalog."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Show whether an operator runs in a dtype on a device. Also shows since which torch release, how accurately and how fast."""
+    from lowprec_check.catalog.installed import installed_release
     from lowprec_check.catalog.op_lookup import lookup
 
-    answers = lookup(name, device=device, dtype=dtype, torch=torch)
+    answers = lookup(name, device=device, dtype=dtype, torch=torch, installed=installed_release())
     if json:
         print_json(answers)
         return

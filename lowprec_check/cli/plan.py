@@ -8,7 +8,15 @@ from typing import Annotated
 
 import typer
 
-from lowprec_check.cli.app import FINDINGS, app, check_writable, print_status, screen_size, stdout_kept
+from lowprec_check.cli.app import (
+    FINDINGS,
+    app,
+    check_writable,
+    print_document,
+    print_status,
+    screen_size,
+    stdout_kept,
+)
 from lowprec_check.cli.options import (
     Backend,
     Device,
@@ -112,11 +120,11 @@ def plan(
         assert ended_by is not None
         raise ended_by
     if json:
-        sys.stdout.write(found.to_json().decode())
+        print_document(found.to_json())
     else:
         from lowprec_check.report.plan import render
 
-        sys.stdout.write(render(found, **screen_size(least=0)))
+        sys.stdout.write(render(found, **screen_size()))
     sys.stdout.flush()
     if save is not None:
         if found.plan is not None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowprec_check.cli.app import app, check_writable, load_result, screen_size
+from lowprec_check.cli.app import app, check_writable, load_result, print_document, screen_size
 from lowprec_check.errors import UsageError
-from lowprec_check.report.registry import FORMATS, format_of, render, suffixes, write
+from lowprec_check.report.registry import FORMATS, format_of, suffixes, write
 from lowprec_check.schema.registry import choices
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ Reports = Annotated[
         help=f"Write a report; the suffix sets its format: {choices(suffixes())} (.xml is JUnit); repeatable.",
     ),
 ]
+
+
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="List the notes, which text reports fold to one line.")]
 
 
 @app.command()
@@ -46,6 +49,7 @@ def report(
             "Default: stdout.",
         ),
     ] = None,
+    verbose: Verbose = False,
 ) -> None:
     """Write a saved scan as a web page, Markdown, SARIF, JUnit or text. Needs neither the model nor torch."""
     files = output or []
@@ -58,9 +62,9 @@ def report(
         FORMATS.get(format or "text").check_available()
     result = load_result(scan)
     if not files:
-        print_report(result, format or "text")
+        print_report(result, format or "text", verbose=verbose)
     for file in files:
-        write(result, file, format)
+        write(result, file, format, verbose=verbose)
 
 
 def check_reports(files: list[Path], format: str | None = None, option: str = "--report") -> None:
@@ -70,12 +74,16 @@ def check_reports(files: list[Path], format: str | None = None, option: str = "-
         (FORMATS.get(format) if format else format_of(file)).check_available()
 
 
-def print_report(result: ScanResult, format: str, findings: int | None = None) -> None:
-    """Print ``result`` to stdout; text in the width and colours of the terminal, at most ``findings`` groups of findings."""
-    if format != "text":
-        sys.stdout.write(render(result, format))
+def print_report(result: ScanResult, format: str, findings: int | None = None, *, verbose: bool = False) -> None:
+    """Print ``result`` to stdout.
+
+    Text has the width and colours of the terminal, at most ``findings`` groups of findings, and notes if ``verbose``.
+    """
+    chosen = FORMATS.get(format)
+    if chosen.name != "text":
+        (sys.stdout.write if chosen.for_terminals else print_document)(chosen.render(result))
         return
     from lowprec_check.report import text
 
     shown = text.SHOWN_FINDINGS if findings is None else findings
-    sys.stdout.write(text.render(result, findings=shown, **screen_size(least=0)))
+    sys.stdout.write(text.render(result, findings=shown, verbose=verbose, **screen_size()))

@@ -27,11 +27,12 @@ from lowprec_check.cli.options import (
     names_of,
 )
 from lowprec_check.cli.progress import progress
-from lowprec_check.cli.report import Reports, check_reports, print_report
+from lowprec_check.cli.report import Reports, Verbose, check_reports, print_report
 from lowprec_check.errors import Terminated, UsageError
-from lowprec_check.report.registry import write
+from lowprec_check.report.registry import FORMATS, write
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.registry import choices
 
 if TYPE_CHECKING:
     from lowprec_check.schema.scan_result import ScanResult
@@ -92,6 +93,11 @@ def scan(
         ),
     ] = "no-pass",
     findings: Annotated[int, typer.Option(min=0, help="Maximum number of groups of findings to print.")] = 12,
+    format: Annotated[
+        str | None,
+        typer.Option("--format", "-f", help=f"What to print: {choices(FORMATS.names())}. Default: text."),
+    ] = None,
+    verbose: Verbose = False,
     isolation: Isolation = None,
     quiet: Quiet = False,
 ) -> None:
@@ -99,6 +105,7 @@ def scan(
     precisions, backends = names_of(PRECISIONS, precision), names_of(BACKENDS, backend)
     check_writable(json, "--json")
     check_reports(report or [])
+    printed = _printed_format(json, format)
     accepted = known_findings(baseline, update_baseline)
     check_writable(save_plan, "--save-plan")
     _check_codes([*(select or []), *(ignore or [])])
@@ -129,7 +136,7 @@ def scan(
         except BaseException as error:
             ended_by = error
     concluded = _conclude(result, ended_by)
-    output = _Output(json, tuple(report or ()), save_plan, findings)
+    output = _Output(json, tuple(report or ()), save_plan, printed, findings, verbose)
     if ended_by is None:
         concluded = apply_baseline(concluded, accepted, baseline, update_baseline)
     if not output.write(concluded):
@@ -164,19 +171,19 @@ class _Output(NamedTuple):
     json: Path | None
     reports: tuple[Path, ...]
     plan: Path | None
+    format: str
+    """Of what is printed."""
     findings: int
+    verbose: bool
 
     def write(self, result: ScanResult) -> bool:
         """Print the result, then write the files; false if a file could not be written, which loses nothing else."""
-        if self.json is not None and str(self.json) == "-":
-            print_report(result, "json")
-        else:
-            print_report(result, "text", self.findings)
+        print_report(result, self.format, self.findings, verbose=self.verbose)
         sys.stdout.flush()
         done = [self._write_plan(result)]
         if self.json is not None and str(self.json) != "-":
             done.append(_written(result.save, self.json))
-        done += [_written(functools.partial(write, result), file) for file in self.reports]
+        done += [_written(functools.partial(write, result, verbose=self.verbose), file) for file in self.reports]
         return all(done)
 
     def _write_plan(self, result: ScanResult) -> bool:
@@ -203,6 +210,17 @@ def _check_codes(prefixes: list[str]) -> None:
     for prefix in prefixes:
         if not any(code.startswith(prefix) for code in rules()):
             raise UsageError(f"No diagnostic code starts with {prefix!r}.", "List them with: lowprec-check explain")
+
+
+def _printed_format(json: Path | None, format: str | None) -> str:
+    """The format of what is printed; raises :class:`UsageError` if two are asked for, or one that cannot be rendered."""
+    if json is None or str(json) != "-":
+        chosen = FORMATS.get(format or "text")
+        chosen.check_available()
+        return chosen.name
+    if format is not None:
+        raise UsageError("--json - and --format both print to stdout.", "Use one of them, or give --json a file.")
+    return "json"
 
 
 def _fails(result: ScanResult, fail_on: FailOn, *, with_baseline: bool) -> bool:

@@ -12,14 +12,14 @@ from lowprec_check.analysis.run_summary import label, shorten
 from lowprec_check.catalog.records import SHORT, in_samples
 from lowprec_check.report.console import screen
 from lowprec_check.report.summary import group
-from lowprec_check.report.text import print_group, runs_table
+from lowprec_check.report.text import print_group, print_runs
 from lowprec_check.schema.scan_result import ExceptionInfo, ScanResult
 
 if TYPE_CHECKING:
     from lowprec_check.pytest_plugin.op_support import OpState, Support
 
 WIDTH = 110
-HELP = "compute it in fp32 and cast back, or use autocast"
+HELP = "compute it in fp32 and cast back, or try autocast"
 
 
 def scan_text(result: ScanResult, exception: ExceptionInfo | None = None, *, in_fp32: bool = False) -> str:
@@ -34,7 +34,7 @@ def scan_text(result: ScanResult, exception: ExceptionInfo | None = None, *, in_
         console.print(f"{result.model.name} {what} in {', '.join(failed)} on {device}, torch {torch}{counted}")
         console.print()
         if len(low) < len(result.runs):
-            console.print(runs_table(result))
+            print_runs(console, result)
             console.print()
         for item in group(result.diagnostics):
             print_group(console, item)
@@ -48,7 +48,7 @@ def scan_text(result: ScanResult, exception: ExceptionInfo | None = None, *, in_
 def _print_error(console: Console, exception: ExceptionInfo, which: str) -> None:
     where = f" at {exception.source}" if exception.source else ""
     console.print(f"The call stopped{where} with an error that {which}:")
-    console.print(Padding(Text(f"{exception.type}: {exception.message}"), (0, 0, 0, 6)))
+    console.print(Padding(Text(exception.text), (0, 0, 0, 6)))
 
 
 _WORDS = {"all": "runs", "some": "runs in part", "none": "does not run", None: "unknown"}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from tabulate import tabulate
-
+from lowprec_check.report.console import print_table, screen
+from lowprec_check.report.escape import visible
 from lowprec_check.schema.precisions import LOW_FORMATS
 
 _ANSWERS = {True: "yes", False: "no", None: "unknown"}
 
 
-def render(environment: dict[str, Any]) -> str:
+def render(environment: dict[str, Any], *, width: int = 100, color: bool = False) -> str:
     """A table with two columns: name and value."""
     features = ", ".join(environment["cpu_features"]) or "none known"
     threads = f"{environment['threads']} of {environment['cores']} cores"
@@ -27,7 +27,9 @@ def render(environment: dict[str, Any]) -> str:
         ("torchvision", environment["torchvision"] or "not installed"),
         ("Intel extension", _ipex(environment)),
     ]
-    return str(tabulate(rows, tablefmt="plain"))
+    with screen(width, color) as (console, printed):
+        print_table(console, ["", ""], [[name, visible(str(value))] for name, value in rows], sentences=True)
+    return printed.text
 
 
 def _ipex(environment: dict[str, Any]) -> str:

@@ -35,7 +35,7 @@ def render(result: ScanResult, longest: int = LONGEST) -> str:
 def _head(result: ScanResult) -> Iterator[str]:
     sign = "✅" if summary.passes(result) else "❔" if result.recommendation else "❌"
     yield f"### {sign} {escape(summary.verdict(result))} · {code(result.model.name)}"
-    yield f"{escape(summary.title(result))}  \n{escape(summary.machine(result))}"
+    yield f"{escape(summary.title(result))}  \n{escape(summary.machine(result))}  \n{summary.SCOPE}"
     for note in result.model.notes[:20]:
         yield f"> {escape(visible(note))}"
     if result.recommendation is not None:
@@ -52,6 +52,7 @@ def _head(result: ScanResult) -> Iterator[str]:
 
 
 def _runs(result: ScanResult) -> str:
+    has_metric = summary.has_metric(result)
     rows = [
         [
             escape(row.label),
@@ -59,11 +60,13 @@ def _runs(result: ScanResult) -> str:
             row.error,
             row.time,
             row.memory,
+            *([row.metric] if has_metric else []),
             escape(shorten(row.why, 200)),
         ]
         for row in summary.rows(result)[:40]
     ]
-    return table(rows, ["precision", "status", "error", "time", "memory", "why"], "llrrrl")
+    figures = ["error", "time", "memory", *(["metric"] if has_metric else [])]
+    return table(rows, ["precision", "status", *figures, "why"], f"ll{'r' * len(figures)}l")
 
 
 def _origins(result: ScanResult) -> Iterator[str]:
@@ -82,18 +85,21 @@ def _findings(result: ScanResult, room: int) -> str:
         return tally[:1].upper() + tally[1:] + "." if result.diagnostics else "No findings."
     rows = [_row(item) for item in groups]
     kept = len(rows)
-    text = _folded(tally, rows, 0)
+    text = _folded(tally, rows, kept)
     while len(text) > room and kept:
         kept = min(kept - 1, int(kept * room / len(text)))
-        text = _folded(tally, rows[:kept], len(rows) - kept)
+        text = _folded(tally, rows, kept)
     return text
 
 
-def _folded(tally: str, rows: Sequence[list[str]], left_out: int) -> str:
-    parts = [table(rows, ["", "finding", "precision", "op", "where", "what"], "llllll")] if rows else []
-    if left_out:
+def _folded(tally: str, rows: Sequence[list[str]], kept: int) -> str:
+    """The first ``kept`` rows, and how many of them are not shown."""
+    heads = ["", "finding", "precision", "op", "where", "what"]
+    parts = [table(rows[:kept], heads, "llllll")] if kept else []
+    if kept < len(rows):
         parts.append(
-            f"*{left_out} more groups of findings are not shown; the most severe are above. The saved JSON has all.*"
+            f"*{len(rows) - kept} of {len(rows)} groups of findings are not shown; the most severe are above. "
+            "The saved JSON has all.*"
         )
     return fold(tally, "\n\n".join(parts))
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from lowprec_check.analysis.run_summary import NOISE, counted, short_op
-from lowprec_check.report.console import screen
+from lowprec_check.analysis.run_summary import NOISE, counted, in_fp32, short_op
+from lowprec_check.report.console import print_table, screen
 from lowprec_check.report.escape import visible
 from lowprec_check.schema.plan import Attempt, Plan, Planning
 
@@ -21,7 +20,7 @@ def render(planning: Planning, *, width: int = 100, color: bool = False) -> str:
     with screen(width, color) as (console, printed):
         console.print(Text(f"lowprec-check plan · {planning.model} · {planning.device}", style="bold"))
         console.print()
-        console.print(_table(planning))
+        _print_attempts(console, planning.attempts)
         console.print()
         for line in constant_lines(planning.attempts):
             console.print(line)
@@ -32,26 +31,25 @@ def render(planning: Planning, *, width: int = 100, color: bool = False) -> str:
     return printed.text
 
 
-def _table(planning: Planning) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("base", "as it is", "error", "kept", "speed", "trials"):
-        table.add_column(column, no_wrap=True, justify="left" if column in ("base", "as it is") else "right")
-    table.add_column("plan", overflow="fold")
-    for attempt in planning.attempts:
-        table.add_row(
+def _print_attempts(console: Console, attempts: Sequence[Attempt]) -> None:
+    rows: list[list[str | Text]] = [
+        [
             attempt.base,
             Text(attempt.status, style="green" if attempt.status == "ok" else "red"),
             f"{attempt.rel_l2:.1e}" if attempt.rel_l2 is not None else "–",
             str(attempt.kept) if attempt.kept is not None else "–",
             f"{attempt.speedup:.2f} ×" if attempt.speedup is not None else "–",
             str(attempt.trials),
-            Text(attempt.outcome),
-        )
-    return table
+            attempt.outcome,
+        ]
+        for attempt in attempts
+    ]
+    figures = ["error", "kept", "speed", "trials"]
+    print_table(console, ["base", "as it is", *figures, "plan"], rows, right=figures, sentences=True)
 
 
 def _print_plan(console: Console, plan: Plan) -> None:
-    kept = f"with {counted(len(plan.keep_fp32), 'module')} in fp32" if plan.keep_fp32 else "as it is"
+    kept = f"with {in_fp32(plan.keep_fp32, len(plan.modules))}" if plan.keep_fp32 else "as it is"
     console.print(Text.assemble((f"Use {plan.base} {kept}: ", "bold green"), _proof(plan)))
     for line in kept_lines(plan):
         console.print(line)

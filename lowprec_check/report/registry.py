@@ -24,9 +24,11 @@ class ReportFormat:
 
     name: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]]
-    """The suffixes of files in this format, in lower case, the preferred one first."""
+    """The suffixes of files in this format, in lower case, the preferred one first; without any, it is chosen by name."""
     aliases: ClassVar[tuple[str, ...]] = ()
     renders_diffs: ClassVar[bool] = False
+    for_terminals: ClassVar[bool] = False
+    """Whether it is printed in the encoding of the terminal, as text is; a document is always UTF-8."""
 
     def check_available(self) -> None:
         """Raise :class:`UsageError` if a package that the format needs is not installed; called before a scan starts."""
@@ -34,6 +36,10 @@ class ReportFormat:
     def render(self, result: ScanResult) -> str:
         """Render the report of a scan."""
         raise NotImplementedError
+
+    def render_verbose(self, result: ScanResult) -> str:
+        """Render the report of a scan with the notes that :meth:`render` folds; by default the same."""
+        return self.render(result)
 
     def render_diff(self, diff: ScanDiff) -> str:
         """Render the differences between two scans; only if :attr:`renders_diffs`."""
@@ -79,11 +85,11 @@ def render(result: ScanResult, format: str) -> str:
     return FORMATS.get(format).render(result)
 
 
-def write(result: ScanResult, path: Path, format: str | None = None) -> None:
-    """Write the report to ``path`` in UTF-8, in ``format`` or else in the format of the suffix.
+def write(result: ScanResult, path: Path, format: str | None = None, *, verbose: bool = False) -> None:
+    """Write the report to ``path`` in UTF-8, in ``format`` or else in the format of the suffix; ``verbose`` lists notes.
 
     Raises:
         UsageError: the file cannot be written.
     """
     chosen = FORMATS.get(format) if format else format_of(path)
-    write_file(path, chosen.render(result))
+    write_file(path, chosen.render_verbose(result) if verbose else chosen.render(result))

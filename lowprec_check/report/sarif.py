@@ -12,7 +12,8 @@ from lowprec_check.analysis.rules.registry import rules
 from lowprec_check.errors import encodable
 from lowprec_check.report import summary
 from lowprec_check.report.escape import visible
-from lowprec_check.schema.scan_result import Diagnostic, ScanResult
+from lowprec_check.report.places import Place, places
+from lowprec_check.schema.scan_result import ScanResult
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 MOST_RESULTS = 5000
@@ -21,8 +22,8 @@ MOST_RESULTS = 5000
 
 def render(result: ScanResult) -> str:
     """One SARIF run, with one result per finding and place, even if several precisions show it."""
-    merged = _merged(result)
-    codes = sorted({members[0].code for members in merged})
+    merged = places(result)
+    codes = sorted({place.first.code for place in merged})
     tool, _, version = visible(result.tool).rpartition(" ")
     driver: dict[str, Any] = {
         "name": tool or version,
@@ -34,7 +35,7 @@ def render(result: ScanResult) -> str:
         "tool": {"driver": driver},
         "columnKind": "unicodeCodePoints",
         "originalUriBaseIds": {"%SRCROOT%": {"description": {"text": "The folder in which lowprec-check ran."}}},
-        "results": [_result(members, codes, result) for members in merged[:MOST_RESULTS]],
+        "results": [_result(place, codes, result) for place in merged[:MOST_RESULTS]],
         "properties": {
             "verdict": summary.verdict(result),
             "model": summary.title(result),
@@ -45,17 +46,9 @@ def render(result: ScanResult) -> str:
     return json.dumps(log, indent=2, ensure_ascii=False) + "\n"
 
 
-def _merged(result: ScanResult) -> list[list[Diagnostic]]:
-    found: dict[tuple[Any, ...], list[Diagnostic]] = {}
-    for d in result.diagnostics:
-        key = (d.code, d.op, d.module, d.source, "" if d.op or d.module else d.message)
-        found.setdefault(key, []).append(d)
-    return sorted(found.values(), key=lambda members: summary.SEVERITY_ORDER[members[0].severity])
-
-
-def _rule(code: str, merged: list[list[Diagnostic]]) -> dict[str, Any]:
+def _rule(code: str, merged: list[Place]) -> dict[str, Any]:
     rule = rules().get(code)
-    example = next(members[0] for members in merged if members[0].code == code)
+    example = next(place.first for place in merged if place.first.code == code)
     described: dict[str, Any] = {
         "id": visible(code),
         "name": "".join(part.capitalize() for part in re.findall(r"\w+", visible(example.name))) or "Finding",
@@ -71,9 +64,8 @@ def _rule(code: str, merged: list[list[Diagnostic]]) -> dict[str, Any]:
     return described
 
 
-def _result(members: list[Diagnostic], codes: list[str], result: ScanResult) -> dict[str, Any]:
-    first = members[0]
-    runs = list(dict.fromkeys(visible(d.run_label) for d in members if d.run_label))
+def _result(place: Place, codes: list[str], result: ScanResult) -> dict[str, Any]:
+    first, runs = place.first, place.runs
     message = visible(first.message, 1000)
     if first.help:
         message = f"{message.rstrip('.')}. What to do: {visible(first.help, 1000)}."
@@ -84,33 +76,26 @@ def _result(members: list[Diagnostic], codes: list[str], result: ScanResult) -> 
         "ruleIndex": codes.index(first.code),
         "level": first.severity,
         "message": {"text": f"{where}{op}{message}"},
-        "locations": [_location(first, result)],
+        "locations": [_location(place, result)],
         "partialFingerprints": {"lowprecCheck/v1": fingerprint(first)},
-        "properties": {"precisions": runs, "calls": sum(d.calls for d in members)},
+        "properties": {"precisions": runs, "calls": sum(d.calls for d in place.found)},
     }
-    if all(d.accepted for d in members):
+    if all(d.accepted for d in place.found):
         described["suppressions"] = [{"kind": "external", "justification": "in the baseline"}]
     return described
 
 
-def _location(diagnostic: Diagnostic, result: ScanResult) -> dict[str, Any]:
-    source = diagnostic.source or result.model.source or result.target
-    file, line = _split(source)
+def _location(place: Place, result: ScanResult) -> dict[str, Any]:
     location: dict[str, Any] = {
         "physicalLocation": {
-            "artifactLocation": _artifact(file),
-            "region": {"startLine": line},
+            "artifactLocation": _artifact(place.file),
+            "region": {"startLine": place.line},
         }
     }
-    if diagnostic.module is not None:
-        name = visible(diagnostic.module) or visible(result.model.name) or "model"
+    if place.first.module is not None:
+        name = visible(place.first.module) or visible(result.model.name) or "model"
         location["logicalLocations"] = [{"fullyQualifiedName": name, "kind": "module"}]
     return location
-
-
-def _split(source: str) -> tuple[str, int]:
-    match = re.fullmatch(r"(?s)(.*):(\d{1,9})", source)
-    return (match[1], max(1, int(match[2]))) if match else (source, 1)
 
 
 def _artifact(file: str) -> dict[str, str]:

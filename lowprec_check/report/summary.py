@@ -5,15 +5,18 @@ Each is one line without invisible characters (:mod:`~lowprec_check.report.escap
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lowprec_check.analysis import run_summary
-from lowprec_check.analysis.run_summary import explain_status, memory_ratio, short_op, some, time_ratio
-from lowprec_check.report.escape import visible, visible_diagnostic
+from lowprec_check.analysis.run_summary import explain_status, in_fp32, memory_ratio, short_op, some, time_ratio
+from lowprec_check.report.escape import visible, visible_diagnostic, visible_lines
 from lowprec_check.schema.precisions import LOW_FORMATS, PRECISIONS, low_precisions
 from lowprec_check.schema.run_key import qualified
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
+
+SCOPE = "Only the forward pass was run."
+"""What a scan covers."""
 
 SEVERITY_ORDER = {"error": 0, "warning": 1, "note": 2}
 
@@ -62,6 +65,8 @@ class RunRow(NamedTuple):
     error: str
     time: str
     memory: str
+    metric: str
+    """The value of the user's metric, of four digits."""
     why: str
 
 
@@ -75,10 +80,16 @@ def rows(result: ScanResult) -> list[RunRow]:
             "–" if run.is_reference else _error(run),
             format_ratio(time_ratio(run, result.runs)),
             format_ratio(memory_ratio(run, result.runs)),
+            "–" if run.metric is None else f"{run.metric:.4g}",
             visible(_why(run, result)),
         )
         for run in result.runs
     ]
+
+
+def has_metric(result: ScanResult) -> bool:
+    """Whether the user's file defines a metric that was computed for a run."""
+    return any(run.metric is not None for run in result.runs)
 
 
 def label(run: Run) -> str:
@@ -134,6 +145,8 @@ class Group(NamedTuple):
     sources: list[str]
     places: list[tuple[str, str]]
     """Module and line of each, each pair once."""
+    size: int
+    """Number of findings."""
 
 
 def group(diagnostics: Sequence[Diagnostic]) -> list[Group]:
@@ -151,6 +164,7 @@ def group(diagnostics: Sequence[Diagnostic]) -> list[Group]:
             list(dict.fromkeys(d.module for d in members if d.module is not None)),
             list(dict.fromkeys(d.source for d in members if d.source)),
             list(dict.fromkeys((d.module or "", d.source or "") for d in members if d.module is not None or d.source)),
+            len(members),
         )
         for members in merged.values()
     ]
@@ -171,6 +185,20 @@ def and_more(names: Sequence[str], empty: str = "") -> str:
     return (names[0] or empty) + more
 
 
+def folded(groups: Iterable[Group]) -> str:
+    """Groups in one line: ``LP202 underflow (half) ×3, LP401 cast-churn (ac-bf16)``."""
+    codes: dict[str, list[Group]] = {}
+    for item in groups:
+        codes.setdefault(f"{item.first.code} {item.first.name}", []).append(item)
+    return ", ".join(_folded_code(name, items) for name, items in codes.items())
+
+
+def _folded_code(name: str, items: Sequence[Group]) -> str:
+    runs = ", ".join(dict.fromkeys(run for item in items for run in item.short_runs))
+    count = sum(item.size for item in items)
+    return name + (f" ({runs})" if runs else "") + (f" ×{count}" if count > 1 else "")
+
+
 def tally(diagnostics: Sequence[Diagnostic]) -> str:
     """``12 findings: 8 errors, 4 notes``; findings that the baseline accepts are counted separately."""
     reported = [d for d in diagnostics if not d.accepted]
@@ -189,8 +217,7 @@ def verdict(result: ScanResult) -> str:
     best = result.recommendation
     if best is None:
         return no_pass(result)
-    kept = len(best.keep_fp32)
-    keep = f" with {kept} modules in fp32" if kept > 1 else " with one module in fp32" if kept else ""
+    keep = f" with {in_fp32(best.keep_fp32, result.model.modules)}" if best.keep_fp32 else ""
     if not passes(result):
         return visible(f"{best.label} is the fastest, but nothing could be compared with fp32")
     return visible(f"Use {best.label}{keep}")
@@ -206,6 +233,12 @@ def reason(result: ScanResult, most: int) -> str:
     """The reason of the recommendation as a sentence of at most ``most`` characters; empty if there is none."""
     text = result.recommendation.reason if result.recommendation else ""
     return visible(text[:1].upper() + text[1:], most)
+
+
+def code_lines(result: ScanResult) -> str:
+    """The code to paste, each line made visible; empty if nothing is recommended."""
+    advice = result.recommendation
+    return "\n".join(visible_lines(advice.code, 2000)) if advice else ""
 
 
 def kept(result: ScanResult) -> list[str]:

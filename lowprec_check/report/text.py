@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from lowprec_check.analysis.run_summary import shorten
 from lowprec_check.report import summary
-from lowprec_check.report.console import screen
+from lowprec_check.report.console import print_table, screen
 from lowprec_check.report.escape import visible, visible_lines
 from lowprec_check.report.plan import kept_lines
 from lowprec_check.report.summary import Group, and_more, group
@@ -22,44 +21,54 @@ _STATUS_STYLE = {"ok": "green", "inaccurate": "yellow", "unjudged": "yellow", "s
 _SEVERITY_STYLE = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
-def render(result: ScanResult, *, width: int = 100, color: bool = False, findings: int = SHOWN_FINDINGS) -> str:
-    """The report as text, ``width`` columns wide, with ANSI colours if ``color``; at most ``findings`` groups of findings."""
+def render(
+    result: ScanResult, *, width: int = 100, color: bool = False, findings: int = SHOWN_FINDINGS, verbose: bool = False
+) -> str:
+    """The report as text, ``width`` columns wide, with ANSI colours if ``color``.
+
+    At most ``findings`` groups of findings; notes are listed only if ``verbose``, else they are one line.
+    """
     with screen(width, color) as (console, printed):
         console.print(Text(f"lowprec-check · {summary.title(result)}", style="bold"))
         console.print(Text(summary.machine(result), style="dim"))
+        console.print(Text(summary.SCOPE, style="dim"))
         for note in result.model.notes:
             console.print(Text(f"note: {visible(note)}", style="yellow"))
         console.print()
-        console.print(runs_table(result))
+        print_runs(console, result)
         console.print()
-        _print_findings(console, result, findings)
+        _print_findings(console, result, findings, verbose)
         _print_advice(console, result)
     return printed.text
 
 
-def runs_table(result: ScanResult) -> Table:
-    """A row per run: status, error, time, memory, and why it failed."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("precision", no_wrap=True)
-    table.add_column("status", no_wrap=True)
-    table.add_column("error", justify="right", no_wrap=True)
-    table.add_column("time", justify="right", no_wrap=True)
-    table.add_column("memory", justify="right", no_wrap=True)
-    table.add_column("why", overflow="fold")
-    for row in summary.rows(result):
-        status = Text(row.status, style=_STATUS_STYLE.get(row.status, "red"))
-        table.add_row(Text(row.label), status, row.error, row.time, row.memory, Text(row.why))
-    return table
+def print_runs(console: Console, result: ScanResult) -> None:
+    """A row per run: status, error, time, memory, the user's metric if there is one, and why it failed."""
+    figures = ["error", "time", "memory", *(["metric"] if summary.has_metric(result) else [])]
+    rows: list[list[str | Text]] = [
+        [
+            row.label,
+            Text(row.status, style=_STATUS_STYLE.get(row.status, "red")),
+            *(getattr(row, name) for name in figures),
+            row.why,
+        ]
+        for row in summary.rows(result)
+    ]
+    print_table(console, ["precision", "status", *figures, "why"], rows, right=figures, sentences=True)
 
 
-def _print_findings(console: Console, result: ScanResult, limit: int) -> None:
+def _print_findings(console: Console, result: ScanResult, limit: int, verbose: bool) -> None:
     groups = group(result.diagnostics)
     if not result.diagnostics:
         console.print("No findings.\n")
         return
-    for item in groups[:limit]:
+    listed = [item for item in groups if verbose or item.first.severity != "note"]
+    for item in listed[:limit]:
         print_group(console, item)
-    console.print(_summary(result, groups, limit))
+    console.print(_summary(result, groups, listed, limit))
+    notes = summary.folded(item for item in groups if item not in listed)
+    if notes:
+        console.print(Text(f"Notes: {notes} · -v lists them", style="dim"))
     console.print()
 
 
@@ -81,9 +90,9 @@ def print_group(console: Console, item: Group) -> None:
     console.print(Padding(Text(message, style="dim"), (0, 0, 0, 6)))
 
 
-def _summary(result: ScanResult, groups: Sequence[Group], limit: int) -> Text:
-    left_out = groups[limit:]
-    more = f" ({len(left_out)} groups not shown; see --findings)" if left_out else ""
+def _summary(result: ScanResult, groups: Sequence[Group], listed: Sequence[Group], limit: int) -> Text:
+    left_out = listed[limit:]
+    more = f" ({len(left_out)} of {len(listed)} groups not shown; see --findings)" if left_out else ""
     explain = f"lowprec-check explain {(left_out or groups)[0].first.code}, " if groups else ""
     return Text(f"{summary.tally(result.diagnostics)}{more} · see {explain}--report FILE.html", style="dim")
 

@@ -61,6 +61,10 @@ class OpCall(msgspec.Struct, gc=False):
     """Milliseconds of the call; ``None`` if it was not run as given, or ran on an accelerator."""
     reference_ms: float | None = None
     """Milliseconds of the same op on the reference's tensors, right after."""
+    compared_values: int = 0
+    """Number of elements among which ``introduced_inf`` and ``introduced_nan`` were counted; 0 if both are 0."""
+    compared_choices: int = 0
+    """Number of indices and booleans among which ``flips`` were counted."""
 
 
 _ZERO = 0.0

@@ -6,6 +6,7 @@ and ``None`` in memory, and a saved result that is read again equals the origina
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -64,6 +65,11 @@ class ExceptionInfo(Struct, frozen=True, kw_only=True):
     message: str
     module: str | None = None
     source: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Type and message: ``KeyError: 'scale'``; of one without a message, ``AssertionError (no message)``."""
+        return f"{self.type}: {self.message}" if self.message.strip() else f"{self.type} (no message)"
 
 
 class Gap(Struct, frozen=True, kw_only=True):
@@ -274,6 +280,14 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     plan: Plan | None = None
     """The plan of the ``plan`` run, if there is one."""
 
+    def __repr__(self) -> str:
+        """Three lines: what was scanned, the status of each run, the recommendation."""
+        return str(_shown_by("text", self))
+
+    def _repr_html_(self) -> str:
+        """The table of runs, for notebooks."""
+        return str(_shown_by("html", self))
+
     def run(self, precision: str, backend: str = EAGER, memory_format: MemoryFormat = "contiguous") -> Run:
         """Return one run; raises ``KeyError`` if it was not part of the scan."""
         for run in self.runs:
@@ -301,6 +315,14 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     def load(cls, path: str | Path) -> ScanResult:
         """Read a file that :meth:`save` wrote; raises ``OSError`` or :class:`ResultError`."""
         return cls.from_json(Path(path).read_bytes())
+
+
+_NOTEBOOK = "lowprec_check.report.notebook"
+"""The module that shows a result at a prompt; loaded by name on use, since reports are above this package."""
+
+
+def _shown_by(function: str, result: ScanResult) -> Any:
+    return getattr(importlib.import_module(_NOTEBOOK), function)(result)
 
 
 class ResultError(ValueError):

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, uses_autocast
+from lowprec_check.analysis.run_summary import counted
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 
@@ -13,27 +14,37 @@ from lowprec_check.schema.scan_result import Run, ScanResult
 def cast_churn(result: ScanResult) -> Iterator[Finding]:
     """Autocast casts the same tensor back and forth.
 
-    Observed: casts at this line repeat, or undo, an earlier cast of the same tensor. Autocast caches the casts of
-    weights, not those of activations, so each costs time and memory.
+    Observed: casts repeat, or undo, an earlier cast of the same tensor. Autocast caches the casts of weights, not those
+    of activations, so each costs time and memory. One finding counts those of the whole model and names the line with
+    the most.
 
     Usual causes: a tensor that several ops use, each cast on its own; ops that autocast runs in fp32 between ops that
     it runs in 16 bits.
 
-    What to do: nothing if the run is fast enough. Otherwise cast the tensor once before its uses, or group the ops
-    that run in fp32:
+    What to do: nothing if the run is fast enough. Otherwise group the ops that run in fp32 inside
+    `torch.autocast(device, enabled=False)`, or cast the tensor once before its uses:
 
-        with torch.autocast(x.device.type, enabled=False):
-            y = loss_terms(x.float())
+        # before: autocast casts x twice
+        y = self.first(x) + self.second(x)
+        # after
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        y = self.first(x) + self.second(x)
     """
-    for run in low_runs(result):
-        if not uses_autocast(run):
+    for run in filter(uses_autocast, low_runs(result)):
+        casts = [row for row in run.op_calls.rows() if row.op == _CAST]
+        lines = Counter(row.source for row in casts if row.recast)
+        if not lines:
             continue
-        places = Counter((row.module, row.source) for row in run.op_calls.rows() if row.recast)
-        for (module, source), count in places.most_common():
-            verbs = "cast repeats or undoes" if count == 1 else "casts repeat or undo"
-            message = f"{count} {verbs} an earlier cast of the same tensor"
-            advice = "cast the tensor once before its uses, or ignore this if the run is fast enough"
-            yield Finding(message, run, module, "aten._to_copy.default", source, help=advice, calls=count)
+        [(source, most)] = lines.most_common(1)
+        count = lines.total()
+        verb = "repeats or undoes" if count == 1 else "repeat or undo"
+        message = f"{count:,} of {counted(len(casts), 'cast')} {verb} an earlier cast of the same tensor"
+        here = f"; {most:,} of them here" if len(lines) > 1 else ""
+        yield Finding(message + here, run, "", _CAST, source, calls=count)
+
+
+_CAST = "aten._to_copy.default"
 
 
 @rule("LP402", "vacuous-autocast", "note")
@@ -48,8 +59,10 @@ def vacuous_autocast(result: ScanResult) -> Iterator[Finding]:
     What to do: nothing for this model. If the model changes and such a layer comes before the op, the op may fail;
     cast its input to be safe:
 
-        y = torch.linalg.inv(x)            # before
-        y = torch.linalg.inv(x.float())    # after
+        # before
+        y = torch.linalg.inv(x)
+        # after
+        y = torch.linalg.inv(x.float())
     """
     runs = [(run, run.basis) for run in low_runs(result) if run.base is None and run.basis is not None]
     for autocast, basis in runs:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
+from lowprec_check.analysis.rules.alternatives import faster, or_autocast
 from lowprec_check.analysis.rules.registry import Finding, from_gaps, low_runs, rule
 from lowprec_check.analysis.run_summary import on_which_call
+from lowprec_check.schema.devices import DEVICES, device_type
 from lowprec_check.schema.run_key import EAGER
-from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.scan_result import Gap, Run, ScanResult
 
 SLOW_RATIO = 5.0
 SLOW_MS = 5.0
@@ -25,14 +27,19 @@ def missing_kernel(result: ScanResult) -> Iterator[Finding]:
     Usual causes: ops whose kernels exist only for fp32 and fp64, such as matrix decompositions and `torch.cdist` on
     the CPU.
 
-    What to do: use autocast if it passes in the same scan. Otherwise compute this op in fp32 and cast the result back:
+    What to do: use autocast if it passes in the same scan. If the code is not yours, keep the module that contains the
+    op in fp32: `lowprec-check plan` prints the code. Otherwise compute this op in fp32 and cast the result back:
 
-        y = torch.linalg.cholesky(x)                      # before
-        y = torch.linalg.cholesky(x.float()).to(x.dtype)  # after
-
-    If the code is not yours, keep the module that contains the op in fp32: `lowprec-check plan` prints the code.
+        # before
+        y = torch.linalg.cholesky(x)
+        # after
+        y = torch.linalg.cholesky(x.float()).to(x.dtype)
     """
-    yield from from_gaps(result, "missing-kernel", "compute it in fp32 and cast back, or use autocast")
+
+    def advice(gap: Gap, run: Run) -> str:
+        return f"compute it in fp32 and cast back{or_autocast(gap, run, result)}"
+
+    yield from from_gaps(result, "missing-kernel", advice)
 
 
 @rule("LP102", "unsupported-dtype", "error")
@@ -47,8 +54,10 @@ def unsupported_dtype(result: ScanResult) -> Iterator[Finding]:
 
     What to do: call the function on fp32 inputs and cast the result back:
 
-        q = torch.quantile(x, 0.9)                      # before
-        q = torch.quantile(x.float(), 0.9).to(x.dtype)  # after
+        # before
+        y = torch.quantile(x, 0.9)
+        # after
+        y = torch.quantile(x.float(), 0.9).to(x.dtype)
     """
     yield from from_gaps(result, "unsupported-dtype", "call it on x.float() and cast the result back")
 
@@ -64,8 +73,10 @@ def dtype_mismatch(result: ScanResult) -> Iterator[Finding]:
 
     What to do: create the tensor with the dtype of the data, register it as a buffer, or cast it at this line:
 
-        state = torch.zeros(n)                                   # before
-        state = torch.zeros(n, dtype=x.dtype, device=x.device)   # after
+        # before
+        y = torch.ones(8, 8) @ x
+        # after
+        y = torch.ones(8, 8, dtype=x.dtype, device=x.device) @ x
     """
     yield from from_gaps(
         result, "dtype-mismatch", "use one dtype: create the tensor with dtype=x.dtype, or cast it here"
@@ -82,10 +93,18 @@ def no_backend_kernel(result: ScanResult) -> Iterator[Finding]:
     `PYTORCH_ENABLE_XPU_FALLBACK=1` on XPU, `PYTORCH_ENABLE_MPS_FALLBACK=1` on MPS. Each call then copies its inputs to
     the CPU and its result back. Or do it in the code:
 
-        y = torch.linalg.eigvals(x)                      # before
-        y = torch.linalg.eigvals(x.cpu()).to(x.device)   # after
+        # before
+        y = torch.linalg.eigvals(x)
+        # after
+        y = torch.linalg.eigvals(x.cpu()).to(x.device)
     """
-    yield from from_gaps(result, "no-backend-kernel", "run it on the CPU, or set the device's fallback variable")
+
+    def advice(_: Gap, run: Run) -> str:
+        device = DEVICES.find(device_type(run.device))
+        variable = device.fallback_variable if device else None
+        return f"run it on the CPU, or set {variable}=1" if variable else "run it on the CPU"
+
+    yield from from_gaps(result, "no-backend-kernel", advice)
 
 
 @rule("LP105", "silent-fallback", "warning")
@@ -98,7 +117,12 @@ def silent_fallback(result: ScanResult) -> Iterator[Finding]:
     Usual causes: `PYTORCH_ENABLE_XPU_FALLBACK=1` or `PYTORCH_ENABLE_MPS_FALLBACK=1` is set.
 
     What to do: if the run is too slow, replace the op by one that the device supports (see `lowprec-check op NAME`),
-    or run the part of the model around it on the CPU, so that the data is copied once.
+    or run the part of the model around it on the CPU, so that the data is copied once:
+
+        # before: each of the two ops copies its input to the CPU and its result back
+        y = torch.linalg.eigvals(torch.linalg.inv(x))
+        # after
+        y = torch.linalg.eigvals(torch.linalg.inv(x.cpu())).to(x.device)
     """
     for run in result.runs:
         for message in run.fallbacks:
@@ -117,26 +141,37 @@ def slow_kernel(result: ScanResult) -> Iterator[Finding]:
 
     Usual causes: a CPU without fp16 arithmetic, which makes convolutions and matrix products slow.
 
-    What to do: use a dtype that the device accelerates (`lowprec-check env` lists them), often bf16 instead of fp16.
-    Otherwise keep the modules with this op in fp32, and check the time of the whole model: `lowprec-check plan`.
+    What to do: use a dtype that the device accelerates, if there is one: the head of the report and `lowprec-check env`
+    name them. Otherwise keep the modules with this op in fp32, and check the time of the whole model:
+    `lowprec-check plan`.
+
+        # before: fp16 on a CPU that accelerates only bf16
+        y = model.half()(x.half())
+        # after
+        y = model.bfloat16()(x.bfloat16())
     """
-    for run in low_runs(result):
-        yield from _slow_ops(run)
+    slow = [(run, _slow_ops(run)) for run in low_runs(result)]
+    for run, found in slow:
+        for op, (message, calls) in found.items():
+            formats = {other.basis.format for other, ops in slow if op in ops and other.basis}
+            yield Finding(message, run=run, op=op, help=faster(run, result, formats), calls=calls)
 
 
-def _slow_ops(run: Run) -> Iterator[Finding]:
-    advice = "use a dtype that this device accelerates (lowprec-check env lists them)"
+def _slow_ops(run: Run) -> dict[str, tuple[str, int]]:
+    """How much slower, and in how many calls, for each slow op; the one that takes the most time first."""
     times: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in run.op_calls.rows():
         if row.time_ms is not None and row.reference_ms is not None:
             times[row.op].append((row.time_ms, row.reference_ms))
     slow = {op: found for op, calls in times.items() if (found := _slow_total(calls, run.latency_ms)) is not None}
+    answers = {}
     for op, (here, fp32) in sorted(slow.items(), key=lambda item: -item[1][0]):
         message = f"{here / max(fp32, 1e-6):.0f} times slower than in fp32: {here:.0f} ms instead of {fp32:.1f} ms"
-        yield Finding(message, run=run, op=op, help=advice, calls=len(times[op]))
+        answers[op] = (message, len(times[op]))
     for op, reason in run.emulated.items():
         if op not in slow and not any(gap.kind == "crash" and gap.op == op for gap in run.gaps):
-            yield Finding(reason, run=run, op=op, help=advice)
+            answers[op] = (reason, 1)
+    return answers
 
 
 def _slow_total(calls: list[tuple[float, float]], latency_ms: float | None) -> tuple[float, float] | None:
@@ -161,14 +196,21 @@ def unexplained_error(result: ScanResult) -> Iterator[Finding]:
     Usual causes: the model fails when it is called again, because it keeps a tensor of another dtype between calls; the
     backend cannot compile or run the model; code that only runs without instruments.
 
-    What to do: read the exception. Fix the line that it names, use the eager backend, or report the failure to the
-    backend's project.
+    What to do: read the exception. Use the eager backend or report the failure to the backend's project, or fix the
+    line that the exception names; here, what the model keeps between calls:
+
+        # before: self.last, which the next call adds, becomes fp32
+        y = self.linear(x + self.last)
+        self.last = y.float()
+        # after
+        y = self.linear(x + self.last)
+        self.last = y
     """
     for run in low_runs(result):
         if run.status == "error" and run.complete and not run.gaps and run.exception is not None:
             error = run.exception
             where = (run, error.module, None, error.source or result.model.source)
-            message = f"{on_which_call(run)}{error.type}: {error.message}"
+            message = f"{on_which_call(run)}{error.text}"
             advice = "fix this exception" if run.backend == EAGER else "use the eager backend, or fix this exception"
             advice = "fix what the model keeps between calls" if run.failed_call else advice
             yield Finding(message, *where, help=advice)
@@ -191,6 +233,13 @@ def crash(result: ScanResult) -> Iterator[Finding]:
     2. Compute the op in fp32, or use another precision or backend that passes in the same scan.
     3. Try another torch release. `lowprec-check op NAME` shows in which releases the op runs.
     4. If the newest release crashes too, reproduce it with this op alone and search PyTorch's issues for it.
+
+    The second step, for an op that crashes in 16 bits:
+
+        # before
+        y = torch.linalg.svdvals(x)
+        # after
+        y = torch.linalg.svdvals(x.float()).to(x.dtype)
     """
     yield from from_gaps(result, "crash", "compute it in fp32, or try another torch release")
     advice = "try smaller inputs, another precision or another torch release"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from lowprec_check.analysis.rules.alternatives import wider_range
 from lowprec_check.analysis.rules.registry import Finding, from_gaps, low_runs, rule
-from lowprec_check.analysis.run_summary import counted, error_phrase, on_which_call, percent, short_op
+from lowprec_check.analysis.run_summary import error_phrase, on_which_call, out_of, percent, short_op
 from lowprec_check.schema.op_calls import OpCall
-from lowprec_check.schema.precisions import BF16
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 FLUSHED_SHARE = 0.1
@@ -18,12 +17,12 @@ OUTLIER_ROUNDOFFS = 8
 JUMP = 4
 DECISIVE = 5
 PICKS_ELEMENTS = (
-    *("arg", "max", "adaptive_max", "fractional_max", "min", "cummax", "cummin"),
+    *("arg", "max", "min", "cummax", "cummin"),
     *("topk", "sort", "median", "nanmedian", "kthvalue", "mode"),
 )
 """How the short names of ops begin whose integer output is the indices of chosen elements."""
-DATA_DEPENDENT_SHAPE = ("nonzero", "masked_select", "unique", "repeat_interleave")
-"""How the short names of ops begin whose output has another shape for other values."""
+POOLS_OR_PIVOTS = re.compile(r"(adaptive_|fractional_)?max_pool\d?d.*|(lu|ldl)_factor.*|solve_ex|det|slogdet")
+"""Short names of ops whose integer output is the indices of pooled elements or the pivots of a decomposition."""
 
 
 def _by_place(run: Run, keep: Callable[[OpCall], bool], worst: Callable[[OpCall], Any]) -> Iterator[tuple[OpCall, int]]:
@@ -47,12 +46,6 @@ def _finding(run: Run, result: ScanResult, row: OpCall, count: int, message: str
     return Finding(message, run, row.module, row.op, source, help=help, calls=count)
 
 
-def _more_range(run: Run) -> str:
-    """The advice for a value that does not fit; bf16 helps only where the run's format has less range."""
-    narrow = run.basis is None or run.basis.format.max_exponent < BF16.max_exponent
-    return "keep this module in fp32, or use bf16" if narrow else "keep this module in fp32"
-
-
 def _range_finding(run: Run, result: ScanResult, row: OpCall, count: int, message: str) -> Finding:
     """A value out of range; in a run that passes, it does not reach the output: a note."""
     if run.status == "ok":
@@ -60,7 +53,7 @@ def _range_finding(run: Run, result: ScanResult, row: OpCall, count: int, messag
             run, result, row, count, f"{message}; the output passes", "ignore this, or keep the module in fp32"
         )
         return found._replace(severity="note")
-    return _finding(run, result, row, count, message, _more_range(run))
+    return _finding(run, result, row, count, message, wider_range(run, result))
 
 
 @rule("LP201", "overflow", "error")
@@ -76,8 +69,10 @@ def overflow(result: ScanResult) -> Iterator[Finding]:
 
     What to do: use bf16, which has the range of fp32. Or keep the module in fp32. Or scale before the op:
 
-        scores = (q @ k.mT) / math.sqrt(d)    # before
-        scores = (q / math.sqrt(d)) @ k.mT    # after
+        # before
+        y = (q @ k.mT) / math.sqrt(d)
+        # after
+        y = (q / math.sqrt(d)) @ k.mT
     """
 
     def overflows_here(row: OpCall) -> bool:
@@ -85,9 +80,8 @@ def overflow(result: ScanResult) -> Iterator[Finding]:
 
     for run in low_runs(result):
         for row, count in _by_place(run, overflows_here, lambda row: row.introduced_inf):
-            message = (
-                f"{counted(row.introduced_inf, 'value')} overflow{_s(row.introduced_inf)} to Inf where fp32 is finite"
-            )
+            values = out_of(row.introduced_inf, row.compared_values, "value")
+            message = f"{values} overflow{_s(row.introduced_inf)} to Inf where fp32 is finite"
             yield _range_finding(run, result, row, count, message)
 
 
@@ -103,8 +97,10 @@ def underflow(result: ScanResult) -> Iterator[Finding]:
     What to do: use bf16, which has the range of fp32. Or keep the module in fp32. Or scale the values up before the op
     and down after it, as `torch.amp.GradScaler` does for gradients:
 
-        energy = x.square().mean()                          # before: 1e-4 squared is 1e-8, which is 0 in fp16
-        energy = (x * 1e3).square().mean().float() * 1e-6   # after
+        # before: 1e-4 squared is 1e-8, which is 0 in fp16
+        y = x.square().mean()
+        # after
+        y = (x * 1e3).square().mean().float() * 1e-6
     """
 
     def underflows_here(row: OpCall) -> bool:
@@ -128,12 +124,15 @@ def introduced_nan(result: ScanResult) -> Iterator[Finding]:
 
     What to do: use bf16, which has the range of fp32, or keep the module in fp32. Check epsilons:
 
-        y = x / (x.norm() + 1e-8)                                 # before: 1e-8 is 0 in fp16
-        y = x / x.norm().clamp(min=torch.finfo(x.dtype).tiny)     # after
+        # before: 1e-8 is 0 in fp16
+        y = x / (x.norm() + 1e-8)
+        # after
+        y = x / x.norm().clamp(min=torch.finfo(x.dtype).tiny)
     """
     for run in low_runs(result):
         for row, count in _by_place(run, lambda row: row.introduced_nan > 0, lambda row: row.introduced_nan):
-            message = f"{counted(row.introduced_nan, 'value')} become{_s(row.introduced_nan)} NaN though the inputs are finite"
+            values = out_of(row.introduced_nan, row.compared_values, "value")
+            message = f"{values} become{_s(row.introduced_nan)} NaN though the inputs are finite"
             yield _range_finding(run, result, row, count, message)
 
 
@@ -147,8 +146,10 @@ def scalar_overflow(result: ScanResult) -> Iterator[Finding]:
 
     What to do: use the limit of the dtype instead of the number:
 
-        scores.masked_fill(mask, -1e9)                             # before
-        scores.masked_fill(mask, torch.finfo(scores.dtype).min)    # after
+        # before
+        y = x.masked_fill(mask, -1e9)
+        # after
+        y = x.masked_fill(mask, torch.finfo(x.dtype).min)
     """
     yield from from_gaps(result, "scalar-overflow", "use torch.finfo(x.dtype).min or .max instead of the number")
 
@@ -169,11 +170,17 @@ def output_mismatch(result: ScanResult) -> Iterator[Finding]:
     2. Fix the first finding of this precision, or let `lowprec-check plan` find the modules to keep in fp32.
     3. See where the error grows: `--report scan.html` draws it op by op.
     4. If the model tolerates the error, set `--tolerance`, or judge by your own metric: `lowprec-check plan --metric`.
+
+    The first step, if the scan recommends `autocast-bf16`:
+
+        # before
+        y = model.half()(x.half())
+        # after
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = model(x)
     """
     for run in low_runs(result):
-        advice = "find the modules to keep in fp32: lowprec-check plan"
-        if run.failed_call:
-            advice = "compute what the model keeps between calls in fp32"
+        advice = _instead(run, result)
         if run.status == "nonfinite":
             message = f"{on_which_call(run)}the output has NaN or Inf where fp32 is finite{_in_eager_mode(run)}"
             yield Finding(message, run=run, help=advice)
@@ -185,6 +192,18 @@ def output_mismatch(result: ScanResult) -> Iterator[Finding]:
             else:
                 message = f"the output cannot be compared with fp32's{f': {run.notes[0]}' if run.notes else ''}"
             yield Finding(f"{on_which_call(run)}{message}{_in_eager_mode(run)}", run=run, help=advice)
+
+
+def _instead(run: Run, result: ScanResult) -> str:
+    """What to do about a wrong output: what the scan recommends, if it is something else than a search."""
+    best = result.recommendation
+    if run.failed_call:
+        return "compute what the model keeps between calls in fp32"
+    if best is not None and best.keep_fp32 and best.precision == run.precision:
+        return "keep the modules in fp32 that the recommendation names"
+    if best is not None and not best.keep_fp32 and any(other.status == "ok" for other in low_runs(result)):
+        return f"use {best.label}, or find the modules to keep in fp32: lowprec-check plan"
+    return "find the modules to keep in fp32: lowprec-check plan"
 
 
 def _in_eager_mode(run: Run) -> str:
@@ -206,8 +225,10 @@ def op_outlier(result: ScanResult) -> Iterator[Finding]:
 
     What to do: keep the module in fp32, or compute this op in fp32:
 
-        y = x.prod(0)                      # before
-        y = x.float().prod(0).to(x.dtype)  # after
+        # before
+        y = x.prod(0)
+        # after
+        y = x.float().prod(0).to(x.dtype)
     """
     for run in low_runs(result):
         if run.basis is None:
@@ -234,8 +255,10 @@ def error_amplifier(result: ScanResult) -> Iterator[Finding]:
     What to do: compute the inputs of this op in fp32; the op alone in fp32 does not help. Or use a formula without
     the large intermediate values:
 
-        var = x.square().mean() - x.mean().square()    # before
-        var = (x - x.mean()).square().mean()           # after
+        # before
+        y = x.square().mean(-1) - x.mean(-1).square()
+        # after
+        y = (x - x.mean(-1, keepdim=True)).square().mean(-1)
     """
     for run in low_runs(result):
         if run.basis is None or run.status == "ok":
@@ -265,15 +288,24 @@ def decision_flip(result: ScanResult) -> Iterator[Finding]:
     choices of the run, and more than 5 times as large if fp32 makes its own. A value read into Python by `.item()` counts
     as a choice. So does one read by `.tolist()` or `.numpy()`, but the scan does not see these calls.
 
+    Indices of max pooling and pivots of a decomposition are never more than a note, and one finding counts those of the
+    whole model: the values that they select are nearly equal.
+
     Usual causes: values so close to each other, or to a threshold, that rounding changes their order; ids or positions
     that pass through a 16-bit dtype, which holds whole numbers exactly only up to 2048 (fp16) or 256 (bf16).
 
     What to do: nothing if the run passes; such choices are mostly harmless. If the run fails, or the choice matters
-    (token ids, box indices), compute the inputs of the op in fp32, for example by keeping the layer before it in fp32.
+    (token ids, box indices), compute the inputs of the op in fp32, for example the layer before it:
+
+        # before
+        y = self.head(x).argmax(-1)
+        # after
+        with torch.autocast(x.device.type, enabled=False):
+            y = self.head(x.float()).argmax(-1)
     """
     for run in low_runs(result):
         cause = _decided_by_choices(run)
-        rows = list(_by_place(run, _chooses if cause else _flips, lambda row: row.flips))
+        rows = list(_by_place(run, _chooses if cause else _decides, lambda row: row.flips))
         for row, count in rows:
             if cause:
                 found = _finding(
@@ -281,18 +313,35 @@ def decision_flip(result: ScanResult) -> Iterator[Finding]:
                 )
                 yield found._replace(severity="warning")
             else:
-                yield _finding(run, result, row, count, _flip_message(row), "ignore this if the output passes")
-        if cause and not rows:
+                passes, advice = (
+                    ("; the output passes", None) if run.status == "ok" else ("", "compute its inputs in fp32")
+                )
+                yield _finding(run, result, row, count, _flip_message(row) + passes, advice)
+        pooled = [row for row in run.op_calls.rows() if _is_pooling_or_pivot(row)]
+        yield from _pooling_or_pivots(run, pooled)
+        if cause and not rows and not any(row.flips for row in pooled):
             message = f"values computed outside of ops differ (.tolist(), .numpy(), Python code); {cause}"
             yield Finding(message, run=run, help="compute them in fp32", severity="warning")
 
 
-def _flips(row: OpCall) -> bool:
-    return row.flips > 0
+def _is_pooling_or_pivot(row: OpCall) -> bool:
+    return POOLS_OR_PIVOTS.fullmatch(short_op(row.op)) is not None
+
+
+def _pooling_or_pivots(run: Run, rows: Sequence[OpCall]) -> Iterator[Finding]:
+    """One finding for all these ops of the model, at the first of them: which one flips most varies between machines."""
+    flips, choices = sum(row.flips for row in rows), sum(row.compared_choices for row in rows)
+    if flips:
+        message = f"pooling indices or pivots differ from fp32 in {out_of(flips, choices, 'element')}"
+        yield Finding(message, run, "", rows[0].op, rows[0].source, calls=sum(row.flips > 0 for row in rows))
+
+
+def _decides(row: OpCall) -> bool:
+    return row.flips > 0 and not _is_pooling_or_pivot(row)
 
 
 def _chooses(row: OpCall) -> bool:
-    return row.flips > 0 or row.to_python > 0
+    return _decides(row) or row.to_python > 0
 
 
 def _decided_by_choices(run: Run) -> str:
@@ -308,16 +357,13 @@ def _decided_by_choices(run: Run) -> str:
 
 
 def _flip_message(row: OpCall) -> str:
-    """``argmax picked a different element than fp32 3 times (0.2 %)``."""
+    """``argmax picked a different element than fp32 3 of 1,500 times (0.2 %)``."""
     name = short_op(row.op)
     if row.to_python and not row.flips:
         return "a value is read into Python"
-    size = math.prod(map(int, re.findall(r"\d+", row.shape))) if row.shape else 0
-    has_share = size >= row.flips and not name.startswith(DATA_DEPENDENT_SHAPE)
-    share = f" ({percent(row.flips / size)})" if has_share else ""
     if name.startswith(PICKS_ELEMENTS):
-        return f"{name} picked a different element than fp32 {counted(row.flips, 'time')}{share}"
-    return f"{name} differs from fp32 in {counted(row.flips, 'element')}{share}"
+        return f"{name} picked a different element than fp32 {out_of(row.flips, row.compared_choices, 'time')}"
+    return f"{name} differs from fp32 in {out_of(row.flips, row.compared_choices, 'element')}"
 
 
 @rule("LP305", "numeric-failure", "error")
@@ -332,7 +378,9 @@ def numeric_failure(result: ScanResult) -> Iterator[Finding]:
     What to do: compute this op and its inputs in fp32, for example by keeping the modules that compute them in fp32.
     For a Cholesky decomposition, a larger term on the diagonal also helps:
 
-        torch.linalg.cholesky(cov.float())                          # before
-        torch.linalg.cholesky(cov.float() + 1e-3 * torch.eye(n))    # after
+        # before
+        y = torch.linalg.cholesky(x.float())
+        # after
+        y = torch.linalg.cholesky(x.float() + 1e-2 * torch.eye(len(x), device=x.device))
     """
     yield from from_gaps(result, "numeric-failure", "compute this op and its inputs in fp32")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from lowprec_check.analysis.rules.catalogued import fixed_since, known_issue
 from lowprec_check.schema.run_key import EAGER
-from lowprec_check.schema.scan_result import Diagnostic, GapKind, Run, ScanResult, Severity, is_selected
+from lowprec_check.schema.scan_result import Diagnostic, Gap, GapKind, Run, ScanResult, Severity, is_selected
 
 SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
 """In ascending order."""
@@ -125,14 +125,18 @@ def _how_it_passed(run: Run) -> str:
     return f"only in eager mode, the {run.backend} backend runs it"
 
 
-def from_gaps(result: ScanResult, kind: GapKind, help: str) -> Iterator[Finding]:
+Advice = Callable[[Gap, Run], str]
+"""What to do about a gap of a run."""
+
+
+def from_gaps(result: ScanResult, kind: GapKind, help: str | Advice) -> Iterator[Finding]:
     """A finding for each gap (a failure that fp32 does not have) of that kind."""
     for run in low_runs(result):
         for gap in run.gaps:
             if gap.kind == kind:
                 caught = run.status in ("ok", "inaccurate", "nonfinite")
                 caught_text = f"; {_how_it_passed(run)}" if caught else ""
-                advice = help.replace(", or use autocast", "") if uses_autocast(run) else help
+                advice = help if isinstance(help, str) else help(gap, run)
                 yield Finding(
                     f"{gap.message}{caught_text}",
                     run=run,

@@ -18,7 +18,13 @@ def uncalled_module(result: ScanResult) -> Iterator[Finding]:
 
     Usual causes: a branch that these inputs do not take, a layer that only training uses, an unused layer.
 
-    What to do: scan with inputs that reach the module, or in the mode that uses it (`model.train()`), or remove it.
+    What to do: remove the module if nothing uses it. Otherwise scan in the mode that uses it (`model.train()`), or
+    with inputs that reach it:
+
+        # before: the layer for long inputs never runs
+        inputs = torch.randn(1, 8)
+        # after
+        inputs = torch.randn(1, 32)
     """
     complete = [run for run in result.runs if run.complete]
     if complete:
@@ -38,11 +44,17 @@ def nondeterministic_reference(result: ScanResult) -> Iterator[Finding]:
     Usual causes: random numbers from a generator that the scan cannot seed, atomic additions on a GPU, time or state
     that the model reads or changes.
 
-    What to do: make the model deterministic in the file that you scan, and scan again:
+    What to do: make the model deterministic in the file that you scan, and scan again. For kernels, call
+    `torch.use_deterministic_algorithms(True)` there; in the model's own code, remove what differs from call to call:
 
-        torch.use_deterministic_algorithms(True)
+        # before: the scan cannot seed this generator
+        generator = torch.Generator()
+        generator.seed()
+        y = x + 1e-4 * torch.rand(x.shape, generator=generator)
+        # after
+        y = x + 1e-4 * torch.rand(x.shape)
     """
-    advice = "make the model deterministic: torch.use_deterministic_algorithms(True)"
+    advice = "make the model deterministic, e.g. with torch.use_deterministic_algorithms(True)"
     for run in result.runs:
         if run.nondeterministic:
             yield Finding("two fp32 runs with one seed differ; the tolerance was raised", run=run, help=advice)
@@ -58,7 +70,12 @@ def emulated_op(result: ScanResult) -> Iterator[Finding]:
 
     Usual causes: those of LP106 (slow kernel) and LP107 (crash).
 
-    What to do: fix that finding. If the op is only slow, raise the time budget: `lowprec-check scan --budget 120`.
+    What to do: fix that finding. If the op is only slow, raise the time budget:
+
+        # before
+        lowprec-check scan mymodel.py
+        # after
+        lowprec-check scan mymodel.py --budget 120
     """
     for run in low_runs(result):
         counts = Counter(row.op for row in run.op_calls.rows() if row.outcome == "emulated")
@@ -78,10 +95,17 @@ def instruments_perturb(result: ScanResult) -> Iterator[Finding]:
     no op failed or was emulated. Status, output error and time are those of the plain run and remain valid; the
     op-by-op findings of this precision may be about another path.
 
-    Usual causes: a kernel that is not deterministic; a model that behaves differently when hooks or a
-    `TorchDispatchMode` are active.
+    Usual causes: a kernel that is not deterministic; memory that is read before it is written; a model that behaves
+    differently when hooks or a `TorchDispatchMode` are active.
 
-    What to do: make the model deterministic (see LP902). Otherwise check the op-by-op findings by hand.
+    What to do: check the op-by-op findings of this precision by hand, or make the model deterministic (see LP902):
+
+        # before: half of y is never written
+        y = torch.empty_like(x)
+        y[::2] = x[::2]
+        # after
+        y = torch.zeros_like(x)
+        y[::2] = x[::2]
     """
     advice = "check the op-by-op findings of this precision by hand"
     for run in low_runs(result):
@@ -101,14 +125,21 @@ def incomplete_scan(result: ScanResult) -> Iterator[Finding]:
     Usual causes: a check in Python that raises, such as an `assert` on a dtype or a custom `autograd.Function`; an op
     that fails in fp32 too; a run over the time budget; too little memory.
 
-    What to do: fix the error at this place and scan again. After a timeout, raise the time budget:
-    `lowprec-check scan --budget 120`.
+    What to do: after a timeout, raise the time budget: `lowprec-check scan --budget 120`. Otherwise fix the error at
+    this place and scan again:
+
+        # before
+        assert x.dtype == torch.float32
+        y = x * 2
+        # after
+        assert x.is_floating_point()
+        y = x * 2
     """
     for run in low_runs(result):
         if not run.complete and run.status != "skipped":
             stop = run.stopped_by
             ended = run.incomplete_because or run.reason or "the op-by-op analysis ended early"
-            why = f"{stop.type}: {stop.message}" if stop else ended
+            why = stop.text if stop else ended
             module, source = (stop.module, stop.source) if stop else (None, None)
             timed = not stop and "budget" in ended
             advice = _LARGER_BUDGET if timed else "fix this and scan again"

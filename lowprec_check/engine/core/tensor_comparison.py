@@ -36,6 +36,8 @@ class TensorComparison(NamedTuple):
     """Share of the first reference's non-zeros that underflowed to 0; ``None`` if not requested."""
     rms: float | None = None
     """Root mean square of the first reference; ``None`` without one."""
+    elements: int = 0
+    """Number of elements that were compared; a complex one counts as two."""
 
 
 def compare_tensor(out: Tensor, references: Sequence[Tensor], *, count_flushed: bool = False) -> TensorComparison:
@@ -68,7 +70,7 @@ def compare_tensor(out: Tensor, references: Sequence[Tensor], *, count_flushed: 
     errors = [_relative(totals[index], totals[index + 1]) for index in range(0, len(totals), 2)]
     flushed = (lost / nonzero if nonzero else 0.0) if count_flushed else None
     rms = math.sqrt(totals[1] / count) if references else None
-    return TensorComparison(errors, max(-low, high), 0, 0, flushed, rms)
+    return TensorComparison(errors, max(-low, high), 0, 0, flushed, rms, count)
 
 
 def _relative(difference: float, reference: float) -> float:
@@ -162,7 +164,7 @@ def _compare_exactly(out: Tensor, references: list[Tensor], count_flushed: bool)
     if count_flushed and references:
         flushed = _count_flushed(value, references[0], out.dtype) / max(1, int(torch.count_nonzero(references[0])))
     rms = _exact_rms(references[0].double()) if references else None
-    return TensorComparison(errors, absmax, new_inf, new_nan, flushed, rms)
+    return TensorComparison(errors, absmax, new_inf, new_nan, flushed, rms, value.numel())
 
 
 def nonfinite_unlike(value: Tensor, reference: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ FORK_WAITED = (
 def failed_in_fork(outcome: JobOutcome) -> str:
     """A note: fp32 failed in a fork, but not in a fresh interpreter."""
     error = outcome.plain.exception if outcome.plain is not None else None
-    why = f"{error.type}: {error.message}" if error is not None else outcome.reason or "it did not finish"
+    why = error.text if error is not None else outcome.reason or "it did not finish"
     return f"the model fails in a forked process ({why}), but not in a fresh interpreter, which the runs used"
 
 
@@ -53,7 +53,7 @@ def failed_reference(plain: PlainResult, target: Target, device: str) -> tuple[s
     place = f" in {error.module}" if error.module else ""
     source = f" at {error.source}" if error.source else ""
     shapes = ", ".join(describe_inputs(target.args, target.kwargs)) or "none"
-    message = f"The model fails in fp32 on {device}{place}{source}: {error.type}: {error.message}"
+    message = f"The model fails in fp32 on {device}{place}{source}: {error.text}"
     if device != "cpu" and error.type == "NotImplementedError":
         variable = device_of(device).fallback_variable
         fallback = f"set {variable}=1 to run it on the CPU, or " if variable else ""

@@ -68,6 +68,7 @@ class OpErrors:
         for index, (out, reference) in enumerate(zip(outputs, references, strict=True)):
             if out.shape != reference.shape:
                 row.flips += abs(out.numel() - reference.numel())
+                row.compared_choices += max(out.numel(), reference.numel())
             elif is_float(out):
                 against = [reference]
                 if own is not None and index < len(own) and own[index].shape == out.shape:
@@ -84,6 +85,7 @@ class OpErrors:
             elif call.inputs:
                 flips = int((out != reference).sum())
                 row.flips += flips
+                row.compared_choices += out.numel()
                 if flips:
                     self._solver_failures.add(call, outputs, out)
 

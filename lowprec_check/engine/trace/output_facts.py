@@ -87,6 +87,8 @@ def add_to_row(row: OpCall, compared: TensorComparison) -> None:
     row.absmax = max(compared.absmax, row.absmax or 0.0)
     row.introduced_inf += compared.introduced_inf
     row.introduced_nan += compared.introduced_nan
+    if compared.introduced_inf or compared.introduced_nan:
+        row.compared_values += compared.elements
     row.flushed = max(compared.flushed or 0.0, row.flushed or 0.0)
     row.rms = compared.rms if row.rms is None else row.rms
 

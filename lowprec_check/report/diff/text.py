@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from lowprec_check.analysis.diff import ScanDiff
-from lowprec_check.report.console import screen
+from lowprec_check.report.console import print_table, screen
 from lowprec_check.report.diff.summary import pair_cells, verdict
 from lowprec_check.report.escape import visible
 
@@ -28,10 +27,8 @@ def render(diff: ScanDiff, *, width: int = 100, color: bool = False) -> str:
         _print_warnings(console, diff.warnings)
         if diff.changes:
             _print_changes(console, diff)
-        runs = _table("run", "status", "error", "time, ×", "memory, ×")
-        for pair in diff.runs:
-            runs.add_row(Text(visible(pair.run)), *(cell.replace(" ×", "") for cell in pair_cells(pair)))
-        console.print(runs)
+        rows = [[visible(pair.run), *(cell.replace(" ×", "") for cell in pair_cells(pair))] for pair in diff.runs]
+        print_table(console, ["run", "status", "error", "time, ×", "memory, ×"], rows)
     return printed.text
 
 
@@ -46,20 +43,13 @@ def _print_warnings(console: Console, warnings: list[str]) -> None:
 
 
 def _print_changes(console: Console, diff: ScanDiff) -> None:
-    table = _table("", "run", "what")
+    rows: list[list[str | Text]] = []
     for change in diff.changes[:SHOWN_CHANGES]:
         figures = f" ({change.old or '–'} → {change.new or '–'})" if change.old or change.new else ""
         direction = Text(change.direction, style=_STYLE[change.direction])
-        table.add_row(direction, Text(visible(change.run)), Text(visible(change.what + figures)))
-    console.print(table)
+        rows.append([direction, visible(change.run), visible(change.what + figures)])
+    print_table(console, ["", "run", "what"], rows, sentences=True, heading=2)
     left_out = len(diff.changes) - SHOWN_CHANGES
     if left_out > 0:
         console.print(Text(f"{left_out} more changes; -o FILE.json saves all", style="dim"))
     console.print()
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table

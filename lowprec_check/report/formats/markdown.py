@@ -14,6 +14,7 @@ class MarkdownFormat(ReportFormat):
     suffixes = (".md",)
     aliases = ("markdown",)
     renders_diffs = True
+    for_terminals = True
 
     def render(self, result: ScanResult) -> str:
         """Render the report of a scan."""

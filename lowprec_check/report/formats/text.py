@@ -13,12 +13,19 @@ class TextFormat(ReportFormat):
     name = "text"
     suffixes = (".txt",)
     renders_diffs = True
+    for_terminals = True
 
     def render(self, result: ScanResult) -> str:
         """Render the report of a scan."""
         from lowprec_check.report.text import render
 
         return render(result)
+
+    def render_verbose(self, result: ScanResult) -> str:
+        """Render the report of a scan, with all notes."""
+        from lowprec_check.report.text import render
+
+        return render(result, verbose=True)
 
     def render_diff(self, diff: ScanDiff) -> str:
         """Render the differences between two scans."""

@@ -30,6 +30,11 @@ def static(name: str) -> str:
     return (_HERE / "static" / name).read_text(encoding="utf-8")
 
 
+def render_fragment(template: str, **values: Any) -> str:
+    """Fill in a template without scripts, such as a part of another page."""
+    return _environment().get_template(template).render(**values)
+
+
 def render_page(template: str, scripts: list[str], **values: Any) -> str:
     """Render a page on which only the given ``scripts`` may run and nothing may be loaded."""
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)

@@ -8,7 +8,7 @@ from typing import Any
 
 from lowprec_check.analysis.run_summary import memory_ratio, time_ratio
 from lowprec_check.report import summary
-from lowprec_check.report.escape import visible, visible_lines
+from lowprec_check.report.escape import visible
 from lowprec_check.report.html import bokeh_files as bokeh
 from lowprec_check.report.html import charts, module_tree
 from lowprec_check.report.html.page import render_page, static
@@ -32,11 +32,13 @@ def render(result: ScanResult) -> str:
         "title": summary.title(result),
         "model_name": visible(result.model.name),
         "machine": summary.machine(result),
+        "scope": summary.SCOPE,
+        "has_metric": summary.has_metric(result),
         "notes": [visible(note) for note in result.model.notes],
         "verdict": summary.verdict(result),
         "advice": advice is not None,
         "reason": summary.reason(result, 2000),
-        "code": "\n".join(visible_lines(advice.code, 2000)) if advice else "",
+        "code": summary.code_lines(result),
         "kept": summary.kept(result),
         "failures": summary.failures(result),
         "runs": list(_runs(result)),
@@ -47,6 +49,7 @@ def render(result: ScanResult) -> str:
         "left_out": modules.left_out,
         "scale": SCALE,
         "findings": [_finding(item) for item in groups[:MOST_GROUPS]],
+        "groups": len(groups),
         "groups_left_out": max(0, len(groups) - MOST_GROUPS),
         "tally": summary.tally(result.diagnostics),
         "environment": list(_environment(result)),

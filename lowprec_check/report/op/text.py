@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from lowprec_check.catalog.declared_support import OnCpu
@@ -13,11 +12,11 @@ from lowprec_check.catalog.missing_ops import Gaps, MissingOp
 from lowprec_check.catalog.op_lookup import OpAnswer
 from lowprec_check.catalog.records import SHORT, STATES, Dtype, Mode, State, in_samples
 from lowprec_check.catalog.support_cells import SupportCell
+from lowprec_check.catalog.toml_tables import version_key
 from lowprec_check.catalog.version_diff import Difference, OpChange
-from lowprec_check.report.console import screen
+from lowprec_check.report.console import print_table, screen
 from lowprec_check.schema.devices import is_declared
 
-_NARROW = ("device", "torch", "dtype", "forward", "backward", "autocast", "ulp", "time", "evidence")
 SHOWN_OPS = 4
 """Operators shown in full if a name matches many."""
 
@@ -44,18 +43,18 @@ def render_answers(answers: Sequence[OpAnswer], *, width: int = 100, color: bool
 
 
 def _print_answer(console: Console, answer: OpAnswer) -> None:
-    console.print(Text(answer.op, style="bold"), Text(f"dispatches {_few(answer.aten)}", style="dim"))
+    here = [cell for cell in answer.cells if cell.torch == answer.installed and not cell.extension]
+    others = [cell for cell in answer.cells if cell not in here]
+    about = " · ".join(filter(None, (_installed(answer, here), f"dispatches {_few(answer.aten)}")))
+    console.print(Text.assemble((answer.op, "bold"), (" · ", "dim"), (about, "dim")))
     if answer.note:
         console.print(Text(answer.note, style="yellow"))
-    table = _table("device", "torch", "dtype", "forward", "backward", "autocast", "ulp", "time", "evidence")
-    rows: dict[tuple[str, str, Dtype], list[SupportCell]] = {}
-    for cell in answer.cells:
-        version = f"{cell.torch} ipex" if cell.extension else cell.torch
-        rows.setdefault((cell.device, version, cell.dtype), []).append(cell)
-    for (device, torch, dtype), cells in rows.items():
-        modes = [[cell for cell in cells if cell.mode in group] for group in _GROUPS]
-        table.add_row(device, torch, SHORT[dtype], *map(_support, modes), _ulp(cells), _times(cells), _evidence(cells))
-    console.print(table)
+    if here:
+        _print_cells(console, here)
+    if here and others:
+        console.print(Text("other releases: the newest of each device", style="dim"))
+    if others:
+        _print_cells(console, others)
     for line in _failures(answer.cells):
         console.print(Text(line, style="dim"))
     for issue in answer.issues:
@@ -64,6 +63,32 @@ def _print_answer(console: Console, answer: OpAnswer) -> None:
         console.print(Text(f"reported{where}: {issue.title}{fixed}"))
         console.print(Text(f"  {issue.link}", style="dim"), soft_wrap=True)
     console.print()
+
+
+def _installed(answer: OpAnswer, here: Sequence[SupportCell]) -> str:
+    """What the answer says about the installed torch; empty if a release was asked for."""
+    if not answer.installed:
+        return "torch is not installed" if answer.installed == "" else ""
+    if here:
+        return f"torch {answer.installed} (installed)"
+    newest = max((version_key(cell.torch) for cell in answer.cells), default=())
+    is_newer = version_key(answer.installed) > newest
+    return f"torch {answer.installed} (installed) is {'newer than the catalog' if is_newer else 'not in the catalog'}"
+
+
+def _print_cells(console: Console, cells: Sequence[SupportCell]) -> None:
+    """A row per device, release and dtype."""
+    found: dict[tuple[str, str, Dtype], list[SupportCell]] = {}
+    for cell in cells:
+        version = f"{cell.torch} ipex" if cell.extension else cell.torch
+        found.setdefault((cell.device, version, cell.dtype), []).append(cell)
+    rows: list[list[str | Text]] = []
+    for (device, torch, dtype), of_row in found.items():
+        modes = [[cell for cell in of_row if cell.mode in group] for group in _GROUPS]
+        figures = (_ulp(of_row), _times(of_row), _evidence(of_row))
+        rows.append([device, torch, SHORT[dtype], *map(_support, modes), *figures])
+    names = ["device", "torch", "dtype", *(group[0] for group in _GROUPS), "ulp", "time", "evidence"]
+    print_table(console, names, rows, heading=3, gap=1)
 
 
 def _support(cells: list[SupportCell]) -> Text:
@@ -113,7 +138,7 @@ def _failures(cells: list[SupportCell]) -> list[str]:
         if cell.failure is not None:
             at = f" in {cell.failure.at}" if cell.failure.at else ""
             text = f"{cell.failure.kind}{at}: {cell.failure.message}{in_samples(cell.failure.condition)}"
-            where.setdefault(text, []).append(f"{cell.device} {SHORT[cell.dtype]} {cell.mode}")
+            where.setdefault(text, []).append(f"{cell.device} {cell.torch} {SHORT[cell.dtype]} {cell.mode}")
     return [*reasons] + [
         f"{places[0]}{f' and {len(places) - 1} more' if len(places) > 1 else ''}: {text}"
         for text, places in where.items()
@@ -132,7 +157,7 @@ def render_difference(found: Difference, *, width: int = 100, color: bool = Fals
             ops = len({change.op for change in changes})
             console.print(Text(f"{title}: {ops} operator{'s' if ops != 1 else ''}", style=style))
             if changes:
-                console.print(_changes(changes))
+                _print_changes(console, changes)
         for title, names in (
             (f"only in {found.before}", found.only_before),
             (f"new in {found.after}", found.only_after),
@@ -142,12 +167,12 @@ def render_difference(found: Difference, *, width: int = 100, color: bool = Fals
     return printed.text
 
 
-def _changes(changes: list[OpChange]) -> Table:
-    table = _table("operator", "dtype", "modes", "before", "after")
+def _print_changes(console: Console, changes: Sequence[OpChange]) -> None:
+    rows: list[list[str | Text]] = []
     for change in changes:
         before, after = _state_text(change.before, change.before_on_cpu), _state_text(change.after, change.after_on_cpu)
-        table.add_row(change.op, SHORT[change.dtype], ", ".join(change.modes), before, after)
-    return table
+        rows.append([change.op, SHORT[change.dtype], before, after, ", ".join(change.modes)])
+    print_table(console, ["operator", "dtype", "before", "after", "modes"], rows, sentences=True, heading=2)
 
 
 def _state_text(state: State, on_cpu: OnCpu | None) -> Text:
@@ -166,13 +191,12 @@ def render_gaps(found: Gaps, *, width: int = 100, color: bool = False) -> str:
             f"{len(found.missing)} of {found.runnable} operators that run in fp32 fail in {SHORT[found.dtype]}, at least for some inputs"
         )
         groups = _GROUPS if found.evidence == "measured" else _GROUPS[:2]
-        table = _table("operator", *(group[0] for group in groups), "from", "why")
+        rows: list[list[str | Text]] = []
         for missing in found.missing:
             shown = (_worst([missing.states.get(mode) for mode in group]) for group in groups)
-            table.add_row(
-                missing.op, *shown, missing.fixed_in or "–", _why(missing, declared=found.evidence == "declared")
-            )
-        console.print(table)
+            why = _why(missing, declared=found.evidence == "declared")
+            rows.append([missing.op, *shown, missing.fixed_in or "–", why])
+        print_table(console, ["operator", *(group[0] for group in groups), "from", "why"], rows, sentences=True)
         if found.not_applicable:
             what = (
                 f"{SHORT[found.dtype]} does not apply to {len(found.not_applicable)} more, which take complex numbers"
@@ -195,13 +219,6 @@ def _why(missing: MissingOp, *, declared: bool) -> str:
         return ("" if itself or missing.at is None else f"{missing.at}: ") + (missing.message or "")
     where = f" in {missing.at}" if missing.at else ""
     return f"{missing.kind}{where}{in_samples(missing.condition)}"
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, padding=(0, 1 if "evidence" in columns else 2, 0, 0), header_style="dim")
-    for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=column in _NARROW)
-    return table
 
 
 def _span(versions: Sequence[str]) -> str:

@@ -1,0 +1,49 @@
+"""A result at a prompt and in a notebook: ``repr(result)``, and the table of runs as HTML. Never imports torch."""
+
+from __future__ import annotations
+
+from lowprec_check.report import summary
+from lowprec_check.report.escape import visible
+from lowprec_check.report.html.page import render_fragment
+from lowprec_check.schema.scan_result import ScanResult
+
+_LONGEST = 400
+
+
+def text(result: ScanResult) -> str:
+    """Three lines: what was scanned, the status of each run, the recommendation."""
+    runs = ", ".join(_brief(row) for row in summary.rows(result)) or "no runs"
+    return "\n".join(
+        [
+            f"ScanResult: {summary.title(result)} · {summary.machine(result)}",
+            visible(runs, _LONGEST),
+            f"{summary.verdict(result)}{_reason(result, _LONGEST)}",
+        ]
+    )
+
+
+def _brief(row: summary.RunRow) -> str:
+    """``half ok (3.4e-04)``."""
+    return f"{row.label} {row.status}" + ("" if row.error == "–" else f" ({row.error})")
+
+
+def _reason(result: ScanResult, most: int) -> str:
+    """``: passes (…)``, which follows the verdict; empty if nothing is recommended."""
+    best = result.recommendation
+    return f": {visible(best.reason, most)}" if best else ""
+
+
+def html(result: ScanResult) -> str:
+    """Head, table of runs, and recommendation, without scripts and styles of its own."""
+    return render_fragment(
+        "notebook.html.j2",
+        title=summary.title(result),
+        machine=summary.machine(result),
+        scope=summary.SCOPE,
+        rows=summary.rows(result),
+        has_metric=summary.has_metric(result),
+        tally=summary.tally(result.diagnostics),
+        verdict=summary.verdict(result),
+        reason=_reason(result, 2000),
+        code=summary.code_lines(result),
+    )

@@ -1,0 +1,308 @@
+"""Advice fits the scan: reasons name the exception, help names no dtype or precision that fails here, counts have a total."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowprec_check import scan
+from lowprec_check.analysis.recommend import recommend
+from lowprec_check.analysis.rules.registry import diagnose
+from lowprec_check.analysis.run_summary import explain_status, out_of
+from lowprec_check.report import text
+from lowprec_check.schema.op_calls import OpCall, to_columns
+from lowprec_check.schema.scan_result import (
+    Diagnostic,
+    ErrorStats,
+    ExceptionInfo,
+    Gap,
+    ModelInfo,
+    Recommendation,
+    Run,
+    ScanResult,
+)
+
+INFO = ModelInfo(name="Net", parameters=1, inputs=["(1, 1)"], modules=1, training=False)
+FP32 = Run(precision="fp32", device="cpu", status="ok", latency_ms=10.0)
+
+
+def a_run(precision: str, status: str = "ok", **more: Any) -> Run:
+    return Run(precision=precision, device=more.pop("device", "cpu"), status=status, **more)  # type: ignore[arg-type]
+
+
+def a_gap(op: str = "aten.dot.default", kind: str = "missing-kernel") -> Gap:
+    return Gap(op=op, layer="dispatch", kind=kind, module="", source=None, dtypes=["float16"], message="m")  # type: ignore[arg-type]
+
+
+def a_result(*runs: Run, **environment: Any) -> ScanResult:
+    environment = {"torch": "2.13.0", "device": "cpu"} | environment
+    return ScanResult(tool="t", target="t", model=INFO, environment=environment, runs=[FP32, *runs])
+
+
+def helps(result: ScanResult, code: str, precision: str = "half") -> list[str | None]:
+    return [d.help for d in diagnose(result, select=[code]) if d.precision == precision]
+
+
+# -- reasons
+
+
+class Raises(nn.Linear):
+    def __init__(self, error: type[BaseException], *args: object) -> None:
+        super().__init__(8, 8)
+        self.error, self.args = error, args
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            raise self.error(*self.args)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("error", "args", "reason"),
+    [
+        (AssertionError, (), "AssertionError (no message)"),
+        (KeyError, ("scale",), "KeyError: 'scale'"),
+        (SystemExit, (3,), "SystemExit: 3"),
+        (StopIteration, (), "StopIteration (no message)"),
+        (ValueError, ("ends with a full stop.",), "ValueError: ends with a full stop."),
+    ],
+)
+def test_the_type_of_the_exception_is_part_of_the_reason(
+    error: type[BaseException], args: tuple[object, ...], reason: str
+) -> None:
+    result = scan(Raises(error, *args), torch.randn(2, 8), precisions=["half", "autocast-bf16"], plan=False)
+    assert explain_status(result.run("half")) == reason
+    assert result.recommendation is not None
+    assert result.recommendation.reason.endswith(f"Not half: {reason.rstrip('.')}.")
+    assert reason in " ".join(text.render(result).split())
+    [stopped] = [d for d in result.diagnostics if d.code == "LP905"]
+    assert stopped.message == f"later ops were not checked: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"), [("", "KeyError (no message)"), (" \n", "KeyError (no message)"), ("a", "KeyError: a")]
+)
+def test_an_exception_as_text(message: str, shown: str) -> None:
+    assert ExceptionInfo(type="KeyError", message=message).text == shown
+
+
+def test_the_reason_of_a_mismatch_names_kind_and_type() -> None:
+    raised = ExceptionInfo(type="RuntimeError", message="dtypes differ")
+    run = a_run("half", "error", gaps=[a_gap(kind="dtype-mismatch")], exception=raised)
+    assert explain_status(run) == "dtype-mismatch: RuntimeError: dtypes differ"
+
+
+# -- autocast
+
+
+class SparseSoftmax(nn.Linear):
+    """Fails in 16 bits, also under autocast, which leaves sparse tensors alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.softmax(super().forward(x).to_sparse(), 1).to_dense()
+
+
+def test_autocast_is_no_advice_where_it_fails_the_same_way() -> None:
+    result = scan(SparseSoftmax(8, 8), torch.randn(8, 8), precisions=["half", "autocast-fp16"], plan=False)
+    assert {run.status for run in result.runs[1:]} == {"error"}
+    missing = [d for d in result.diagnostics if d.code == "LP101"]
+    assert {d.precision for d in missing} == {"half", "autocast-fp16"}
+    assert not [d for d in missing if "autocast" in (d.help or "")]
+
+
+@pytest.mark.parametrize(
+    ("autocast", "advice"),
+    [
+        ([], ", or try autocast"),
+        ([a_run("autocast-fp16")], ", or use autocast"),
+        ([a_run("autocast-fp16", "error", gaps=[a_gap()])], ""),
+        ([a_run("autocast-fp16", "error", gaps=[a_gap("aten.inv.default")])], ", or use autocast"),
+        ([a_run("autocast-fp16", "error", gaps=[a_gap()]), a_run("autocast-bf16")], ", or use autocast-bf16"),
+        ([a_run("autocast-fp16", "error", complete=False)], ""),
+        (
+            [a_run("autocast-fp16", "timeout", complete=False, op_calls=to_columns([OpCall("aten.dot.default")]))],
+            ", or use autocast",
+        ),
+        ([a_run("autocast-fp16", "skipped")], ", or try autocast"),
+    ],
+)
+def test_autocast_is_advised_if_the_op_runs_under_it(autocast: list[Run], advice: str) -> None:
+    result = a_result(a_run("half", "error", gaps=[a_gap()]), *autocast)
+    [found] = helps(result, "LP101")
+    assert (found or "").split(";")[0] == f"compute it in fp32 and cast back{advice}"
+    for d in diagnose(result, select=["LP101"]):
+        assert d.precision == "half" or "autocast" not in (d.help or "")
+
+
+# -- what the device accelerates
+
+
+def slow(precision: str, **more: Any) -> Run:
+    calls = [OpCall("mylib.slow.default", time_ms=100.0, reference_ms=1.0)] * 2
+    return a_run(precision, op_calls=to_columns(calls), **more)
+
+
+KEEP = "keep the modules with this op in fp32: lowprec-check plan"
+
+
+@pytest.mark.parametrize(
+    ("runs", "bf16", "fp16", "advice"),
+    [
+        ([], True, False, "use bf16, which this device accelerates"),
+        ([a_run("bfloat16")], True, False, "use bf16, which this device accelerates"),
+        ([a_run("bfloat16", "error")], True, False, KEEP),
+        ([slow("bfloat16")], True, False, KEEP),
+        ([], True, True, f"the device accelerates fp16, but not this op; {KEEP}"),
+        ([], False, True, f"the device accelerates fp16, but not this op; {KEEP}"),
+        ([], False, False, KEEP),
+        ([], None, None, f"use a dtype that the device accelerates, or {KEEP}"),
+    ],
+)
+def test_the_advice_about_a_slow_op_fits_the_head(
+    runs: list[Run], bf16: bool | None, fp16: bool | None, advice: str
+) -> None:
+    result = a_result(slow("half"), *runs, bf16_accelerated=bf16, fp16_accelerated=fp16)
+    assert helps(result, "LP106") == [advice]
+
+
+@pytest.mark.parametrize(
+    ("runs", "advice"),
+    [
+        ([], "keep this module in fp32, or try bf16, which has a larger range"),
+        (
+            [a_run("bfloat16", "error"), a_run("autocast-bf16")],
+            "keep this module in fp32, or use autocast-bf16, which passes",
+        ),
+        ([a_run("bfloat16", "error")], "keep this module in fp32"),
+    ],
+)
+def test_more_range_is_advised_only_where_it_passes(runs: list[Run], advice: str) -> None:
+    overflows = to_columns([OpCall("aten.mm.default", introduced_inf=1, compared_values=8)])
+    result = a_result(a_run("half", "nonfinite", op_calls=overflows), *runs)
+    assert helps(result, "LP201") == [advice]
+    narrow = a_result(a_run("bfloat16", "nonfinite", op_calls=overflows))
+    assert helps(narrow, "LP201", "bfloat16") == ["keep this module in fp32"]
+
+
+@pytest.mark.parametrize(
+    ("device", "advice"),
+    [
+        ("xpu:0", "run it on the CPU, or set PYTORCH_ENABLE_XPU_FALLBACK=1"),
+        ("mps", "run it on the CPU, or set PYTORCH_ENABLE_MPS_FALLBACK=1"),
+        ("cuda", "run it on the CPU"),
+    ],
+)
+def test_a_fallback_variable_is_named_where_there_is_one(device: str, advice: str) -> None:
+    run = a_run("half", "error", gaps=[a_gap(kind="no-backend-kernel")], device=device)
+    assert (helps(a_result(run), "LP104")[0] or "").split(";")[0] == advice
+
+
+def test_a_wrong_output_is_answered_with_the_recommendation() -> None:
+    wrong = a_run("half", "inaccurate", tolerance=1e-2, output_error=stats(0.5))
+    search = "find the modules to keep in fp32: lowprec-check plan"
+    assert helps(a_result(wrong), "LP301") == [search]
+    runs = [wrong, a_run("autocast-fp16", output_error=stats(1e-3), tolerance=1e-2)]
+    assert helps(advised(a_result(*runs)), "LP301") == [f"use autocast-fp16, or {search}"]
+    plan = a_run("plan", base="half", keep_fp32=["head"], output_error=stats(1e-3), tolerance=1e-2)
+    assert helps(advised(a_result(wrong, plan)), "LP301") == ["keep the modules in fp32 that the recommendation names"]
+
+
+@pytest.mark.parametrize(
+    ("latency", "fp16", "says"),
+    [
+        (0.1, False, "measured here (too short to compare times; this device does not accelerate fp16)."),
+        (0.1, True, "measured here (too short to compare times)."),
+        (0.1, None, "measured here (too short to compare times)."),
+        (20.0, False, ", 2.0 times slower than fp32 on this machine; this device does not accelerate fp16."),
+        (10.0, False, ", about as fast as fp32; this device does not accelerate fp16."),
+        (5.0, False, "measured here, 2.0 times as fast as fp32."),
+    ],
+)
+def test_a_recommendation_fits_the_head(latency: float, fp16: bool | None, says: str) -> None:
+    best = a_run("autocast-fp16", latency_ms=latency, output_error=stats(1e-3), tolerance=1e-2)
+    advice = recommend([FP32, best], INFO, {"fp16_accelerated": fp16, "bf16_accelerated": True})
+    assert advice is not None
+    assert advice.reason.endswith(says)
+
+
+def stats(rel_l2: float) -> ErrorStats:
+    return ErrorStats(rel_l2=rel_l2, max_abs=1.0, cosine=1.0, sqnr_db=None)
+
+
+def advised(result: ScanResult) -> ScanResult:
+    best: Recommendation | None = recommend(result.runs, INFO)
+    assert best is not None
+    return ScanResult(
+        tool="t", target="t", model=INFO, environment=result.environment, runs=result.runs, recommendation=best
+    )
+
+
+# -- counts have a total
+
+
+@pytest.mark.parametrize(
+    ("number", "total", "shown"),
+    [
+        (417, 200_704, "417 of 200,704 values (0.2 %)"),
+        (1, 1, "1 of 1 value (100 %)"),
+        (0, 8, "0 of 8 values (< 0.1 %)"),
+        (3, 0, "3 values"),
+        (3, 2, "3 values"),
+        (12_000, 0, "12,000 values"),
+    ],
+)
+def test_a_count_has_its_total(number: int, total: int, shown: str) -> None:
+    assert out_of(number, total, "value") == shown
+
+
+class Overflows(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x) * 0.0 + 1.0
+        scale = torch.tensor([6e4, 1.0], dtype=y.dtype).repeat(y.shape[-1] // 2)
+        return (y * scale) * 4.0
+
+
+def found(result: ScanResult, code: str) -> list[Diagnostic]:
+    return [d for d in result.diagnostics if d.code == code]
+
+
+def test_values_that_overflow_are_counted_against_all() -> None:
+    result = scan(Overflows(8, 8), torch.randn(4, 8), precisions=["half"], plan=False)
+    [overflow] = found(result, "LP201")
+    assert overflow.message == "16 of 32 values (50 %) overflow to Inf where fp32 is finite"
+
+
+class Recasts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        y = y + self.second(x)
+        return torch.softmax(y, -1) @ x
+
+
+def test_repeated_casts_are_one_note_for_the_model() -> None:
+    result = scan(Recasts(), torch.randn(8, 8), precisions=["autocast-bf16"], plan=False)
+    [churn] = found(result, "LP401")
+    counts = re.match(
+        r"(\d+) of (\d+) casts repeat or undo an earlier cast of the same tensor; (\d+) of them here", churn.message
+    )
+    assert counts is not None, churn.message
+    repeated, casts, here = map(int, counts.groups())
+    assert repeated == sum(result.run("autocast-bf16").op_calls.recast) == churn.calls > 1
+    assert casts == result.run("autocast-bf16").op_calls.op.count("aten._to_copy.default") > repeated
+    assert 0 < here < repeated
+    assert (churn.severity, churn.module, churn.help) == ("note", "", None)
+
+
+def test_ops_without_a_kernel_are_counted_against_all() -> None:
+    result = scan(SparseSoftmax(8, 8), torch.randn(8, 8), precisions=["half"], plan=False)
+    run = result.run("half")
+    assert explain_status(run) == f"1 of {len(set(run.op_calls.op))} ops has no kernel: sparse_softmax"
+    assert explain_status(a_run("half", "error", gaps=[a_gap()])) == "1 op has no kernel: dot"
