@@ -1,8 +1,9 @@
 """Measure what ``--lowprec-coverage`` costs a test suite: ``python benchmarks/coverage_overhead.py``.
 
-Two suites are generated: one of small layers, as those of model collections (hundreds of tests of a few milliseconds, each with
-thousands of numbers), and one of larger tests (whole networks on real sizes). Each runs in turn plain and with coverage, in a process of
-its own with one thread. Printed are medians over the rounds of processor time, which other programs on the machine change less:
+Three suites are generated: one of small layers, as those of model collections (hundreds of tests of a few milliseconds, each with
+thousands of numbers), one of larger tests (whole networks on real sizes), and as the worst case one that does nothing but dispatch
+tiny ops, where a dispatch mode in Python that does nothing costs most of what coverage costs. Each runs in turn plain and with
+coverage, in a process of its own with one thread. Printed are medians over the rounds of processor time, which other programs on the machine change less:
 
 - the tests alone (fixtures, reports and the summary included), and their ratio: what a long suite costs;
 - the whole command, with the import of torch, and its ratio.
@@ -129,7 +130,19 @@ def test_training():
         optimizer.step()
 """
 
-SUITES = {"small layers": SMALL, "larger tests": LARGE}
+LOOP = """
+import pytest
+import torch
+from torch.nn import functional as F
+
+@pytest.mark.parametrize("index", range(20))
+def test_ops(index):
+    x = torch.randn(4, 8)
+    for _ in range(2000):
+        x = F.relu(x) + x.mul(0.5).sigmoid()
+"""
+
+SUITES = {"small layers": SMALL, "larger tests": LARGE, "op loop": LOOP}
 
 TIMER = """
 import json, time

@@ -157,7 +157,10 @@ def _not_applicable(found: Coverage) -> list[str]:
                 reasons.setdefault(support.message or "", []).append(_name(dtype))
         for reason, names in reasons.items():
             ops.setdefault((", ".join(names), reason), []).append(overload_name(use.op))
-    return [f"No {names} for {some(uses, 8)}: {reason}" for (names, reason), uses in ops.items()]
+    return [
+        f"{names} {'do' if ',' in names else 'does'} not apply to {some(uses, 8)}: {reason}"
+        for (names, reason), uses in ops.items()
+    ]
 
 
 def _phrase(words: str, cell: Cell, dtype: str) -> str:

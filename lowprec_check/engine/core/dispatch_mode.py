@@ -109,7 +109,8 @@ class CalledFunctions:
     def __init__(self) -> None:
         self._names: list[str] = []
         """Those called now for which autocast has a kernel, the innermost last; ``""`` for one of another package."""
-        self._profiling = False
+        self.profiling = False
+        """Whether :meth:`pause` and :meth:`resume` do anything."""
 
     def is_in(self, names: frozenset[str], *, besides: str) -> bool:
         """Whether Python is calling a function of one of these names other than ``besides``."""
@@ -117,12 +118,12 @@ class CalledFunctions:
 
     def start(self) -> None:
         """Profile from the next :meth:`resume` on, unless another profiler is active."""
-        if not self._profiling:
-            self._profiling = sys.getprofile() is None
+        if not self.profiling:
+            self.profiling = sys.getprofile() is None
 
     def pause(self) -> None:
         """Inside a handler: do not profile. A profiler that has replaced this one stays."""
-        if not self._profiling:
+        if not self.profiling:
             return
         if sys.getprofile() in (None, self._note):
             sys.setprofile(None)
@@ -131,7 +132,7 @@ class CalledFunctions:
 
     def resume(self) -> None:
         """At the end of the handler."""
-        if self._profiling:
+        if self.profiling:
             sys.setprofile(self._note)
 
     def stop(self) -> None:
@@ -140,7 +141,7 @@ class CalledFunctions:
         self._end()
 
     def _end(self) -> None:
-        self._profiling = False
+        self.profiling = False
         self._names.clear()
 
     def _note(self, _frame: Any, event: str, function: Any) -> None:
