@@ -13,6 +13,7 @@ from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.devices import DEVICES
 from lowprec_check.schema.precisions import formats, low_precisions
 from lowprec_check.schema.registry import Registry, choices
+from lowprec_check.schema.target_forms import FORMS
 
 
 def completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
@@ -32,9 +33,7 @@ _TOLERANCES = ", ".join(f"{f.tolerance:g} for {f.short}" for f in formats() if f
 
 Target = Annotated[
     str,
-    typer.Argument(
-        metavar="TARGET", help="Model: mymodel.py, mymodel.py:make_model, package.module:attr or torchvision:resnet50."
-    ),
+    typer.Argument(metavar="TARGET", help=f"Model: {FORMS}."),
 ]
 Inputs = Annotated[
     list[str] | None,

@@ -37,9 +37,7 @@ from lowprec_check.engine.model.user_module import (
 )
 from lowprec_check.engine.model.weights import load_weights
 from lowprec_check.errors import UsageError, encodable
-
-FORMS = "mymodel.py, mymodel.py:make_model, package.module:attr, torchvision:NAME, timm:NAME, transformers:NAME or hf:FOLDER"
-"""The ways to name a target."""
+from lowprec_check.schema.target_forms import FORMS
 
 FACTORIES = ("make_model", "build_model", "create_model", "get_model")
 
