@@ -15,9 +15,9 @@ from conftest import EXAMPLES, ROOT, Call, call_process
 
 from lowprec_check.analysis.rules.registry import rules
 from lowprec_check.cli.app import step_progress
-from lowprec_check.cli.progress import progress
+from lowprec_check.cli.progress import Progress, progress
 from lowprec_check.schema.plan import Plan
-from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.schema.scan_result import ModelInfo, Run, ScanResult
 
 Write = Callable[..., Path]
 
@@ -340,6 +340,46 @@ def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"{VISIBLE} · [red]" in shown
     assert shown.count(VISIBLE) >= 3
     assert not [word for word in ("\x07", "\x1b[2J", "\u202e") if word in shown]
+
+
+def test_progress_names_the_run_of_how_many_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    lines: list[str] = []
+    shown = Progress(lines.append)
+    shown.step("model.py", "loading")
+    fp32 = Run(precision="fp32", device="cpu", status="ok")
+    model = ModelInfo(name="Net", parameters=1, inputs=[], modules=1, training=False)
+    options = {"precisions": ["fp32", "bfloat16", "half", "autocast-fp16"], "backends": ["eager"]}
+    runs = [fp32]
+    for seconds, name in ((5.0, "bfloat16"), (10.0, "half")):
+        now += seconds
+        result = ScanResult(tool="t", target="t", model=model, environment={}, options=options, runs=list(runs))
+        shown.done(result)
+        shown.step(name, "plain run")
+        runs.append(Run(precision=name, device="cpu", status="ok"))
+    now += 4
+    shown.step("half", "op 3: aten.mm.default")
+    assert lines == [
+        "model.py · loading · 0:00",
+        "run 2 of 4 · bfloat16 · plain run · 0:05",
+        "run 3 of 4 · half · plain run · 0:15, about 0:20 left",
+        "run 3 of 4 · half · op 3: aten.mm.default · 0:19, about 0:16 left",
+    ]
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with progress(quiet=False) as shown:
+        for _ in range(100):
+            now += 1.0
+            shown.step("half", "plain run")
+    with progress(quiet=True) as shown:
+        shown.step("half", "plain run")
+    assert capsys.readouterr().err.splitlines() == [f"half · plain run · {clock}" for clock in ("0:30", "1:00", "1:30")]
 
 
 PRINTS = """

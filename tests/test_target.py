@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -130,6 +132,17 @@ def test_message_for_a_wrong_file(write: Write, text: str, message: str, hint: s
 def test_wrong_targets_are_errors(spec: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         load_target(spec)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_a_file_that_cannot_be_read(write: Write, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def fails(_path: Path) -> bytes:
+        raise OSError(number, os.strerror(number))
+
+    path = write(NET)
+    monkeypatch.setattr(Path, "read_bytes", fails)
+    with pytest.raises(UsageError, match=rf"Cannot read .*mymodel\.py: {os.strerror(number)}"):
+        load_target(str(path))
 
 
 @pytest.mark.parametrize("spec", ["1x", "axb", "1x3:float99", "x=1,3"])
