@@ -12,10 +12,13 @@ from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lowprec_check.analysis.conclusion import conclude_early
 from lowprec_check.analysis.recommend import recommend
 from lowprec_check.analysis.rules.registry import diagnose, rule, rules
+from lowprec_check.report.summary import no_pass
 from lowprec_check.report.text import render
 from lowprec_check.schema.op_calls import OpCall, OpCalls, to_columns
+from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.scan_result import ErrorStats, Gap, ModelInfo, ResultError, Run, ScanResult
 
 MODEL = ModelInfo(name="Net", parameters=1234567, inputs=["(1, 3)"], modules=3, training=False)
@@ -229,3 +232,19 @@ def test_equal_numbers_of_op_calls_are_stored_once_and_saved_as_they_are() -> No
     assert read.rms is read.time_ms
     assert list(read.rows()) == rows
     assert msgspec.json.encode(read) == msgspec.json.encode(to_columns(rows))
+
+
+def test_a_scan_that_ended_early_says_what_was_tried() -> None:
+    fp32 = Run(precision="fp32", device="cpu", status="ok", latency_ms=1.0)
+    failed = Run(precision="bfloat16", device="cpu", status="error")
+    options = {"precisions": PRECISIONS.names(), "backends": ["eager"]}
+    result = ScanResult(tool="t", target="t", model=MODEL, environment={}, options=options, runs=[fp32, failed])
+    early = conclude_early(result, "the scan was interrupted")
+    assert early is not None
+    assert [(run.precision, run.status) for run in early.runs[2:]] == [
+        ("autocast-bf16", "skipped"),
+        ("half", "skipped"),
+        ("autocast-fp16", "skipped"),
+    ]
+    assert no_pass(early) == "No precision passed here; tried: bfloat16. Scan again to try the others."
+    assert conclude_early(msgspec.structs.replace(result, runs=[fp32]), "interrupted") is None

@@ -23,10 +23,12 @@ SEVERITY_ORDER = {"error": 0, "warning": 1, "note": 2}
 
 def no_pass(result: ScanResult) -> str:
     """The verdict if no precision passed; names those tried if not all were."""
-    tried = [label(run) for run in result.runs if run.is_low and run.base is None]
-    if not {precision.name for precision in low_precisions()} <= {run.precision for run in result.runs}:
-        return f"No precision passed here; tried: {', '.join(tried) or 'none'}. Scan without -p to try all."
-    return "No low precision passed here. Stay in fp32."
+    low = [run for run in result.runs if run.is_low and run.base is None]
+    tried = [run for run in low if run.status != "skipped"]
+    if {precision.name for precision in low_precisions()} <= {run.precision for run in tried}:
+        return "No low precision passed here. Stay in fp32."
+    advice = "Scan without -p to try all." if len(tried) == len(low) else "Scan again to try the others."
+    return f"No precision passed here; tried: {', '.join(map(label, tried)) or 'none'}. {advice}"
 
 
 def title(result: ScanResult) -> str:
