@@ -28,13 +28,14 @@ def test_odd_call(odd: OddCall, tmp_path: Path, call: Call) -> None:
     assert done.returncode == odd.exit_code, printed
     assert odd.shows in " ".join(printed.split()), printed
     assert "Traceback" not in printed
+    assert all((tmp_path / name).stat().st_size for name in odd.saves)
     if odd.exit_code == 2 and odd.own_process != "plain":
         assert done.stderr.strip()
         assert not done.stdout or odd.own_process
 
 
 def in_own_process(how: str, arguments: list[str], folder: Path) -> Done:
-    """Run the command with standard output closed, on a full disk, in ASCII, or under a limit of file sizes."""
+    """Run the command with another standard output, in ASCII, in no folder, or under a limit of file sizes."""
     options: dict[str, Any] = {"cwd": folder, "stderr": subprocess.PIPE, "stdout": subprocess.PIPE}
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     prepare: dict[str, Callable[[], object]] = {
@@ -43,8 +44,15 @@ def in_own_process(how: str, arguments: list[str], folder: Path) -> Done:
     }
     if how == "ascii":
         environment |= {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
-    if how == "full":
-        options["stdout"] = os.open("/dev/full", os.O_WRONLY)
+    if how in ("full", "read-only"):
+        options["stdout"] = os.open("/dev/full", os.O_WRONLY if how == "full" else os.O_RDONLY)
+    if how == "gone":
+        reader, options["stdout"] = os.pipe()
+        os.close(reader)
+    if how == "nowhere":
+        options["cwd"] = folder / "removed"
+        options["cwd"].mkdir()
+        prepare["nowhere"] = options["cwd"].rmdir
     code = "from lowprec_check.cli.main import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], check=False, env=environment, preexec_fn=prepare.get(how), **options
