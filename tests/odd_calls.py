@@ -1,6 +1,4 @@
-"""Odd calls: what people type and feed by mistake, and how each must end. Run by ``test_odd_calls.py``; ``benchmarks/odd_calls.py``
-writes what each prints into a report.
-"""
+"""Odd calls: what people type and feed by mistake, and how each must end. Run by ``test_odd_calls.py``."""
 
 from __future__ import annotations
 
@@ -34,7 +32,11 @@ class OddCall(NamedTuple):
     files: dict[str, str | bytes | Path | None] = {}
     """Content of each file; a path: a symbolic link to it; ``None``: a folder."""
     own_process: str = ""
-    """If it needs a process of its own, how that is started: ``closed``, ``full``, ``ascii``, ``limit`` or ``plain``."""
+    """If it needs a process of its own, how that is started: ``closed``, ``full``, ``gone`` (a pipe that nobody reads),
+    ``read-only``, ``nowhere`` (in a folder that was removed), ``ascii``, ``limit`` or ``plain``."""
+
+    saves: tuple[str, ...] = ()
+    """Files that it writes, whatever else fails."""
 
     @property
     def name(self) -> str:
@@ -50,6 +52,17 @@ def file(content: str | bytes | Path | None) -> dict[str, str | bytes | Path | N
 def body(code: str) -> dict[str, str | bytes | Path | None]:
     """``odd.py`` with ``code`` in the model's ``forward``."""
     return file(NET.format(body=code))
+
+
+def method(code: str) -> dict[str, str | bytes | Path | None]:
+    """``odd.py`` with a method added to the model's class."""
+    name = code.partition("(")[0]
+    return file(f"{BASE}def {code}\nNet.{name} = {name}\ndel {name}\nmodel.eval()\n")
+
+
+def settings(code: str) -> dict[str, str | bytes | Path | None]:
+    """``pyproject.toml`` with ``code`` in the table of this tool."""
+    return {"pyproject.toml": f"[tool.lowprec-check]\n{code}\n"}
 
 
 HALF = "-p half -q"
@@ -86,7 +99,132 @@ TARGETS = [
     OddCall("scan timm:resnet1", 2, "timm has no model 'resnet1'"),
     OddCall("scan transformers:BertModle", 2, "Did you mean BertModel"),
     OddCall("scan transformers:pipeline", 2, "neither a model nor its configuration"),
-    OddCall("scan hf:folder", 2, "folder has no config.json"),
+    OddCall("scan hf:folder", 2, "folder has no config.json", {"folder": None}),
+]
+
+FORMS = [
+    OddCall(f"scan odd.py {HALF}", 0, "Use half", file(b"\xef\xbb\xbf" + BASE.encode())),
+    OddCall(f"scan odd.py {HALF}", 0, "Use half", file(BASE.replace("\n", "\r\n"))),
+    OddCall(f"scan odd.py {HALF}", 0, "Use half", file(b"# coding: latin-1\nname = '\xe9'\n" + BASE.encode())),
+    OddCall(
+        "scan odd.py", 2, "Syntax error at odd.py: unknown encoding: nonsense", file("# coding: nonsense\n" + BASE)
+    ),
+    OddCall("scan odd.py", 2, "it has null bytes", file(BASE.encode("utf-16"))),
+    OddCall(f"scan my-model.v2.py {HALF}", 0, "Use half", {"my-model.v2.py": BASE}),
+    OddCall(f"scan 'my modèle.py' {HALF}", 0, "Use half", {"my modèle.py": BASE}),
+    OddCall(f"scan 'a\nb.py' {HALF}", 0, "Use half", {"a\nb.py": BASE}),
+    OddCall(f"scan torch.py {HALF}", 0, "Use half", {"torch.py": BASE}),
+    OddCall("scan odd.ipynb", 2, "odd.ipynb is a notebook", {"odd.ipynb": "{}"}),
+    OddCall("scan odd.pyc", 2, "a file with another suffix", {"odd.pyc": b"\xcb\r\r\n"}),
+    OddCall("scan /dev/null", 2, "/dev/null is no regular file"),
+    OddCall("scan model.py/", 2, "neither a Python file"),
+    OddCall("scan :model", 2, "neither a Python file"),
+    OddCall("scan model.py::model", 2, "neither a Python file"),
+    OddCall("scan https://example.org/model.py", 2, "No such file: https:/example.org/model.py"),
+    OddCall("scan torchvision", 2, "'torchvision' does not name a model"),
+    OddCall("scan hf:", 2, "'hf:' does not name a model"),
+    OddCall("scan hf:bert-base-uncased", 2, "is not a folder; nothing is downloaded"),
+    OddCall("scan transformers:BertConfig,num_hidden_layers=x", 2, "num_hidden_layers': TypeError"),
+]
+
+ENDINGS = [
+    OddCall("scan odd.py", 2, "KeyboardInterrupt at odd.py:1: no message", file("raise KeyboardInterrupt")),
+    OddCall("scan odd.py", 2, "BaseException at odd.py:1: no message", file("raise BaseException")),
+    OddCall("scan odd.py", 2, "GeneratorExit at odd.py:1", file("raise GeneratorExit")),
+    OddCall("scan odd.py", 2, "BaseException at odd.py:1: ", file("def __getattr__(name): raise BaseException(name)")),
+    OddCall(
+        "scan odd.py",
+        2,
+        "KeyboardInterrupt at odd.py:2",
+        file("import os, signal\nos.kill(os.getpid(), signal.SIGINT)"),
+    ),
+    OddCall(
+        f"scan odd.py --isolation none {HALF}",
+        2,
+        "Skipped at odd.py:2: no gpu",
+        file("import pytest\npytest.skip('no gpu', allow_module_level=True)"),
+    ),
+    OddCall(
+        f"scan odd.py --isolation none --json o.json {HALF}",
+        0,
+        "Use half",
+        file(f"import os; os.chdir('/')\n{BASE}"),
+        saves=("o.json",),
+    ),
+    OddCall("scan odd.py", 2, "the process was killed by SIGABRT at odd.py:1", file("import os; os.abort()")),
+    OddCall("scan odd.py", 2, "SystemExit at odd.py:2", file("import argparse\nargparse.ArgumentParser().error('no')")),
+    OddCall(
+        "scan odd.py",
+        2,
+        "UserWarning at odd.py:3: odd",
+        file("import warnings as w\nw.simplefilter('error')\nw.warn('odd')"),
+    ),
+    OddCall(f"scan odd.py {HALF}", 0, "Use half", file(f"import os, tempfile; os.chdir(tempfile.mkdtemp())\n{BASE}")),
+    OddCall(
+        f"scan odd.py --isolation spawn {HALF}",
+        0,
+        "Use half",
+        file(f"import os, tempfile; os.chdir(tempfile.mkdtemp())\n{BASE}"),
+    ),
+    OddCall(f"scan odd.py {HALF}", 0, "Use half", file(f"import sys\nsys.stdout.close(); sys.stderr.close()\n{BASE}")),
+    OddCall(f"scan odd.py {HALF}", 0, "Use half", file(f"import os\nos.close(1); os.close(2)\n{BASE}")),
+    OddCall(f"scan odd.py {HALF}", 0, "Use half", file(f"{BASE}torch.set_default_device('meta')")),
+    OddCall(f"scan odd.py {HALF}", 0, "Use half", file(f"{BASE}torch.set_default_dtype(torch.float64)")),
+    OddCall(f"scan odd.py {HALF}", 0, "Use half", file(f"{BASE}torch.inference_mode().__enter__()")),
+    OddCall(f"scan odd.py {HALF}", 0, "Use half", file(f"{BASE}import atexit, os; atexit.register(os._exit, 5)")),
+    OddCall(f"scan odd.py {HALF}", 0, "Use half", file(f"{BASE}import os; os.remove('odd.py')")),
+    OddCall(f"scan odd.py {HALF}", 0, "could not be judged", file(f"{BASE}nn.Linear.forward = lambda self, x: None")),
+]
+
+HOSTILE = [
+    OddCall(
+        f"scan odd.py {HALF}",
+        1,
+        "BaseException: 3",
+        body("exec('raise BaseException(3)') if x.dtype == torch.half else 0"),
+    ),
+    OddCall(
+        f"scan odd.py {HALF}", 1, "StopIteration (no message)", body("next(iter(())) if x.dtype == torch.half else 0")
+    ),
+    OddCall(f"scan odd.py {HALF}", 2, "EOFError", body("input('name? ')")),
+    OddCall(f"scan odd.py {HALF}", 1, "RuntimeError: never", method("half(self): raise RuntimeError('never')")),
+    OddCall(
+        f"scan odd.py {HALF}",
+        1,
+        "incomplete-scan half model odd.py:13",
+        method("half(self): raise RuntimeError('never')"),
+    ),
+    OddCall(f"scan odd.py {HALF}", 1, "RuntimeError: never", method("_apply(self, *_): raise RuntimeError('never')")),
+    OddCall(
+        f"scan odd.py {HALF}",
+        2,
+        "RuntimeError at odd.py:13: never",
+        method("parameters(self, *_): raise RuntimeError('never')"),
+    ),
+    OddCall(
+        f"scan odd.py {HALF}",
+        0,
+        "Use half",
+        method(
+            "__getattr__(self, name):\n    assert name == 'linear', name\n    return nn.Module.__getattr__(self, name)"
+        ),
+    ),
+    OddCall(f"scan odd.py {HALF}", 2, "odd.py:13: ZeroDivisionError", file(f"{BASE}loss = lambda output: 1 / 0")),
+    OddCall(f"scan odd.py {HALF}", 0, "ZeroDivisionError", file(f"{BASE}metric = lambda model: 1 / 0")),
+    OddCall(
+        f"scan odd.py {HALF}",
+        2,
+        "`inputs` is a DataLoader without any item",
+        file(f"{BASE}from torch.utils.data import DataLoader\ninputs = DataLoader([])"),
+    ),
+    OddCall(
+        f"scan odd.py {HALF}",
+        2,
+        "A NumPy array in `inputs` cannot become a tensor",
+        file(f"{BASE}import numpy\ninputs = numpy.array(['a'])"),
+    ),
+    OddCall(f"scan model.py --weights . {HALF}", 2, "is a folder"),
+    OddCall(f"scan model.py --weights model.py {HALF}", 2, "model.py is not a file of weights"),
 ]
 
 LOADING = [
@@ -230,16 +368,78 @@ OTHERS = [
     OddCall("env --device toaster", 2, "Unknown device 'toaster'"),
 ]
 
+NAMES = [
+    OddCall("scan model.py -p half, -q", 0, "Use half"),
+    OddCall("scan model.py -p half,,fp16 -q", 0, "Use half"),
+    OddCall("scan model.py -p 'half bf16'", 2, "Unknown precision 'half bf16'"),
+    OddCall("scan model.py -p 16", 2, "Did you mean half?"),
+    OddCall("scan model.py -p plan", 2, "Unknown precision 'plan'"),
+    OddCall("plan model.py -p fp16,bf16 --base cast -q", 0, "bfloat16"),
+    OddCall("plan model.py -p fp16 -p bf16 --base cast -q", 0, "bfloat16"),
+    OddCall("plan model.py -p fp16,bf61", 2, "Unknown precision 'bf61'"),
+    OddCall("plan model.py -p autocast-fp16,amp-bf16 --base cast", 2, "No precision is both"),
+    OddCall("op conv2d --dtype amp-fp16", 2, "autocast-fp16 is not a dtype"),
+    OddCall("op ''", 2, "The catalog has no operator ''"),
+    OddCall("op '[bold]x[/bold]'", 2, "no operator '[bold]x[/bold]'"),
+    OddCall("op aten::conv2d", 0, "nn.functional.conv2d"),
+    OddCall("op torch.nn.Conv2d --dtype HALF", 0, "nn.functional.conv2d"),
+    OddCall("explain ''", 2, "Unknown diagnostic code ''"),
+    OddCall("catalog diff a b", 2, "'a' is not a version of torch"),
+    OddCall("compat --from-file list.txt", 2, "nothing to scan", {"list.txt": "# nothing\n"}),
+    OddCall("compat --from-file list.txt", 2, "Cannot parse list.txt:1", {"list.txt": 'model.py -p "half\n'}),
+    OddCall("report .", 2, "Cannot read .: Is a directory"),
+    OddCall("report model.py", 2, "not a scan result"),
+]
+
+SETTINGS = [
+    OddCall("explain LP101", 2, "tool is not a table", {"pyproject.toml": "tool = 3"}),
+    OddCall("explain LP101", 2, "Did you mean [tool.lowprec-check]?", {"pyproject.toml": "[tool.lowprec_check]"}),
+    OddCall("explain LP101", 0, "missing-kernel", {"pyproject.toml": b"\xef\xbb\xbf[tool.lowprec-check]\nseed = 1\n"}),
+    OddCall("explain LP101", 2, "pyproject.toml: ", {"pyproject.toml": b"\xff\xfe"}),
+    OddCall("explain LP101", 0, "missing-kernel", {"pyproject.toml": None}),
+    OddCall("explain LP101", 2, "precision: a text or a number is expected", settings("precision = {a = 1}")),
+    OddCall("explain LP101", 2, "precision: a text or a number is expected", settings("precision = [['half']]")),
+    OddCall("explain LP101", 2, "budget: a text or a number is expected, not True", settings("budget = true")),
+    OddCall("explain LP101", 2, "seed: a text or a number is expected", settings("seed = 2024-01-01")),
+    OddCall("explain LP101", 2, "tolerance: ", settings("tolerance = nan")),
+    OddCall("explain LP101", 2, "unknown key 'scan'", settings("scan = 3")),
+    OddCall("explain LP101", 2, "unknown key 'target'", settings("target = 'model.py'")),
+    OddCall("explain LP101", 2, "Did you mean fail-on?", settings("fail_on = 'error'")),
+    OddCall("scan model.py -q", 0, "Use", settings("precision = []\nplan = false\njson = 'scan.json'")),
+    OddCall("scan model.py", 2, "Unknown precision 'fp99'", settings("precision = ['half', 'fp99']")),
+    OddCall("plan model.py -q", 0, "half", settings("precision = ['half']\nbase = 'cast'")),
+]
+
 STREAMS = [
+    OddCall("op dot", 141, "", own_process="gone"),
+    OddCall("explain", 141, "", own_process="gone"),
+    OddCall(f"scan model.py {HALF} --json o.json --report o.md", 141, "", own_process="gone", saves=("o.json", "o.md")),
+    OddCall("plan model.py -p half -q --save plan.json", 141, "", own_process="gone", saves=("plan.json",)),
+    OddCall("op dot", 2, "Cannot write to standard output: Bad file descriptor", own_process="read-only"),
+    OddCall(f"scan model.py {HALF}", 2, "Cannot write to standard output", own_process="read-only"),
+    OddCall("op dot", 0, "dispatches dot", own_process="nowhere"),
     OddCall(f"scan model.py {HALF}", 0, "", own_process="closed"),
     OddCall(f"scan model.py {HALF}", 2, "No space left on device", own_process="full"),
-    OddCall(f"scan model.py {HALF} --json out.json", 2, "No space left on device", own_process="full"),
+    OddCall(f"scan model.py {HALF} --json o.json", 2, "No space left on device", own_process="full", saves=("o.json",)),
+    OddCall("plan model.py -p half -q --save plan.json", 2, "No space", own_process="full", saves=("plan.json",)),
     OddCall(f"scan model.py {HALF} --json /dev/full", 2, "Use half", own_process="plain"),
     OddCall(f"scan model.py {HALF} --report out.html", 2, "File too large", own_process="limit"),
     OddCall(f"scan model.py {HALF}", 0, "Use half", own_process="ascii"),
 ]
 
-CALLS = [*TARGETS, *LOADING, *RUNNING, *OPTIONS, *OTHERS, *STREAMS]
+CALLS = [
+    *TARGETS,
+    *FORMS,
+    *ENDINGS,
+    *HOSTILE,
+    *LOADING,
+    *RUNNING,
+    *OPTIONS,
+    *OTHERS,
+    *NAMES,
+    *SETTINGS,
+    *STREAMS,
+]
 
 
 def make_files(folder: Path, files: dict[str, str | bytes | Path | None]) -> None:

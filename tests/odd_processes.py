@@ -24,7 +24,9 @@ class Ended(NamedTuple):
 
 
 def run_command(how: str, arguments: list[str], folder: Path) -> Ended:
-    """Run the command in ``folder``: ``plain``, with standard output ``closed`` or ``full``, in ``ascii``, or under a ``limit``."""
+    """Run the command in ``folder``: ``plain``; in ``ascii``; with standard output ``closed``, ``full``, ``read-only``, or ``gone``
+    with its reader; under a ``limit`` of file sizes; or ``nowhere``, in a folder that was removed.
+    """
     options: dict[str, Any] = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE}
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     prepare: dict[str, Callable[[], object]] = {
@@ -33,8 +35,15 @@ def run_command(how: str, arguments: list[str], folder: Path) -> Ended:
     }
     if how == "ascii":
         environment |= {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
-    if how == "full":
-        options["stdout"] = os.open("/dev/full", os.O_WRONLY)
+    if how in ("full", "read-only"):
+        options["stdout"] = os.open("/dev/full", os.O_WRONLY if how == "full" else os.O_RDONLY)
+    if how == "gone":
+        reader, options["stdout"] = os.pipe()
+        os.close(reader)
+    if how == "nowhere":
+        folder = folder / "removed"
+        folder.mkdir()
+        prepare["nowhere"] = folder.rmdir
     code = "from lowprec_check.cli.main import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
@@ -45,6 +54,6 @@ def run_command(how: str, arguments: list[str], folder: Path) -> Ended:
         timeout=300,
         **options,
     )
-    if how == "full":
+    if options["stdout"] != subprocess.PIPE:
         os.close(options["stdout"])
     return Ended(done.returncode, (done.stdout or b"").decode(), done.stderr.decode())

@@ -106,6 +106,17 @@ def test_a_signal_to_a_scan_ends_all_its_processes(
 
 
 @pytest.mark.slow
+def test_ctrl_c_twice_ends_without_a_traceback(start: Callable[..., subprocess.Popen[str]]) -> None:
+    process = start(*SCAN)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    shown = process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    _, more = process.communicate(timeout=30)
+    assert (shown, more, process.returncode) == ("interrupted\n", "", 130)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_compat_ends_all_its_processes(start: Callable[..., subprocess.Popen[str]], number: int) -> None:
     process = start("compat", "model.py", "-o", "reports", "-p", "half")

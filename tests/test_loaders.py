@@ -315,7 +315,7 @@ def test_a_folder_of_transformers_with_and_without_weights(here: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (None, r"nowhere has no config\.json"),
+        (None, r"nowhere is not a folder; nothing is downloaded"),
         ("{", r"Cannot read nowhere/config\.json"),
         ('{"_class_name": "UNet2DModel"}', "a configuration of diffusers"),
         ('{"model_type": "bert", "auto_map": {"AutoModel": "own.Model"}}', "names code of its own"),
@@ -341,7 +341,7 @@ def test_a_folder_that_is_none_of_transformers(here: Path, config: str | None, m
         ("transformers:llama", r"has 6\.\d billion parameters"),
         ("timm:resnet1", "timm has no model 'resnet1'"),
         ("torchvision:resnet81", "torchvision has no model 'resnet81'"),
-        ("torchvision:", "torchvision has no model ''"),
+        ("torchvision:", "'torchvision:' does not name a model"),
     ],
 )
 def test_names_that_a_zoo_does_not_have(spec: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ def test_odd_call(odd: OddCall, tmp_path: Path, call: Call) -> None:
     assert done.returncode == odd.exit_code, printed
     assert odd.shows in " ".join(printed.split()), printed
     assert "Traceback" not in printed
+    assert all((tmp_path / name).stat().st_size for name in odd.saves)
     if odd.exit_code == 2 and odd.own_process != "plain":
         assert done.stderr.strip()
         assert not done.stdout or odd.own_process

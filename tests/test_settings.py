@@ -117,3 +117,13 @@ def test_completion_in_bash(line: str, expected: list[str]) -> None:
         [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=False
     )
     assert set(expected) <= set(done.stdout.split()), done.stderr
+
+
+def test_a_key_of_the_table_applies_where_its_value_is_accepted(project: Callable[[str], Path], call: Call) -> None:
+    """``json`` is a file for scan and a flag for env; ``plan`` is an option of scan and a command."""
+    root = project("[tool.lowprec-check]\njson = 'scan.json'\nplan = false\nprecision = ['half']\n")
+    done = call("env", folder=root)
+    assert done.returncode == 0, done.stderr
+    assert not done.stdout.startswith("{")
+    root = project("[tool.lowprec-check]\njson = true\n")
+    assert call("env", folder=root).stdout.startswith("{")

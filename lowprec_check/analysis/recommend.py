@@ -20,6 +20,7 @@ from lowprec_check.analysis.run_summary import (
     speedup,
 )
 from lowprec_check.analysis.snippet import snippet
+from lowprec_check.schema.registry import choices
 from lowprec_check.schema.run_key import PLAN
 from lowprec_check.schema.scan_result import ModelInfo, Recommendation, Run
 
@@ -64,7 +65,8 @@ def _reason(best: Run, runs: Sequence[Run], environment: Mapping[str, Any]) -> s
     ratio = speedup(best, runs)
     slow = _not_accelerated(best, environment) if short or (ratio is not None and ratio < NOISE) else ""
     speed = f" (too short to compare times{slow})" if short else _speed(ratio) + slow
-    parts = [f"{_verdict(best)}, measured here{speed}."]
+    chosen_by_time = "" if short or best.status == "ok" else "; the choice rests on speed only"
+    parts = [f"{_verdict(best)}{chosen_by_time}, measured here{speed}."]
     if best.keep_fp32:
         parts.append(f"Kept in fp32: {some(best.keep_fp32)}.")
     held_back = not is_cast(best) and any(missing_kernels(run) for run in runs if is_cast(run))
@@ -77,7 +79,7 @@ def _reason(best: Run, runs: Sequence[Run], environment: Mapping[str, Any]) -> s
     if faster:
         verb = "is" if len(faster) == 1 else "are"
         parts.append(f"{' and '.join(faster)} {verb} faster but less safe: some ops have no kernel in another dtype.")
-    parts += [f"Not {' or '.join(names)}: {reason.rstrip('.')}." for reason, names in why.items()]
+    parts += [f"Not {choices(names)}: {reason.rstrip('.')}." for reason, names in why.items()]
     return " ".join(parts)
 
 
@@ -89,7 +91,7 @@ def _not_accelerated(best: Run, environment: Mapping[str, Any]) -> str:
 
 def _verdict(best: Run) -> str:
     if best.output_error is None or best.status == "unjudged":
-        return f"{explain_status(best)}; the choice rests on speed only"
+        return explain_status(best)
     what = judged_by(best)
     judged = f"{error_phrase(best.output_error)}{f' in the {what}' if what else ''}".removeprefix("output ")
     return f"passes ({judged}, tolerance {best.tolerance or 0:.0e})"

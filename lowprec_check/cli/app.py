@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from lowprec_check.errors import UsageError, encodable
+from lowprec_check.process.current_folder import change_folder, current_folder
 from lowprec_check.schema.files import check_file
 
 if TYPE_CHECKING:
@@ -110,9 +113,12 @@ def print_document(data: bytes | str) -> None:
 
 @contextlib.contextmanager
 def stdout_kept() -> Iterator[None]:
-    """While a model runs, standard output is standard error: what it prints, also from C, must not end up in a result."""
+    """While a model runs, standard output is standard error: what it prints, also from C, must not end up in a result.
+
+    Afterwards the current folder is the same as before, since names of files are relative to it.
+    """
     sys.stdout.flush()
-    kept = os.dup(1)
+    kept, folder = os.dup(1), current_folder()
     os.dup2(2, 1)
     try:
         yield
@@ -120,6 +126,26 @@ def stdout_kept() -> Iterator[None]:
         sys.stdout.flush()
         os.dup2(kept, 1)
         os.close(kept)
+        change_folder(folder)
+
+
+@contextlib.contextmanager
+def interrupts_ignored_after(error: BaseException | None) -> Iterator[None]:
+    """After Ctrl+C, another one is ignored while what was finished is saved."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not isinstance(error, KeyboardInterrupt) or not in_main_thread:
+        yield
+        return
+    kept = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, kept)
+
+
+def print_error(error: UsageError) -> None:
+    """Print a usage error and its hint to stderr."""
+    print_status("\n".join([f"error: {error.message}", *([error.hint] if error.hint else [])]))
 
 
 def close_stdout() -> None:

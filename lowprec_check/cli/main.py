@@ -15,10 +15,13 @@ from typing import Any
 
 import typer
 
-from lowprec_check.cli.app import INTERRUPTED, TOOL_FAILED, USAGE_ERROR, app, close_stdout, print_status
+from lowprec_check.cli.app import INTERRUPTED, TOOL_FAILED, USAGE_ERROR, app, close_stdout, print_error, print_status
 from lowprec_check.errors import ProcessLostError, Terminated, UsageError, traceback_of
 from lowprec_check.process.standard_streams import open_standard_streams
 from lowprec_check.report.encoding import TRANSLITERATE
+
+_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EBADF, errno.EIO)
+"""Errors of printing; those of files are usage errors when they get here."""
 
 
 def main() -> None:
@@ -38,21 +41,24 @@ def main() -> None:
         with contextlib.suppress(OSError):
             close_stdout()
     if code == INTERRUPTED:  # also how the parser reports Ctrl+C
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would interrupt the exit handlers
         print_status("interrupted")
     sys.exit(code)
 
 
 def _report(error: BaseException) -> int:
     """Print what ended the command, and return the exit code."""
+    if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
+        error = error.__context__  # the parser turns it into exit code 1, which means findings
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):
         return INTERRUPTED
     if isinstance(error, Terminated):
         print_status(f"ended by {error.name}")
         return 128 + error.number
-    if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.ENOSPC):
+    if isinstance(error, OSError) and error.errno in _OUTPUT_ERRORS:
         return _report_output_error(error)
     if isinstance(error, UsageError):
-        print_status("\n".join([f"error: {error.message}", *([error.hint] if error.hint else [])]))
+        print_error(error)
         return USAGE_ERROR
     if hasattr(error, "show") and hasattr(error, "exit_code"):  # a usage error that the parser found
         print_status(_shown(error))
@@ -68,11 +74,11 @@ def _report(error: BaseException) -> int:
 
 
 def _report_output_error(error: OSError) -> int:
-    """The reader of standard output has gone, which is not an error, or a disk is full."""
+    """The reader of standard output has gone, which is not an error, or it cannot be written."""
     if error.errno == errno.EPIPE:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python writes at exit
         return 128 + signal.SIGPIPE
-    print_status(f"error: {error.strerror}.")
+    print_status(f"error: Cannot write to standard output: {error.strerror}.")
     return USAGE_ERROR
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,7 @@ from lowprec_check.cli.app import (
     FINDINGS,
     app,
     check_writable,
+    interrupts_ignored_after,
     print_document,
     print_status,
     screen_size,
@@ -34,6 +35,9 @@ from lowprec_check.schema.precisions import plan_bases
 from lowprec_check.schema.registry import choices
 from lowprec_check.schema.run_key import EAGER
 
+if TYPE_CHECKING:
+    from lowprec_check.schema.plan import Planning
+
 _FORMATS = list(dict.fromkeys(base.format.short for base in plan_bases()))
 _KINDS = list(dict.fromkeys(base.kind for base in plan_bases()))
 
@@ -44,13 +48,14 @@ def plan(
     inputs: Inputs = None,
     weights: Weights = None,
     dtype: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             "--dtype",
             "--precision",
             "-p",
             metavar="NAME",
-            help=f"{choices(_FORMATS)}, or a precision such as autocast-fp16. Default: try all, keep the best.",
+            help=f"{choices(_FORMATS)}, or a precision such as autocast-fp16; repeatable or comma-separated. "
+            "Default: try all, keep the best.",
         ),
     ] = None,
     base: Annotated[
@@ -119,6 +124,24 @@ def plan(
     if found is None:
         assert ended_by is not None
         raise ended_by
+    try:
+        _show(found, json=json)
+    finally:  # standard output may be full or closed, or Ctrl+C be pressed in a pager
+        if save is not None:
+            with interrupts_ignored_after(ended_by):
+                _save(found, save)
+    if ended_by is not None:
+        raise ended_by
+    raise typer.Exit(0 if found.plan is not None else FINDINGS)
+
+
+def _save(found: Planning, path: Path) -> None:
+    if found.plan is not None:
+        found.plan.save(path)
+    print_status(f"plan saved to {path}" if found.plan is not None else "no plan was found; nothing saved")
+
+
+def _show(found: Planning, *, json: bool) -> None:
     if json:
         print_document(found.to_json())
     else:
@@ -126,10 +149,3 @@ def plan(
 
         sys.stdout.write(render(found, **screen_size()))
     sys.stdout.flush()
-    if save is not None:
-        if found.plan is not None:
-            found.plan.save(save)
-        print_status(f"plan saved to {save}" if found.plan is not None else "no plan was found; nothing saved")
-    if ended_by is not None:
-        raise ended_by
-    raise typer.Exit(0 if found.plan is not None else FINDINGS)

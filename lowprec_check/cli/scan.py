@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
-from lowprec_check.cli.app import FINDINGS, USAGE_ERROR, app, check_writable, print_status, stdout_kept
+from lowprec_check.cli.app import (
+    FINDINGS,
+    USAGE_ERROR,
+    app,
+    check_writable,
+    interrupts_ignored_after,
+    print_error,
+    print_status,
+    stdout_kept,
+)
 from lowprec_check.cli.baseline import BaselineFile, UpdateBaseline, apply_baseline, known_findings
 from lowprec_check.cli.options import (
     Backends,
@@ -32,7 +41,7 @@ from lowprec_check.errors import Terminated, UsageError
 from lowprec_check.report.registry import FORMATS, write
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.registry import choices
+from lowprec_check.schema.registry import choices, words_in
 
 if TYPE_CHECKING:
     from lowprec_check.schema.scan_result import ScanResult
@@ -108,7 +117,9 @@ def scan(
     printed = _printed_format(json, format)
     accepted = known_findings(baseline, update_baseline)
     check_writable(save_plan, "--save-plan")
-    _check_codes([*(select or []), *(ignore or [])])
+    from lowprec_check.analysis.rules.registry import check_codes
+
+    check_codes([*words_in(select or ()), *words_in(ignore or ())])
     result, ended_by = None, None
     with stdout_kept(), progress(quiet) as shown:
         from lowprec_check.engine.load import TargetSpec
@@ -135,11 +146,17 @@ def scan(
                 shown.done(result)
         except BaseException as error:
             ended_by = error
-    concluded = _conclude(result, ended_by)
     output = _Output(json, tuple(report or ()), save_plan, printed, findings, verbose)
-    if ended_by is None:
-        concluded = apply_baseline(concluded, accepted, baseline, update_baseline)
-    if not output.write(concluded):
+    with interrupts_ignored_after(ended_by):
+        concluded = _conclude(result, ended_by)
+        if ended_by is None:
+            concluded = apply_baseline(concluded, accepted, baseline, update_baseline)
+    try:
+        output.show(concluded)
+    finally:  # standard output may be full or closed, or Ctrl+C be pressed in a pager
+        with interrupts_ignored_after(ended_by):
+            complete = output.save(concluded)
+    if not complete:
         raise typer.Exit(USAGE_ERROR)
     if ended_by is not None:
         raise ended_by
@@ -176,17 +193,20 @@ class _Output(NamedTuple):
     findings: int
     verbose: bool
 
-    def write(self, result: ScanResult) -> bool:
-        """Print the result, then write the files; false if a file could not be written, which loses nothing else."""
+    def show(self, result: ScanResult) -> None:
+        """Print the result."""
         print_report(result, self.format, self.findings, verbose=self.verbose)
         sys.stdout.flush()
-        done = [self._write_plan(result)]
+
+    def save(self, result: ScanResult) -> bool:
+        """Write the files; false if one could not be written, which loses nothing else."""
+        done = [self._save_plan(result)]
         if self.json is not None and str(self.json) != "-":
             done.append(_written(result.save, self.json))
         done += [_written(functools.partial(write, result, verbose=self.verbose), file) for file in self.reports]
         return all(done)
 
-    def _write_plan(self, result: ScanResult) -> bool:
+    def _save_plan(self, result: ScanResult) -> bool:
         if self.plan is None:
             return True
         if result.plan is None:
@@ -199,17 +219,9 @@ def _written(save: Callable[[Path], None], path: Path) -> bool:
     try:
         save(path)
     except UsageError as error:
-        print_status("\n".join([f"error: {error.message}", *([error.hint] if error.hint else [])]))
+        print_error(error)
         return False
     return True
-
-
-def _check_codes(prefixes: list[str]) -> None:
-    from lowprec_check.analysis.rules.registry import rules
-
-    for prefix in prefixes:
-        if not any(code.startswith(prefix) for code in rules()):
-            raise UsageError(f"No diagnostic code starts with {prefix!r}.", "List them with: lowprec-check explain")
 
 
 def _printed_format(json: Path | None, format: str | None) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lowprec_check.errors import UsageError, message_of
+from lowprec_check.process.current_folder import current_folder
 from lowprec_check.schema.registry import nearest
 
 if sys.version_info >= (3, 11):
@@ -22,10 +23,11 @@ TABLE = "tool.lowprec-check"
 def default_options(group: Any, context: Any) -> dict[str, Any]:
     """The settings as click's ``default_map`` for ``group``, the application.
 
-    A key of the table itself applies to every command with that option; the table of a command, ``[tool.lowprec-check.scan]``,
-    to that command. Raises :class:`UsageError` for an unknown key or a wrong value.
+    A key of the table itself applies to every command with that option that accepts the value; the table of a command,
+    ``[tool.lowprec-check.scan]``, to that command. Raises :class:`UsageError` for an unknown key or a wrong value.
     """
-    path = _nearest_file(Path.cwd())
+    folder = current_folder()
+    path = _nearest_file(Path(folder)) if folder is not None else None
     table = _read(path) if path is not None else None
     return _of_group(group, context, table, path, TABLE, {}) if path is not None and table is not None else {}
 
@@ -41,11 +43,16 @@ def _nearest_file(folder: Path) -> Path | None:
 
 def _read(path: Path) -> Mapping[str, Any] | None:
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {}).get("lowprec-check")
+        tool = tomllib.loads(path.read_text(encoding="utf-8-sig")).get("tool", {})
     except OSError as error:
         raise UsageError(f"Cannot read {path}: {error.strerror}.", "Use --no-settings to go without it.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: {message_of(error)}", "Fix it, or use --no-settings to go without it.") from None
+    if not isinstance(tool, dict):
+        raise UsageError(f"{path}: tool is not a table.", f"Write [{TABLE}].")
+    if "lowprec_check" in tool:
+        raise UsageError(f"{path}: [tool.lowprec_check] is not a table of settings.", f"Did you mean [{TABLE}]?")
+    found = tool.get("lowprec-check")
     if found is not None and not isinstance(found, dict):
         raise UsageError(f"{path}: {TABLE} is not a table.", f"Write [{TABLE}].")
     return found
@@ -56,61 +63,96 @@ def _of_group(
 ) -> dict[str, Any]:
     """The values for each command of the group."""
     commands = {command: group.get_command(context, command) for command in group.list_commands(context)}
-    general = dict(inherited) | {key: value for key, value in table.items() if not isinstance(value, dict)}
-    known = {option for command in commands.values() for option in _options(command, context)}
-    for key in table:
-        if key not in known and key not in commands:
-            raise _unknown(path, name, key, [*known, *commands])
+    tables = {key: value for key, value in table.items() if key in commands and isinstance(value, dict)}
+    general = {key: value for key, value in table.items() if key not in tables}
+    _check(general, _options(group, context), context, path, name, list(commands))
+    general = {**inherited, **general}
     found: dict[str, Any] = {}
     for command, child in commands.items():
-        own = table.get(command, {})
+        own, of_child = tables.get(command, {}), f"{name}.{command}"
         if hasattr(child, "list_commands"):
-            found[command] = _of_group(child, context, own, path, f"{name}.{command}", general)
+            found[command] = _of_group(child, context, own, path, of_child, general)
             continue
         options = _options(child, context)
-        for key in own:
-            if key not in options:
-                raise _unknown(path, f"{name}.{command}", key, list(options))
-        usable = {key: value for key, value in general.items() if key in options and _fits(options[key], value)}
-        tables = {**dict.fromkeys(usable, name), **dict.fromkeys(own, f"{name}.{command}")}
+        _check(own, options, context, path, of_child)
+        usable = {key: value for key, value in general.items() if _accepted_by(options.get(key, []), value, context)}
         found[command] = {
-            options[key].name: _checked(options[key], value, context, f"{path}: [{tables[key]}] {key}", path.parent)
+            option.name: _given(option, value, context, path.parent)
             for key, value in (usable | own).items()
+            for option in options[key]
         }
     return found
 
 
-def _options(command: Any, context: Any) -> dict[str, Any]:
-    """The options of a command, and of those below it, by the name behind ``--``."""
+def _options(command: Any, context: Any) -> dict[str, list[Any]]:
+    """The options of a command, or of all below it, by the name behind ``--``."""
+    found: dict[str, list[Any]] = {}
     if hasattr(command, "list_commands"):
-        below = [command.get_command(context, name) for name in command.list_commands(context)]
-        return {key: option for each in below for key, option in _options(each, context).items()}
-    return {
-        option.removeprefix("--"): parameter
-        for parameter in command.params
-        if parameter.param_type_name == "option" and parameter.name != "help"
-        for option in parameter.opts
-        if option.startswith("--")
-    }
+        for name in command.list_commands(context):
+            for key, options in _options(command.get_command(context, name), context).items():
+                found.setdefault(key, []).extend(options)
+        return found
+    for parameter in command.params:
+        if parameter.param_type_name == "option" and parameter.name != "help":
+            found |= {option.removeprefix("--"): [parameter] for option in parameter.opts if option.startswith("--")}
+    return found
 
 
-def _fits(option: Any, value: Any) -> bool:
-    """Whether an option takes as many values: ``precision`` takes several in a scan, and one in a search for a plan."""
-    return option.multiple or not isinstance(value, list)
+def _check(
+    values: Mapping[str, Any],
+    options: Mapping[str, list[Any]],
+    context: Any,
+    path: Path,
+    table: str,
+    commands: Sequence[str] = (),
+) -> None:
+    """Raise :class:`UsageError` for a key that is no option, and for a value that no option of this name accepts."""
+    for key, value in values.items():
+        if key not in options:
+            raise _unknown(path, table, key, [*options, *commands])
+        if not _accepted_by(options[key], value, context):
+            problem = _problem(options[key][0], value, context)
+            raise UsageError(f"{path}: [{table}] {key}: {problem}", "Fix the value.")
 
 
-def _checked(option: Any, value: Any, context: Any, where: str, folder: Path) -> Any:
-    """The value as the option takes it; a path is relative to the folder of the file."""
-    given = [item if isinstance(item, bool) else str(item) for item in (value if isinstance(value, list) else [value])]
-    if not _fits(option, value):
-        raise UsageError(f"{where}: one value is expected, not a list.", "Fix the value.")
+def _accepted_by(options: Sequence[Any], value: Any, context: Any) -> bool:
+    return any(_problem(option, value, context) is None for option in options)
+
+
+def _problem(option: Any, value: Any, context: Any) -> str | None:
+    """Why the option does not accept the value; ``None`` if it does."""
+    items = value if isinstance(value, list) else [value]
+    if isinstance(value, list) and not option.multiple:
+        return "one value is expected, not a list."
+    wrong = [
+        item
+        for item in items
+        if not isinstance(item, (str, int, float)) or (isinstance(item, bool) and not option.is_flag)
+    ]
+    if wrong:
+        return f"a text or a number is expected, not {wrong[0]!r}."
     try:
-        taken = option.process_value(context, given if option.multiple else given[0])
+        option.process_value(context, _texts(option, value))
     except Exception as error:  # of a class that the parser keeps to itself
-        raise UsageError(f"{where}: {getattr(error, 'message', message_of(error))}", "Fix the value.") from None
-    if isinstance(taken[0] if option.multiple else taken, Path):
-        given = [item if item == "-" else os.path.relpath(folder / str(item)) for item in given]
-    return given if option.multiple else given[0]
+        return str(getattr(error, "message", message_of(error)))
+    return None
+
+
+def _texts(option: Any, value: Any) -> Any:
+    """The value as on the command line: a text, a list of them, or whether a flag is given."""
+    texts = [item if isinstance(item, bool) else str(item) for item in (value if isinstance(value, list) else [value])]
+    return texts if option.multiple else texts[0]
+
+
+def _given(option: Any, value: Any, context: Any, folder: Path) -> Any:
+    """An accepted value as the option takes it; a path is relative to ``folder``, that of the file."""
+    texts, taken = _texts(option, value), option.process_value(context, _texts(option, value))
+    if not any(isinstance(item, Path) for item in (taken if isinstance(taken, (list, tuple)) else [taken])):
+        return texts
+    below = [
+        item if item == "-" else os.path.relpath(folder / item) for item in (texts if option.multiple else [texts])
+    ]
+    return below if option.multiple else below[0]
 
 
 def _unknown(path: Path, table: str, key: str, known: list[str]) -> UsageError:

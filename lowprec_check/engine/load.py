@@ -15,6 +15,7 @@ from lowprec_check.engine.model.user_imports import separate_imports
 from lowprec_check.engine.run.isolation import best_isolation, other_threads
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.process import Isolation
+from lowprec_check.process.current_folder import change_folder, current_folder
 
 # Makes `torch.cuda.is_available()` in a user's file work without initializing CUDA, which does not survive a fork.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -41,7 +42,7 @@ def load_here(spec: TargetSpec, seed: int) -> tuple[TargetSource, Isolation]:
 
     A file that starts threads or sets their number is loaded again in fresh interpreters: threads are not forked.
     """
-    running, threads = set(other_threads()), torch.get_num_threads()
+    running, threads, folder = set(other_threads()), torch.get_num_threads(), current_folder()
     torch.set_num_threads(1)  # a process that forks must not have a pool of threads
     try:
         with separate_imports() as imports:
@@ -49,6 +50,12 @@ def load_here(spec: TargetSpec, seed: int) -> tuple[TargetSource, Isolation]:
         forks_safely = torch.get_num_threads() == 1 and running.issuperset(other_threads())
     finally:
         torch.set_num_threads(threads)
-    source = TargetSource(target, functools.partial(spec.load, seed), imports)
+    source = TargetSource(target, functools.partial(_load_in, folder, spec, seed), imports)
     isolation = best_isolation(can_spawn=True)
     return source, "spawn" if isolation == "fork" and not forks_safely else isolation
+
+
+def _load_in(folder: str | None, spec: TargetSpec, seed: int) -> Target:
+    """Load ``spec`` in the folder of the command: its file may have changed the current one, which new processes inherit."""
+    change_folder(folder)
+    return spec.load(seed)

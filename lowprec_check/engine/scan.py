@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
+import torch
 from torch import Tensor, nn
 
 from lowprec_check.analysis.conclusion import conclude, wanted_runs
+from lowprec_check.analysis.rules.registry import check_codes
 from lowprec_check.engine.machine import environment, version
 from lowprec_check.engine.model.application import application_of
 from lowprec_check.engine.model.target import make_target
@@ -25,7 +27,7 @@ from lowprec_check.errors import UsageError, encodable
 from lowprec_check.process import Isolation
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.registry import Registry
+from lowprec_check.schema.registry import Registry, words_in
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import ScanResult
 
@@ -46,10 +48,10 @@ class ScanOptions:
     reference: Reference = "fp32"
     tolerance: float | None = None
     seed: int = 0
-    without_kernel: Sequence[str] = ()
+    without_kernel: str | Sequence[str] = ()
     plan: bool | None = None
-    select: Sequence[str] = ()
-    ignore: Sequence[str] = ()
+    select: str | Sequence[str] = ()
+    ignore: str | Sequence[str] = ()
 
     def chosen_precisions(self) -> list[str]:
         """Names of the precisions to run; raises :class:`UsageError` for an unknown one."""
@@ -64,7 +66,9 @@ class ScanOptions:
         for name in self.chosen_precisions():
             application_of(PRECISIONS.get(name))
         self.chosen_backends()
-        parse_withheld(self.without_kernel)
+        parse_withheld(words_in(self.without_kernel))
+        check_codes([*words_in(self.select), *words_in(self.ignore)])
+        self.for_runs("cpu")
         for name, allowed in (("errors", ("both", "accumulated", "none")), ("reference", ("fp32", "fp64"))):
             if getattr(self, name) not in allowed:
                 raise UsageError(f"Unknown {name} {getattr(self, name)!r}.", f"Choose from {', '.join(allowed)}.")
@@ -78,7 +82,7 @@ class ScanOptions:
             reference=self.reference,
             tolerance=self.tolerance,
             seed=self.seed,
-            without_kernel=tuple(self.without_kernel),
+            without_kernel=tuple(words_in(self.without_kernel)),
         )
 
     def saved(self, isolation: Isolation) -> dict[str, Any]:
@@ -87,14 +91,14 @@ class ScanOptions:
             "isolation": isolation,
             "precisions": self.chosen_precisions(),
             "backends": self.chosen_backends(),
-            "select": list(self.select),
-            "ignore": list(self.ignore),
+            "select": words_in(self.select),
+            "ignore": words_in(self.ignore),
             "budget": self.budget,
             "errors": self.errors,
             "reference": self.reference,
             "tolerance": self.tolerance,
             "seed": self.seed,
-            "without_kernel": list(self.without_kernel),
+            "without_kernel": words_in(self.without_kernel),
         }
 
 
@@ -110,16 +114,16 @@ def scan(
     precisions: Names = None,
     precision: Names = None,
     backends: Names = None,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     budget: float | None = None,
     errors: Errors = "both",
     reference: Reference = "fp32",
     tolerance: float | None = None,
     seed: int = 0,
-    without_kernel: Sequence[str] = (),
+    without_kernel: str | Sequence[str] = (),
     plan: bool | None = None,
-    select: Sequence[str] = (),
-    ignore: Sequence[str] = (),
+    select: str | Sequence[str] = (),
+    ignore: str | Sequence[str] = (),
     loss: Callable[[Any], Tensor] | None = None,
     metric: Callable[[nn.Module], float] | None = None,
     isolation: Isolation | None = None,
@@ -166,7 +170,7 @@ def scan(
     options = ScanOptions(
         precisions=precisions if precision is None else precision,
         backends=backends,
-        device=device,
+        device=None if device is None else str(device),
         budget=budget,
         errors=errors,
         reference=reference,

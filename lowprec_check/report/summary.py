@@ -221,7 +221,7 @@ def verdict(result: ScanResult) -> str:
         return no_pass(result)
     keep = f" with {in_fp32(best.keep_fp32, result.model.modules)}" if best.keep_fp32 else ""
     if not passes(result):
-        return visible(f"{best.label} is the fastest, but nothing could be compared with fp32")
+        return visible(f"{best.label} could not be judged")
     return visible(f"Use {best.label}{keep}")
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.registry import Registry
+from lowprec_check.schema.registry import Registry, words_in
 from lowprec_check.schema.run_key import PLAN
 
 
@@ -198,15 +198,19 @@ def plan_bases() -> list[Precision]:
     return sorted(bases, key=lambda base: (-base.format.max_exponent, base.kind != "autocast"))
 
 
-def bases_called(name: str | None) -> list[Precision]:
-    """The bases of that format (``fp16``) or precision (``amp-fp16``), by any of their names; all for ``None``.
+def bases_called(given: object) -> list[Precision]:
+    """The bases of a format (``fp16``) or precision (``amp-fp16``), by any of their names, or of several; all for ``None``.
 
     Raises :class:`UsageError` with a suggestion for an unknown name.
     """
+    words = [] if given is None else words_in(given)
+    asked = [base for word in words for base in _bases_called(word)]
+    return [base for base in plan_bases() if base in asked or not words]
+
+
+def _bases_called(name: str) -> list[Precision]:
     bases = plan_bases()
-    if name is None:
-        return bases
-    of_format = [base for base in bases if base.format.is_called(str(name).strip())]
+    of_format = [base for base in bases if base.format.is_called(name)]
     if of_format:
         return of_format
     found = PRECISIONS.get(name)

@@ -144,10 +144,14 @@ class Registry(Generic[Item]):
 
 
 def words_in(given: object) -> list[str]:
-    """The words of a text separated by commas, of another value (``torch.half``), or of each value in a sequence."""
+    """The words of a text separated by commas, of another value (``torch.half``), or of each value in a sequence.
+
+    Nothing between two commas, or behind the last, is no word; an empty text is one, which nothing is called.
+    """
     several = isinstance(given, Iterable) and not isinstance(given, str)
     values = list(given) if several else [given]  # type: ignore[call-overload]
-    return [word.strip() for value in values for word in str(value).split(",")]
+    words = [word.strip() for value in values for word in str(value).split(",")]
+    return [word for word in words if word] or words[:1]
 
 
 def nearest(word: str, spellings: Iterable[str]) -> str | None:

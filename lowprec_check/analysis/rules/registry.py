@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from lowprec_check.analysis.rules.catalogued import fixed_since, known_issue
+from lowprec_check.errors import UsageError
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Diagnostic, Gap, GapKind, Run, ScanResult, Severity, is_selected
 
@@ -147,6 +148,13 @@ def from_gaps(result: ScanResult, kind: GapKind, help: str | Advice) -> Iterator
                     calls=gap.calls,
                     severity="note" if caught else None,
                 )
+
+
+def check_codes(prefixes: Iterable[str]) -> None:
+    """Raise :class:`UsageError` for a prefix with which no code starts."""
+    for prefix in prefixes:
+        if not any(code.startswith(prefix) for code in rules()):
+            raise UsageError(f"No diagnostic code starts with {prefix!r}.", "List them with: lowprec-check explain")
 
 
 def diagnose(result: ScanResult, select: Iterable[str] = (), ignore: Iterable[str] = ()) -> list[Diagnostic]:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from lowprec_check.errors import UsageError, message_of
+
 
 class Batch(NamedTuple):
     """Inputs, and how they were made from what was given."""
@@ -33,9 +35,9 @@ def take_batch(given: Any, forward: Callable[..., Any]) -> Batch:
 
 def _first_batch(given: DataLoader[Any] | Dataset[Any], forward: Callable[..., Any]) -> Batch:
     if isinstance(given, DataLoader):
-        first, what, code = next(iter(given)), "a DataLoader: its first batch", "next(iter(inputs))"
+        first, what, code = _first(given, "DataLoader"), "a DataLoader: its first batch", "next(iter(inputs))"
     else:
-        item = next(iter(given)) if isinstance(given, IterableDataset) else given[0]
+        item = _first(given, "Dataset") if isinstance(given, IterableDataset) else given[0]
         first, what = default_collate([item]), "a Dataset: its first item"
         code = f"torch.utils.data.default_collate([{'next(iter(inputs))' if isinstance(given, IterableDataset) else 'inputs[0]'}])"
     parameters = list(inspect.signature(forward).parameters.values())
@@ -56,6 +58,12 @@ def _first_batch(given: DataLoader[Any] | Dataset[Any], forward: Callable[..., A
     if required == 1:
         return Batch(first[0], (note,), (f"inputs = {code}[0]",))
     return Batch(tuple(first[:required]), (note,), (f"inputs = {code}[:{required}]",))
+
+
+def _first(given: Any, what: str) -> Any:
+    for item in given:
+        return item
+    raise UsageError(f"`inputs` is a {what} without any item.", "Give it data, or make `inputs` a tensor.")
 
 
 def _accepted(batch: Mapping[str, Any], parameters: list[inspect.Parameter]) -> list[str]:
@@ -103,5 +111,11 @@ def _is_array(value: Any) -> bool:
 def _as_tensor(value: Any) -> Any:
     if not _is_array(value):
         return value
-    tensor = torch.as_tensor(value.copy())
+    try:
+        tensor = torch.as_tensor(value.copy())
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"A NumPy array in `inputs` cannot become a tensor: {message_of(error)}",
+            "Convert it in your file, or make `inputs` tensors.",
+        ) from None
     return tensor.float() if tensor.dtype == torch.float64 else tensor

@@ -80,9 +80,8 @@ def load_folder(folder: str, inputs: tuple[str, ...] = ()) -> Target:
 def _read_config(folder: str) -> dict[str, Any]:
     path = os.path.join(folder, "config.json")
     if not os.path.isfile(path):
-        raise UsageError(
-            f"{folder} has no config.json.", "Pass the folder that save_pretrained(FOLDER) wrote: hf:FOLDER."
-        )
+        what = "has no config.json" if os.path.isdir(folder) else "is not a folder; nothing is downloaded"
+        raise UsageError(f"{folder} {what}.", "Pass the folder that save_pretrained(FOLDER) wrote: hf:FOLDER.")
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -159,7 +158,7 @@ def _make_config(config_class: Any, values: dict[str, Any]) -> Any:
         raise
     except Exception as error:
         raise UsageError(
-            f"{name} cannot be made from these options: {type_name(error)}: {first_line(message_of(error))}",
+            f"{name} cannot be made from these options: {type_name(error)}: {' '.join(message_of(error).split())}",
             "See its documentation, or make the model in a Python file, and scan that.",
         ) from None
 

@@ -58,11 +58,13 @@ def load_target(spec: str, inputs: tuple[str, ...] = (), weights: str | None = N
     with a state dict. Raises :class:`UsageError` for everything the user can fix.
     """
     zoo, _, name = spec.partition(":")
+    if zoo in ZOOS and not name:
+        raise UsageError(f"{spec!r} does not name a model.", f"Pass {FORMS}.")
     with contextlib.redirect_stdout(sys.stderr), _without_our_arguments(spec), torchvision_works():
         target = ZOOS[zoo](name, inputs) if zoo in ZOOS else _load_from_module(spec, inputs)
         if weights is not None:
             target = target._replace(setup=(*target.setup, *load_weights(target.model, weights)))
-        return check(target)
+        return call_user_code(type(target.model).__name__, lambda: check(target))
 
 
 @contextlib.contextmanager
@@ -131,9 +133,10 @@ def _split(spec: str) -> tuple[str, str | None]:
     path, colon, attribute = spec.rpartition(":")
     if not colon or attribute.endswith(".py") or "/" in attribute or "\\" in attribute:
         path, attribute = spec, ""
-    if not path.endswith(".py") and not attribute:
-        if path.endswith(("/", "\\")) or os.path.lexists(path):
-            raise UsageError(f"{spec} is {_kind_of_path(path)}, not a Python file.", f"Pass {FORMS}.")
+    is_file = path.endswith(".py")
+    if not is_file and not attribute and os.path.lexists(path):
+        raise UsageError(f"{spec} is {_kind_of_path(path)}, not a Python file.", f"Pass {FORMS}.")
+    if not is_file and not (attribute and all(part.isidentifier() for part in path.split("."))):
         raise UsageError(f"{spec!r} is neither a Python file nor an attribute of a module.", f"Pass {FORMS}.")
     return path, attribute or None
 
@@ -142,7 +145,9 @@ def _kind_of_path(path: str) -> str:
     if os.path.isdir(path):
         has_config = os.path.exists(os.path.join(path, "config.json"))
         return f"a folder (with hf:{path} its config.json is loaded)" if has_config else "a folder"
-    return "a file with another suffix" if os.path.isfile(path) else "something else"
+    if path.endswith(".ipynb"):
+        return "a notebook (jupyter nbconvert --to script makes a Python file of it)"
+    return "a file with another suffix" if os.path.isfile(path) else "no regular file"
 
 
 # -- finding

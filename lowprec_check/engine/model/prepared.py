@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from lowprec_check.engine.core.pytree import map_tensors
+from lowprec_check.engine.core.source_location import traceback_line
 from lowprec_check.engine.model.application import Application, application_of
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.schema.precisions import Precision
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The call of a model whose own code (``half()``, ``_apply()``) refused the precision."""
+
+    error: Exception
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise its exception, as the model's user sees it."""
+        raise self.error
 
 
 class Prepared(NamedTuple):
@@ -28,6 +41,10 @@ class Prepared(NamedTuple):
     def precision(self) -> Precision:
         """The precision that was applied."""
         return self.application.precision
+
+    def calling(self, call: Callable[..., Any]) -> Prepared:
+        """The same with another function to call, unless the model refused the precision."""
+        return self if isinstance(self.call, Refusal) else self._replace(call=call)
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Fresh copies on the device, floating tensors cast if the precision casts them."""
@@ -57,14 +74,21 @@ def prepared(
     """Apply ``precision`` to ``model`` in place, without gradients, and restore the model afterwards.
 
     ``keep_fp32`` names modules that stay in fp32. The model must already be on ``device``. ``call`` is the function to
-    call instead of the model, such as the model and a loss. Mutable objects in ``inputs`` are restored too, and the values
-    of parameters if ``changes_parameters``.
+    call instead of the model, such as the model and a loss. If the model's own code refuses the precision, the call
+    raises its exception. Mutable objects in ``inputs`` are restored too, and the values of parameters if
+    ``changes_parameters``.
     """
     snapshot = Snapshot(model, inputs, parameters=changes_parameters)
     application = application_of(precision)
+    called = model if call is None else call
     try:
-        application.apply(model, device.type, keep_fp32)
+        try:
+            application.apply(model, device.type, keep_fp32)
+        except Exception as error:
+            if traceback_line(error.__traceback__) is None:
+                raise
+            called = Refusal(error)
         with torch.no_grad():
-            yield Prepared(model, application, device, model if call is None else call)
+            yield Prepared(model, application, device, called)
     finally:
         snapshot.restore()

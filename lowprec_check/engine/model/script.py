@@ -49,15 +49,16 @@ def first_call(path: Path) -> ScriptCall | None:
     sys.modules["__main__"] = module
     nn.Module.__call__ = capture  # type: ignore[method-assign]
     try:
-        call_user_code(str(path), lambda: _execute(path, module.__dict__))
-    except _ModelCalled as found:
-        return found.call
+        return call_user_code(str(path), lambda: _execute(path, module.__dict__))
     finally:
         nn.Module.__call__ = kept_call  # type: ignore[method-assign]
         sys.modules["__main__"] = kept_main
-    return None
 
 
-def _execute(path: Path, names: dict[str, Any]) -> None:
+def _execute(path: Path, names: dict[str, Any]) -> ScriptCall | None:
     code: Callable[..., Any] = compile(path.read_bytes(), str(path), "exec")  # type: ignore[assignment]
-    exec(code, names)  # type: ignore[arg-type]
+    try:
+        exec(code, names)  # type: ignore[arg-type]
+    except _ModelCalled as found:
+        return found.call
+    return None

@@ -164,20 +164,26 @@ _COMPILED = (
 )
 
 
+def inside(model: Any, name: str) -> Any:
+    """The child of that name, found without the model's own ``__getattr__``, which may raise anything; else ``None``."""
+    children = getattr(model, "__dict__", {}).get("_modules") or {}
+    return children.get(name)
+
+
 def _unwrapped(target: Target) -> Target:
     """The module inside a compiled model, whose plain part stays compiled, and inside a parallel one, which is left out."""
     model: Any = target.model
-    original = getattr(model, "_orig_mod", None)
+    original = inside(model, "_orig_mod")
     if isinstance(original, nn.Module):
         target = target._replace(compiled=model, model=original, notes=(*target.notes, _COMPILED))
         model = original
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         note = f"the module inside {type(model).__name__} is scanned, on one device"
-        inside: Any = model.module
-        name = type(inside).__name__ if target.name == type(model).__name__ else target.name
+        module: Any = model.module
+        name = type(module).__name__ if target.name == type(model).__name__ else target.name
         setup = (*target.setup, f"model = model.module  # of {type(model).__name__}")
         target = target._replace(
-            name=name, model=inside, compiled=None, notes=(*target.notes, note), setup=setup, source=class_line(inside)
+            name=name, model=module, compiled=None, notes=(*target.notes, note), setup=setup, source=class_line(module)
         )
     return target
 

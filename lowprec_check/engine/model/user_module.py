@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lowprec_check.engine.core.source_location import is_user_code, show_line
-from lowprec_check.errors import UsageError, message_of, text_of, type_name
+from lowprec_check.errors import Terminated, UsageError, message_of, text_of, type_name
+from lowprec_check.process.function_worker import end_if_forked, in_worker
 
 T = TypeVar("T")
 
@@ -26,7 +27,7 @@ def import_file(path: Path) -> types.ModuleType:
     """Import a file, as a module of its package if it is in one."""
     _check_source(path)
     path = path.resolve()
-    package, root = path.stem, path.parent
+    package, root = path.stem.replace(".", "_"), path.parent  # a dot would be read as a package
     if (root / "__init__.py").exists():
         while (root / "__init__.py").exists():
             package, root = f"{root.name}.{package}", root.parent
@@ -35,7 +36,7 @@ def import_file(path: Path) -> types.ModuleType:
         parent = types.ModuleType(f"_lowprec_target_{root.name}")
         parent.__path__ = [str(root)]
         sys.modules[parent.__name__] = parent
-        package = f"{parent.__name__}.{path.stem}"
+        package = f"{parent.__name__}.{package}"
     for folder in (str(root), str(path.parent)):
         if folder not in sys.path:
             sys.path.insert(0, folder)
@@ -96,15 +97,18 @@ def call_user_code(what: str, work: Callable[[], T]) -> T:
     """Run the user's code; an exception becomes a :class:`UsageError` with the user's line."""
     try:
         return work()
-    except UsageError:
+    except (UsageError, Terminated):
         raise
     except SyntaxError as error:
-        location = show_line(text_of(error.filename or what), error.lineno or 0)
+        location = show_line(text_of(error.filename or what), error.lineno or 0).removesuffix(":0")
         line = text_of(error.text or "").strip()
         raise UsageError(
             f"Syntax error at {location}: {text_of(error.msg)}.", f"    {line}" if line else None
         ) from None
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        end_if_forked(error)
+        if isinstance(error, KeyboardInterrupt) and not in_worker():
+            raise  # a worker gets no Ctrl+C: there, the user's code raises it
         frame = _user_frame(error)
         if frame is None:
             raise UsageError(

@@ -52,7 +52,8 @@ def load_weights(model: nn.Module, path: str) -> list[str]:
 def _read(path: str) -> tuple[dict[str, Any], list[str]]:
     """What the file holds, and the code that reads it."""
     if not Path(path).is_file():
-        raise UsageError(f"No such file: {path}.", "Give --weights the path of a saved state dict.")
+        problem = f"{path} is a folder" if Path(path).is_dir() else f"No such file: {path}"
+        raise UsageError(f"{problem}.", "Give --weights the path of a saved state dict.")
     name = json.dumps(path)
     try:
         if path.endswith(".safetensors"):

@@ -12,6 +12,7 @@ from lowprec_check.engine.model.application import application_of
 from lowprec_check.engine.model.keep_fp32 import (
     is_planned,
 )
+from lowprec_check.engine.model.target import inside
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.devices import device_type
 from lowprec_check.schema.plan import Plan
@@ -66,7 +67,7 @@ def _check_device(model: nn.Module, planned: str) -> None:
 
 
 def _check_unwrapped(model: nn.Module) -> None:
-    if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+    if isinstance(inside(model, "_orig_mod"), nn.Module):
         raise UsageError(
             "The model is already compiled, so hooks have no effect.", "Apply the plan first, then compile."
         )

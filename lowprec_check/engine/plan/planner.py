@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lowprec_check.analysis.blame import blame
@@ -19,7 +20,7 @@ from lowprec_check.engine.plan.trials import Limits, Objective, Proposal, Propos
 from lowprec_check.engine.run.isolation import best_isolation, check_isolation, isolated
 from lowprec_check.engine.run.launcher import OnProgress
 from lowprec_check.engine.run.model_info import describe_target
-from lowprec_check.engine.run.target_runs import RunOptions, TargetRuns, open_runs
+from lowprec_check.engine.run.target_runs import RunOptions, TargetRuns, check_number, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.trace.withheld_kernels import parse_withheld
 from lowprec_check.errors import UsageError, encodable
@@ -27,6 +28,7 @@ from lowprec_check.process import Isolation
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.plan import Plan, Planning
 from lowprec_check.schema.precisions import bases_called, plan_bases
+from lowprec_check.schema.registry import words_in
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Run
 
@@ -38,7 +40,8 @@ QUICK = Limits(max_trials=60, seconds=120.0)
 class PlanOptions:
     """What to search for and how; see the arguments of :func:`find_plan`."""
 
-    dtype: str | None = None
+    dtype: object = None
+    """One name of a format or a precision, or several; ``None``: all."""
     base: str | None = None
     backend: str = EAGER
     use_metric: bool = False
@@ -49,7 +52,7 @@ class PlanOptions:
     device: str | None = None
     tolerance: float | None = None
     seed: int = 0
-    without_kernel: Sequence[str] = ()
+    without_kernel: str | Sequence[str] = ()
 
     def bases(self) -> list[str]:
         """The precisions to start from, in the order of the search."""
@@ -59,14 +62,17 @@ class PlanOptions:
     def check(self, target: Target) -> None:
         """Raise :class:`UsageError` for options that cannot be searched, before anything runs."""
         BACKENDS.get(self.backend)
+        check_number("max_drop", self.max_drop, least=0.0)
+        check_number("seconds", self.seconds, above=0.0)
         if self.batches < 1:
             raise UsageError(f"{self.batches} batches are too few to search.", "Give at least 1.")
         if self.base is not None and not any(base.kind == self.base for base in plan_bases()):
             kinds = dict.fromkeys(base.kind for base in plan_bases())
             raise UsageError(f"Unknown base {self.base!r}.", f"Choose from {', '.join(kinds)}.")
         if not self.bases():
+            asked = " or ".join(words_in(self.dtype))
             raise UsageError(
-                f"No precision is both {self.dtype} and {self.base}.", "Leave out --base, or give another --dtype."
+                f"No precision is both {asked} and {self.base}.", "Leave out --base, or give another --dtype."
             )
         if self.use_metric and self.tolerance is not None:
             raise UsageError(
@@ -78,24 +84,24 @@ class PlanOptions:
             raise UsageError(
                 "The file defines no metric.", "Define `def metric(model): return accuracy`, higher is better."
             )
-        parse_withheld(self.without_kernel)
+        parse_withheld(words_in(self.without_kernel))
 
 
 def find_plan(
     model: nn.Module,
     inputs: Any,
     *,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | Sequence[str | torch.dtype] | None = None,
     base: str | None = None,
     backend: str = EAGER,
     max_drop: float | None = None,
     batches: int = 1,
     max_trials: int = Limits.max_trials,
     seconds: float = Limits.seconds,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     tolerance: float | None = None,
     seed: int = 0,
-    without_kernel: Sequence[str] = (),
+    without_kernel: str | Sequence[str] = (),
     loss: Callable[[Any], Tensor] | None = None,
     metric: Callable[[nn.Module], float] | None = None,
     isolation: Isolation | None = None,
@@ -106,7 +112,8 @@ def find_plan(
     Args:
         model: in fp32, in the mode (``eval`` or ``train``) to search in.
         inputs: as for :func:`lowprec_check.scan`; for several batches, a function of the batch number.
-        dtype: ``bf16`` or ``fp16``, or a precision such as ``autocast-fp16``, by any of their names; default: the best one.
+        dtype: ``bf16`` or ``fp16``, or a precision such as ``autocast-fp16``, by any of their names: one, several, or several in
+            one string with commas; default: all of them.
         base: how the other modules run, ``autocast`` or ``cast``; default: the better one.
         backend: how the model is executed.
         max_drop: how far the metric may fall below fp32's, in its units; default: 1 % of fp32's.
@@ -139,7 +146,7 @@ def find_plan(
         batches=batches,
         max_trials=max_trials,
         seconds=seconds,
-        device=device,
+        device=None if device is None else str(device),
         tolerance=tolerance,
         seed=seed,
         without_kernel=without_kernel,
@@ -177,7 +184,7 @@ def growing_planning(
         device=machine["device"],
         tolerance=options.tolerance,
         seed=options.seed,
-        without_kernel=tuple(options.without_kernel),
+        without_kernel=tuple(words_in(options.without_kernel)),
     )
     name = encodable(spec or target.name)
     with contextlib.ExitStack() as stack:

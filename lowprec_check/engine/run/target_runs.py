@@ -55,6 +55,21 @@ class RunOptions:
     seed: int = 0
     without_kernel: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Raise :class:`UsageError` for a number that is none or out of range; the command line has checked its own."""
+        check_number("budget", self.budget, above=0.0)
+        check_number("tolerance", self.tolerance, least=0.0)
+        if not isinstance(self.seed, int):
+            raise UsageError(f"seed is {self.seed!r}.", "Give an integer.")
+
+
+def check_number(name: str, value: Any, *, above: float | None = None, least: float | None = None) -> None:
+    """Raise :class:`UsageError` if ``value`` is neither ``None`` nor a number ``above`` one, or of ``least`` the other."""
+    fits = isinstance(value, (int, float)) and (above is None or value > above) and (least is None or value >= least)
+    if value is not None and not fits:
+        limit = f"above {above:g}" if above is not None else f"of at least {least:g}"
+        raise UsageError(f"{name} is {value!r}.", f"Give a number {limit}.")
+
 
 class TargetRuns:
     """Runs a target: first the fp32 reference, by :meth:`reference`, then other precisions, compared with it."""

@@ -88,14 +88,14 @@ def _prepared(job: Job, target: Target) -> contextlib.AbstractContextManager[Pre
 
 def _in_eager_mode(ready: Prepared, target: Target) -> Prepared:
     """``ready``, called without what its user compiled around the model."""
-    return ready._replace(call=target.call(target.model))
+    return ready.calling(target.call(target.model))
 
 
 def _on_backend(job: Job, target: Target, ready: Prepared) -> Prepared:
     """``ready``, called through the backend of ``job``."""
     if job.backend == EAGER:
         return ready
-    return ready._replace(call=_OnBackend(BACKENDS.get(job.backend), target, ready.model))
+    return ready.calling(_OnBackend(BACKENDS.get(job.backend), target, ready.model))
 
 
 class _OnBackend:

@@ -1,0 +1,92 @@
+"""Arguments of the Python API that people pass by mistake, or in another form than documented."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lowprec_check import UsageError, find_plan, scan
+
+NET = nn.Linear(3, 2).eval()
+INPUTS = torch.ones(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"budget": "long"}, "budget is 'long'.\nGive a number above 0"),
+        ({"budget": 0}, "budget is 0"),
+        ({"budget": float("nan")}, "budget is nan"),
+        ({"tolerance": "1e-2"}, "tolerance is '1e-2'"),
+        ({"tolerance": float("nan")}, "tolerance is nan"),
+        ({"tolerance": -1}, "tolerance is -1.\nGive a number of at least 0"),
+        ({"seed": None}, "seed is None"),
+        ({"seed": "0"}, "seed is '0'"),
+        ({"device": torch.device("meta")}, "Unknown device 'meta'"),
+        ({"select": ["XX"]}, "No diagnostic code starts with 'XX'"),
+        ({"ignore": "LP9,XX"}, "No diagnostic code starts with 'XX'"),
+        ({"without_kernel": "aten.dot"}, "'aten.dot' does not parse"),
+    ],
+)
+def test_a_wrong_argument_is_a_usage_error(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        scan(NET, INPUTS, **given, isolation="none")
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"seconds": "long"}, "seconds is 'long'"),
+        ({"max_drop": -1, "metric": float}, "max_drop is -1"),
+        ({"dtype": ["fp16", "fp99"]}, "Unknown precision 'fp99'"),
+        ({"device": torch.device("meta")}, "Unknown device 'meta'"),
+    ],
+)
+def test_a_wrong_argument_of_a_search_is_a_usage_error(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        find_plan(NET, INPUTS, **given, isolation="none")
+    assert message in str(raised.value)
+
+
+def test_other_forms_of_arguments() -> None:
+    result = scan(
+        NET,
+        INPUTS,
+        precision=torch.float16,
+        device=torch.device("cpu"),
+        without_kernel="aten.addmm:half,aten.mm:half",
+        select="LP1",
+        plan=False,
+        isolation="none",
+    )
+    assert [finding.code for finding in result.diagnostics] == ["LP101"]
+    assert scan(NET, INPUTS, precision="half,", ignore="LP", plan=False, isolation="none").diagnostics == []
+    planning = find_plan(
+        NET, INPUTS, dtype=[torch.float16, "autocast-bf16"], device=torch.device("cpu"), isolation="none"
+    )
+    assert [attempt.base for attempt in planning.attempts] == ["autocast-bf16", "autocast-fp16", "half"]
+
+
+class Refuses(nn.Linear):
+    """As quantized models of transformers do."""
+
+    def half(self) -> Any:
+        raise ValueError("cast it to another dtype")
+
+
+def test_a_model_that_refuses_a_precision_is_a_failed_run() -> None:
+    model = Refuses(3, 2).eval()
+    result = scan(model, INPUTS, precisions="half,bfloat16", isolation="none")
+    refused = result.run("half")
+    assert refused.status == "error"
+    assert refused.exception is not None
+    assert (refused.exception.type, refused.exception.message) == ("ValueError", "cast it to another dtype")
+    assert refused.exception.source is not None
+    assert refused.exception.source.startswith("tests/test_arguments.py:")
+    assert not refused.gaps
+    assert result.run("bfloat16").status == "ok"
+    assert model.weight.dtype == torch.float32
