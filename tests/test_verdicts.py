@@ -11,15 +11,18 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowprec_check import render, scan
+from lowprec_check.analysis.recommend import recommend
 from lowprec_check.analysis.run_summary import explain_status
 from lowprec_check.engine.plan.apply import apply
 from lowprec_check.engine.plan.planner import find_plan
+from lowprec_check.report.summary import verdict
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -328,12 +331,22 @@ class NothingAtAll(nn.Module):
         x * self.weight
 
 
-def test_without_anything_to_compare_a_recommendation_rests_on_speed_and_says_so() -> None:
+def test_without_anything_to_compare_a_recommendation_says_so() -> None:
     result = scan(NothingAtAll(), X, precisions=["half", "bfloat16"])
     assert {run.status for run in result.runs[1:]} == {"unjudged"}
     assert result.run("half").output_error is None
     assert result.recommendation is not None
-    assert "speed only" in result.recommendation.reason
+    reasons = []
+    for milliseconds in (50.0, 0.01):
+        runs = [msgspec.structs.replace(run, latency_ms=milliseconds) for run in result.runs]
+        found = recommend(runs, result.model)
+        assert found is not None
+        assert "holds nothing to compare" in found.reason
+        reasons.append(found.reason)
+    assert "the choice rests on speed only" in reasons[0]
+    assert "speed only" not in reasons[1]
+    assert "too short to compare times" in reasons[1]
+    assert verdict(result) == f"{result.recommendation.label} could not be judged"
     assert "passes" not in result.recommendation.reason
     assert render(result, "md").startswith("### ❔")
     assert "Use " not in render(result, "md")
