@@ -317,6 +317,7 @@ RUNNING = [
 
 OPTIONS = [
     OddCall("scan model.py -p fp61", 2, "Did you mean"),
+    OddCall("scan model.py -p fp32", 2, "fp32 is the reference that every scan runs"),
     OddCall("scan model.py -p fp8", 2, "Unknown precision 'fp8'"),
     OddCall("scan model.py -p ''", 2, "Unknown precision ''"),
     OddCall("scan model.py -p FP16,Amp_BF16 -q", 0, "autocast-bf16"),

@@ -28,7 +28,7 @@ from lowprec_check.process import Isolation
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.registry import Registry, words_in
-from lowprec_check.schema.run_key import EAGER
+from lowprec_check.schema.run_key import EAGER, REFERENCE
 from lowprec_check.schema.scan_result import ScanResult
 
 Reference = Literal["fp32", "fp64"]
@@ -65,7 +65,8 @@ class ScanOptions:
         """Raise :class:`UsageError` for a value that is not allowed, before anything runs."""
         for name in self.chosen_precisions():
             application_of(PRECISIONS.get(name))
-        self.chosen_backends()
+        if self.chosen_precisions() == [REFERENCE] and self.chosen_backends() == [EAGER]:
+            raise UsageError("fp32 is the reference that every scan runs.", "Add a lower precision, such as half.")
         parse_withheld(words_in(self.without_kernel))
         check_codes([*words_in(self.select), *words_in(self.ignore)])
         self.for_runs("cpu")
