@@ -23,9 +23,10 @@ SEVERITY_ORDER = {"error": 0, "warning": 1, "note": 2}
 
 def no_pass(result: ScanResult) -> str:
     """The verdict if no precision passed; names those tried if not all were."""
-    tried = [label(run) for run in result.runs if run.is_low and run.base is None]
-    if not {precision.name for precision in low_precisions()} <= {run.precision for run in result.runs}:
-        return f"No precision passed here; tried: {', '.join(tried) or 'none'}. Scan without -p to try all."
+    tried = [run for run in result.runs if run.is_low and run.base is None and run.status != "skipped"]
+    if not {precision.name for precision in low_precisions()} <= {run.precision for run in tried}:
+        names = ", ".join(map(label, tried)) or "none"
+        return f"No precision passed here; tried: {names}. Run the whole scan without -p to try all."
     return "No low precision passed here. Stay in fp32."
 
 
