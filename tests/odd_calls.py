@@ -214,7 +214,7 @@ HOSTILE = [
     OddCall(
         f"scan odd.py {HALF}",
         2,
-        "`inputs` is a DataLoader without any item",
+        "`inputs` is empty: it has no batch",
         file(f"{BASE}from torch.utils.data import DataLoader\ninputs = DataLoader([])"),
     ),
     OddCall(
@@ -235,6 +235,13 @@ LOADING = [
         "scan odd.py --budget 1", 2, "not loaded within 1 s; it was at odd.py:2", file("import time\ntime.sleep(100)")
     ),
     OddCall("scan odd.py", 2, "SystemExit at odd.py:2: 3", file("import sys\nsys.exit(3)")),
+    OddCall(
+        "scan odd.py",
+        2,
+        "closes file descriptors that it did not open",
+        file(f"{BASE}import os\nos.closerange(3, 1000)"),
+    ),
+    OddCall("scan odd.py", 2, "`inputs` is empty", file(f"{BASE}inputs = torch.utils.data.DataLoader([])")),
     OddCall("scan odd.py", 2, "EOFError at odd.py:1", file("input('name? ')")),
     OddCall(
         "scan odd.py",

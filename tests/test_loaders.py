@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import multiprocessing
 import sys
+import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -107,6 +110,74 @@ def test_a_script_that_fails_or_calls_no_model(here: Path, write: Write) -> None
         load_target("train.py")
 
 
+CALLS = {
+    "in a handler of everything": "try:\n    Net()(torch.ones(4, 3))\nexcept:\n    raise ValueError('after the call')",
+    "in a thread": "import threading\nt = threading.Thread(target=lambda: Net()(torch.ones(4, 3)))\nt.start()\nt.join()",
+    "after one in another process": "import os\npid = os.fork()\nif pid == 0:\n    Net()(torch.ones(1, 3))\n    os._exit(0)\n"
+    "assert os.waitpid(pid, 0)[1] == 0\nNet()(torch.ones(4, 3))",
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("call", CALLS)
+def test_the_call_of_a_script_is_found(here: Path, write: Write, call: str) -> None:
+    write(NET + "if __name__ == '__main__':\n" + textwrap.indent(CALLS[call], "    "), "train.py")
+    assert load_target("train.py").args[0].shape == (4, 3)
+
+
+def test_a_script_that_needs_arguments(here: Path, write: Write) -> None:
+    text = "import argparse\np = argparse.ArgumentParser()\np.add_argument('data')\np.parse_args()\n"
+    with pytest.raises(UsageError, match=r"SystemExit at train\.py:4: 2") as caught:
+        load_target(str(write(text, "train.py")))
+    assert "give those that it requires default values" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("init", [True, False])
+def test_a_script_with_relative_imports(here: Path, write: Write, init: bool) -> None:
+    if init:
+        write("", "parts/__init__.py")
+    write(NET, "parts/net.py")
+    main = "from .net import Net, torch\nif __name__ == '__main__':\n    Net()(torch.ones(4, 3))"
+    write(main, "parts/train.py")
+    assert load_target("parts/train.py").args[0].shape == (4, 3)
+
+
+def test_a_call_inside_an_installed_package_is_that_of_the_script(here: Path, write: Write) -> None:
+    write("def run(model, x):\n    return model(x)\n", "site-packages/helper.py")
+    text = "import sys\nsys.path.insert(0, 'site-packages')\nimport helper\n"
+    target = load_target(str(write(NET + text + "helper.run(Net(), torch.ones(4, 3))", "train.py")))
+    assert target.source == "train.py:13"
+
+
+@pytest.mark.parametrize(
+    ("argument", "shapes"), [("[torch.ones(4, 3)]", [(4, 3)]), ("{'x': torch.ones(4, 3)}", [(4, 3)])]
+)
+def test_a_script_that_calls_a_model_on_a_container(
+    here: Path, write: Write, argument: str, shapes: list[tuple[int, ...]]
+) -> None:
+    write(
+        NET + f"class First(Net):\n    def forward(self, xs, flag=0):\n        return xs\nFirst()({argument})",
+        "train.py",
+    )
+    target = load_target("train.py")
+    assert (target.form, len(target.args), target.kwargs) == ("model(*inputs)", 1, {})
+    assert [tuple(tensor.shape) for _, tensor in leaves(target.model(*target.args))] == shapes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "code",
+    [
+        "model = torch.compile(Net().eval(), backend='eager', fullgraph=True)\nmodel(torch.ones(4, 3))",
+        "with torch.inference_mode():\n    Net().eval()(torch.ones(4, 3))",
+    ],
+)
+def test_a_script_with_an_unusual_model_can_be_scanned(here: Path, write: Write, call: Call, code: str) -> None:
+    done = call("scan", str(write(NET + code, "train.py")), "-p", "half,autocast-bf16", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    assert [run.status for run in ScanResult.from_json(done.stdout.encode()).runs] == ["ok"] * 3
+
+
 def test_the_call_of_modules_is_as_before_after_a_script(here: Path, write: Write) -> None:
     before, main = nn.Module.__call__, sys.modules["__main__"]
     write(NET + SCRIPT.format(call="torch.ones(4, 3)"), "train.py")
@@ -137,6 +208,97 @@ def test_a_batch_with_names_keeps_those_that_forward_accepts(
 ) -> None:
     text = f"from torch.utils.data import DataLoader\nmodel = Net().eval()\ninputs = {inputs}"
     assert list(load_target(str(write(NET + text))).kwargs) == kept
+
+
+LOADED = {
+    "with workers": (
+        "DataLoader(ones, batch_size=4, num_workers=2, persistent_workers=True)",
+        "tuple(next(iter(inputs)))",
+    ),
+    "an iterator": ("iter(DataLoader(ones, batch_size=4))", "tuple(next(inputs))"),
+    "a generator": ("(x for x in [torch.ones(4, 3)])", "next(inputs)"),
+    "a dataset": ("ones", "tuple(torch.utils.data.default_collate([inputs[0]]))"),
+    "one argument with names": ("DataLoader([{'a': torch.ones(3)}], batch_size=1)", "(next(iter(inputs)),)"),
+    "one argument that is a list": ("DataLoader([([torch.ones(3)] * 2, 1)])", "tuple(next(iter(inputs))[:1])"),
+}
+
+
+@pytest.mark.parametrize("kind", LOADED)
+def test_a_batch_is_taken_as_the_printed_code_takes_it(here: Path, write: Write, kind: str) -> None:
+    inputs, code = LOADED[kind]
+    text = f"""{NET}
+from torch.utils.data import DataLoader, TensorDataset
+class Any(Net):
+    def forward(self, x):
+        return super().forward(x if isinstance(x, torch.Tensor) else x["a"] if isinstance(x, dict) else x[1])
+model, ones = Any().eval(), TensorDataset(torch.ones(8, 3))
+inputs = {inputs}"""
+    threads, children = threading.active_count(), multiprocessing.active_children()
+    target = load_target(str(write(text)))
+    assert (threading.active_count(), multiprocessing.active_children()) == (threads, children)
+    assert target.setup == (f"inputs = {code}",)
+    names = run_code(text, target.setup[0])
+    mine, pasted = target.model(*target.args, **target.kwargs), eval(target.form, names)
+    assert mine.shape == pasted.shape
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ("DataLoader([])", "`inputs` is empty"),
+        ("TensorDataset(torch.ones(0, 3))", "`inputs` is empty"),
+        ("iter(())", "`inputs` is empty"),
+        ("DataLoader(Broken(), num_workers=1)", r"FileNotFoundError at mymodel\.py:\d+: image"),
+        ("Broken()", r"FileNotFoundError at mymodel\.py:\d+: image"),
+        ("DataLoader([object()])", "Taking a batch from `inputs` failed: TypeError"),
+        ("numpy.array(['text'])", "A NumPy array in `inputs` cannot become a tensor: can't convert np.ndarray of type"),
+        ("[numpy.ones(3, dtype='>f4')]", "cannot become a tensor: given numpy array has byte order"),
+    ],
+)
+def test_inputs_without_a_batch(here: Path, write: Write, inputs: str, message: str) -> None:
+    text = f"""{NET}
+import numpy
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+class Broken(Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        raise FileNotFoundError("image")
+model = Net().eval()
+inputs = {inputs}"""
+    with pytest.raises(UsageError, match=message) as caught:
+        load_target(str(write(text)))
+    assert caught.value.hint or "Taking" in message
+
+
+@pytest.mark.parametrize("wrap", ["nn.DataParallel", "torch.compile"])
+def test_the_targets_of_a_batch_are_left_out_for_a_wrapped_model(here: Path, write: Write, wrap: str) -> None:
+    assert len(load_target(str(write(f"{NET}{LOADER}model = {wrap}(model)"))).args) == 1
+
+
+def test_inputs_that_need_the_number_of_the_batch(here: Path, write: Write) -> None:
+    text = f"{NET}model = Net().eval()\ndef inputs(batch):\n    return torch.full((4, 3), float(batch))"
+    target = load_target(str(write(text)))
+    assert target.args[0].max() == 0
+    assert target.batch(2).args[0].max() == 2
+    assert run_code(text, target.setup[0])["inputs"].shape == (4, 3)
+
+
+def test_a_default_of_the_inputs_is_kept_for_the_first_batch(here: Path, write: Write) -> None:
+    target = load_target(str(write(f"{NET}model = Net().eval()\ndef inputs(size=4):\n    return torch.ones(size, 3)")))
+    assert target.args[0].shape == (4, 3)
+
+
+def test_a_list_or_packed_sequence_is_one_argument_where_forward_takes_one(here: Path, write: Write) -> None:
+    pack = "from torch.nn.utils.rnn import pack_sequence\nmodel = nn.GRU(3, 2).eval()\n"
+    target = load_target(str(write(f"{NET}{pack}inputs = pack_sequence([torch.ones(4, 3)])")))
+    assert target.form == "model(inputs)"
+    assert target.model(*target.args)[0].data.shape == (4, 2)
+    one = "class One(Net):\n    def forward(self, xs):\n        return super().forward(xs[0] + xs[1])\nmodel = One().eval()\n"
+    assert load_target(str(write(f"{NET}{one}inputs = [torch.ones(4, 3)] * 2"))).form == "model(inputs)"
+    assert (
+        load_target(str(write(f"{NET}model = Net().eval()\ninputs = [torch.ones(4, 3), 2.0]"))).form == "model(*inputs)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -270,13 +432,20 @@ ZOO = [
     "transformers:t5,num_layers=1,d_model=32,d_ff=32,num_heads=2,d_kv=16,vocab_size=100",
     f"transformers:{VIT}",
     f"transformers:{WHISPER}",
+    f"transformers:{VIT.replace('ViTForImageClassification', 'videomae')},num_frames=4",
+    "transformers:swin,embed_dim=24,depths=[1,1],num_heads=[2,2],image_size=32,window_size=4",
+    "transformers:funnel,block_sizes=[1,1],d_model=32,n_head=2,d_inner=32,d_head=16,vocab_size=100",
+    "transformers:xlnet,n_layer=1,d_model=32,n_head=2,d_inner=32,vocab_size=100",
+    "transformers:encodec,num_filters=4,hidden_size=16,codebook_size=8,codebook_dim=16",
+    f"transformers:{BERT.replace('bert', 'vilt', 1)},image_size=64",
+    "torchvision:s3d",
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ZOO)
 def test_models_by_name(spec: str) -> None:
-    inputs = ("1x3x64x64",) if spec.startswith(("torchvision", "timm")) else ()
+    inputs = ("1x3x64x64",) if spec in ("torchvision:resnet18", "timm:resnet10t") else ()
     target = load_target(spec, inputs)
     assert not target.model.training
     with torch.no_grad():
@@ -338,6 +507,9 @@ def test_a_folder_that_is_none_of_transformers(here: Path, config: str | None, m
         ("transformers:bert,hidden=3", "BertConfig has no option 'hidden'"),
         ("transformers:bert,hidden_size", "'hidden_size' is not an option"),
         ("transformers:BertModel,hidden_size=63", "multiple of the number of attention heads"),
+        ("transformers:encoder-decoder", "transformers has no base model for EncoderDecoderConfig"),
+        ("transformers:BertModel,hidden_size=[1", r"BertConfig cannot be made .* expected int, got str"),
+        ("transformers:perceiver,num_blocks=1,num_latents=2,d_latents=8", "PerceiverModel takes 'inputs'"),
         ("transformers:llama", r"has 6\.\d billion parameters"),
         ("timm:resnet1", "timm has no model 'resnet1'"),
         ("torchvision:resnet81", "torchvision has no model 'resnet81'"),
@@ -423,6 +595,39 @@ FORMS = {
         "inputs = (torch.randn(40, 3), torch.randint(",
     ),
     "a data loader": (LOADER, "", (), "inputs = next(iter(inputs))[0]"),
+    "a list as one argument": (
+        "class Sum(nn.Linear):\n    def forward(self, xs):\n        return super().forward(xs[0] + xs[1])\n"
+        "model = Sum(3, 2).eval()\ninputs = [torch.randn(4, 3), torch.randn(4, 3)]",
+        "",
+        (),
+        "output = model(inputs)",
+    ),
+    "arrays of several dtypes": (
+        "import numpy\nclass At(nn.Linear):\n    def forward(self, x, ids):\n        return super().forward(x)[ids]\n"
+        "model = At(3, 2).eval()\ninputs = {'x': numpy.ones((4, 3))[::-1], 'ids': numpy.array([1, 2])}",
+        "",
+        (),
+        'inputs["ids"] = torch.from_numpy(inputs["ids"])',
+    ),
+    "a tuple with arrays": (
+        "import numpy\nmodel = Net().eval()\ninputs = (numpy.ones((4, 3)), 2.0)",
+        "",
+        (),
+        "inputs = (torch.from_numpy(inputs[0]).float(), inputs[1])",
+    ),
+    "nested arrays": (
+        "import numpy\nclass At(nn.Linear):\n    def forward(self, x):\n        return super().forward(x['a'][0])[x['b']]\n"
+        "model = At(3, 2).eval()\ninputs = ({'a': [numpy.ones((4, 3))], 'b': numpy.array([1, 2])},)",
+        "",
+        (),
+        "inputs = tree_map_only(numpy.ndarray, ",
+    ),
+    "made in inference mode": (
+        "with torch.inference_mode():\n    model = Net().eval()\ninputs = torch.randn(4, 3)",
+        "",
+        (),
+        "model = copy.deepcopy(model)",
+    ),
     "an array": ("import numpy\nmodel = Net().eval()\ninputs = numpy.ones((4, 3))", "", (), "torch.from_numpy(inputs)"),
     "data parallel": (
         "model = nn.DataParallel(Net()).eval()\ninputs = torch.randn(4, 3)",

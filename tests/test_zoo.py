@@ -83,9 +83,10 @@ def test_replacements_run_in_fp32_under_autocast() -> None:
 
 
 @pytest.mark.slow
-def test_a_detector_keeps_the_size_of_its_images() -> None:
-    target = load_torchvision("fasterrcnn_mobilenet_v3_large_320_fpn", ("3x64x96",))
-    assert isinstance(target.args[0], list)
+@pytest.mark.parametrize(("shape", "images"), [("3x64x96", 1), ("2x3x64x96", 2), ("images=3x64x96", 1)])
+def test_a_detector_keeps_the_size_of_its_images(shape: str, images: int) -> None:
+    target = load_torchvision("fasterrcnn_mobilenet_v3_large_320_fpn", (shape,))
+    assert [image.shape for image in target.args[0]] == [(3, 64, 96)] * images
     assert target.model.transform.min_size == (96,)
     with torch.no_grad():
         found = target.model(*target.args)

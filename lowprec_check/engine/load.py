@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_imports import separate_imports
-from lowprec_check.engine.run.isolation import best_isolation, other_threads
+from lowprec_check.engine.run.isolation import best_isolation, threads_end
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.process import Isolation
 from lowprec_check.process.current_folder import change_folder, current_folder
@@ -42,12 +43,12 @@ def load_here(spec: TargetSpec, seed: int) -> tuple[TargetSource, Isolation]:
 
     A file that starts threads or sets their number is loaded again in fresh interpreters: threads are not forked.
     """
-    running, threads, folder = set(other_threads()), torch.get_num_threads(), current_folder()
+    running, threads, folder = threading.enumerate(), torch.get_num_threads(), current_folder()
     torch.set_num_threads(1)  # a process that forks must not have a pool of threads
     try:
         with separate_imports() as imports:
             target = spec.load(seed)
-        forks_safely = torch.get_num_threads() == 1 and running.issuperset(other_threads())
+        forks_safely = torch.get_num_threads() == 1 and threads_end(known=running)
     finally:
         torch.set_num_threads(threads)
     source = TargetSource(target, functools.partial(_load_in, folder, spec, seed), imports)

@@ -67,6 +67,9 @@ _DECODER: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
 EXIT_SECONDS = 5.0
 """Time for the exit handlers that the user's file registers."""
 
+_UNSENT = 74
+"""Exit code of a process that could not send its messages: ``EX_IOERR`` of ``sysexits.h``."""
+
 Item = TypeVar("Item", ScanResult, Planning)
 Grow = Callable[[TargetSource, Isolation, OnProgress | None], Iterator[Item]]
 """Yields what has been found so far; picklable for a fresh interpreter."""
@@ -181,6 +184,8 @@ class _Session:
                 "Increase --budget, or shorten what the file does when it is imported.",
             )
         how = describe_exit(event.exit_code or 0)
+        if event.exit_code == _UNSENT and not at:
+            how = "it closes file descriptors that it did not open, or changes modules that lowprec-check needs"
         if loaded:
             raise ProcessLostError(f"The scan ended early: {how}{at}.")
         raise UsageError(
@@ -223,8 +228,10 @@ def _work(
         send(_Ended(message=error.message, hint=error.hint))
     except BaseException as error:
         end_if_forked(error)
-        with contextlib.suppress(Exception):
+        try:
             send(_Ended(traceback=error.args[0] if isinstance(error, WorkerError) else traceback_of(error)))
+        except Exception:
+            os._exit(_UNSENT)
     atexit._run_exitfuncs()
 
 

@@ -8,8 +8,9 @@ from lowprec_check.errors import message_of
 
 
 def first_line(message: str) -> str:
-    """The first non-empty line of ``message``: torch adds C++ stack traces below."""
-    return next((line.strip() for line in message.splitlines() if line.strip()), "")
+    """The first non-empty line of ``message``, and the next one after a colon: torch adds C++ stack traces below."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return " ".join(lines[:2] if lines[:1] and lines[0].endswith(":") else lines[:1])
 
 
 def is_out_of_memory(error: BaseException) -> bool:

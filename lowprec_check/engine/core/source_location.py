@@ -31,8 +31,12 @@ def is_user_code(filename: str) -> bool:
     """Whether a source file belongs to neither torch, nor this package, nor the standard library."""
     if filename.startswith((_TORCH, PACKAGE, "<frozen", "<__array", "<eval_with_key")):
         return False
-    in_site = "site-packages" in filename or "dist-packages" in filename
-    return in_site or not filename.startswith(_STDLIB)
+    return is_installed(filename) or not filename.startswith(_STDLIB)
+
+
+def is_installed(filename: str) -> bool:
+    """Whether a source file belongs to an installed package."""
+    return "site-packages" in filename or "dist-packages" in filename
 
 
 @functools.cache
@@ -71,6 +75,17 @@ def source_line(frame: FrameType | None = None) -> str | None:
             return None
         frame = frame.f_back
     return None
+
+
+def own_line(frame: FrameType) -> str | None:
+    """The innermost line outside installed packages on the stack; if there is none, the :func:`source_line`."""
+    at: FrameType | None = frame
+    while at is not None:
+        filename = at.f_code.co_filename
+        if is_user_code(filename) and not is_installed(filename):
+            return show_line(filename, at.f_lineno)
+        at = at.f_back
+    return source_line(frame)
 
 
 def traceback_line(traceback: TracebackType | None) -> str | None:

@@ -1,14 +1,19 @@
-"""One batch of tensors from what people call inputs: a data loader, a dataset, NumPy arrays."""
+"""One batch of tensors from what people call inputs: a data loader, a dataset, an iterator, NumPy arrays."""
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from lowprec_check.engine.core.exceptions import first_line
+from lowprec_check.engine.model.user_module import call_user_code
 from lowprec_check.errors import UsageError, message_of
 
 
@@ -24,46 +29,89 @@ class Batch(NamedTuple):
 def take_batch(given: Any, forward: Callable[..., Any]) -> Batch:
     """The inputs of a call of ``forward``.
 
-    Of a data loader or dataset, the first batch is taken, and of that as many elements as ``forward`` requires: the
-    others are usually targets. NumPy arrays become tensors, in fp32 if they are in fp64.
+    Of a data loader, dataset or iterator, the first batch is taken, and of that as many elements as ``forward`` requires:
+    the others are usually targets. NumPy arrays become tensors, in fp32 if they are in fp64. Raises :class:`UsageError` if
+    there is no batch, or an array of a dtype that torch lacks.
     """
     batch = Batch(given)
-    if isinstance(given, (DataLoader, Dataset)):
-        batch = _first_batch(given, forward)
+    if isinstance(given, (DataLoader, Dataset, Iterator)):
+        first, what, code = _first(given)
+        batch = _needed(first, f"`inputs` is {what} was used", code, forward)
     return _with_tensors(batch)
 
 
-def _first_batch(given: DataLoader[Any] | Dataset[Any], forward: Callable[..., Any]) -> Batch:
+# -- loaders
+
+
+_NOTHING = object()
+
+
+def _first(given: DataLoader[Any] | Dataset[Any] | Iterator[Any]) -> tuple[Any, str, str]:
+    """The first batch, what it was taken from, and the code that takes it."""
+    source: Iterable[Any]
     if isinstance(given, DataLoader):
-        first, what, code = _first(given, "DataLoader"), "a DataLoader: its first batch", "next(iter(inputs))"
+        source, what, code = _in_this_process(given), "a DataLoader: its first batch", "next(iter(inputs))"
+    elif isinstance(given, Iterator):
+        source, what, code = given, "an iterator: its first item", "next(inputs)"
+    elif isinstance(given, IterableDataset):
+        source, what, code = given, "a Dataset: its first item", "default_collate([next(iter(inputs))])"
     else:
-        item = _first(given, "Dataset") if isinstance(given, IterableDataset) else given[0]
-        first, what = default_collate([item]), "a Dataset: its first item"
-        code = f"torch.utils.data.default_collate([{'next(iter(inputs))' if isinstance(given, IterableDataset) else 'inputs[0]'}])"
-    parameters = list(inspect.signature(forward).parameters.values())
+        source, what, code = _items(given), "a Dataset: its first item", "default_collate([inputs[0]])"
+    first = call_user_code("Taking a batch from `inputs`", lambda: next(iter(source), _NOTHING))
+    if first is _NOTHING:
+        raise UsageError("`inputs` is empty: it has no batch.", "Check what it loads.")
+    if isinstance(given, Dataset):
+        first = call_user_code("Making a batch of an item of `inputs`", lambda: default_collate([first]))
+        code = f"torch.utils.data.{code}"
+    return first, what, code
+
+
+def _in_this_process(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """A copy of ``loader`` that starts no processes and threads: one batch is wanted."""
+    alone = copy.copy(loader)
+    vars(alone).update(num_workers=0, prefetch_factor=None, persistent_workers=False, timeout=0, _iterator=None)
+    return alone
+
+
+def _items(dataset: Dataset[Any]) -> Iterator[Any]:
+    if not isinstance(dataset, Sized) or len(dataset):
+        yield dataset[0]
+
+
+def _needed(first: Any, note: str, code: str, forward: Callable[..., Any]) -> Batch:
+    """What ``forward`` needs of the batch ``first``, which ``code`` makes."""
+    parameters = _parameters(forward)
     if isinstance(first, Mapping):
-        names = _accepted(first, parameters)
-        if len(names) == len(first):
-            return Batch(first, (f"`inputs` is {what} was used",), (f"inputs = {code}",))
-        left_out = ", ".join(repr(name) for name in first if name not in names)
-        note = f"`inputs` is {what} was used, without {left_out}, which forward does not accept"
-        picked = "{name: batch[name] for name in " + repr(names) + "}"
-        return Batch({name: first[name] for name in names}, (note,), (f"batch = {code}", f"inputs = {picked}"))
+        return _named(first, note, code, parameters)
     if not isinstance(first, (list, tuple)):
-        return Batch(first, (f"`inputs` is {what} was used",), (f"inputs = {code}",))
+        return Batch(first, (note,), (f"inputs = {code}",))
     required = _required(parameters)
     if required in (0, len(first)) or required > len(first):
-        return Batch(tuple(first), (f"`inputs` is {what} was used",), (f"inputs = {code}",))
-    note = f"`inputs` is {what} was used, {required} of its {len(first)} elements: forward requires no more"
-    if required == 1:
+        return Batch(tuple(first), (note,), (f"inputs = tuple({code})",))
+    note = f"{note}, {required} of its {len(first)} elements: forward requires no more"
+    if required == 1 and isinstance(first[0], torch.Tensor):
         return Batch(first[0], (note,), (f"inputs = {code}[0]",))
-    return Batch(tuple(first[:required]), (note,), (f"inputs = {code}[:{required}]",))
+    return Batch(tuple(first[:required]), (note,), (f"inputs = tuple({code}[:{required}])",))
 
 
-def _first(given: Any, what: str) -> Any:
-    for item in given:
-        return item
-    raise UsageError(f"`inputs` is a {what} without any item.", "Give it data, or make `inputs` a tensor.")
+def _named(first: Mapping[str, Any], note: str, code: str, parameters: list[inspect.Parameter]) -> Batch:
+    """The values of a batch whose names ``forward`` accepts; the whole batch if it accepts none and requires one argument."""
+    names = _accepted(first, parameters)
+    if len(names) == len(first):
+        return Batch(first, (note,), (f"inputs = {code}",))
+    if not names and _required(parameters) == 1:
+        return Batch((first,), (f"{note} as the argument",), (f"inputs = ({code},)",))
+    left_out = ", ".join(repr(name) for name in first if name not in names)
+    note = f"{note}, without {left_out}, which forward does not accept"
+    picked = "{name: batch[name] for name in " + repr(names) + "}"
+    return Batch({name: first[name] for name in names}, (note,), (f"batch = {code}", f"inputs = {picked}"))
+
+
+def _parameters(forward: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(forward).parameters.values())
+    except (TypeError, ValueError):
+        return []
 
 
 def _accepted(batch: Mapping[str, Any], parameters: list[inspect.Parameter]) -> list[str]:
@@ -81,41 +129,70 @@ def _required(parameters: list[inspect.Parameter]) -> int:
     return sum(parameter.kind in positional and parameter.default is parameter.empty for parameter in parameters)
 
 
+# -- arrays
+
+
 def _with_tensors(batch: Batch) -> Batch:
+    """The batch with tensors in place of NumPy arrays, at any depth."""
     given = batch.inputs
-    if _is_array(given):
-        tensor = _as_tensor(given)
-        code = "torch.from_numpy(inputs)" + (".float()" if given.dtype.name == "float64" else "")
-        return Batch(tensor, (*batch.notes, _array_note(given)), (*batch.setup, f"inputs = {code}"))
-    items = given.values() if isinstance(given, Mapping) else given if isinstance(given, (list, tuple)) else ()
-    arrays = [item for item in items if _is_array(item)]
+    arrays = [leaf for value in (given.values() if isinstance(given, Mapping) else [given]) for leaf in _arrays(value)]
     if not arrays:
         return batch
-    notes = (*batch.notes, _array_note(*arrays))
-    convert = "torch.as_tensor(x).float()" if all(a.dtype.name == "float64" for a in arrays) else "torch.as_tensor(x)"
+    inputs = {key: tree_map(_as_tensor, value) for key, value in given.items()} if isinstance(given, Mapping) else None
+    if inputs is None:
+        inputs = tree_map(_as_tensor, given)
+    wide = ", from fp64 to fp32" if any(_is_wide(array) for array in arrays) else ""
+    note = f"NumPy arrays in `inputs` were converted to tensors{wide}"
+    return Batch(inputs, (*batch.notes, note), (*batch.setup, *_conversion(given, arrays)))
+
+
+def _conversion(given: Any, arrays: list[Any]) -> list[str]:
+    """The code that converts the ``arrays`` in ``given``, each by its place if none lies deeper."""
+    if _is_array(given):
+        return [f"inputs = {_array_code('inputs', given)}"]
+    places = dict(given) if isinstance(given, Mapping) else dict(enumerate(given))
+    at = {key: value for key, value in places.items() if _is_array(value)}
+    if len(at) < len(arrays):
+        convert = _array_code("x", *arrays)
+        return ["import numpy", f"inputs = tree_map_only(numpy.ndarray, lambda x: {convert}, inputs)"]
     if isinstance(given, Mapping):
-        code = f"inputs = {{name: {convert} for name, x in inputs.items()}}"
-        return Batch({name: _as_tensor(item) for name, item in given.items()}, notes, (*batch.setup, code))
-    return Batch(tuple(map(_as_tensor, given)), notes, (*batch.setup, f"inputs = [{convert} for x in inputs]"))
+        code = {key: f"inputs[{json.dumps(key)}]" for key in at}
+        return [f"{code[key]} = {_array_code(code[key], array)}" for key, array in at.items()]
+    items = [_array_code(f"inputs[{key}]", at[key]) if key in at else f"inputs[{key}]" for key in places]
+    listed = ", ".join(items)
+    return [f"inputs = [{listed}]" if isinstance(given, list) else f"inputs = ({listed}{',' * (len(items) == 1)})"]
 
 
-def _array_note(*arrays: Any) -> str:
-    wide = ", from fp64 to fp32" if any(array.dtype.name == "float64" for array in arrays) else ""
-    return f"NumPy arrays in `inputs` were converted to tensors{wide}"
+def _array_code(name: str, *arrays: Any) -> str:
+    """Code that makes a tensor of the array ``name``, which is one of ``arrays``."""
+    backwards = any(stride < 0 for array in arrays for stride in array.strides)  # torch has no such tensors
+    code = f"torch.from_numpy({name}{'.copy()' * backwards})"
+    if all(_is_wide(array) for array in arrays):
+        return f"{code}.float()"
+    return f'{code}.float() if {name}.dtype == "float64" else {code}' if any(map(_is_wide, arrays)) else code
+
+
+def _arrays(value: Any) -> list[Any]:
+    return [leaf for leaf in tree_leaves(value) if _is_array(leaf)]
 
 
 def _is_array(value: Any) -> bool:
     return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
 
 
+def _is_wide(array: Any) -> bool:
+    return bool(array.dtype.name == "float64")
+
+
 def _as_tensor(value: Any) -> Any:
+    """The tensor with the values of an array; any other value as it is."""
     if not _is_array(value):
         return value
     try:
-        tensor = torch.as_tensor(value.copy())
+        tensor = torch.from_numpy(value.copy())
     except (TypeError, ValueError) as error:
         raise UsageError(
-            f"A NumPy array in `inputs` cannot become a tensor: {message_of(error)}",
-            "Convert it in your file, or make `inputs` tensors.",
+            f"A NumPy array in `inputs` cannot become a tensor: {first_line(message_of(error))}",
+            "Convert it, for example with array.astype('float32').",
         ) from None
-    return tensor.float() if tensor.dtype == torch.float64 else tensor
+    return tensor.float() if _is_wide(value) else tensor

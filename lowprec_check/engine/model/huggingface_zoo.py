@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,14 @@ def load_transformers(text: str, inputs: tuple[str, ...] = ()) -> Target:
     its configuration.
     """
     transformers = import_zoo("transformers")
-    name, *options = text.split(",")
+    name, *options = re.split(r",(?![^\[{]*[\]}])", text)  # not inside a list or mapping
     config_class, model_class = _classes(transformers, name)
     values = dict(_parse_option(option) for option in options)
     config = _make_config(config_class, values)
     arguments = ", ".join(f"{option}={value!r}" for option, value in values.items())
     config_code = f"transformers.{config_class.__name__}({arguments})"
+    if model_class is None:
+        model_class = _base_class(transformers, config_class)
     if model_class is None:
         make, code = transformers.AutoModel.from_config, f"transformers.AutoModel.from_config({config_code})"
     else:
@@ -63,7 +66,7 @@ def load_folder(folder: str, inputs: tuple[str, ...] = ()) -> Target:
     has_weights = any(Path(folder).glob("*.safetensors")) or any(Path(folder).glob("pytorch_model*.bin"))
     if has_weights:
         model = call_user_code(
-            f"{maker.__name__}.from_pretrained",
+            f"{maker.__name__}.from_pretrained({folder!r})",
             lambda: maker.from_pretrained(folder, local_files_only=True, dtype=torch.float32),
         ).eval()
         code, notes = f"transformers.{maker.__name__}.from_pretrained({folder!r}, dtype=torch.float32)", list[str]()
@@ -125,6 +128,17 @@ def _classes(transformers: Any, name: str) -> tuple[Any, Any]:
     )
 
 
+def _base_class(transformers: Any, config_class: Any) -> Any:
+    """The first of several base models of a configuration; ``None`` if there is only one, which ``AutoModel`` finds."""
+    found = transformers.MODEL_MAPPING.get(config_class, None)
+    if found is None:
+        raise UsageError(
+            f"transformers has no base model for {config_class.__name__}.",
+            "Pass the name of a model, such as BertForMaskedLM.",
+        )
+    return found[0] if isinstance(found, (list, tuple)) else None
+
+
 def _attribute(transformers: Any, name: str) -> Any:
     """An attribute, which is imported on first use; ``None`` if there is none, or what it needs is not installed."""
     try:
@@ -172,7 +186,7 @@ def _random_model(make: Callable[[Any], nn.Module], config: Any, what: str) -> n
         parameters = 0
     check_memory(what, parameters, _SMALLER)
     torch.manual_seed(0)
-    return call_user_code(what, lambda: make(config)).eval()
+    return call_user_code(f"Making {what}", lambda: make(config)).eval()
 
 
 # -- inputs
@@ -186,34 +200,62 @@ def _target(name: str, model: nn.Module, config: Any, inputs: tuple[str, ...], c
 
     given = make_batch(0)
     setup = ("import transformers", f"model = {code}.eval()", f"inputs = {inputs_code(given)}")
-    return unchecked_target(model, given, name=name, make_batch=make_batch, setup=setup)
+    return unchecked_target(model, given, name=name, make_batch=make_batch, setup=setup, default_inputs=not inputs)
 
 
 def default_inputs(model: nn.Module, config: Any, generator: torch.Generator) -> dict[str, Tensor]:
-    """Random inputs of the names that ``forward`` has, in the sizes of the configuration: text, image, sound."""
-    names = set(inspect.signature(model.forward).parameters)
+    """Random inputs of the names that ``forward`` has, in the sizes of the configuration: text, image, clip, sound."""
+    names = inspect.signature(model.forward).parameters
     main = str(getattr(model, "main_input_name", "input_ids"))
-    text = getattr(config, "text_config", None) or config
-    vision = getattr(config, "vision_config", None) or config
-    is_pair = vision is not config and "pixel_values" in names
+    text, vision = (getattr(config, part, None) or config for part in ("text_config", "vision_config"))
+    wanted = {main} | {name for name, parameter in names.items() if parameter.default is parameter.empty}
+    if main in ("input_ids", "pixel_values") and hasattr(vision, "image_size"):
+        wanted |= {"pixel_values"} | ({"input_ids"} if vision is not config else set())
+    if getattr(config, "is_encoder_decoder", False):
+        wanted.add("decoder_input_ids")
     found: dict[str, Tensor] = {}
-    if "input_ids" in names and (main == "input_ids" or is_pair):
-        found["input_ids"] = _tokens(text, generator)
-    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
-        found["decoder_input_ids"] = _tokens(text, generator)
-    if "pixel_values" in names and (main == "pixel_values" or is_pair):
-        size = getattr(vision, "image_size", 224)
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        channels = getattr(vision, "num_channels", 3)
-        found["pixel_values"] = torch.randn(1, channels, height, width, generator=generator)
-    if main == "input_features":
-        length = 2 * getattr(config, "max_source_positions", 1500)
-        found["input_features"] = torch.randn(1, getattr(config, "num_mel_bins", 80), length, generator=generator)
-    if main == "input_values":
-        found["input_values"] = torch.randn(1, SAMPLES, generator=generator)
-    return found or {main: _tokens(text, generator)}
+    for name in filter(wanted.__contains__, names):
+        if name == "pixel_values":
+            found[name] = torch.randn(_image_shape(vision), generator=generator)
+        elif name == "input_features":
+            found[name] = torch.randn(_features_shape(config), generator=generator)
+        elif name == "input_values":
+            found[name] = torch.randn(_sound_shape(config), generator=generator)
+        elif name.endswith("input_ids"):
+            found[name] = _tokens(text, generator)
+    if main not in found:
+        raise UsageError(
+            f"{type(model).__name__} takes {main!r}, for which there are no default inputs.",
+            f"Give the shapes of what it takes: --inputs {main}=1x32x16",
+        )
+    return found
+
+
+def _image_shape(config: Any) -> tuple[int, ...]:
+    """An image, or a clip if the configuration has a number of frames."""
+    size = getattr(config, "image_size", 224)
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    frames = getattr(config, "num_frames", None)
+    return (1, *((frames,) if frames else ()), getattr(config, "num_channels", 3), height, width)
+
+
+def _features_shape(config: Any) -> tuple[int, ...]:
+    """Features of a sound by time, or time by features if a configuration has their number by another name."""
+    for name in ("input_feat_per_channel", "feature_projection_input_dim"):
+        if hasattr(config, name):
+            return (1, 4 * TOKENS, getattr(config, name))
+    return (1, getattr(config, "num_mel_bins", 80), 2 * getattr(config, "max_source_positions", 1500))
+
+
+def _sound_shape(config: Any) -> tuple[int, ...]:
+    """A waveform, with channels if the configuration has their number; or a spectrogram, if it has bins."""
+    if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
+        return (1, config.max_length, config.num_mel_bins)
+    channels = getattr(config, "audio_channels", None)
+    return (1, *((channels,) if channels else ()), SAMPLES)
 
 
 def _tokens(config: Any, generator: torch.Generator) -> Tensor:
-    length = min(TOKENS, int(getattr(config, "max_position_embeddings", None) or TOKENS))
+    positions = int(getattr(config, "max_position_embeddings", None) or 0)
+    length = min(TOKENS, positions) if positions > 0 else TOKENS  # -1: any number
     return torch.randint(0, int(getattr(config, "vocab_size", None) or 100), (1, length), generator=generator)

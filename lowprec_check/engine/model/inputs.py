@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,12 +31,8 @@ def is_function(value: Any) -> bool:
 
 
 def call_with_number(given: Callable[..., Any], index: int) -> Any:
-    """Return ``given(index)`` if it accepts an argument, else ``given()``."""
-    try:
-        inspect.signature(given).bind(index)
-    except (TypeError, ValueError):
-        return given()
-    return given(index)
+    """Return ``given(index)`` if it accepts an argument, else ``given()``; batch 0 needs no number if it has a default."""
+    return given(index) if accepts(given, index) and (index or not accepts(given)) else given()
 
 
 def bind(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -57,20 +53,37 @@ def bind(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return by_name
 
 
-def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``(args, kwargs)`` for a tensor, a tuple or list of arguments, or a mapping of keyword arguments."""
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    if isinstance(inputs, (tuple, list)):
-        return tuple(inputs), {}
-    return (inputs,), {}
+class Arguments(NamedTuple):
+    """What a model is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    form: str
+    """The call as code, with ``inputs`` as they were given."""
 
 
-def call_form(inputs: Any) -> str:
-    """The call with the arguments of :func:`as_call`, as code."""
+def as_call(inputs: Any, forward: Callable[..., Any]) -> Arguments:
+    """The arguments of a call of ``forward``: a tensor, a tuple or list of arguments, or a mapping of keyword arguments.
+
+    A list or named tuple (``PackedSequence``) is one argument if ``forward`` accepts it only so.
+    """
     if isinstance(inputs, Mapping):
-        return "model(**inputs)"
-    return "model(*inputs)" if isinstance(inputs, (tuple, list)) else "model(inputs)"
+        return Arguments((), dict(inputs), "model(**inputs)")
+    is_one = type(inputs) is not tuple and accepts(forward, inputs)
+    if isinstance(inputs, (tuple, list)) and (accepts(forward, *inputs) or not is_one):
+        return Arguments(tuple(inputs), {}, "model(*inputs)")
+    return Arguments((inputs,), {}, "model(inputs)")
+
+
+def accepts(forward: Callable[..., Any], *args: Any) -> bool:
+    """Whether ``forward`` can be called with so many positional arguments; true if that is unknown."""
+    try:
+        inspect.signature(forward).bind(*args)
+    except TypeError:
+        return not callable(forward)
+    except ValueError:
+        return True
+    return True
 
 
 def parse_inputs(specs: tuple[str, ...], *, seed: int = 0) -> Any:

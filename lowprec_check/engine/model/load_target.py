@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lowprec_check.engine.model.huggingface_zoo import load_folder, load_transformers
 from lowprec_check.engine.model.inputs import (
     PASTE_INPUTS,
+    accepts,
     bind,
     call_with_number,
     inputs_code,
@@ -23,12 +24,13 @@ from lowprec_check.engine.model.inputs import (
     parse_inputs,
 )
 from lowprec_check.engine.model.script import ScriptCall, first_call
-from lowprec_check.engine.model.target import Target, check, unchecked_target
+from lowprec_check.engine.model.target import Target, check, forward_of, unchecked_target
 from lowprec_check.engine.model.timm_zoo import load_timm
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.engine.model.torchvision_zoo import load_torchvision
 from lowprec_check.engine.model.user_module import (
     attribute_of,
+    call_function,
     call_user_code,
     definition_line,
     display_name,
@@ -64,7 +66,7 @@ def load_target(spec: str, inputs: tuple[str, ...] = (), weights: str | None = N
         target = ZOOS[zoo](name, inputs) if zoo in ZOOS else _load_from_module(spec, inputs)
         if weights is not None:
             target = target._replace(setup=(*target.setup, *load_weights(target.model, weights)))
-        return call_user_code(type(target.model).__name__, lambda: check(target))
+        return call_user_code(f"Reading {type(target.model).__name__}", lambda: check(target))
 
 
 @contextlib.contextmanager
@@ -87,7 +89,8 @@ def _load_from_module(spec: str, inputs: tuple[str, ...]) -> Target:
         if given is None:
             raise _UndefinedError(f"{display_name(module)} defines no `inputs`.", PASTE_INPUTS)
     except _UndefinedError as error:
-        call = first_call(Path(path)) if path.endswith(".py") and attribute is None else None
+        is_script = path.endswith(".py") and attribute is None
+        call = first_call(Path(path), module.__package__) if is_script else None
         if call is None:
             raise error from None
         return _target_of_call(call, module, inputs)
@@ -113,9 +116,10 @@ def _target_of_call(call: ScriptCall, module: types.ModuleType, inputs: tuple[st
     """The target of the first call of a model in a script."""
     given = _given_inputs(module, inputs)
     if given is None:
-        given = call.kwargs if not call.args else call.args[0] if len(call.args) == 1 else call.args
+        is_tensor = len(call.args) == 1 and isinstance(call.args[0], Tensor)
+        given = call.kwargs if not call.args else call.args[0] if is_tensor else call.args
         if call.args and call.kwargs:
-            given = bind(call.model.forward, call.args, call.kwargs)
+            given = bind(forward_of(call.model), call.args, call.kwargs)
     note = f"model and inputs are those of the first call of a model in the script, at {call.line}"
     return unchecked_target(
         call.model,
@@ -202,7 +206,7 @@ def _make(module: types.ModuleType, name: str, found: Any) -> tuple[Any, str | N
     source = definition_line(module, name)
     if isinstance(found, nn.Module) or not callable(found):
         return found, source
-    made = call_user_code(name, found)
+    made = call_function(name, found)
     if not isinstance(made, nn.Module):
         raise UsageError(
             f"{display_name(module)}:{name} returned an object of type {type(made).__name__}, not a torch.nn.Module.",
@@ -225,17 +229,15 @@ def _setup(
         lines.append(f"model = {name}")
     if inputs:
         lines.append(f"inputs = {inputs_code(parse_inputs(inputs))}")
-    elif is_function(attribute_of(module, "inputs")):
-        lines.append("inputs = inputs()")
+    elif is_function(given := attribute_of(module, "inputs")):
+        lines.append("inputs = inputs()" if accepts(given) else "inputs = inputs(0)")
     return tuple(lines)
 
 
 def _given_inputs(module: types.ModuleType, inputs: tuple[str, ...]) -> Any:
     """The inputs asked for, or those that the module defines; ``None`` if there are none."""
-    if inputs:
-        return parse_inputs(inputs)
-    given = attribute_of(module, "inputs")
-    return call_user_code("inputs", given) if is_function(given) else given
+    make_batch = _make_batch(module, inputs)
+    return attribute_of(module, "inputs") if make_batch is None else make_batch(0)
 
 
 def _make_batch(module: types.ModuleType, inputs: tuple[str, ...]) -> Callable[[int], Any] | None:
@@ -244,7 +246,7 @@ def _make_batch(module: types.ModuleType, inputs: tuple[str, ...]) -> Callable[[
     given = attribute_of(module, "inputs")
     if not is_function(given):
         return None
-    return lambda index: call_user_code("inputs", lambda: call_with_number(given, index))
+    return lambda index: call_function("inputs", lambda: call_with_number(given, index))
 
 
 def _optional(module: types.ModuleType, name: str) -> Any:

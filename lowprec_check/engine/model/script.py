@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -10,8 +12,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from lowprec_check.engine.core.source_location import source_line
+from lowprec_check.engine.core.source_location import own_line
 from lowprec_check.engine.model.user_module import call_user_code
+from lowprec_check.errors import UsageError
 
 
 class ScriptCall(NamedTuple):
@@ -27,38 +30,41 @@ class ScriptCall(NamedTuple):
 class _ModelCalled(BaseException):
     """Ends the script at its first call of a model; no handler of ``Exception`` in the script catches it."""
 
-    def __init__(self, call: ScriptCall) -> None:
-        super().__init__()
-        self.call = call
 
-
-def first_call(path: Path) -> ScriptCall | None:
+def first_call(path: Path, package: str | None = None) -> ScriptCall | None:
     """Run the script up to its first call of a module that has parameters; ``None`` if it calls none.
 
-    Raises :class:`UsageError` with the user's line if the script fails before.
+    ``package`` is what its relative imports refer to, as in ``python -m package.script``. A call in another thread counts,
+    one in another process does not. Raises :class:`UsageError` with the user's line if the script fails before.
     """
     module = types.ModuleType("__main__")
-    module.__file__ = str(path)
-    kept_main, kept_call = sys.modules["__main__"], nn.Module.__call__
+    module.__file__, module.__package__ = os.path.abspath(path), package or None
+    kept_main, kept_call, process = sys.modules["__main__"], nn.Module.__call__, os.getpid()
+    calls: list[ScriptCall] = []
+    running = True
 
     def capture(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if next(self.parameters(), None) is None:
+        # `torch.compile` keeps this function as that of the module inside: it does nothing once the script has ended
+        if not running or os.getpid() != process or next(self.parameters(), None) is None:
             return kept_call(self, *args, **kwargs)
-        raise _ModelCalled(ScriptCall(self, args, kwargs, source_line(sys._getframe(1))))
+        calls.append(ScriptCall(self, args, kwargs, own_line(sys._getframe(1))))
+        raise _ModelCalled
 
     sys.modules["__main__"] = module
     nn.Module.__call__ = capture  # type: ignore[method-assign]
     try:
-        return call_user_code(str(path), lambda: _execute(path, module.__dict__))
+        call_user_code(f"Running {path}", lambda: _execute(path, module.__dict__))
+    except UsageError:  # of a script that catches everything, what it does next may fail
+        if not calls:
+            raise
     finally:
+        running = False
         nn.Module.__call__ = kept_call  # type: ignore[method-assign]
         sys.modules["__main__"] = kept_main
+    return calls[0] if calls else None
 
 
-def _execute(path: Path, names: dict[str, Any]) -> ScriptCall | None:
+def _execute(path: Path, names: dict[str, Any]) -> None:
     code: Callable[..., Any] = compile(path.read_bytes(), str(path), "exec")  # type: ignore[assignment]
-    try:
+    with contextlib.suppress(_ModelCalled):
         exec(code, names)  # type: ignore[arg-type]
-    except _ModelCalled as found:
-        return found.call
-    return None

@@ -65,7 +65,8 @@ class Snapshot:
             for parameter, data, grad, requires_grad in self._parameters:
                 parameter.data = data
                 parameter.grad = grad
-                parameter.requires_grad_(requires_grad)
+                if parameter.requires_grad != requires_grad:  # not allowed for one made in inference mode
+                    parameter.requires_grad_(requires_grad)
         for saved in self._values:
             restore_tensor(*saved)
         for restore in self._globals:

@@ -18,7 +18,7 @@ from lowprec_check.engine.core.source_location import show_line, traceback_line
 from lowprec_check.engine.model import torchvision_ops
 from lowprec_check.engine.model.application import converted_dtypes
 from lowprec_check.engine.model.batch import take_batch
-from lowprec_check.engine.model.inputs import as_call, call_form, call_with_number, is_function
+from lowprec_check.engine.model.inputs import as_call, call_with_number, is_function
 from lowprec_check.errors import UsageError, message_of, type_name
 
 _PASTE_BATCHES = """Make `inputs` a function of the batch number:
@@ -53,6 +53,8 @@ class Target(NamedTuple):
     notes: tuple[str, ...] = ()
     make_batch: Callable[[int], Any] | None = None
     """Returns the inputs of batch 0, 1, 2, …, seeded or drawn from torch's generator; ``None`` if the inputs are fixed."""
+    default_inputs: bool = False
+    """Whether the inputs were made for a model by name, without being asked for."""
     compiled: nn.Module | None = None
     """The model as its user compiled it, by ``torch.compile(model)``: what the plain part calls."""
 
@@ -67,7 +69,8 @@ class Target(NamedTuple):
             return self
         if self.make_batch is None:
             raise UsageError("`inputs` is not a function, so there is only one batch.", _PASTE_BATCHES)
-        args, kwargs = as_call(self.make_batch(index))
+        batch = take_batch(self.make_batch(index), forward_of(self.model))
+        args, kwargs, _ = as_call(batch.inputs, forward_of(self.model))
         mine, others = (list(leaves(given)) for given in ((self.args, self.kwargs), (args, kwargs)))
         if len(mine) == len(others) and all(torch.equal(a, b) for (_, a), (_, b) in zip(mine, others, strict=True)):
             raise UsageError(f"`inputs` returns the same values for batch {index} as for batch 0.", _PASTE_BATCHES)
@@ -90,8 +93,8 @@ class Target(NamedTuple):
 
 def make_target(model: nn.Module, inputs: Any, *, loss: Any = None, metric: Any = None) -> Target:
     """A target from a model and its inputs, of the API; raises :class:`UsageError` if it cannot be scanned."""
-    given = inputs() if is_function(inputs) else inputs
     make_batch = functools.partial(call_with_number, inputs) if is_function(inputs) else None
+    given = inputs if make_batch is None else make_batch(0)
     return check(unchecked_target(model, given, loss=loss, metric=metric, make_batch=make_batch))
 
 
@@ -102,8 +105,9 @@ def unchecked_target(
 
     ``known`` are further fields of :class:`Target`.
     """
-    batch = take_batch(given, getattr(model, "forward", model))
-    args, kwargs = as_call(batch.inputs)
+    forward = forward_of(model)
+    batch = take_batch(given, forward)
+    args, kwargs, form = as_call(batch.inputs, forward)
     known["setup"] = (*known.get("setup", ()), *batch.setup)
     known["notes"] = (*known.get("notes", ()), *batch.notes)
     return Target(
@@ -112,9 +116,19 @@ def unchecked_target(
         args,
         kwargs,
         source=source or class_line(model),
-        form=call_form(batch.inputs),
+        form=form,
         **known,
     )
+
+
+def forward_of(model: Any) -> Callable[..., Any]:
+    """The ``forward`` that has the signature of the model: of the module inside a compiled or parallel one."""
+    original = inside(model, "_orig_mod")
+    module = model if original is None else original
+    if isinstance(module, _PARALLEL):
+        module = module.module
+    forward: Callable[..., Any] = getattr(module, "forward", module)
+    return forward
 
 
 def check(target: Target) -> Target:
@@ -133,6 +147,9 @@ def check(target: Target) -> Target:
         )
     if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
         target = _initialized(target)
+        model = target.model
+    if any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers())):
+        target = _outside_inference_mode(target)
         model = target.model
     notes = list(target.notes)
     state = [*model.parameters(), *model.buffers()]
@@ -159,6 +176,7 @@ def check(target: Target) -> Target:
     return target._replace(notes=tuple(notes))
 
 
+_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _COMPILED = (
     "the model is compiled: status and time are those of compiled code, the op-by-op analysis runs in eager mode"
 )
@@ -177,7 +195,7 @@ def _unwrapped(target: Target) -> Target:
     if isinstance(original, nn.Module):
         target = target._replace(compiled=model, model=original, notes=(*target.notes, _COMPILED))
         model = original
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+    if isinstance(model, _PARALLEL):
         note = f"the module inside {type(model).__name__} is scanned, on one device"
         module: Any = model.module
         name = type(module).__name__ if target.name == type(model).__name__ else target.name
@@ -209,6 +227,13 @@ def _initialized(target: Target) -> Target:
     call = f"{target.form}  # initializes the lazy modules"
     note = "the lazy modules were initialized by a call on the inputs"
     return target._replace(model=model, notes=(*target.notes, note), setup=(*target.setup, call))
+
+
+def _outside_inference_mode(target: Target) -> Target:
+    """A copy of a model whose weights were made in inference mode, and cannot be changed outside."""
+    note = "the model was made under torch.inference_mode(): a copy is scanned, which can be changed outside"
+    setup = (*target.setup, "import copy", "model = copy.deepcopy(model)  # it was made under torch.inference_mode()")
+    return target._replace(model=copy.deepcopy(target.model), notes=(*target.notes, note), setup=setup)
 
 
 def class_line(model: nn.Module) -> str | None:

@@ -31,6 +31,7 @@ def load_timm(name: str, inputs: tuple[str, ...] = ()) -> Target:
         given,
         name=f"timm:{name}",
         make_batch=make_batch,
+        default_inputs=not inputs,
         setup=(
             "import timm",
             f"model = timm.create_model({name!r}, pretrained=False).eval()",

@@ -28,10 +28,10 @@ def load_torchvision(name: str, inputs: tuple[str, ...] = ()) -> Target:
         )
 
     def make_batch(index: int) -> Any:
-        asked = parse_inputs(inputs, seed=index) if inputs else default_inputs(models, name, seed=index)
-        if inputs and kind_of(models, name) == "detection" and not isinstance(asked, dict):
-            return ([asked] if isinstance(asked, Tensor) else list(asked),)
-        return asked
+        if not inputs:
+            return default_inputs(models, name, seed=index)
+        asked = parse_inputs(inputs, seed=index)
+        return (_images(asked),) if kind_of(models, name) == "detection" else asked
 
     given = make_batch(0)
     torch.manual_seed(0)
@@ -43,12 +43,19 @@ def load_torchvision(name: str, inputs: tuple[str, ...] = ()) -> Target:
         given,
         name=f"torchvision:{name}",
         make_batch=make_batch,
+        default_inputs=not inputs,
         setup=(
             "import torchvision",
             f"model = torchvision.models.get_model({name!r}{arguments}).eval()",
             f"inputs = {inputs_code(given)}",
         ),
     )
+
+
+def _images(asked: Any) -> list[Tensor]:
+    """The list of images that a detector takes; a batch is several."""
+    tensors = [asked] if isinstance(asked, Tensor) else asked.values() if isinstance(asked, dict) else asked
+    return [image for tensor in tensors for image in (tensor.unbind() if tensor.dim() == 4 else [tensor])]
 
 
 def _builder_options(models: Any, name: str) -> dict[str, Any]:
@@ -82,8 +89,9 @@ def default_inputs(models: Any, name: str, *, seed: int = 0) -> Any:
     if kind == "detection":
         return ([torch.rand(3, 320, 320, generator=generator)],)
     if kind == "video":
-        size = (1, 3, 16, 224, 224) if name.startswith(("mvit", "swin")) else (1, 3, 8, 112, 112)
-        return torch.randn(size, generator=generator)
+        trained = models.get_model_weights(name).DEFAULT
+        frames = max(8, trained.meta.get("min_temporal_size", 8))
+        return torch.randn(1, 3, frames, *trained.transforms.keywords["crop_size"], generator=generator)
     if kind == "optical_flow":
         pair = torch.rand(2, 1, 3, 128, 128, generator=generator)
         return (pair[0], pair[1])

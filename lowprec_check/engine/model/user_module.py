@@ -40,7 +40,7 @@ def import_file(path: Path) -> types.ModuleType:
     for folder in (str(root), str(path.parent)):
         if folder not in sys.path:
             sys.path.insert(0, folder)
-    return call_user_code(package, lambda: _execute(package, path))
+    return call_user_code(f"The import of {path.name}", lambda: _execute(package, path))
 
 
 def _check_source(path: Path) -> None:
@@ -90,11 +90,14 @@ def import_name(name: str) -> types.ModuleType:
         missing = True
     if missing:
         raise UsageError(f"No module named {name!r}.", "Install it, or run the command in the folder that contains it.")
-    return call_user_code(name, lambda: importlib.import_module(name))
+    return call_user_code(f"The import of {name}", lambda: importlib.import_module(name))
 
 
-def call_user_code(what: str, work: Callable[[], T]) -> T:
-    """Run the user's code; an exception becomes a :class:`UsageError` with the user's line."""
+def call_user_code(what: str, work: Callable[[], T], hint: str | None = None) -> T:
+    """Run the user's code; an exception becomes a :class:`UsageError` with the user's line.
+
+    If no line of the user's is involved, its message starts with ``what`` failed, and its hint is ``hint``.
+    """
     try:
         return work()
     except (UsageError, Terminated):
@@ -111,12 +114,18 @@ def call_user_code(what: str, work: Callable[[], T]) -> T:
             raise  # a worker gets no Ctrl+C: there, the user's code raises it
         frame = _user_frame(error)
         if frame is None:
-            raise UsageError(
-                f"Calling {what}() failed: {type_name(error)}: {message_of(error)}",
-                f"Make sure that {what}() needs no arguments.",
-            ) from None
+            raise UsageError(f"{what} failed: {type_name(error)}: {message_of(error)}", hint) from None
         message = f"{_description(error, frame)}{_root_cause(error)}"
-        raise UsageError(message, f"    {text_of(frame.line)}") from None
+        arguments = f"\n{_NO_ARGUMENTS}" if isinstance(error, SystemExit) else ""
+        raise UsageError(message, f"    {text_of(frame.line)}{arguments}") from None
+
+
+_NO_ARGUMENTS = "The file is run without command-line arguments: give those that it requires default values."
+
+
+def call_function(name: str, work: Callable[[], T]) -> T:
+    """:func:`call_user_code` for the function ``name`` of the user's file."""
+    return call_user_code(f"Calling {name}()", work, f"Make sure that {name}() needs no arguments.")
 
 
 def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
@@ -149,7 +158,7 @@ def _root_cause(error: BaseException) -> str:
 
 def attribute_of(module: types.ModuleType, name: str, default: Any = None) -> Any:
     """``getattr(module, name, default)``; raises :class:`UsageError` if the module's own ``__getattr__`` fails."""
-    return call_user_code(f"{module.__name__}.{name}", lambda: getattr(module, name, default))
+    return call_user_code(f"Reading {module.__name__}.{name}", lambda: getattr(module, name, default))
 
 
 def display_name(module: types.ModuleType) -> str:

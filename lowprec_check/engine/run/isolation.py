@@ -6,7 +6,8 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import TypeVar, get_args
 
 import msgspec
@@ -74,6 +75,20 @@ def accelerator_in_use() -> bool:
 def other_threads() -> list[str]:
     """Names of the running threads of this process, except the calling one: a fork does not copy them."""
     return [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+
+
+END_SECONDS = 1.0
+"""Time for threads that are about to end, such as those of a data loader that is no longer used."""
+
+
+def threads_end(*, known: Sequence[threading.Thread]) -> bool:
+    """Whether all threads but the ``known`` ones end within :data:`END_SECONDS`."""
+    deadline = time.monotonic() + END_SECONDS
+    for thread in set(threading.enumerate()).difference(known):
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            return False
+    return True
 
 
 def isolated(function: Callable[[], Result], isolation: Isolation, kind: type[Result]) -> Result:

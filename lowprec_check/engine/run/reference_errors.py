@@ -58,6 +58,8 @@ def failed_reference(plain: PlainResult, target: Target, device: str) -> tuple[s
         variable = device_of(device).fallback_variable
         fallback = f"set {variable}=1 to run it on the CPU, or " if variable else ""
         return message, f"If the op has no kernel on {device}, {fallback}scan with --device cpu."
+    if target.default_inputs:
+        return message, f"The inputs are defaults ({shapes}); give others: --inputs input_ids=1x32:int64,mask=1x32."
     return message, f"Check that the inputs fit the model. Their shapes: {shapes}."
 
 
