@@ -479,6 +479,14 @@ def test_a_folder_of_transformers_with_and_without_weights(here: Path) -> None:
     target = load_target("hf:without")
     assert type(target.model).__name__ == "BertForMaskedLM"
     assert target.notes == ("without has no weights: they are random",)
+    config.num_hidden_layers = 2
+    config.save_pretrained("with_weights")
+    [note] = load_target("hf:with_weights").notes
+    assert "with_weights lacks 16 of the weights (bert.encoder.layer.1." in note
+    Path("without/model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(UsageError, match="cannot load the weights in without: SafetensorError: ") as caught:
+        load_target("hf:without")
+    assert "\n" not in caught.value.message
 
 
 @pytest.mark.parametrize(

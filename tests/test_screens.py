@@ -19,7 +19,7 @@ from rich.text import Text
 from shared_result import run, shared_result
 
 from lowprec_check.catalog import installed
-from lowprec_check.report import text
+from lowprec_check.report import summary, text
 from lowprec_check.report.console import print_table, screen
 from lowprec_check.report.encoding import TRANSLITERATE, transliterated
 from lowprec_check.schema.scan_result import ScanResult
@@ -442,3 +442,17 @@ def test_scan_prints_the_format_asked_for(write: Write, call: Call, tmp_path: Pa
         done = call("scan", path, *wrong)
         assert (done.returncode, done.stdout) == (2, "")
         assert len(done.stderr.splitlines()) == 2
+
+
+def test_the_verdict_does_not_count_skipped_runs_as_tried() -> None:
+    runs = [
+        msgspec.structs.replace(one, status="skipped" if one.precision == "bfloat16" else "error")
+        if one.is_low
+        else one
+        for one in RESULT.runs
+        if one.base is None
+    ]
+    early = msgspec.structs.replace(RESULT, runs=runs, recommendation=None)
+    tried = summary.no_pass(early)
+    assert "bfloat16" not in tried
+    assert "tried: " in tried

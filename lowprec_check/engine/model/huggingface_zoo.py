@@ -65,11 +65,8 @@ def load_folder(folder: str, inputs: tuple[str, ...] = ()) -> Target:
     maker: Any = model_class if model_class is not None else transformers.AutoModel
     has_weights = any(Path(folder).glob("*.safetensors")) or any(Path(folder).glob("pytorch_model*.bin"))
     if has_weights:
-        model = call_user_code(
-            f"{maker.__name__}.from_pretrained({folder!r})",
-            lambda: maker.from_pretrained(folder, local_files_only=True, dtype=torch.float32),
-        ).eval()
-        code, notes = f"transformers.{maker.__name__}.from_pretrained({folder!r}, dtype=torch.float32)", list[str]()
+        model, notes = _saved_model(maker, folder)
+        code = f"transformers.{maker.__name__}.from_pretrained({folder!r}, dtype=torch.float32)"
     else:
         make = maker if model_class is not None else maker.from_config
         model = _random_model(make, config, f"hf:{folder}")
@@ -78,6 +75,22 @@ def load_folder(folder: str, inputs: tuple[str, ...] = ()) -> Target:
         code, notes = f"transformers.{call}({config_code})", [f"{folder} has no weights: they are random"]
     target = _target(f"hf:{folder}", model, config, inputs, code)
     return target._replace(notes=(*target.notes, *notes))
+
+
+def _saved_model(maker: Any, folder: str) -> tuple[nn.Module, list[str]]:
+    """The model with its saved weights, and a note if some are missing; raises :class:`UsageError` if it cannot be loaded."""
+    try:
+        model, found = maker.from_pretrained(
+            folder, local_files_only=True, dtype=torch.float32, output_loading_info=True
+        )
+    except Exception as error:
+        raise UsageError(
+            f"transformers cannot load the weights in {folder}: {type_name(error)}: {first_line(message_of(error))}",
+            "Save the model again with save_pretrained, or load it in a Python file, and scan that.",
+        ) from None
+    missing = sorted(found["missing_keys"])
+    few = f"{', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}"
+    return model.eval(), [f"{folder} lacks {len(missing)} of the weights ({few}): they are random"] if missing else []
 
 
 def _read_config(folder: str) -> dict[str, Any]:
