@@ -82,7 +82,7 @@ def marked(mark: str) -> list[str]:
     return found
 
 
-SCAN = ("scan", "model.py", "-p", "half", "--json", "scan.json")
+SCAN = ("scan", "model.py", "-p", "half", "--json", "scan.json", "-q")
 
 
 @pytest.mark.slow

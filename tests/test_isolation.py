@@ -115,7 +115,7 @@ import threading, time
 lock = threading.Lock()
 def hold():
     with lock:
-        time.sleep(1)
+        time.sleep(3)
 thread = threading.Thread(target=hold)
 thread.start()
 def extra(model, x):
