@@ -184,8 +184,8 @@ _COMPILED = (
 
 def inside(model: Any, name: str) -> Any:
     """The child of that name, found without the model's own ``__getattr__``, which may raise anything; else ``None``."""
-    children = getattr(model, "__dict__", {}).get("_modules") or {}
-    return children.get(name)
+    children = getattr(model, "__dict__", {}).get("_modules")
+    return children.get(name) if isinstance(children, dict) else None
 
 
 def _unwrapped(target: Target) -> Target:
