@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import EXAMPLES, Call
 from torch import nn
+from user_files import NET
 
 from lowprec_check import ScanResult, UsageError, scan
 from lowprec_check.analysis.snippet import snippet
@@ -26,17 +27,6 @@ from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
 
 Write = Callable[..., Path]
-
-NET = """
-import torch
-from torch import nn
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-    def forward(self, x, scale=1.0):
-        return self.linear(x) * scale
-"""
 
 SCRIPT = """
 import argparse

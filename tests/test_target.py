@@ -12,23 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Call
+from user_files import NET
 
 from lowprec_check.engine.model.inputs import parse_inputs
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.errors import UsageError
-
-NET = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-
-    def forward(self, x, scale=1.0):
-        return self.linear(x) * scale
-"""
 
 Write = Callable[..., Path]
 

@@ -8,9 +8,9 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperGroup
@@ -21,6 +21,10 @@ from lowprec_check.schema.files import check_file
 
 if TYPE_CHECKING:
     from lowprec_check.schema.scan_result import ScanResult
+
+Result = TypeVar("Result")
+Ended = tuple[Result | None, BaseException | None]
+"""The last result, and what ended the work early."""
 
 FINDINGS, USAGE_ERROR, TOOL_FAILED, INTERRUPTED = 1, 2, 3, 130
 """The exit codes other than 0."""
@@ -127,6 +131,18 @@ def stdout_kept() -> Iterator[None]:
         os.dup2(kept, 1)
         os.close(kept)
         change_folder(folder)
+
+
+def last_before_end(results: Iterable[Result], on_result: Callable[[Any], object] = lambda _: None) -> Ended[Result]:
+    """Take all ``results`` of a scan or search, which grow; what ends it early is returned, so that the last is not lost."""
+    last = None
+    try:
+        for result in results:
+            last = result
+            on_result(result)
+    except BaseException as error:
+        return last, error
+    return last, None
 
 
 @contextlib.contextmanager

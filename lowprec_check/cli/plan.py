@@ -13,6 +13,7 @@ from lowprec_check.cli.app import (
     app,
     check_writable,
     interrupts_ignored_after,
+    last_before_end,
     print_document,
     print_status,
     screen_size,
@@ -91,7 +92,6 @@ def plan(
 ) -> None:
     """Find the modules that must stay in fp32. Verifies that the model passes with all others in 16 bits."""
     check_writable(save, "--save")
-    found, ended_by = None, None
     with stdout_kept(), progress(quiet) as shown:
         from lowprec_check.engine.load import TargetSpec
         from lowprec_check.engine.plan.planner import PlanOptions
@@ -111,16 +111,8 @@ def plan(
             seed=seed,
             without_kernel=tuple(without_kernel or ()),
         )
-        try:
-            for planning in plan_file(
-                TargetSpec(target, tuple(inputs or ()), str(weights) if weights is not None else None),
-                options,
-                isolation,
-                shown.step,
-            ):
-                found = planning
-        except BaseException as error:
-            ended_by = error
+        spec = TargetSpec(target, tuple(inputs or ()), weights)
+        found, ended_by = last_before_end(plan_file(spec, options, isolation, shown.step))
     if found is None:
         assert ended_by is not None
         raise ended_by

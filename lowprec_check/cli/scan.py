@@ -16,6 +16,7 @@ from lowprec_check.cli.app import (
     app,
     check_writable,
     interrupts_ignored_after,
+    last_before_end,
     print_error,
     print_status,
     stdout_kept,
@@ -120,7 +121,6 @@ def scan(
     from lowprec_check.analysis.rules.registry import check_codes
 
     check_codes([*words_in(select or ()), *words_in(ignore or ())])
-    result, ended_by = None, None
     with stdout_kept(), progress(quiet) as shown:
         from lowprec_check.engine.load import TargetSpec
         from lowprec_check.engine.scan import ScanOptions
@@ -140,12 +140,8 @@ def scan(
             ignore=ignore or (),
             plan=plan,
         )
-        spec = TargetSpec(target, tuple(inputs or ()), str(weights) if weights is not None else None)
-        try:
-            for result in scan_file(spec, options, isolation, shown.step):
-                shown.done(result)
-        except BaseException as error:
-            ended_by = error
+        spec = TargetSpec(target, tuple(inputs or ()), weights)
+        result, ended_by = last_before_end(scan_file(spec, options, isolation, shown.step), shown.done)
     output = _Output(json, tuple(report or ()), save_plan, printed, findings, verbose)
     with interrupts_ignored_after(ended_by):
         concluded = _conclude(result, ended_by)

@@ -33,7 +33,7 @@ def default_options(group: Any, context: Any) -> dict[str, Any]:
 
 
 def _nearest_file(folder: Path) -> Path | None:
-    """The nearest ``pyproject.toml`` in ``folder`` or above, if it has the table."""
+    """The nearest ``pyproject.toml``, in ``folder`` or above."""
     for parent in (folder, *folder.parents):
         path = parent / "pyproject.toml"
         if path.is_file():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -29,13 +30,13 @@ class TargetSpec(NamedTuple):
     """``mymodel.py``, ``package.module:attr``, ``torchvision:resnet50``, …"""
     inputs: tuple[str, ...] = ()
     """Shapes that replace the inputs of the target."""
-    weights: str | None = None
+    weights: Path | None = None
     """File with a state dict."""
 
     def load(self, seed: int) -> Target:
         """Load after seeding, so that a file with random weights gets the same ones in every worker and scan."""
         seed_everything(seed)
-        return load_target(self.name, self.inputs, self.weights)
+        return load_target(self.name, self.inputs, str(self.weights) if self.weights is not None else None)
 
 
 def load_here(spec: TargetSpec, seed: int) -> tuple[TargetSource, Isolation]:

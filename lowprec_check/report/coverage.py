@@ -18,6 +18,7 @@ from lowprec_check.catalog.declared import overload_name
 from lowprec_check.catalog.numbers import Numbers
 from lowprec_check.catalog.records import State, in_samples
 from lowprec_check.report.console import screen
+from lowprec_check.report.escape import workflow_command
 from lowprec_check.report.template import fill
 from lowprec_check.schema.base import Struct, encode
 from lowprec_check.schema.precisions import PRECISIONS
@@ -272,18 +273,8 @@ def _annotation(use: OpUse, found: Coverage) -> str:
     what = f"{overload_name(use.op)} {verb} in {', '.join(map(_name, failing))} on {found.device}"
     message = f"{_why(use)} ({found.evidence}, torch {found.torch}). Used by {counted(len(use.tests), 'test')}"
     message += f"; also at {some(use.sources[1:])}" if len(use.sources) > 1 else ""
-    title, file = _escaped(f"lowprec: {what}"), _escaped(path.replace("\\", "/"))
-    return f"::{level} file={file},line={line},title={title}::{_escaped_text(message)}\n"
-
-
-def _escaped_text(text: str) -> str:
-    """The message of a workflow command."""
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-
-
-def _escaped(text: str) -> str:
-    """A property of a workflow command."""
-    return _escaped_text(text).replace(":", "%3A").replace(",", "%2C")
+    file = path.replace("\\", "/")
+    return workflow_command(level, message, file=file, line=line, title=f"lowprec: {what}") + "\n"
 
 
 RENDERERS: dict[str, Callable[[Coverage], str]] = {

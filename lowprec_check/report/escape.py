@@ -50,3 +50,16 @@ def visible_diagnostic(diagnostic: Diagnostic) -> Diagnostic:
         if (value := getattr(diagnostic, name)) is not None
     }
     return msgspec.structs.replace(diagnostic, **fields)
+
+
+def workflow_command(command: str, message: str, **properties: str) -> str:
+    """A line that GitHub Actions shows at the code: ``::error file=net.py,line=23::message``, escaped as its own toolkit does."""
+    shown = ",".join(f"{name}={_percent_encoded(value, ':,')}" for name, value in properties.items())
+    return f"::{command} {shown}::{_percent_encoded(message)}"
+
+
+def _percent_encoded(text: str, more: str = "") -> str:
+    """``text`` with percent signs, line ends and the characters ``more`` encoded."""
+    for character in f"%\r\n{more}":
+        text = text.replace(character, f"%{ord(character):02X}")
+    return text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lowprec_check.report import summary
-from lowprec_check.report.escape import visible
+from lowprec_check.report.escape import visible, workflow_command
 from lowprec_check.report.places import Place, places
 from lowprec_check.schema.scan_result import ScanResult
 
@@ -18,16 +18,8 @@ def github(result: ScanResult) -> str:
 
 def _command(place: Place) -> str:
     title = visible(f"{place.first.code} {place.first.name}")
-    properties = {"file": visible(place.file), "line": str(place.line), "title": title}
-    shown = ",".join(f"{name}={_escaped(value, ':,')}" for name, value in properties.items())
-    return f"::{_COMMANDS[place.first.severity]} {shown}::{_escaped(_text(place))}"
-
-
-def _escaped(text: str, more: str = "") -> str:
-    """Percent signs and line ends, and the characters ``more``, as GitHub's own toolkit escapes them."""
-    for character in f"%\r\n{more}":
-        text = text.replace(character, f"%{ord(character):02X}")
-    return text
+    command = _COMMANDS[place.first.severity]
+    return workflow_command(command, _text(place), file=visible(place.file), line=str(place.line), title=title)
 
 
 def concise(result: ScanResult) -> str:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from lowprec_check.analysis.rules.registry import uses_autocast
 from lowprec_check.schema.precisions import LOW_FORMATS, FloatFormat
 from lowprec_check.schema.scan_result import Gap, Run, ScanResult
 
 
 def or_autocast(gap: Gap, run: Run, result: ScanResult) -> str:
     """``, or use autocast`` if the op of ``gap`` runs under autocast in this scan; empty if it fails there too."""
-    if _uses_autocast(run):
+    if uses_autocast(run):
         return ""
-    tried = [other for other in _without_plan(result) if _uses_autocast(other) and other.status != "skipped"]
+    tried = [other for other in _without_plan(result) if uses_autocast(other) and other.status != "skipped"]
     if not tried:
         return ", or try autocast"
     passing = [other for other in tried if _runs(gap.op, other)]
@@ -59,10 +60,6 @@ def _in_format(result: ScanResult, wanted: FloatFormat) -> list[Run]:
     """The runs that were made in a format, without plans."""
     found = [run for run in _without_plan(result) if run.basis is not None and run.basis.format == wanted]
     return [run for run in found if run.status != "skipped"]
-
-
-def _uses_autocast(run: Run) -> bool:
-    return run.basis is not None and run.basis.kind == "autocast"
 
 
 def _runs(op: str, run: Run) -> bool:

@@ -18,8 +18,8 @@ from lowprec_check.schema.precisions import Precision
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """The call of a model whose own code (``half()``, ``_apply()``) refused the precision."""
+class FailedCast:
+    """Takes the place of a model whose own code (``half()``, ``_apply()``) raised an exception when it was cast."""
 
     error: Exception
 
@@ -43,8 +43,8 @@ class Prepared(NamedTuple):
         return self.application.precision
 
     def calling(self, call: Callable[..., Any]) -> Prepared:
-        """The same with another function to call, unless the model refused the precision."""
-        return self if isinstance(self.call, Refusal) else self._replace(call=call)
+        """The same with another function to call, unless the model could not be cast."""
+        return self if isinstance(self.call, FailedCast) else self._replace(call=call)
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Fresh copies on the device, floating tensors cast if the precision casts them."""
@@ -74,8 +74,8 @@ def prepared(
     """Apply ``precision`` to ``model`` in place, without gradients, and restore the model afterwards.
 
     ``keep_fp32`` names modules that stay in fp32. The model must already be on ``device``. ``call`` is the function to
-    call instead of the model, such as the model and a loss. If the model's own code refuses the precision, the call
-    raises its exception. Mutable objects in ``inputs`` are restored too, and the values of parameters if
+    call instead of the model, such as the model and a loss. If the model's own code fails then, the call raises its
+    exception. Mutable objects in ``inputs`` are restored too, and the values of parameters if
     ``changes_parameters``.
     """
     snapshot = Snapshot(model, inputs, parameters=changes_parameters)
@@ -87,7 +87,7 @@ def prepared(
         except Exception as error:
             if traceback_line(error.__traceback__) is None:
                 raise
-            called = Refusal(error)
+            called = FailedCast(error)
         with torch.no_grad():
             yield Prepared(model, application, device, called)
     finally:
