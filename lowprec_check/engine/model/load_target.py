@@ -24,6 +24,7 @@ from lowprec_check.engine.model.inputs import (
     parse_inputs,
 )
 from lowprec_check.engine.model.script import ScriptCall, first_call
+from lowprec_check.engine.model.source_lines import definition_line
 from lowprec_check.engine.model.target import Target, check, forward_of, unchecked_target
 from lowprec_check.engine.model.timm_zoo import load_timm
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
@@ -32,7 +33,6 @@ from lowprec_check.engine.model.user_module import (
     attribute_of,
     call_function,
     call_user_code,
-    definition_line,
     display_name,
     import_file,
     import_name,

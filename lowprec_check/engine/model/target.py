@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,11 +13,12 @@ from torch.nn.parameter import is_lazy
 
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.seed import kept_generators
-from lowprec_check.engine.core.source_location import show_line, traceback_line
+from lowprec_check.engine.core.source_location import traceback_line
 from lowprec_check.engine.model import torchvision_ops
 from lowprec_check.engine.model.application import converted_dtypes
 from lowprec_check.engine.model.batch import take_batch
 from lowprec_check.engine.model.inputs import as_call, call_with_number, is_function
+from lowprec_check.engine.model.source_lines import class_line
 from lowprec_check.errors import UsageError, message_of, type_name
 
 _PASTE_BATCHES = """Make `inputs` a function of the batch number:
@@ -234,13 +234,3 @@ def _outside_inference_mode(target: Target) -> Target:
     note = "the model was made under torch.inference_mode(): a copy is scanned, which can be changed outside"
     setup = (*target.setup, "import copy", "model = copy.deepcopy(model)  # it was made under torch.inference_mode()")
     return target._replace(model=copy.deepcopy(target.model), notes=(*target.notes, note), setup=setup)
-
-
-def class_line(model: nn.Module) -> str | None:
-    """Return where the class of ``model`` is defined; ``None`` if it is a class of torch or has no source."""
-    if type(model).__module__.startswith("torch."):
-        return None
-    try:
-        return show_line(inspect.getfile(type(model)), inspect.getsourcelines(type(model))[1])
-    except (OSError, TypeError):
-        return None

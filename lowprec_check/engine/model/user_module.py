@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import re
@@ -165,20 +164,3 @@ def display_name(module: types.ModuleType) -> str:
     """Return the name of the module for messages: its file, as a user would write it."""
     file = getattr(module, "__file__", None)
     return show_line(file, 0).removesuffix(":0") if file else module.__name__
-
-
-def definition_line(module: types.ModuleType, name: str) -> str | None:
-    """The line that assigns or defines ``name`` at the top level of the file."""
-    file = getattr(module, "__file__", None)
-    if not file:
-        return None
-    try:
-        body = ast.parse(Path(file).read_text(encoding="utf-8")).body
-    except (OSError, SyntaxError, ValueError):
-        return None
-    for node in body:
-        targets = getattr(node, "targets", [getattr(node, "target", None)])
-        named = [getattr(node, "name", None), *(getattr(target, "id", None) for target in targets)]
-        if name in named:
-            return show_line(file, node.lineno)
-    return None

@@ -1,0 +1,47 @@
+"""Where a user's file defines a class or assigns a name."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import threading
+import types
+from pathlib import Path
+
+from torch import nn
+
+from lowprec_check.engine.core.source_location import show_line
+
+# CPython 3.11 and 3.12 fail with SystemError when two threads parse at a time (python/cpython#106905). The lock
+# keeps our threads apart; a thread of the user's that parses costs a location, not the scan.
+_parsing = threading.Lock()
+
+
+def class_line(model: nn.Module) -> str | None:
+    """Return where the class of ``model`` is defined; ``None`` if it is a class of torch or has no source."""
+    if type(model).__module__.startswith("torch."):
+        return None
+    try:
+        with _parsing:
+            line = inspect.getsourcelines(type(model))[1]
+        return show_line(inspect.getfile(type(model)), line)
+    except (OSError, TypeError, SystemError):
+        return None
+
+
+def definition_line(module: types.ModuleType, name: str) -> str | None:
+    """The line that assigns or defines ``name`` at the top level of the file."""
+    file = getattr(module, "__file__", None)
+    if not file:
+        return None
+    try:
+        with _parsing:
+            body = ast.parse(Path(file).read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError, ValueError, SystemError):
+        return None
+    for node in body:
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        named = [getattr(node, "name", None), *(getattr(target, "id", None) for target in targets)]
+        if name in named:
+            return show_line(file, node.lineno)
+    return None
