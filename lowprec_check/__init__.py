@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lowprec_check.engine.scan import scan
     from lowprec_check.errors import UsageError
     from lowprec_check.report.registry import ReportFormat, render
-    from lowprec_check.schema.backends import Backend
+    from lowprec_check.schema.backends import Backend, Code, Example
     from lowprec_check.schema.devices import Device
     from lowprec_check.schema.op_calls import OpCall, OpCalls
     from lowprec_check.schema.plan import Plan, Planning
@@ -40,9 +40,11 @@ if TYPE_CHECKING:
 _MODULES = {
     "Application": "engine.model.application",
     "Backend": "schema.backends",
+    "Code": "schema.backends",
     "Device": "schema.devices",
     "Diagnostic": "schema.scan_result",
     "ErrorStats": "schema.scan_result",
+    "Example": "schema.backends",
     "ExceptionInfo": "schema.scan_result",
     "FloatFormat": "schema.precisions",
     "Gap": "schema.scan_result",
@@ -71,9 +73,11 @@ _MODULES = {
 __all__ = [
     "Application",
     "Backend",
+    "Code",
     "Device",
     "Diagnostic",
     "ErrorStats",
+    "Example",
     "ExceptionInfo",
     "FloatFormat",
     "Gap",

@@ -13,7 +13,7 @@ import pytest
 TOY = '''
 """The axes of another package: two precisions, a backend, a device and a report format."""
 
-from lowprec_check import Backend, Device, FloatFormat, Precision, ReportFormat
+from lowprec_check import Backend, Code, Device, FloatFormat, Precision, ReportFormat
 
 FP12 = FloatFormat("float16", "fp12", "f16", 7, -14, 15, tolerance=0.2)
 
@@ -38,13 +38,13 @@ class Doubled(Backend):
     def skip_reason(self, precision, device, memory_format):
         return "doubled cannot run autocast" if precision.kind == "autocast" else None
 
-    def prepare(self, model, args, kwargs):
+    def prepare(self, model, example):
         from toy_torch import doubled
 
         return doubled(model)
 
-    def snippet(self):
-        return ["model = toy.doubled(model)"]
+    def code(self, key, model):
+        return Code(imports=["import toy_torch"], before=["model = toy_torch.doubled(model)"])
 
 
 class Same(Backend):
@@ -53,7 +53,7 @@ class Same(Backend):
     name = "same"
     summary = "the model again"
 
-    def prepare(self, model, args, kwargs):
+    def prepare(self, model, example):
         return model
 
 
@@ -62,7 +62,7 @@ class Halved(Same):
 
     name = "halved"
 
-    def prepare(self, model, args, kwargs):
+    def prepare(self, model, example):
         return lambda *args, **kwargs: 0.5 * model(*args, **kwargs)
 
 
@@ -71,7 +71,7 @@ class Nothing(Same):
 
     name = "nothing"
 
-    def prepare(self, model, args, kwargs):
+    def prepare(self, model, example):
         return None
 
 

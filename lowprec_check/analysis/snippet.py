@@ -84,10 +84,13 @@ def snippet(key: RunKey, model: ModelInfo, keep_fp32: Sequence[str] = (), untied
     elif precision.snippet is not None:
         body.append(precision.snippet(device, keep_fp32))
     body += convert_inputs(model, dtype, precision.method if dtype else None, moved)
-    body += BACKENDS.get(key.backend).snippet()
+    backend = BACKENDS.get(key.backend).code(key, model)
+    imports += backend.imports
+    body += backend.before
     if any("tree_map_only" in part for part in body):
         imports.append("from torch.utils._pytree import tree_map_only")
-    return "\n".join([*imports, "", *body, context, f"    output = {model.call}"])
+    called = [f"    {line}" for line in (*backend.inside, f"output = {model.call}")]
+    return "\n".join([*imports, "", *body, context, *called])
 
 
 def _cast(precision: Precision, keep: Sequence[str], untied: Sequence[str]) -> str:

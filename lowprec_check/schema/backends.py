@@ -8,12 +8,53 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from lowprec_check.schema.precisions import Precision
 from lowprec_check.schema.registry import Registry
-from lowprec_check.schema.run_key import EAGER
+from lowprec_check.schema.run_key import EAGER, RunKey
+
+if TYPE_CHECKING:
+    from lowprec_check.schema.scan_result import ModelInfo
+
+
+class Replacement(NamedTuple):
+    """What runs in place of a backend that cannot run here."""
+
+    backend: str
+    why: str
+    """A clause: ``Intel's extension is archived and fits torch 2.8 only``."""
+
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """What a backend prepares a model for: a call of it, as it will be called."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    """An example of the inputs, cast for the precision, on the device."""
+    precision: Precision
+    device: str
+    """Its type, ``cpu``."""
+    calibration: Callable[[], Iterable[Call]]
+    """Returns inputs to calibrate on: those of the file's ``calibration()``, else the example itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Code:
+    """Code to paste that replaces ``model``, in its precision, by what a backend prepares."""
+
+    imports: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+    """Lines before the call and its context."""
+    inside: tuple[str, ...] = ()
+    """Lines inside the context of the call (``torch.no_grad()`` and autocast), before the call."""
 
 
 class Backend:
@@ -24,21 +65,33 @@ class Backend:
     summary: ClassVar[str]
     """One line for ``--help``."""
     aliases: ClassVar[tuple[str, ...]] = ()
+    setup_budget: ClassVar[float] = 0.0
+    """Seconds that preparing the model and its first call may take by default, beyond the budget of a call."""
+    changes_process: ClassVar[bool] = False
+    """Whether it changes its process for good, so that it can only run in a worker: it overrides kernels, say."""
+    tolerance: ClassVar[float] = 0.0
+    """The least default tolerance for the rel_l2 of the output; for a backend that computes in fewer bits itself."""
+    lowers_precision: ClassVar[bool] = False
+    """Whether it computes in fewer bits than the precision, so that fp32 on it is a low-precision run."""
 
     def skip_reason(self, precision: Precision, device: str, memory_format: str) -> str | None:
         """Why the backend cannot run a precision on a device, the reason of a skipped run; ``None`` if it can."""
         return None
 
-    def prepare(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    def replacement(self) -> Replacement | None:
+        """The backend that runs in its place here, and why; ``None`` if it runs itself."""
+        return None
+
+    def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
         """Return a callable that replaces ``model`` (a ``torch.nn.Module`` in its precision, on its device).
 
-        ``args`` and ``kwargs`` are an example of its inputs, cast for the precision.
+        It is called in the context of the first call: without gradients, under autocast if the precision is.
         """
         raise NotImplementedError
 
-    def snippet(self) -> list[str]:
-        """Lines of code that replace ``model``, in its precision, by what :meth:`prepare` returns."""
-        return []
+    def code(self, key: RunKey, model: ModelInfo) -> Code:
+        """Code that does the same as :meth:`prepare`; ``model.call`` is how the model is called."""
+        return Code()
 
 
 def _built_in() -> Iterator[Backend]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lowprec_check.schema.backends import Backend
+from lowprec_check.schema.backends import Backend, Example
 from lowprec_check.schema.run_key import EAGER
 
 
@@ -15,7 +15,7 @@ class Eager(Backend):
     name = EAGER
     summary = "the model as it is"
 
-    def prepare(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
         """The model."""
         called: Callable[..., Any] = model
         return called

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from lowprec_check.engine.model.batch import take_batch
 from lowprec_check.engine.model.inputs import as_call, call_with_number, is_function
 from lowprec_check.engine.model.source_lines import class_line
 from lowprec_check.errors import UsageError, message_of, type_name
+from lowprec_check.schema.backends import Call
 
 _PASTE_BATCHES = """Make `inputs` a function of the batch number:
 
@@ -59,9 +60,13 @@ class Target(NamedTuple):
     """The model as its user compiled it, by ``torch.compile(model)``: what the plain part calls."""
 
     @property
-    def inputs(self) -> tuple[Any, ...]:
+    def inputs(self) -> Call:
         """Everything that is given to the model."""
         return self.args, self.kwargs
+
+    def calibration(self) -> Iterable[Call]:
+        """Inputs to calibrate a quantized model on: those of the file's ``calibration()``, else the inputs."""
+        return [self.inputs]
 
     def batch(self, index: int) -> Target:
         """This target with the inputs of another batch; raises :class:`UsageError` if there is only one."""

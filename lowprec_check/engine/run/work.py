@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.engine.trace.withheld_kernels import withholding
 from lowprec_check.errors import message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
-from lowprec_check.schema.backends import BACKENDS, Backend
+from lowprec_check.schema.backends import BACKENDS, Call, Example
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import EAGER, REFERENCE
@@ -95,24 +95,39 @@ def _on_backend(job: Job, target: Target, ready: Prepared) -> Prepared:
     """``ready``, called through the backend of ``job``."""
     if job.backend == EAGER:
         return ready
-    return ready.calling(_OnBackend(BACKENDS.get(job.backend), target, ready.model))
+    return ready.calling(_OnBackend(job, target, ready))
 
 
 class _OnBackend:
     """Calls the model through a backend, which prepares it at the first call, with the inputs of that call."""
 
-    def __init__(self, backend: Backend, target: Target, model: torch.nn.Module) -> None:
-        self._backend, self._target, self._model = backend, target, model
+    def __init__(self, job: Job, target: Target, ready: Prepared) -> None:
+        self._job, self._target, self._ready = job, target, ready
+        self._backend = BACKENDS.get(job.backend)
         self._call: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._call is None:
-            prepared: Any = self._backend.prepare(self._model, args, kwargs)
+            prepared: Any = self._backend.prepare(self._ready.model, self._example(args, kwargs))
             if not callable(prepared):
                 kind = type(prepared).__name__
                 raise TypeError(f"prepare of the backend {self._backend.name} returned {kind}, which cannot be called")
             self._call = self._target.call(prepared)
         return self._call(*args, **kwargs)
+
+    def _example(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Example:
+        ready = self._ready
+
+        def calibration() -> Iterable[Call]:
+            return (ready.inputs(*call) for call in self._target.calibration())
+
+        return Example(
+            args=args,
+            kwargs=kwargs,
+            precision=ready.precision,
+            device=ready.device.type,
+            calibration=calibration,
+        )
 
 
 @contextlib.contextmanager
