@@ -6,8 +6,8 @@ import msgspec
 
 from lowprec_check.analysis.recommend import recommend
 from lowprec_check.analysis.rules.registry import diagnose
-from lowprec_check.schema.run_key import REFERENCE
-from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, RunKey
+from lowprec_check.schema.scan_result import ScanResult, skipped
 
 
 def conclude(result: ScanResult) -> ScanResult:
@@ -19,12 +19,16 @@ def conclude(result: ScanResult) -> ScanResult:
     )
 
 
-def wanted_runs(result: ScanResult) -> list[tuple[str, str]]:
-    """Precision and backend of every run that the scan was to make, the reference first; a plan is not counted."""
-    backends, precisions = result.options.get("backends", []), result.options.get("precisions", [])
-    reference = result.runs[0].key
-    asked = [(precision, backend) for backend in backends for precision in precisions]
-    return list(dict.fromkeys([(REFERENCE, reference.backend), *asked]))
+def wanted_runs(result: ScanResult) -> list[RunKey]:
+    """Every run that the scan was to make, the reference first; a plan is not counted."""
+    options, reference = result.options, result.runs[0].key
+    asked = [
+        reference._replace(precision=precision, backend=backend, memory_format=memory_format)
+        for backend in sorted(options.get("backends", []), key=lambda name: name != EAGER)
+        for memory_format in options.get("memory_formats", [CONTIGUOUS])
+        for precision in options.get("precisions", [])
+    ]
+    return list(dict.fromkeys([reference, *asked]))
 
 
 def conclude_early(result: ScanResult, reason: str) -> ScanResult | None:
@@ -32,12 +36,8 @@ def conclude_early(result: ScanResult, reason: str) -> ScanResult | None:
 
     ``None`` if no run but the reference has finished.
     """
-    done = {(run.precision, run.backend) for run in result.runs}
+    done = {run.key for run in result.runs}
     if len(done) < 2:
         return None
-    missing = [
-        Run(precision=precision, backend=backend, device=result.runs[0].device, status="skipped", reason=reason)
-        for precision, backend in wanted_runs(result)
-        if (precision, backend) not in done
-    ]
+    missing = [skipped(key, reason) for key in wanted_runs(result) if key not in done]
     return conclude(msgspec.structs.replace(result, runs=[*result.runs, *missing]))

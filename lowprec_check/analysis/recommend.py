@@ -15,6 +15,7 @@ from lowprec_check.analysis.run_summary import (
     explain_status,
     is_cast,
     judged_by,
+    latency_of,
     missing_kernels,
     some,
     speedup,
@@ -43,10 +44,10 @@ def recommend(
         return None
     if any(missing_kernels(run) for run in runs if is_cast(run)):
         passed = [run for run in passed if not is_cast(run)] or passed
-    fastest = min(run.latency_ms or float("inf") for run in passed)
+    fastest = min(latency_of(run) or float("inf") for run in passed)
     noise = NOISE if fastest >= SHORT_MS else float("inf")
-    equals = [run for run in passed if (run.latency_ms or float("inf")) <= noise * fastest]
-    best = min(equals, key=lambda run: (error_of(run), run.latency_ms or float("inf")))
+    equals = [run for run in passed if (latency_of(run) or float("inf")) <= noise * fastest]
+    best = min(equals, key=lambda run: (error_of(run), latency_of(run) or float("inf")))
     return Recommendation(
         precision=best.base or best.precision,
         backend=best.backend,
@@ -61,7 +62,7 @@ def recommend(
 
 
 def _reason(best: Run, runs: Sequence[Run], environment: Mapping[str, Any]) -> str:
-    short = best.latency_ms is not None and best.latency_ms < SHORT_MS
+    short = (latency_of(best) or SHORT_MS) < SHORT_MS
     ratio = speedup(best, runs)
     slow = _not_accelerated(best, environment) if short or (ratio is not None and ratio < NOISE) else ""
     speed = f" (too short to compare times{slow})" if short else _speed(ratio) + slow
@@ -71,7 +72,7 @@ def _reason(best: Run, runs: Sequence[Run], environment: Mapping[str, Any]) -> s
         parts.append(f"Kept in fp32: {some(best.keep_fp32)}.")
     held_back = not is_cast(best) and any(missing_kernels(run) for run in runs if is_cast(run))
     cast = [run for run in runs if is_cast(run) and run.status == "ok" and held_back]
-    faster = [run.key.label for run in cast if NOISE * (run.latency_ms or 0.0) < (best.latency_ms or 0.0)]
+    faster = [run.key.label for run in cast if NOISE * (latency_of(run) or 0.0) < (latency_of(best) or 0.0)]
     why = defaultdict(list)
     for run in runs:
         if run.is_low and run.key != best.key and run.precision != PLAN and run.status not in ("ok", best.status):

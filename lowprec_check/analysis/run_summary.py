@@ -30,11 +30,18 @@ def reference_of(runs: Sequence[Run]) -> Run | None:
     return next((run for run in runs if run.is_reference), None)
 
 
+def latency_of(run: Run) -> float | None:
+    """Median milliseconds of a call: in the scenario, if the scan was asked for one."""
+    return run.timing.median_ms if run.timing else run.latency_ms
+
+
 def speedup(run: Run, runs: Sequence[Run]) -> float | None:
-    """fp32's latency over this run's."""
+    """fp32's latency over this run's; ``None`` if they were not measured alike."""
     reference = reference_of(runs)
-    fp32 = reference.latency_ms if reference else None
-    return fp32 / run.latency_ms if fp32 and run.latency_ms else None
+    if reference is None or (reference.timing is None) != (run.timing is None):
+        return None
+    fp32, mine = latency_of(reference), latency_of(run)
+    return fp32 / mine if fp32 and mine else None
 
 
 def time_ratio(run: Run, runs: Sequence[Run]) -> float | None:

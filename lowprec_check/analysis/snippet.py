@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from lowprec_check.analysis.input_code import Conversion, convert_inputs
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.devices import device_type
 from lowprec_check.schema.precisions import PRECISIONS, Precision
-from lowprec_check.schema.run_key import RunKey
+from lowprec_check.schema.run_key import CONTIGUOUS, RunKey
 from lowprec_check.schema.scan_result import ModelInfo
 
 _UNDER_AUTOCAST = """\
@@ -83,7 +84,9 @@ def snippet(key: RunKey, model: ModelInfo, keep_fp32: Sequence[str] = (), untied
         dtype = precision.format.dtype
     elif precision.snippet is not None:
         body.append(precision.snippet(device, keep_fp32))
-    body += convert_inputs(model, dtype, precision.method if dtype else None, moved)
+    if key.memory_format != CONTIGUOUS:
+        body.append(f"model = model.to(memory_format=torch.{key.memory_format})")
+    body += convert_inputs(model, Conversion(dtype, precision.method if dtype else None, moved, key.memory_format))
     backend = BACKENDS.get(key.backend).code(key, model)
     imports += backend.imports
     body += backend.before
@@ -100,44 +103,6 @@ def _cast(precision: Precision, keep: Sequence[str], untied: Sequence[str]) -> s
         return f"model = model.{cast}"
     untie = _UNTIE.format(paths=_listed(untied, indent=4), dtype=dtype) if untied else ""
     return _UNDER_CAST.format(cast=cast, dtype=dtype, untie=untie, names=_listed(keep))
-
-
-_LISTED = 3
-"""At most so many tensors are converted by name."""
-
-
-def convert_inputs(model: ModelInfo, dtype: str | None, method: str | None, device: str | None) -> list[str]:
-    """Lines that cast the floating tensors in ``inputs`` to ``dtype`` (by ``method``, ``half``, if there is one) and move all
-    of them to ``device``; none if there is nothing to do.
-    """
-    layout = model.layout
-    if not model.castable and (dtype or device):
-        what = " and ".join(
-            filter(None, [dtype and f"cast the floating tensors to {dtype}", device and f"move all to {device}"])
-        )
-        return [f"# inside your inputs: {what}"]
-
-    def converted(tensor: str, *, floating: bool) -> str:
-        arguments = [f'"{device}"'] if device else []
-        if floating and dtype and not device and method:
-            return f"{tensor}.{method}()"
-        arguments += [dtype] if floating and dtype else []
-        return f"{tensor}.to({', '.join(arguments)})"
-
-    concerned = layout.tensors if device else layout.floating
-    if (dtype is None and device is None) or (layout.kind != "nested" and not concerned):
-        return []
-    if layout.kind == "tensor":
-        return [f"inputs = {converted('inputs', floating=bool(layout.floating))}"]
-    if layout.kind == "mapping" and len(concerned) <= _LISTED:
-        items = {key: f"inputs[{json.dumps(key)}]" for key in concerned}
-        return [f"{item} = {converted(item, floating=key in layout.floating)}" for key, item in items.items()]
-    if layout.kind == "sequence" and len(concerned) <= _LISTED:
-        lines = [f"inputs[{key}] = {converted(f'inputs[{key}]', floating=key in layout.floating)}" for key in concerned]
-        return ["inputs = list(inputs)", *lines]
-    move = f'.to("{device}")' if device else ""
-    cast = f"t{move}.to({dtype}) if t.is_floating_point() else t{move}" if dtype else f"t{move}"
-    return [f"inputs = tree_map_only(\n    torch.Tensor, lambda t: {cast}, inputs\n)"]
 
 
 def _listed(names: Sequence[str], *, indent: int = 0) -> str:

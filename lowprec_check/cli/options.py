@@ -11,8 +11,10 @@ import typer
 from lowprec_check import process
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.devices import DEVICES
+from lowprec_check.schema.memory_formats import MEMORY_FORMATS
 from lowprec_check.schema.precisions import formats, low_precisions
 from lowprec_check.schema.registry import Registry, choices
+from lowprec_check.schema.run_matrices import RUN_MATRICES
 from lowprec_check.schema.target_forms import FORMS
 
 
@@ -64,6 +66,24 @@ Backends = Annotated[
         metavar="NAME",
         autocompletion=completing(BACKENDS.names),
         help=f"How to execute the model: {_BACKENDS}; repeatable or comma-separated. Default: eager.",
+    ),
+]
+MemoryFormats = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--memory-format",
+        metavar="NAME",
+        autocompletion=completing(MEMORY_FORMATS.names),
+        help=f"{choices(MEMORY_FORMATS.names())}; repeatable or comma-separated. Default: contiguous.",
+    ),
+]
+Matrix = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        autocompletion=completing(RUN_MATRICES.names),
+        help=f"Set of runs: {'; '.join(f'{matrix.name} ({matrix.summary})' for matrix in RUN_MATRICES)}. "
+        "-p, --backend and --memory-format replace its parts.",
     ),
 ]
 Backend = Annotated[str, typer.Option("--backend", metavar="NAME", help=f"How to execute the model: {_BACKENDS}.")]

@@ -27,6 +27,8 @@ from lowprec_check.cli.options import (
     Device,
     Inputs,
     Isolation,
+    Matrix,
+    MemoryFormats,
     Precisions,
     Quiet,
     Seed,
@@ -41,8 +43,10 @@ from lowprec_check.cli.report import Reports, Verbose, check_reports, print_repo
 from lowprec_check.errors import Terminated, UsageError
 from lowprec_check.report.registry import FORMATS, write
 from lowprec_check.schema.backends import BACKENDS
+from lowprec_check.schema.memory_formats import MEMORY_FORMATS
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.registry import choices, words_in
+from lowprec_check.schema.run_matrices import RUN_MATRICES
 
 if TYPE_CHECKING:
     from lowprec_check.schema.scan_result import ScanResult
@@ -57,6 +61,8 @@ def scan(
     weights: Weights = None,
     precision: Precisions = None,
     backend: Backends = None,
+    memory_format: MemoryFormats = None,
+    matrix: Matrix = None,
     device: Device = None,
     budget: Annotated[
         float | None,
@@ -113,6 +119,8 @@ def scan(
 ) -> None:
     """Run a model in fp32, half, bfloat16 and autocast. Shows which of them run, how accurate and fast they are, and what to do."""
     precisions, backends = names_of(PRECISIONS, precision), names_of(BACKENDS, backend)
+    memory_formats = names_of(MEMORY_FORMATS, memory_format)
+    matrix = RUN_MATRICES.get(matrix).name if matrix is not None else None
     check_writable(json, "--json")
     check_reports(report or [])
     printed = _printed_format(json, format)
@@ -129,6 +137,8 @@ def scan(
         options = ScanOptions(
             precisions=precisions,
             backends=backends,
+            memory_formats=memory_formats,
+            matrix=matrix,
             device=device,
             budget=budget,
             errors=errors,

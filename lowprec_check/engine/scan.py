@@ -25,10 +25,12 @@ from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.engine.trace.withheld_kernels import parse_withheld
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.process import Isolation
-from lowprec_check.schema.backends import BACKENDS
+from lowprec_check.schema.backends import BACKENDS, replaced
+from lowprec_check.schema.memory_formats import MEMORY_FORMATS
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.registry import Registry, words_in
-from lowprec_check.schema.run_key import EAGER, REFERENCE
+from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE
+from lowprec_check.schema.run_matrices import RUN_MATRICES, RunMatrix
 from lowprec_check.schema.scan_result import ScanResult
 
 Reference = Literal["fp32", "fp64"]
@@ -42,6 +44,8 @@ class ScanOptions:
 
     precisions: Names = None
     backends: Names = None
+    memory_formats: Names = None
+    matrix: str | None = None
     device: str | None = None
     budget: float | None = None
     errors: Errors = "both"
@@ -55,17 +59,26 @@ class ScanOptions:
 
     def chosen_precisions(self) -> list[str]:
         """Names of the precisions to run; raises :class:`UsageError` for an unknown one."""
-        return _names(PRECISIONS, self.precisions) or PRECISIONS.names()
+        return _names(PRECISIONS, self.precisions) or self._matrix.precisions()
 
     def chosen_backends(self) -> list[str]:
-        """Names of the backends to run on; raises :class:`UsageError` for an unknown one."""
-        return _names(BACKENDS, self.backends) or [EAGER]
+        """Names of the backends to run on, as asked for; raises :class:`UsageError` for an unknown one."""
+        return _names(BACKENDS, self.backends) or self._matrix.backends()
+
+    def chosen_formats(self) -> list[str]:
+        """Names of the memory formats to run in; raises :class:`UsageError` for an unknown one."""
+        return _names(MEMORY_FORMATS, self.memory_formats) or self._matrix.memory_formats()
+
+    @property
+    def _matrix(self) -> RunMatrix:
+        return RUN_MATRICES.get(self.matrix or RUN_MATRICES.names()[0])
 
     def check(self) -> None:
         """Raise :class:`UsageError` for a value that is not allowed, before anything runs."""
         for name in self.chosen_precisions():
             application_of(PRECISIONS.get(name))
-        if self.chosen_precisions() == [REFERENCE] and self.chosen_backends() == [EAGER]:
+        chosen = (self.chosen_precisions(), self.chosen_backends(), self.chosen_formats())
+        if chosen == ([REFERENCE], [EAGER], [CONTIGUOUS]):
             raise UsageError("fp32 is the reference that every scan runs.", "Add a lower precision, such as half.")
         parse_withheld(words_in(self.without_kernel))
         check_codes([*words_in(self.select), *words_in(self.ignore)])
@@ -91,7 +104,8 @@ class ScanOptions:
         return {
             "isolation": isolation,
             "precisions": self.chosen_precisions(),
-            "backends": self.chosen_backends(),
+            "backends": replaced(self.chosen_backends())[0],
+            "memory_formats": self.chosen_formats(),
             "select": words_in(self.select),
             "ignore": words_in(self.ignore),
             "budget": self.budget,
@@ -115,6 +129,8 @@ def scan(
     precisions: Names = None,
     precision: Names = None,
     backends: Names = None,
+    memory_formats: Names = None,
+    matrix: str | None = None,
     device: str | torch.device | None = None,
     budget: float | None = None,
     errors: Errors = "both",
@@ -139,7 +155,9 @@ def scan(
         precisions: names such as ``half``, ``bfloat16``, ``autocast-fp16``, ``autocast-bf16``, or their aliases (``fp16``,
             ``amp-fp16``, ``torch.float16``): one, several, or several in one string with commas; by default all of them.
         precision: another name of ``precisions``.
-        backends: how to execute the model; by default ``eager``.
+        backends: how to execute the model: ``inductor``, ``jit``, …; by default ``eager``.
+        memory_formats: ``contiguous``, ``channels_last`` or both.
+        matrix: a set of runs, ``default``, ``full`` or ``ci``; the three arguments above replace its parts.
         device: ``cpu``, ``cuda``, ``xpu`` or ``mps``; by default an accelerator if there is one, else the CPU.
         budget: seconds for each part of a run; by default 20, or ten fp32 forwards if that is more.
         errors: which errors to compute for each op: local and accumulated (``both``), or fewer to be faster
@@ -171,6 +189,8 @@ def scan(
     options = ScanOptions(
         precisions=precisions if precision is None else precision,
         backends=backends,
+        memory_formats=memory_formats,
+        matrix=matrix,
         device=None if device is None else str(device),
         budget=budget,
         errors=errors,
@@ -216,17 +236,19 @@ def growing_scan(
     name = encodable(spec or target.name)
     with open_runs(source, settings, isolation, on_progress) as target_runs:
         fp32 = target_runs.reference()
+        model = describe_target(target, fp32)
+        notes = [*model.notes, *replaced(options.chosen_backends())[1]]
         result = ScanResult(
             tool=f"lowprec-check {version()}",
             target=name,
-            model=describe_target(target, fp32),
+            model=msgspec.structs.replace(model, notes=notes),
             environment=machine,
             options=options.saved(target_runs.isolation),
             runs=[fp32],
         )
         yield result
-        for precision, backend in wanted_runs(result)[1:]:
-            run = target_runs.run(precision, backend)
+        for key in wanted_runs(result)[1:]:
+            run = target_runs.run(key.precision, key.backend, key.memory_format)
             result = msgspec.structs.replace(
                 result, runs=[*result.runs, run], options=options.saved(target_runs.isolation)
             )

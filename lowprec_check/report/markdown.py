@@ -52,7 +52,8 @@ def _head(result: ScanResult) -> Iterator[str]:
 
 
 def _runs(result: ScanResult) -> str:
-    has_metric = summary.has_metric(result)
+    shown = summary.rows(result)[:40]
+    extra = summary.extra_figures(shown)
     rows = [
         [
             escape(row.label),
@@ -60,12 +61,12 @@ def _runs(result: ScanResult) -> str:
             row.error,
             row.time,
             row.memory,
-            *([row.metric] if has_metric else []),
+            *(getattr(row, name) for name in extra),
             escape(shorten(row.why, 200)),
         ]
-        for row in summary.rows(result)[:40]
+        for row in shown
     ]
-    figures = ["error", "time", "memory", *(["metric"] if has_metric else [])]
+    figures = ["error", "time", "memory", *extra]
     return table(rows, ["precision", "status", *figures, "why"], f"ll{'r' * len(figures)}l")
 
 

@@ -35,13 +35,14 @@ def _reason(result: ScanResult, most: int) -> str:
 
 def html(result: ScanResult) -> str:
     """Head, table of runs, and recommendation, without scripts and styles of its own."""
+    shown = summary.rows(result)
     return render_fragment(
         "notebook.html.j2",
         title=summary.title(result),
         machine=summary.machine(result),
         scope=summary.SCOPE,
-        rows=summary.rows(result),
-        has_metric=summary.has_metric(result),
+        rows=[row._asdict() for row in shown],
+        extra=summary.extra_figures(shown),
         tally=summary.tally(result.diagnostics),
         verdict=summary.verdict(result),
         reason=_reason(result, 2000),

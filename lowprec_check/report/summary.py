@@ -67,6 +67,12 @@ class RunRow(NamedTuple):
     error: str
     time: str
     memory: str
+    p99: str
+    """The 99th percentile of the latency in the scenario."""
+    throughput: str
+    """Items per second in the scenario."""
+    setup: str
+    """Seconds that preparing and compiling took."""
     metric: str
     """The value of the user's metric, of four digits."""
     why: str
@@ -82,6 +88,9 @@ def rows(result: ScanResult) -> list[RunRow]:
             "–" if run.is_reference else _error(run),
             format_ratio(time_ratio(run, result.runs)),
             format_ratio(memory_ratio(run, result.runs)),
+            "–" if run.timing is None else f"{run.timing.p99_ms:.3g} ms",
+            "–" if run.timing is None or run.timing.throughput is None else f"{run.timing.throughput:.3g}/s",
+            "–" if run.setup_seconds is None else f"{run.setup_seconds:.1f} s",
             "–" if run.metric is None else f"{run.metric:.4g}",
             visible(_why(run, result)),
         )
@@ -89,9 +98,13 @@ def rows(result: ScanResult) -> list[RunRow]:
     ]
 
 
-def has_metric(result: ScanResult) -> bool:
-    """Whether the user's file defines a metric that was computed for a run."""
-    return any(run.metric is not None for run in result.runs)
+EXTRA_FIGURES = ("p99", "throughput", "setup", "metric")
+"""Columns that few scans have."""
+
+
+def extra_figures(shown: Sequence[RunRow]) -> list[str]:
+    """The names of those in which a row has a value."""
+    return [name for name in EXTRA_FIGURES if any(getattr(row, name) != "–" for row in shown)]
 
 
 def label(run: Run) -> str:

@@ -43,8 +43,9 @@ def render(
 
 
 def print_runs(console: Console, result: ScanResult) -> None:
-    """A row per run: status, error, time, memory, the user's metric if there is one, and why it failed."""
-    figures = ["error", "time", "memory", *(["metric"] if summary.has_metric(result) else [])]
+    """A row per run: status, error, time, memory, what else was measured, and why it failed."""
+    shown = summary.rows(result)
+    figures = ["error", "time", "memory", *summary.extra_figures(shown)]
     rows: list[list[str | Text]] = [
         [
             row.label,
@@ -52,7 +53,7 @@ def print_runs(console: Console, result: ScanResult) -> None:
             *(getattr(row, name) for name in figures),
             row.why,
         ]
-        for row in summary.rows(result)
+        for row in shown
     ]
     print_table(console, ["precision", "status", *figures, "why"], rows, right=figures, sentences=True)
 

@@ -104,5 +104,16 @@ def _problem(backend: Backend) -> str | None:
     return None if isinstance(getattr(backend, "summary", None), str) else "it has no summary"
 
 
+def replaced(names: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The backends that run when those of ``names`` are asked for, each once, and a note for each that is replaced."""
+    running, notes = [], []
+    for name in names:
+        replacement = BACKENDS.get(name).replacement()
+        running.append(replacement.backend if replacement else name)
+        if replacement:
+            notes.append(f"{name} runs as {replacement.backend} here: {replacement.why}")
+    return list(dict.fromkeys(running)), notes
+
+
 BACKENDS: Registry[Backend] = Registry("backend", Backend, _built_in, _problem)
 """All backends, eager first."""

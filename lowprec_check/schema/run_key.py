@@ -15,6 +15,9 @@ PLAN = "plan"
 
 MemoryFormat = Literal["contiguous", "channels_last"]
 
+CONTIGUOUS: MemoryFormat = "contiguous"
+"""torch's default memory format."""
+
 Phase = Literal["forward", "backward", "optimizer"]
 """The part of a step in which an op runs."""
 
@@ -26,12 +29,12 @@ class RunKey(NamedTuple):
     """A name in :data:`~lowprec_check.schema.precisions.PRECISIONS`, or ``plan``."""
     backend: str = EAGER
     device: str = "cpu"
-    memory_format: MemoryFormat = "contiguous"
+    memory_format: MemoryFormat = CONTIGUOUS
 
     @property
     def is_reference(self) -> bool:
         """Whether it is the run that all others are compared with."""
-        return (self.precision, self.backend, self.memory_format) == (REFERENCE, EAGER, "contiguous")
+        return (self.precision, self.backend, self.memory_format) == (REFERENCE, EAGER, CONTIGUOUS)
 
     @property
     def label(self) -> str:
@@ -42,5 +45,5 @@ class RunKey(NamedTuple):
 def qualified(precision: str, backend: str, memory_format: str) -> str:
     """A precision, with the backend and the memory format unless they are the defaults."""
     extra = [backend] if backend != EAGER else []
-    extra += [memory_format] if memory_format != "contiguous" else []
+    extra += [memory_format] if memory_format != CONTIGUOUS else []
     return " · ".join([precision, *extra])

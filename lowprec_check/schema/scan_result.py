@@ -24,6 +24,8 @@ SCHEMA = 1
 
 Status = Literal["ok", "unjudged", "inaccurate", "nonfinite", "error", "crashed", "timeout", "skipped"]
 """``unjudged``: it ran, but its output holds nothing that can be compared with fp32's."""
+Scenario = Literal["offline", "realtime"]
+"""``offline``: the inputs as they are, on all cores; ``realtime``: batches of 1 in several instances of at most 4 cores."""
 Evidence = Literal["measured", "predicted"]
 Severity = Literal["error", "warning", "note"]
 Layer = Literal["dispatch", "function"]
@@ -90,6 +92,24 @@ class Gap(Struct, frozen=True, kw_only=True):
     """The number in the code that exceeds the range of the dtype, for a ``scalar-overflow``."""
 
 
+class Timing(Struct, frozen=True, kw_only=True):
+    """How long calls took in a scenario: in several instances of the model at a time, or in one on all cores."""
+
+    scenario: Scenario
+    batch: int | None
+    """Items in the inputs, the size of their first dimension; ``None`` if they do not agree on one."""
+    instances: int
+    """Processes that ran the model at the same time."""
+    cores: int
+    """Processor cores of each instance."""
+    calls: int
+    """Calls timed, of all instances."""
+    median_ms: float
+    p99_ms: float
+    throughput: float | None
+    """Items per second of all instances; ``None`` if the batch is unknown."""
+
+
 class Run(Struct, frozen=True, kw_only=True):
     """One precision × backend × device × memory format: the plain part and the instrumented part that explains it."""
 
@@ -114,6 +134,12 @@ class Run(Struct, frozen=True, kw_only=True):
     """Error of the instrumented part's output against its reference, which takes the decisions of the run."""
     latency_ms: float | None = None
     peak_memory_bytes: int | None = None
+    timing: Timing | None = None
+    """Times in the scenario that the scan was asked for."""
+    setup_seconds: float | None = None
+    """What the first call took longer than later ones: preparing and compiling; ``None`` for a model that is not compiled."""
+    explained_by: str | None = None
+    """The label of the eager run whose op-by-op analysis explains this one, which has no op calls of its own."""
     gaps: list[Gap] = []
     op_calls: OpCalls = OpCalls()
     uncalled_modules: list[str] = []
@@ -171,6 +197,18 @@ class Run(Struct, frozen=True, kw_only=True):
     def basis(self) -> Precision | None:
         """The precision, or the base of a plan; ``None`` if it is unknown here."""
         return PRECISIONS.find(self.base or self.precision)
+
+
+def skipped(key: RunKey, reason: str) -> Run:
+    """A run that is not possible, or was not reached."""
+    return Run(
+        precision=key.precision,
+        backend=key.backend,
+        device=key.device,
+        memory_format=key.memory_format,
+        status="skipped",
+        reason=reason,
+    )
 
 
 class Diagnostic(Struct, frozen=True, kw_only=True):
@@ -238,6 +276,8 @@ class InputLayout(Struct, frozen=True, kw_only=True):
     """Positions or keys of the tensors."""
     floating: list[str] = []
     """Positions or keys of those with floating-point values; for one tensor, one empty key."""
+    images: list[str] = []
+    """Positions or keys of those with 4 dimensions, which have a memory format; for one tensor, one empty key."""
 
 
 class ModelInfo(Struct, frozen=True, kw_only=True):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowprec_check.engine.core.allocations import peak_allocated
+from lowprec_check.engine.core.compiled import compiled_code_in_eager
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.seed import seed_everything
@@ -19,7 +22,7 @@ from lowprec_check.engine.model.prepared import Prepared
 def measure_memory(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], *, seed: int) -> int:
     """Peak bytes of one call: weights, buffers, inputs, and all tensors alive at the peak.
 
-    On a CPU, temporary memory inside kernels is not counted.
+    Copies of weights that a backend made before are not counted on a CPU.
     """
     inputs, named = ready.inputs(args, kwargs)
     counter = StorageCounter(ready, inputs, named)
@@ -29,12 +32,20 @@ def measure_memory(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any
             call_model(ready.call, inputs, named)
 
     seed_everything(seed)
-    peak = devices.peak_memory(ready.device, work) if ready.device.type != "cpu" else None
+    peak = _peak_on_cpu(work) if ready.device.type == "cpu" else devices.peak_memory(ready.device, work)
     if peak is not None:
         return counter.resident + peak
-    with _Counting(counter):
+    with compiled_code_in_eager(), _Counting(counter):
         work()
     return counter.peak
+
+
+def _peak_on_cpu(work: Callable[[], Any]) -> int | None:
+    """Peak bytes that ``work`` allocates; ``None`` if the user profiles this process, or torch has another profiler."""
+    try:
+        return peak_allocated(work)
+    except (RuntimeError, AttributeError, TypeError):
+        return None
 
 
 class StorageCounter:

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.core.source_location import traceback_line
 from lowprec_check.engine.model.application import Application, application_of
+from lowprec_check.engine.model.memory_format import change_format, in_format
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.schema.precisions import Precision
+from lowprec_check.schema.run_key import CONTIGUOUS, MemoryFormat
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Prepared(NamedTuple):
     device: torch.device
     call: Callable[..., Any]
     """The function to call: the model, or the model and the user's loss."""
+    memory_format: MemoryFormat = CONTIGUOUS
 
     @property
     def precision(self) -> Precision:
@@ -47,10 +50,11 @@ class Prepared(NamedTuple):
         return self if isinstance(self.call, FailedCast) else self._replace(call=call)
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Fresh copies on the device, floating tensors cast if the precision casts them."""
+        """Fresh copies on the device, in the memory format; floating tensors cast if the precision casts them."""
 
         def ready(tensor: Tensor) -> Tensor:
             fresh = tensor.detach().to(self.device, self.application.dtype_of_input(tensor), copy=True)
+            fresh = in_format(fresh, self.memory_format)
             return fresh.requires_grad_() if tensor.requires_grad else fresh
 
         return map_tensors(args, ready), map_tensors(kwargs, ready)
@@ -66,6 +70,7 @@ def prepared(
     precision: Precision,
     device: torch.device,
     *,
+    memory_format: MemoryFormat = CONTIGUOUS,
     keep_fp32: Sequence[str] = (),
     call: Callable[..., Any] | None = None,
     inputs: Iterable[Any] = (),
@@ -84,11 +89,12 @@ def prepared(
     try:
         try:
             application.apply(model, device.type, keep_fp32)
+            change_format(model, memory_format)
         except Exception as error:
             if traceback_line(error.__traceback__) is None:
                 raise
             called = FailedCast(error)
         with torch.no_grad():
-            yield Prepared(model, application, device, called)
+            yield Prepared(model, application, device, called, memory_format)
     finally:
         snapshot.restore()

@@ -25,7 +25,7 @@ from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.trace.withheld_kernels import parse_withheld
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.process import Isolation
-from lowprec_check.schema.backends import BACKENDS
+from lowprec_check.schema.backends import BACKENDS, replaced
 from lowprec_check.schema.plan import Plan, Planning
 from lowprec_check.schema.precisions import bases_called, plan_bases
 from lowprec_check.schema.registry import words_in
@@ -220,7 +220,7 @@ def _objective(options: PlanOptions, reference: Run) -> Objective:
 def _search_bases(batches: Sequence[TargetRuns], proposer: Proposer, options: PlanOptions) -> Iterator[Proposal]:
     """All bases without changes if one of them passes; else a search for each."""
     runs = {
-        name: [batch.run(name, options.backend, measured=batch is batches[0]) for batch in batches]
+        name: [batch.run(name, replaced([options.backend])[0][0], measured=batch is batches[0]) for batch in batches]
         for name in options.bases()
     }
     if any(proposer.passes_as_it_is(of_base) for of_base in runs.values()):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
+from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.run.job import Job
 from lowprec_check.engine.run.messages import Measures
 from lowprec_check.engine.run.outcome import JobOutcome
 from lowprec_check.engine.trace.instrumented import Instrumented
+from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Run, Status
 
 
@@ -19,6 +23,7 @@ def make_run(job: Job, outcome: JobOutcome, tolerance: float | None) -> Run:
         precision=job.precision,
         backend=job.backend,
         device=job.device,
+        memory_format=job.memory_format,
         status=status,
         reason=reason,
         exception=plain.exception if plain else None,
@@ -28,6 +33,7 @@ def make_run(job: Job, outcome: JobOutcome, tolerance: float | None) -> Run:
         compared_module=plain.compared_module if plain else None,
         lockstep_error=explained.lockstep_error if explained and not job.is_reference else None,
         latency_ms=measures.latency_ms if measures else None,
+        setup_seconds=_setup_seconds(job, plain, measures),
         peak_memory_bytes=_peak_memory(measures, explained) if status != "error" else None,
         gaps=explained.gaps if explained else outcome.gaps,
         op_calls=outcome.op_calls(),
@@ -56,6 +62,20 @@ def make_run(job: Job, outcome: JobOutcome, tolerance: float | None) -> Run:
     )
 
 
+def explained_by(run: Run, eager: Run) -> Run:
+    """``run``, on another backend, with what the op-by-op analysis of ``eager`` explains: the modules called, and gaps if
+    it failed.
+    """
+    failed = run.status in ("error", "crashed")
+    return msgspec.structs.replace(
+        run,
+        explained_by=eager.key.label,
+        gaps=eager.gaps if failed else [],
+        uncalled_modules=eager.uncalled_modules,
+        called_modules=eager.called_modules,
+    )
+
+
 def _status(job: Job, outcome: JobOutcome) -> tuple[Status, str | None]:
     plain = outcome.plain
     if plain is not None and not outcome.died_in_plain_part:
@@ -65,7 +85,22 @@ def _status(job: Job, outcome: JobOutcome) -> tuple[Status, str | None]:
         # The op-by-op analysis is about the first call.
         place = _in_which_op(outcome.explained) if outcome.call == 1 else ""
         return "crashed", f"{outcome.reason or 'the process died'}{which}{place}"
-    return "timeout", f"exceeded the budget of {job.budget:g} s{which}{f', at {outcome.line}' if outcome.line else ''}"
+    return (
+        "timeout",
+        f"exceeded the budget of {job.call_budget:g} s{which}{f', at {outcome.line}' if outcome.line else ''}",
+    )
+
+
+def _setup_seconds(job: Job, plain: PlainResult | None, measures: Measures | None) -> float | None:
+    """What preparing and compiling added to the first call, if the run got as far as its time."""
+    if (
+        plain is None
+        or measures is None
+        or measures.latency_ms is None
+        or (job.backend == EAGER and not plain.compiled)
+    ):
+        return None
+    return max(0.0, plain.first_seconds - measures.latency_ms / 1e3)
 
 
 def _in_which_op(explained: Instrumented | None) -> str:

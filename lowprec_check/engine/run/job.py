@@ -12,7 +12,7 @@ from lowprec_check.engine.run.messages import FromJob
 from lowprec_check.engine.trace.emulation import Place
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.process.shared_file import shared_file
-from lowprec_check.schema.run_key import EAGER, RunKey
+from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, MemoryFormat, RunKey
 
 Send = Callable[[FromJob], None]
 """Sends one message."""
@@ -47,6 +47,7 @@ class Job:
     precision: str
     backend: str = EAGER
     device: str
+    memory_format: MemoryFormat = CONTIGUOUS
     files: JobFiles
     plain: bool = True
     measured: bool = True
@@ -59,6 +60,8 @@ class Job:
     seed: int = 0
     budget: float = 20.0
     """Seconds for each call and part of the plain part."""
+    setup_budget: float = 0.0
+    """Seconds that the first calls may take beyond the budget, to prepare and compile the model."""
     explain_budget: float = 20.0
     """Seconds for the instrumented part."""
     fp32_ms: float | None = None
@@ -86,7 +89,12 @@ class Job:
     @property
     def key(self) -> RunKey:
         """Identifies the run."""
-        return RunKey(self.precision, self.backend, self.device)
+        return RunKey(self.precision, self.backend, self.device, self.memory_format)
+
+    @property
+    def call_budget(self) -> float:
+        """Seconds for each call of the plain part, which may compile."""
+        return self.budget + self.setup_budget
 
     @property
     def slow_seconds(self) -> float:

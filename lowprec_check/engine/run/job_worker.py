@@ -100,9 +100,9 @@ def _set_limits(event: MessageEvent[FunctionWorker[FromJob], FromJob], job: Job,
     worker, message = event.worker, event.message
     failed = isinstance(message, PlainDone) and message.result.status == "error"
     if failed or isinstance(message, MeasuresDone):  # the instrumented part may be next
-        worker.set_timeout(max(job.budget, job.explain_budget))
+        worker.set_timeout(max(job.call_budget, job.explain_budget))
     elif isinstance(message, (Loaded, CallStarted, PlainDone)):
-        worker.set_timeout(job.budget if job.plain else job.explain_budget)
+        worker.set_timeout(job.call_budget if job.plain else job.explain_budget)
     if failed or (isinstance(message, Loaded) and job.measure_once):
         worker.op_limit = op_limit
 
@@ -162,7 +162,7 @@ def _work(job: Job, load: Load, send_bytes: SendBytes) -> None:
             faulthandler.cancel_dump_traceback_later()
         elif isinstance(message, CallStarted) and log_place:
             # shortly before this process is killed
-            faulthandler.dump_traceback_later(max(job.budget - 0.5, job.budget / 2), file=job.files.log)
+            faulthandler.dump_traceback_later(max(job.call_budget - 0.5, job.call_budget / 2), file=job.files.log)
         send_bytes(encode(message))
 
     try:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.model.inputs import describe_inputs
+from lowprec_check.engine.model.memory_format import IMAGE_DIMENSIONS
 from lowprec_check.engine.model.target import Target
 from lowprec_check.schema.scan_result import InputLayout, ModelInfo, Run
 
@@ -47,6 +48,9 @@ def _layout(target: Target) -> InputLayout:
     if any(True for key, value in given.items() if key not in tensors for _ in leaves(value)):
         return InputLayout(kind="nested")
     floating = [key for key, value in tensors.items() if value.is_floating_point()]
+    images = [key for key, value in tensors.items() if value.ndim == IMAGE_DIMENSIONS]
     if target.form == "model(inputs)":
-        return InputLayout(kind="tensor", tensors=[""] if tensors else [], floating=[""] if floating else [])
-    return InputLayout(kind="mapping" if target.kwargs else "sequence", tensors=list(tensors), floating=floating)
+        only = [[""] if found else [] for found in (tensors, floating, images)]
+        return InputLayout(kind="tensor", tensors=only[0], floating=only[1], images=only[2])
+    kind: Literal["mapping", "sequence"] = "mapping" if target.kwargs else "sequence"
+    return InputLayout(kind=kind, tensors=list(tensors), floating=floating, images=images)

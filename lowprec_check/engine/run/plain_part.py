@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import zlib
+from collections.abc import Callable
 from ctypes import c_char
 from typing import IO, Any, NamedTuple
 
@@ -16,7 +17,6 @@ from torch.nn.parameter import is_lazy
 from lowprec_check.engine.core.compiled import compiled_code_in_eager
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.output_comparison import compare_outputs, same_bits
-from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.model.latency import measure_latency
 from lowprec_check.engine.model.memory import measure_memory
 from lowprec_check.engine.model.module_probe import ModuleOutput, last_informative_module, module_output
@@ -33,6 +33,8 @@ from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.job import Job, Send
 from lowprec_check.engine.run.messages import CallStarted, Measures, MeasuresDone, PlainDone
+from lowprec_check.engine.run.on_backend import OnBackend
+from lowprec_check.engine.run.standalone import as_standalone
 from lowprec_check.engine.trace.draws import Draw, RecordDraws
 from lowprec_check.engine.trace.first_nonfinite import first_nonfinite
 from lowprec_check.engine.trace.twins import storage_key
@@ -149,11 +151,10 @@ class PlainPart:
             return
         if job.measured:
             self._snapshot.rewind()
-            with compiled_code_in_eager() if self.ready.device.type == "cpu" else contextlib.nullcontext():
-                self._add(peak_memory_bytes=measure_memory(*self._call, seed=job.seed))
+            self._add(peak_memory_bytes=measure_memory(*self._call, seed=job.seed))
         if self.target.metric is not None:
             self._snapshot.rewind()
-            self._add(metric=float(self.target.metric(_as_standalone(self.ready))))
+            self._add(metric=float(self.target.metric(as_standalone(self.ready, self._replaced))))
 
     def _add(self, **measured: Any) -> None:
         """Send what was measured so far."""
@@ -162,6 +163,11 @@ class PlainPart:
 
     def _report_call(self, number: int) -> None:
         self._send(CallStarted(number))
+
+    @property
+    def _replaced(self) -> Callable[..., Any] | None:
+        """What is called in place of the model: what its user or a backend prepared; ``None`` for the model itself."""
+        return self.ready.call.prepared if isinstance(self.ready.call, OnBackend) else self.target.compiled
 
     def _latency(self) -> float:
         """Median milliseconds of further calls, or those of the fastest if it is too slow."""
@@ -219,19 +225,6 @@ class PlainPart:
                 return []
             found.append(recorder.draws)
         return found if any(found) else []
-
-
-def _as_standalone(ready: Prepared) -> nn.Module:
-    """The model for the user's metric: it accepts fp32 inputs on the CPU, whatever its precision and device."""
-    model, device = ready.model, ready.device
-    ready.application.make_standalone(model, device.type)
-    if device.type != "cpu":
-
-        def move(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return map_tensors(args, lambda t: t.to(device)), map_tensors(kwargs, lambda t: t.to(device))
-
-        model.register_forward_pre_hook(move, with_kwargs=True, prepend=True)
-    return model
 
 
 def _fingerprint(model: nn.Module) -> int:

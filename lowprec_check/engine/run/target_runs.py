@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from lowprec_check.engine.run.assemble import make_run
+from lowprec_check.engine.model.memory_format import format_problem
+from lowprec_check.engine.run.assemble import explained_by, make_run
 from lowprec_check.engine.run.explanation import Attempts, why_incomplete
 from lowprec_check.engine.run.job import Job, JobFiles, open_job_files
 from lowprec_check.engine.run.launcher import Launcher, OnProgress
@@ -28,8 +29,8 @@ from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.run_key import EAGER, REFERENCE
-from lowprec_check.schema.scan_result import Run
+from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, MemoryFormat, RunKey
+from lowprec_check.schema.scan_result import Run, skipped
 
 REFERENCE_BUDGET = 600.0
 """Budget in seconds of the fp32 run, whose time is not known yet."""
@@ -88,6 +89,8 @@ class TargetRuns:
         self._self_error = 0.0
         self._first_seconds = 0.0
         self._changes_parameters = isolation == "none"
+        self._eager: dict[RunKey, Run] = {}
+        """The eager runs without a plan, whose op-by-op analysis explains those on other backends."""
         self._hidden_state = False
         """Whether fp32 differs from itself when it is run again in one process, but not in two."""
 
@@ -120,6 +123,7 @@ class TargetRuns:
         run = make_run(job, outcome, None)
         notes = [*run.notes, *([HIDDEN_STATE] if self._hidden_state else [])]
         self.fp32 = msgspec.structs.replace(run, nondeterministic=self._self_error > 0, notes=notes)
+        self._eager[run.key] = self.fp32
         return self.fp32
 
     def _repeat_in_another_process(self, self_error: float, budget: float) -> float:
@@ -156,9 +160,9 @@ class TargetRuns:
         fp32_ms = self.fp32.latency_ms if self.fp32 else None
         return self.options.budget or max(self.budget, min(EXPLAIN_RATIO * (fp32_ms or 0.0) / 1e3, REFERENCE_BUDGET))
 
-    def tolerance(self, precision: str) -> float:
+    def tolerance(self, precision: str, backend: str = EAGER) -> float:
         """Largest rel_l2 of the output that passes; larger if two fp32 runs differ."""
-        default = PRECISIONS.get(precision).tolerance
+        default = max(PRECISIONS.get(precision).tolerance, BACKENDS.get(backend).tolerance)
         return max(default if self.options.tolerance is None else self.options.tolerance, 3 * self._self_error)
 
     # -- other runs
@@ -167,6 +171,7 @@ class TargetRuns:
         self,
         precision: str,
         backend: str = EAGER,
+        memory_format: MemoryFormat = CONTIGUOUS,
         *,
         keep_fp32: tuple[str, ...] = (),
         measured: bool = True,
@@ -174,15 +179,29 @@ class TargetRuns:
     ) -> Run:
         """Run ``precision`` on ``backend``. ``measured`` adds time and memory, ``instrumented`` explains every op.
 
-        A crash, a hang or an exception is reported as the status.
+        A crash, a hang or an exception is reported as the status. A run on another backend is explained by the eager run of
+        the same precision and memory format, if there was one.
         """
-        reason = BACKENDS.get(backend).skip_reason(PRECISIONS.get(precision), self.options.device, "contiguous")
+        key = RunKey(precision, backend, self.options.device, memory_format)
+        reason = self._why_skipped(key)
         if reason is not None:
-            return Run(
-                precision=precision, backend=backend, device=self.options.device, status="skipped", reason=reason
-            )
-        wanted: dict[str, Any] = {"backend": backend, "keep_fp32": keep_fp32, "measured": measured}
-        job = self._job(precision, **wanted, instrumented=instrumented and not self._hidden_state)
+            return skipped(key, reason)
+        eager = self._eager.get(key._replace(backend=EAGER)) if backend != EAGER and not keep_fp32 else None
+        wanted: dict[str, Any] = {
+            "backend": backend,
+            "memory_format": memory_format,
+            "keep_fp32": keep_fp32,
+            "measured": measured,
+            "setup_budget": 0.0 if self.options.budget else BACKENDS.get(backend).setup_budget,
+            "tolerance": self.tolerance(precision, backend),
+        }
+        run = self._run(self._job(precision, **wanted), instrumented=instrumented and eager is None)
+        if backend == EAGER and instrumented and not keep_fp32:
+            self._eager[key] = run
+        return run if eager is None else explained_by(run, eager)
+
+    def _run(self, job: Job, *, instrumented: bool) -> Run:
+        job = dataclasses.replace(job, instrumented=instrumented and not self._hidden_state)
         outcome = self._launcher.execute_until_sure(job, self._op_limit())
         if self._learns_of_changes(outcome):
             job = dataclasses.replace(job, changes_parameters=True)
@@ -190,7 +209,17 @@ class TargetRuns:
         job = dataclasses.replace(job, instrumented=instrumented)
         if instrumented and outcome.explained is None and not outcome.faults:
             self._explain(job, outcome)
-        return make_run(job, outcome, self.tolerance(precision))
+        return make_run(job, outcome, job.tolerance)
+
+    def _why_skipped(self, key: RunKey) -> str | None:
+        """Why a run is not possible here, in words."""
+        backend, target = BACKENDS.get(key.backend), self.target
+        if backend.changes_process and self.isolation == "none":
+            return (
+                f"{backend.name} changes its process for good, so it runs in a worker only (--isolation fork or spawn)"
+            )
+        reason = backend.skip_reason(PRECISIONS.get(key.precision), key.device, key.memory_format)
+        return reason or format_problem(key.memory_format, target.model, target.inputs)
 
     def _explain(self, job: Job, outcome: JobOutcome) -> None:
         """Repeat the instrumented part until it reaches the end; what was found is stored in ``outcome``."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.job import Job, Send
 from lowprec_check.engine.run.messages import Explained, GapFound, InstrumentFault, OpCallsFound
+from lowprec_check.engine.run.on_backend import OnBackend
 from lowprec_check.engine.run.plain_part import PlainPart
 from lowprec_check.engine.run.same_draws import judge_with_same_draws
 from lowprec_check.engine.trace.emulation import Emulation
@@ -26,10 +26,10 @@ from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.engine.trace.withheld_kernels import withholding
 from lowprec_check.errors import message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
-from lowprec_check.schema.backends import BACKENDS, Call, Example
+from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.run_key import EAGER, REFERENCE
+from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE
 from lowprec_check.schema.scan_result import Gap
 
 
@@ -79,6 +79,7 @@ def _prepared(job: Job, target: Target) -> contextlib.AbstractContextManager[Pre
         target.model,
         PRECISIONS.get(job.precision),
         torch.device(job.device),
+        memory_format=job.memory_format,
         keep_fp32=job.keep_fp32,
         call=target.call(),
         inputs=target.inputs,
@@ -93,41 +94,7 @@ def _in_eager_mode(ready: Prepared, target: Target) -> Prepared:
 
 def _on_backend(job: Job, target: Target, ready: Prepared) -> Prepared:
     """``ready``, called through the backend of ``job``."""
-    if job.backend == EAGER:
-        return ready
-    return ready.calling(_OnBackend(job, target, ready))
-
-
-class _OnBackend:
-    """Calls the model through a backend, which prepares it at the first call, with the inputs of that call."""
-
-    def __init__(self, job: Job, target: Target, ready: Prepared) -> None:
-        self._job, self._target, self._ready = job, target, ready
-        self._backend = BACKENDS.get(job.backend)
-        self._call: Callable[..., Any] | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._call is None:
-            prepared: Any = self._backend.prepare(self._ready.model, self._example(args, kwargs))
-            if not callable(prepared):
-                kind = type(prepared).__name__
-                raise TypeError(f"prepare of the backend {self._backend.name} returned {kind}, which cannot be called")
-            self._call = self._target.call(prepared)
-        return self._call(*args, **kwargs)
-
-    def _example(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Example:
-        ready = self._ready
-
-        def calibration() -> Iterable[Call]:
-            return (ready.inputs(*call) for call in self._target.calibration())
-
-        return Example(
-            args=args,
-            kwargs=kwargs,
-            precision=ready.precision,
-            device=ready.device.type,
-            calibration=calibration,
-        )
+    return ready if job.backend == EAGER else ready.calling(OnBackend(BACKENDS.get(job.backend), target, ready))
 
 
 @contextlib.contextmanager
@@ -148,7 +115,7 @@ def _warm_up(job: Job, target: Target) -> None:
 
 
 def _in_fp32(job: Job) -> Job:
-    return dataclasses.replace(job, precision=REFERENCE, keep_fp32=())
+    return dataclasses.replace(job, precision=REFERENCE, memory_format=CONTIGUOUS, keep_fp32=())
 
 
 def _instrument(job: Job, target: Target, outputs: list[Tensor] | None, send: Send, too_slow: bool) -> Instrumented:

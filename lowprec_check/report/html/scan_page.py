@@ -33,7 +33,7 @@ def render(result: ScanResult) -> str:
         "model_name": visible(result.model.name),
         "machine": summary.machine(result),
         "scope": summary.SCOPE,
-        "has_metric": summary.has_metric(result),
+        "extra": summary.extra_figures(summary.rows(result)),
         "notes": [visible(note) for note in result.model.notes],
         "verdict": summary.verdict(result),
         "advice": advice is not None,
