@@ -77,6 +77,7 @@ class FloatFormat:
 
 
 FP32 = FloatFormat("float32", "fp32", "f32", 24, -126, 127, tolerance=1e-3, aliases=("float",), cpp_name="Float")
+FP64 = FloatFormat("float64", "fp64", "f64", 53, -1022, 1023, tolerance=1e-9, aliases=("double",), cpp_name="Double")
 BF16 = FloatFormat("bfloat16", "bf16", "bf16", 8, -126, 127, tolerance=5e-2, cpp_name="BFloat16")
 FP16 = FloatFormat("float16", "fp16", "f16", 11, -14, 15, tolerance=1e-2, aliases=("half",), cpp_name="Half")
 

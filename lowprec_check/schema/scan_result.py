@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from lowprec_check.schema.base import Struct, decode, encoded
+from lowprec_check.schema.compiler_check import CompilerCheck
 from lowprec_check.schema.files import write_file
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Plan
@@ -140,6 +141,8 @@ class Run(Struct, frozen=True, kw_only=True):
     """What the first call took longer than later ones: preparing and compiling; ``None`` for a model that is not compiled."""
     explained_by: str | None = None
     """The label of the eager run whose op-by-op analysis explains this one, which has no op calls of its own."""
+    compiler: CompilerCheck | None = None
+    """Whether the compiler made the output worse; ``None`` for a run that is not compiled, or draws random numbers."""
     gaps: list[Gap] = []
     op_calls: OpCalls = OpCalls()
     uncalled_modules: list[str] = []

@@ -34,6 +34,7 @@ def make_run(job: Job, outcome: JobOutcome, tolerance: float | None) -> Run:
         lockstep_error=explained.lockstep_error if explained and not job.is_reference else None,
         latency_ms=measures.latency_ms if measures else None,
         setup_seconds=_setup_seconds(job, plain, measures),
+        compiler=measures.compiler if measures else None,
         peak_memory_bytes=_peak_memory(measures, explained) if status != "error" else None,
         gaps=explained.gaps if explained else outcome.gaps,
         op_calls=outcome.op_calls(),

@@ -9,6 +9,7 @@ import msgspec
 from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.schema.base import Struct, encoded
+from lowprec_check.schema.compiler_check import CompilerCheck
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.scan_result import ErrorStats, Gap
 
@@ -22,6 +23,7 @@ class Measures(Struct, frozen=True, kw_only=True):
     nonfinite_at: tuple[str, str, str | None] | None = None
     """Op, module and source line that produced the first NaN or Inf."""
     metric: float | None = None
+    compiler: CompilerCheck | None = None
 
 
 class Loaded(Struct, frozen=True, tag="loaded"):

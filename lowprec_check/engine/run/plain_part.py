@@ -31,6 +31,7 @@ from lowprec_check.engine.model.plain_run import (
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.run.compiler_check import CompilerChecker
 from lowprec_check.engine.run.job import Job, Send
 from lowprec_check.engine.run.messages import CallStarted, Measures, MeasuresDone, PlainDone
 from lowprec_check.engine.run.on_backend import OnBackend
@@ -40,6 +41,7 @@ from lowprec_check.engine.trace.first_nonfinite import first_nonfinite
 from lowprec_check.engine.trace.twins import storage_key
 from lowprec_check.errors import UsageError
 from lowprec_check.process.shared_file import clear_shared
+from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.run_key import EAGER
 
 INFINITE = "the fp32 output has infinities: the same ones are expected in low precision"
@@ -155,6 +157,14 @@ class PlainPart:
         if self.target.metric is not None:
             self._snapshot.rewind()
             self._add(metric=float(self.target.metric(as_standalone(self.ready, self._replaced))))
+
+    def check_compiler(self) -> None:
+        """Send whether the compiler made the output worse, unless nothing was compiled, or outputs are random."""
+        backend = BACKENDS.get(self.job.backend)
+        compiled = self.result.compiled or (self.job.backend != EAGER and not backend.lowers_precision)
+        if compiled and self.outputs and not (self.result.random or self.too_slow or self.job.keep_fp32):
+            checker = CompilerChecker(self.job, self.target, self.ready, self._snapshot.rewind)
+            self._add(compiler=checker.check())
 
     def _add(self, **measured: Any) -> None:
         """Send what was measured so far."""

@@ -65,6 +65,8 @@ def _run_plain(job: Job, target: Target, send: Send) -> tuple[list[Tensor] | Non
         part.run()
         with _report_faults("measuring", send):
             part.measure()
+        with _report_faults("checking the compiler", send):
+            part.check_compiler()
     if part.draws:
         with (
             _report_faults("comparing with the same random numbers", send),

@@ -1,0 +1,206 @@
+"""Is the compiler to blame? Runs a compiled model in eager mode and in fp64 too, and finds the pass that makes it worse."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lowprec_check.engine.core.compiled import compiled_code_in_eager, compiled_frames, forget_compiled
+from lowprec_check.engine.core.four_corners import Corners, Distances, distances, worst
+from lowprec_check.engine.core.pytree import map_tensors
+from lowprec_check.engine.model.plain_run import output_tensors, run_once
+from lowprec_check.engine.model.prepared import Prepared, prepared
+from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.run.job import Job
+from lowprec_check.engine.run.on_backend import OnBackend
+from lowprec_check.schema.backends import BACKENDS, Call
+from lowprec_check.schema.compiler_check import CompilerCheck, CompilerVerdict
+from lowprec_check.schema.precisions import FP32, FP64, Precision
+from lowprec_check.schema.run_key import EAGER
+
+SLACK = 0.1
+"""An error of this share of the tolerance is harmless, however small eager's is."""
+
+MORE_CALLS = 8
+"""Further calls on other inputs that must confirm a larger error: that of a few numbers may be small by chance."""
+
+BISECT_SECONDS = 120.0
+"""The search for the pass ends then."""
+
+_EXACT = {
+    "fp64": Precision(name="fp64", kind="cast", format=FP64, method="double", tolerance=0.0),
+    "fp32": Precision(name="fp32-cast", kind="cast", format=FP32, method="float", tolerance=0.0),
+}
+
+
+class CompilerChecker:
+    """Checks the run of ``job`` with the model ``ready``, whose call is compiled; ``rewind`` restores the model's state."""
+
+    def __init__(self, job: Job, target: Target, ready: Prepared, rewind: Callable[[], None]) -> None:
+        self._job, self._target, self._ready, self._rewind = job, target, ready, rewind
+        self._slack = SLACK * (job.tolerance if job.tolerance is not None else ready.precision.tolerance)
+        self._exact = "fp64"
+
+    def check(self) -> CompilerCheck | None:
+        """The check; ``None`` if the outputs cannot be compared."""
+        calls = [self._corners(self._target.inputs, self._ready)]
+        if calls[0] is None:
+            return None
+        found = self._distances(calls)
+        if found.verdict(self._slack) == "worse" and not found.nonfinite:
+            calls += [self._corners(other, self._ready) for other in _other_inputs(self._target.inputs)]
+            found = self._distances(calls)
+        check = self._described(found, calls)
+        return self._explained(check, calls) if check.verdict == "worse" and compiled_frames() else check
+
+    def _distances(self, calls: list[Corners | None]) -> Distances:
+        return worst(distances([call for call in calls if call is not None]), self._slack)
+
+    def _described(self, found: Distances, calls: list[Corners | None]) -> CompilerCheck:
+        errors = [found.error(squares) for squares in (found.fp32, found.eager, found.compiled)]
+        fp32, eager, compiled = (error if math.isfinite(error) else None for error in errors)
+        assert calls[0] is not None
+        return CompilerCheck(
+            verdict=found.verdict(self._slack),
+            tensor=found.index,
+            tensors=len(calls[0].exact),
+            calls=sum(call is not None for call in calls),
+            exact="fp64" if self._exact == "fp64" else "fp32",
+            fp32_error=fp32,
+            eager_error=eager,
+            compiled_error=compiled,
+            nonfinite=found.nonfinite,
+            decisions=found.decisions,
+            eager_changed=found.eager_changed,
+            compiled_changed=found.compiled_changed,
+        )
+
+    # -- the corners
+
+    def _corners(self, call: Call, compiled: Prepared) -> Corners | None:
+        """The four outputs on the inputs ``call``; ``None`` if one fails, or they do not match."""
+        eager = self._ready.calling(self._target.call(self._target.model))
+        try:
+            low = self._outputs(eager, call, in_eager=True)
+            exact, fp32 = self._wide(self._exact, call), self._wide("fp32", call)
+            if exact is None:
+                exact, self._exact = fp32, "fp32"
+            if exact is None or fp32 is None:
+                return None
+            found = Corners(exact, fp32, low, self._outputs(compiled, call))
+        except Exception:  # the run itself has its status; other inputs may not fit the model
+            return None
+        return found if found.match() else None
+
+    def _wide(self, name: str, call: Call) -> list[Tensor] | None:
+        """The output of the model, its weights and inputs rounded to its precision, in a wider format; ``None`` if it fails."""
+        args, kwargs = self._ready.inputs(*call)
+        self._rewind()
+        default = torch.get_default_dtype()
+        with prepared(
+            self._ready.model, _EXACT[name], self._ready.device, call=self._target.call(self._target.model)
+        ) as wide:
+            torch.set_default_dtype(wide.application.dtype)
+            try:
+                with compiled_code_in_eager():
+                    output, _ = run_once(wide, args, kwargs, self._job.seed)
+                return [tensor.cpu().clone() for tensor in output_tensors(output)]
+            except Exception:  # a model with fp32 constants may not run in fp64
+                return None
+            finally:
+                torch.set_default_dtype(default)
+
+    def _outputs(self, ready: Prepared, call: Call, *, in_eager: bool = False) -> list[Tensor]:
+        self._rewind()  # which also restores the eager mode of compiled parts
+        with compiled_code_in_eager() if in_eager else contextlib.nullcontext():
+            output, _ = run_once(ready, *call, self._job.seed)
+        return [tensor.cpu().clone() for tensor in output_tensors(output)]
+
+    # -- the explanation
+
+    def _explained(self, check: CompilerCheck, calls: list[Corners | None]) -> CompilerCheck:
+        """``check`` with what removes the difference, and the pass that makes it."""
+        import torch._inductor.config
+
+        with torch._inductor.config.patch(emulate_precision_casts=True):
+            check = msgspec.structs.replace(check, emulated=self._compiled_again(calls))
+        return msgspec.structs.replace(check, culprit=self._bisect(calls))
+
+    def _compiled_again(self, calls: list[Corners | None], *, bisecting: bool = False) -> CompilerVerdict:
+        """The verdict on the model compiled again, on the same inputs; what its user compiled is compiled as before."""
+        forget_compiled()
+        compiled = self._ready
+        if self._job.backend != EAGER:
+            compiled = compiled.calling(OnBackend(BACKENDS.get(self._job.backend), self._target, compiled))
+        elif bisecting and self._target.compiled is not None:
+            compiled = compiled.calling(self._target.call(torch.compile(self._target.model)))
+        inputs = [self._target.inputs, *_other_inputs(self._target.inputs)]
+        again = [
+            known._replace(compiled=self._outputs(compiled, call))
+            for known, call in zip(calls, inputs, strict=False)
+            if known is not None
+        ]
+        return worst(distances(again), self._slack).verdict(self._slack)
+
+    def _bisect(self, calls: list[Corners | None]) -> str | None:
+        """The pass or lowering that makes it worse, by torch's own bisection; ``None`` if it is not found in time.
+
+        What is compiled inside the model cannot be compiled by the bisection's backends.
+        """
+        from torch._inductor.compiler_bisector import CompilerBisector
+
+        if self._job.backend == EAGER and self._target.compiled is None:
+            return None
+
+        end = time.monotonic() + BISECT_SECONDS
+
+        def passes() -> bool:
+            if time.monotonic() > end:
+                raise TimeoutError
+            return self._compiled_again(calls, bisecting=True) != "worse"
+
+        with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
+            with _without_emulation():  # it is tried separately, and would end the search before the lowerings
+                found = CompilerBisector.do_bisect(passes)
+            if found is not None and found.subsystem is not None:
+                parts = (found.backend, found.subsystem, found.debug_info)
+                return " ".join(dict.fromkeys(str(part) for part in parts if part))
+        return None
+
+
+@contextlib.contextmanager
+def _without_emulation() -> Iterator[None]:
+    """Leave emulate_precision_casts out of what the bisection tries."""
+    from torch._inductor import compiler_bisector
+
+    tried = compiler_bisector.BACKENDS["inductor"]
+    kept = [part for part in tried if "emulate_precision_casts" not in part.name]
+    compiler_bisector.BACKENDS["inductor"] = kept
+    try:
+        yield
+    finally:
+        compiler_bisector.BACKENDS["inductor"] = tried
+
+
+def _other_inputs(call: Call) -> Iterator[Call]:
+    """Inputs like those of ``call``: floating tensors changed by about 1 %, integers shifted along their last dimension."""
+    for number in range(1, MORE_CALLS + 1):
+        generator = torch.Generator().manual_seed(number)
+
+        def other(tensor: Tensor, generator: torch.Generator = generator, shift: int = number) -> Tensor:
+            if tensor.is_floating_point():
+                noise = torch.randn(tensor.shape, generator=generator).to(tensor.device)
+                return (tensor.detach() * (1 + 2.0**-6 * noise)).to(tensor.dtype)
+            return tensor.roll(shift, -1) if tensor.ndim and tensor.dtype != torch.bool else tensor
+
+        args: Any = map_tensors(call[0], other)
+        kwargs: Any = map_tensors(call[1], other)
+        yield args, kwargs
