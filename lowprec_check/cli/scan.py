@@ -88,6 +88,13 @@ def scan(
             help="For each precision that fails, search for modules to keep in fp32. Default: only if none passes.",
         ),
     ] = None,
+    scenario: Annotated[
+        Literal["offline", "realtime"] | None,
+        typer.Option(
+            help="Also time every run as it is served: offline (the inputs on all cores) or realtime (batches of 1, in several "
+            "instances of at most 4 cores at a time)."
+        ),
+    ] = None,
     save_plan: Annotated[
         Path | None, typer.Option("--save-plan", help="Save the plan found, for lowprec_check.apply.")
     ] = None,
@@ -149,6 +156,7 @@ def scan(
             select=select or (),
             ignore=ignore or (),
             plan=plan,
+            scenario=scenario,
         )
         spec = TargetSpec(target, tuple(inputs or ()), weights)
         result, ended_by = last_before_end(scan_file(spec, options, isolation, shown.step), shown.done)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import torch
@@ -31,7 +31,7 @@ from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.registry import Registry, words_in
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE
 from lowprec_check.schema.run_matrices import RUN_MATRICES, RunMatrix
-from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.schema.scan_result import ScanResult, Scenario
 
 Reference = Literal["fp32", "fp64"]
 Names = str | Sequence[str] | None
@@ -54,6 +54,7 @@ class ScanOptions:
     seed: int = 0
     without_kernel: str | Sequence[str] = ()
     plan: bool | None = None
+    scenario: Scenario | None = None
     select: str | Sequence[str] = ()
     ignore: str | Sequence[str] = ()
 
@@ -83,9 +84,15 @@ class ScanOptions:
         parse_withheld(words_in(self.without_kernel))
         check_codes([*words_in(self.select), *words_in(self.ignore)])
         self.for_runs("cpu")
-        for name, allowed in (("errors", ("both", "accumulated", "none")), ("reference", ("fp32", "fp64"))):
+        for name, allowed in (
+            ("errors", ("both", "accumulated", "none")),
+            ("reference", ("fp32", "fp64")),
+            ("scenario", (None, *get_args(Scenario))),
+        ):
             if getattr(self, name) not in allowed:
-                raise UsageError(f"Unknown {name} {getattr(self, name)!r}.", f"Choose from {', '.join(allowed)}.")
+                raise UsageError(
+                    f"Unknown {name} {getattr(self, name)!r}.", f"Choose from {', '.join(filter(None, allowed))}."
+                )
 
     def for_runs(self, device: str) -> RunOptions:
         """The options of each run, on the resolved ``device``."""
@@ -97,6 +104,7 @@ class ScanOptions:
             tolerance=self.tolerance,
             seed=self.seed,
             without_kernel=tuple(words_in(self.without_kernel)),
+            scenario=self.scenario,
         )
 
     def saved(self, isolation: Isolation) -> dict[str, Any]:
@@ -113,6 +121,7 @@ class ScanOptions:
             "reference": self.reference,
             "tolerance": self.tolerance,
             "seed": self.seed,
+            "scenario": self.scenario,
             "without_kernel": words_in(self.without_kernel),
         }
 
@@ -139,6 +148,7 @@ def scan(
     seed: int = 0,
     without_kernel: str | Sequence[str] = (),
     plan: bool | None = None,
+    scenario: Scenario | None = None,
     select: str | Sequence[str] = (),
     ignore: str | Sequence[str] = (),
     loss: Callable[[Any], Tensor] | None = None,
@@ -168,6 +178,8 @@ def scan(
         without_kernel: kernels to treat as missing, such as ``aten.dot:half``.
         plan: whether to search for modules to keep in fp32 for every precision that fails; by default a quick search if
             no precision passes.
+        scenario: also time every run as it is served: ``offline`` (the inputs on all cores) or ``realtime`` (batches of 1, in
+            several instances of at most 4 cores at a time).
         select: report only diagnostics whose code starts with one of these prefixes.
         ignore: omit diagnostics whose code starts with one of these prefixes.
         loss: ``loss(output) -> tensor``; it is run and checked as part of the model.
@@ -199,6 +211,7 @@ def scan(
         seed=seed,
         without_kernel=without_kernel,
         plan=plan,
+        scenario=scenario,
         select=select,
         ignore=ignore,
     )

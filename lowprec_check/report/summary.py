@@ -9,7 +9,15 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lowprec_check.analysis import run_summary
-from lowprec_check.analysis.run_summary import explain_status, in_fp32, memory_ratio, short_op, some, time_ratio
+from lowprec_check.analysis.run_summary import (
+    counted,
+    explain_status,
+    in_fp32,
+    memory_ratio,
+    short_op,
+    some,
+    time_ratio,
+)
 from lowprec_check.report.escape import visible, visible_diagnostic, visible_lines
 from lowprec_check.schema.precisions import LOW_FORMATS, PRECISIONS, low_precisions
 from lowprec_check.schema.run_key import qualified
@@ -129,7 +137,7 @@ def _why(run: Run, result: ScanResult) -> str:
     if run.is_reference:
         latency = f"{run.latency_ms:.1f} ms" if run.latency_ms is not None else ""
         memory = _bytes(run.peak_memory_bytes) if run.peak_memory_bytes else ""
-        return ", ".join(part for part in (latency, memory) if part)
+        return ", ".join(part for part in (latency, memory, _scenario(run)) if part)
     if run.base is not None:
         return f"kept in fp32: {some(run.keep_fp32)}"
     if run.status != "ok":
@@ -139,6 +147,16 @@ def _why(run: Run, result: ScanResult) -> str:
         return f"error of the {judged}"
     slow = [d for d in result.diagnostics if d.code == "LP106" and d.is_about(run)]
     return f"slow: {', '.join(short_op(d.op or '') for d in slow[:3])}" if slow else ""
+
+
+def _scenario(run: Run) -> str:
+    """``realtime: 13.1 ms, 2 instances of 1 core, batch 1``."""
+    timing = run.timing
+    if timing is None:
+        return ""
+    where = f"{counted(timing.instances, 'instance')} of {counted(timing.cores, 'core')}"
+    batch = f", batch {timing.batch}" if timing.batch else ""
+    return f"{timing.scenario}: {timing.median_ms:.1f} ms, {where}{batch}"
 
 
 def _bytes(number: int) -> str:

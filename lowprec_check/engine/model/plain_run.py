@@ -97,7 +97,8 @@ def run_once(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], see
 class PlainCalls:
     """Calls a model several times in a row, as its user does, and judges each output. Nothing is attached or rewound.
 
-    ``references`` are the outputs of the fp32 run's calls, ``None`` for the fp32 run itself.
+    ``references`` are the outputs of the fp32 run's calls, ``None`` for the fp32 run itself. With ``prepares``, the first call
+    prepares the model, so that its time says nothing of the others.
     """
 
     def __init__(
@@ -110,10 +111,12 @@ class PlainCalls:
         tolerance: float | None = None,
         references: list[list[Tensor]] | None = None,
         on_call: Callable[[int], None] | None = None,
+        prepares: bool = False,
     ) -> None:
         self._ready, self._args, self._kwargs, self._seed = ready, args, kwargs, seed
         self._tolerance, self._references = tolerance, references
         self._on_call = on_call
+        self._prepares = prepares
         self.outputs: list[list[Tensor]] = []
         """The leaves of the outputs, one list per call."""
         self._seconds: list[float] = []
@@ -131,7 +134,9 @@ class PlainCalls:
             warnings.simplefilter("default")
             try:
                 while self._may_call(
-                    seconds, too_slow, sets_up=(compiled_frames(), len(sys.modules)) > (frames, modules)
+                    seconds,
+                    too_slow,
+                    sets_up=self._prepares or (compiled_frames(), len(sys.modules)) > (frames, modules),
                 ):
                     output = self._call()
                     drew = drew or generator_states() != before

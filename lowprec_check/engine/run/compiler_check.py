@@ -20,8 +20,8 @@ from lowprec_check.engine.model.plain_run import output_tensors, run_once
 from lowprec_check.engine.model.prepared import Prepared, prepared
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.job import Job
-from lowprec_check.engine.run.on_backend import OnBackend
-from lowprec_check.schema.backends import BACKENDS, Call
+from lowprec_check.engine.run.preparation import in_eager_mode, on_backend
+from lowprec_check.schema.backends import Call
 from lowprec_check.schema.compiler_check import CompilerCheck, CompilerVerdict
 from lowprec_check.schema.precisions import FP32, FP64, Precision
 from lowprec_check.schema.run_key import EAGER
@@ -87,7 +87,7 @@ class CompilerChecker:
 
     def _corners(self, call: Call, compiled: Prepared) -> Corners | None:
         """The four outputs on the inputs ``call``; ``None`` if one fails, or they do not match."""
-        eager = self._ready.calling(self._target.call(self._target.model))
+        eager = in_eager_mode(self._ready, self._target)
         try:
             low = self._outputs(eager, call, in_eager=True)
             exact, fp32 = self._wide(self._exact, call), self._wide("fp32", call)
@@ -137,10 +137,8 @@ class CompilerChecker:
     def _compiled_again(self, calls: list[Corners | None], *, bisecting: bool = False) -> CompilerVerdict:
         """The verdict on the model compiled again, on the same inputs; what its user compiled is compiled as before."""
         forget_compiled()
-        compiled = self._ready
-        if self._job.backend != EAGER:
-            compiled = compiled.calling(OnBackend(BACKENDS.get(self._job.backend), self._target, compiled))
-        elif bisecting and self._target.compiled is not None:
+        compiled = on_backend(self._job, self._target, self._ready)
+        if bisecting and self._job.backend == EAGER:
             compiled = compiled.calling(self._target.call(torch.compile(self._target.model)))
         inputs = [self._target.inputs, *_other_inputs(self._target.inputs)]
         again = [

@@ -27,6 +27,8 @@ class JobFiles(NamedTuple):
     """The outputs of the fp32 run."""
     log: int
     """The traceback of a worker that a signal killed."""
+    start: int
+    """Written when all instances of a scenario are ready."""
 
 
 @contextlib.contextmanager

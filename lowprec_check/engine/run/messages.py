@@ -73,6 +73,17 @@ class InstrumentFault(Struct, frozen=True, tag="fault"):
     message: str
 
 
+class InstanceReady(Struct, frozen=True, tag="instance-ready"):
+    """An instance of a scenario has prepared the model."""
+
+
+class InstanceTimed(Struct, frozen=True, tag="instance-timed"):
+    """What an instance of a scenario measured."""
+
+    seconds: list[float]
+    """Of each call."""
+
+
 class Finished(Struct, frozen=True, tag="finished"):
     """The job is done."""
 
@@ -99,6 +110,8 @@ FromJob = (
     | OpCallsFound
     | Explained
     | InstrumentFault
+    | InstanceReady
+    | InstanceTimed
     | Finished
     | UsageFailed
     | ToolFailed

@@ -121,6 +121,7 @@ class PlainPart:
             tolerance=job.tolerance,
             references=saved.outputs if saved else None,
             on_call=self._report_call,
+            prepares=job.backend != EAGER,
         )
         seconds = job.budget / 2 if job.measured else min(2.0, job.budget / 5)
         result, self.outputs = calls.run(seconds=seconds, too_slow=job.slow_seconds), calls.outputs

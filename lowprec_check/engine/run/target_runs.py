@@ -23,6 +23,7 @@ from lowprec_check.engine.run.reference_errors import (
     nondeterministic_reference,
     nonfinite_reference,
 )
+from lowprec_check.engine.run.scenario import NotTimedError, time_in_scenario
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.errors import UsageError
@@ -30,7 +31,7 @@ from lowprec_check.process import Isolation
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, MemoryFormat, RunKey
-from lowprec_check.schema.scan_result import Run, skipped
+from lowprec_check.schema.scan_result import Run, Scenario, skipped
 
 REFERENCE_BUDGET = 600.0
 """Budget in seconds of the fp32 run, whose time is not known yet."""
@@ -55,6 +56,7 @@ class RunOptions:
     tolerance: float | None = None
     seed: int = 0
     without_kernel: tuple[str, ...] = ()
+    scenario: Scenario | None = None
 
     def __post_init__(self) -> None:
         """Raise :class:`UsageError` for a number that is none or out of range; the command line has checked its own."""
@@ -84,6 +86,7 @@ class TargetRuns:
         on_progress: OnProgress | None = None,
     ) -> None:
         self.target, self.options, self._files = source.target, options, files
+        self._source = source
         self._launcher = Launcher(source, isolation, on_progress)
         self.fp32: Run | None = None
         self._self_error = 0.0
@@ -122,7 +125,8 @@ class TargetRuns:
         self._first_seconds = plain.first_seconds
         run = make_run(job, outcome, None)
         notes = [*run.notes, *([HIDDEN_STATE] if self._hidden_state else [])]
-        self.fp32 = msgspec.structs.replace(run, nondeterministic=self._self_error > 0, notes=notes)
+        run = msgspec.structs.replace(run, nondeterministic=self._self_error > 0, notes=notes)
+        self.fp32 = self._timed(run, job)
         self._eager[run.key] = self.fp32
         return self.fp32
 
@@ -209,7 +213,18 @@ class TargetRuns:
         job = dataclasses.replace(job, instrumented=instrumented)
         if instrumented and outcome.explained is None and not outcome.faults:
             self._explain(job, outcome)
-        return make_run(job, outcome, job.tolerance)
+        run = make_run(job, outcome, job.tolerance)
+        return self._timed(run, job) if job.measured else run
+
+    def _timed(self, run: Run, job: Job) -> Run:
+        """``run`` with the times in the scenario, if one was asked for and the run gave an output."""
+        if self.options.scenario is None or run.latency_ms is None:
+            return run
+        try:
+            timing = time_in_scenario(job, self._source, self.isolation, self.options.scenario)
+        except NotTimedError as reason:
+            return msgspec.structs.replace(run, notes=[*run.notes, f"not timed {self.options.scenario}: {reason}"])
+        return msgspec.structs.replace(run, timing=timing)
 
     def _why_skipped(self, key: RunKey) -> str | None:
         """Why a run is not possible here, in words."""

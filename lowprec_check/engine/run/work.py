@@ -12,13 +12,11 @@ from torch import Tensor
 from lowprec_check.engine.core.compiled import forget_compiled
 from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.model.plain_run import run_once
-from lowprec_check.engine.model.prepared import Prepared, prepared
-from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.job import Job, Send
 from lowprec_check.engine.run.messages import Explained, GapFound, InstrumentFault, OpCallsFound
-from lowprec_check.engine.run.on_backend import OnBackend
 from lowprec_check.engine.run.plain_part import PlainPart
+from lowprec_check.engine.run.preparation import in_eager_mode, on_backend, on_device, prepared_for
 from lowprec_check.engine.run.same_draws import judge_with_same_draws
 from lowprec_check.engine.trace.emulation import Emulation
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
@@ -26,42 +24,25 @@ from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.engine.trace.withheld_kernels import withholding
 from lowprec_check.errors import message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
-from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.op_calls import OpCalls
-from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE
+from lowprec_check.schema.run_key import CONTIGUOUS, REFERENCE
 from lowprec_check.schema.scan_result import Gap
 
 
 def run_job(job: Job, target: Target, send: Send) -> None:
     """Run ``job`` and send each result as soon as it is known; afterwards the model is restored."""
     forget_compiled()
-    with _on_device(target, torch.device(job.device)):
+    with on_device(target, torch.device(job.device)):
         outputs, too_slow = _run_plain(job, target, send) if job.plain else (None, job.measure_once)
         if job.instrumented:
             with _report_faults("instrumenting", send):
                 send(Explained(_instrument(job, target, outputs, send, too_slow)))
 
 
-@contextlib.contextmanager
-def _on_device(target: Target, device: torch.device) -> Iterator[None]:
-    """Move the model to ``device``, and back."""
-    if device.type == "cpu":
-        yield
-        return
-    snapshot = Snapshot(target.model, target.inputs)
-    try:
-        target.model.to(device)
-        yield
-    finally:
-        target.model.to("cpu")
-        snapshot.restore()
-
-
 def _run_plain(job: Job, target: Target, send: Send) -> tuple[list[Tensor] | None, bool]:
     """The first output, if the instrumented part must give the same one; and whether the model is too slow to be called again."""
-    with _prepared(job, target) as ready, withholding(job.without_kernel):
-        part = PlainPart(job, target, _on_backend(job, target, ready), send)
+    with prepared_for(job, target) as ready, withholding(job.without_kernel):
+        part = PlainPart(job, target, on_backend(job, target, ready), send)
         part.run()
         with _report_faults("measuring", send):
             part.measure()
@@ -70,33 +51,10 @@ def _run_plain(job: Job, target: Target, send: Send) -> tuple[list[Tensor] | Non
     if part.draws:
         with (
             _report_faults("comparing with the same random numbers", send),
-            _prepared(_in_fp32(job), target) as ready,
+            prepared_for(_in_fp32(job), target) as ready,
         ):
-            judge_with_same_draws(_in_eager_mode(ready, target), part, send)
+            judge_with_same_draws(in_eager_mode(ready, target), part, send)
     return part.comparable_output(), part.too_slow
-
-
-def _prepared(job: Job, target: Target) -> contextlib.AbstractContextManager[Prepared]:
-    return prepared(
-        target.model,
-        PRECISIONS.get(job.precision),
-        torch.device(job.device),
-        memory_format=job.memory_format,
-        keep_fp32=job.keep_fp32,
-        call=target.call(),
-        inputs=target.inputs,
-        changes_parameters=job.changes_parameters,
-    )
-
-
-def _in_eager_mode(ready: Prepared, target: Target) -> Prepared:
-    """``ready``, called without what its user compiled around the model."""
-    return ready.calling(target.call(target.model))
-
-
-def _on_backend(job: Job, target: Target, ready: Prepared) -> Prepared:
-    """``ready``, called through the backend of ``job``."""
-    return ready if job.backend == EAGER else ready.calling(OnBackend(BACKENDS.get(job.backend), target, ready))
 
 
 @contextlib.contextmanager
@@ -112,8 +70,8 @@ def _warm_up(job: Job, target: Target) -> None:
     """Call the model once in fp32, so that what a first call imports does not count against the time limit of an op."""
     if job.is_reference or (job.fp32_ms or 0.0) / 1e3 > job.explain_budget / 20:
         return
-    with _prepared(_in_fp32(job), target) as ready, contextlib.suppress(Exception):
-        run_once(_in_eager_mode(ready, target), target.args, target.kwargs, job.seed)
+    with prepared_for(_in_fp32(job), target) as ready, contextlib.suppress(Exception):
+        run_once(in_eager_mode(ready, target), target.args, target.kwargs, job.seed)
 
 
 def _in_fp32(job: Job) -> Job:
@@ -143,5 +101,5 @@ def _instrument(job: Job, target: Target, outputs: list[Tensor] | None, send: Se
     if too_slow:
         _warm_up(job, target)
     fp32 = fp32_state(target.model)
-    with _prepared(job, target) as ready, withholding(job.without_kernel):
-        return run_instrumented(_in_eager_mode(ready, target), target.args, target.kwargs, fp32, options, outputs)
+    with prepared_for(job, target) as ready, withholding(job.without_kernel):
+        return run_instrumented(in_eager_mode(ready, target), target.args, target.kwargs, fp32, options, outputs)

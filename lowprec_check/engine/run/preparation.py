@@ -1,0 +1,56 @@
+"""The model of a job: on its device, in its precision and memory format, called through its backend."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from lowprec_check.engine.model.prepared import Prepared, prepared
+from lowprec_check.engine.model.snapshot import Snapshot
+from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.run.job import Job
+from lowprec_check.engine.run.on_backend import OnBackend
+from lowprec_check.schema.backends import BACKENDS
+from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.run_key import EAGER
+
+
+@contextlib.contextmanager
+def on_device(target: Target, device: torch.device) -> Iterator[None]:
+    """Move the model to ``device``, and back."""
+    if device.type == "cpu":
+        yield
+        return
+    snapshot = Snapshot(target.model, target.inputs)
+    try:
+        target.model.to(device)
+        yield
+    finally:
+        target.model.to("cpu")
+        snapshot.restore()
+
+
+def prepared_for(job: Job, target: Target) -> contextlib.AbstractContextManager[Prepared]:
+    """The model of ``job``, without its backend; restored afterwards."""
+    return prepared(
+        target.model,
+        PRECISIONS.get(job.precision),
+        torch.device(job.device),
+        memory_format=job.memory_format,
+        keep_fp32=job.keep_fp32,
+        call=target.call(),
+        inputs=target.inputs,
+        changes_parameters=job.changes_parameters,
+    )
+
+
+def in_eager_mode(ready: Prepared, target: Target) -> Prepared:
+    """``ready``, called without what its user compiled around the model."""
+    return ready.calling(target.call(target.model))
+
+
+def on_backend(job: Job, target: Target, ready: Prepared) -> Prepared:
+    """``ready``, called through the backend of ``job``."""
+    return ready if job.backend == EAGER else ready.calling(OnBackend(BACKENDS.get(job.backend), target, ready))
