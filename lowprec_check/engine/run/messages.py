@@ -10,7 +10,7 @@ from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.schema.base import Struct, encoded
 from lowprec_check.schema.op_calls import OpCalls
-from lowprec_check.schema.scan_result import ErrorStats, Gap
+from lowprec_check.schema.scan_result import ErrorStats, Gap, LayerError
 
 
 class Measures(Struct, frozen=True, kw_only=True):
@@ -22,6 +22,8 @@ class Measures(Struct, frozen=True, kw_only=True):
     nonfinite_at: tuple[str, str, str | None] | None = None
     """Op, module and source line that produced the first NaN or Inf."""
     metric: float | None = None
+    layer_errors: list[LayerError] = []
+    """Of a backend that quantizes."""
 
 
 class Loaded(Struct, frozen=True, tag="loaded"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import zlib
+from collections.abc import Callable
 from ctypes import c_char
 from typing import IO, Any, NamedTuple
 
@@ -39,6 +40,7 @@ from lowprec_check.engine.trace.twins import storage_key
 from lowprec_check.errors import UsageError
 from lowprec_check.process.shared_file import clear_shared
 from lowprec_check.schema.run_key import EAGER
+from lowprec_check.schema.scan_result import LayerError
 
 INFINITE = "the fp32 output has infinities: the same ones are expected in low precision"
 
@@ -154,6 +156,11 @@ class PlainPart:
         if self.target.metric is not None:
             self._snapshot.rewind()
             self._add(metric=float(self.target.metric(_as_standalone(self.ready))))
+
+    def add_layer_errors(self, measure: Callable[[], list[LayerError]]) -> None:
+        """Send the errors of the layers that a backend quantized, if the model ran."""
+        if self.job.measured and self.result.status != "error":
+            self._add(layer_errors=measure())
 
     def _add(self, **measured: Any) -> None:
         """Send what was measured so far."""

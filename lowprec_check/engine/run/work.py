@@ -30,7 +30,7 @@ from lowprec_check.schema.backends import BACKENDS, Call, Example
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import EAGER, REFERENCE
-from lowprec_check.schema.scan_result import Gap
+from lowprec_check.schema.scan_result import Gap, LayerError
 
 
 def run_job(job: Job, target: Target, send: Send) -> None:
@@ -61,10 +61,14 @@ def _on_device(target: Target, device: torch.device) -> Iterator[None]:
 def _run_plain(job: Job, target: Target, send: Send) -> tuple[list[Tensor] | None, bool]:
     """The first output, if the instrumented part must give the same one; and whether the model is too slow to be called again."""
     with _prepared(job, target) as ready, withholding(job.without_kernel):
-        part = PlainPart(job, target, _on_backend(job, target, ready), send)
+        on_backend = _on_backend(job, target, ready)
+        part = PlainPart(job, target, on_backend, send)
         part.run()
         with _report_faults("measuring", send):
             part.measure()
+        if isinstance(on_backend.call, _OnBackend):
+            with _report_faults("comparing the layers", send), ready.context():
+                part.add_layer_errors(on_backend.call.layer_errors)
     if part.draws:
         with (
             _report_faults("comparing with the same random numbers", send),
@@ -105,6 +109,13 @@ class _OnBackend:
         self._job, self._target, self._ready = job, target, ready
         self._backend = BACKENDS.get(job.backend)
         self._call: Callable[..., Any] | None = None
+        self._prepared: Any = None
+        self._prepared_for: Call = ((), {})
+
+    def layer_errors(self) -> list[LayerError]:
+        """The errors of the layers that the backend quantized."""
+        example = self._example(*self._prepared_for)
+        return [] if self._call is None else self._backend.layer_errors(self._prepared, self._ready.model, example)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._call is None:
@@ -112,7 +123,8 @@ class _OnBackend:
             if not callable(prepared):
                 kind = type(prepared).__name__
                 raise TypeError(f"prepare of the backend {self._backend.name} returned {kind}, which cannot be called")
-            self._call = self._target.call(prepared)
+            self._prepared, self._call = prepared, self._target.call(prepared)
+            self._prepared_for = (args, kwargs)
         return self._call(*args, **kwargs)
 
     def _example(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Example:
