@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lowprec_check.engine.quantize.library import needs_strict_export
 from lowprec_check.schema.backends import Code
 from lowprec_check.schema.scan_result import ModelInfo
 
@@ -11,7 +10,6 @@ def torchao_code(model: ModelInfo) -> Code:
     """Code for torchao's PT2E and inductor."""
     args, kwargs = _example(model)
     given = f"{args}, {kwargs}" if kwargs != "{}" else args
-    strict = ", strict=True" if needs_strict_export() else ""
     return Code(
         imports=(
             "import torch._inductor.config",
@@ -23,7 +21,7 @@ def torchao_code(model: ModelInfo) -> Code:
         ),
         before=("torch._inductor.config.freezing = True  # without it, no int8 kernels",),
         inside=(
-            f"exported = torch.export.export(model, {given}{strict}).module()",
+            f"exported = torch.export.export(model, {given}, strict=True).module()",
             "quantizer = X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config())",
             "prepared = prepare_pt2e(exported, quantizer)",
             *_calibrate(model),

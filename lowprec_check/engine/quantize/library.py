@@ -19,9 +19,6 @@ FITTING = {(2, 6): "0.12.0", (2, 7): "0.12.0", (2, 8): "0.13.0", (2, 9): "0.15.0
 NEWEST = "0.18.0"
 """The torchao for torch 2.11 and later. 0.16 and 0.17 fail in ``convert_pt2e`` on torch 2.13."""
 
-MATCHES_MODULES = (2, 13)
-"""From this torch on, the quantizer finds the modules of a graph from non-strict export; before, it silently finds none."""
-
 Version = tuple[int, int]
 
 
@@ -46,11 +43,6 @@ def fitting_torchao() -> str:
     """The version of torchao for the installed torch."""
     torch = version_of("torch")
     return FITTING.get(torch, NEWEST) if torch is not None else NEWEST
-
-
-def needs_strict_export() -> bool:
-    """Whether the quantizer finds modules only in a graph that Dynamo traced."""
-    return (version_of("torch") or MATCHES_MODULES) < MATCHES_MODULES
 
 
 def version_of(package: str) -> Version | None:
