@@ -264,7 +264,7 @@ def test_calibration_batches_of_another_shape_are_an_error() -> None:
 
 @needs_torchao
 def test_a_model_that_is_not_quantized_is_an_error() -> None:
-    with pytest.raises(UsageError, match="found none to quantize in LayerNorm"):
+    with pytest.raises(UsageError, match="found none in LayerNorm"):
         quantize(nn.LayerNorm(4).eval(), torch.randn(2, 4))
     with pytest.raises(UsageError, match="training mode"):
         quantize(conv_net().train(), images())

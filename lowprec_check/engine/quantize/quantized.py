@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from lowprec_check.errors import UsageError, type_name
 from lowprec_check.schema.backends import Call
 from lowprec_check.schema.scan_result import LayerError
 
@@ -26,3 +27,11 @@ class Quantized(Protocol):
 
     def save(self, path: str | Path, extra: dict[str, str]) -> None:
         """Write the converted model, and ``extra``, texts by name."""
+
+
+def nothing_to_quantize(model: nn.Module) -> UsageError:
+    """The error for a model of which no layer was quantized, whose row would be fp32 under another name."""
+    return UsageError(
+        f"int8 quantizes 2-d convolutions and linear layers, and found none in {type_name(model)}.",
+        "Use another backend.",
+    )

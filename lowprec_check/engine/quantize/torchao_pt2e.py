@@ -12,9 +12,9 @@ from torch.fx import GraphModule
 
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.quantize.pt2e_layer_errors import layer_errors, quantized_layers
-from lowprec_check.engine.quantize.quantized import Calibration
+from lowprec_check.engine.quantize.quantized import Calibration, nothing_to_quantize
 from lowprec_check.engine.quantize.quiet import quiet
-from lowprec_check.errors import UsageError, encodable
+from lowprec_check.errors import UsageError
 from lowprec_check.schema.backends import Call
 from lowprec_check.schema.scan_result import LayerError
 
@@ -70,10 +70,7 @@ def quantize_with_torchao(model: nn.Module, example: Call, calibration: Calibrat
             prepared(*args, **kwargs)
         converted: GraphModule = convert_pt2e(prepared)
     if not quantized_layers(converted):
-        raise UsageError(
-            f"int8 quantizes Conv2d and Linear modules, and found none to quantize in {encodable(type(model).__name__)}.",
-            "Use another backend.",
-        )
+        raise nothing_to_quantize(model)
     return TorchaoModel(converted, example)
 
 
