@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lowprec_check import catalog
     from lowprec_check.analysis.diff import ScanDiff, diff_scans
     from lowprec_check.engine.model.application import Application
+    from lowprec_check.engine.model.quantized_model import QuantizedModel, load_quantized, quantize
     from lowprec_check.engine.plan.apply import apply
     from lowprec_check.engine.plan.planner import find_plan
     from lowprec_check.engine.scan import scan
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         ErrorStats,
         ExceptionInfo,
         Gap,
+        LayerError,
         ModelInfo,
         Recommendation,
         ResultError,
@@ -48,6 +50,7 @@ _MODULES = {
     "ExceptionInfo": "schema.scan_result",
     "FloatFormat": "schema.precisions",
     "Gap": "schema.scan_result",
+    "LayerError": "schema.scan_result",
     "ModelInfo": "schema.scan_result",
     "OpCall": "schema.op_calls",
     "OpCalls": "schema.op_calls",
@@ -55,6 +58,7 @@ _MODULES = {
     "Planning": "schema.plan",
     "Precision": "schema.precisions",
     "Recommendation": "schema.scan_result",
+    "QuantizedModel": "engine.model.quantized_model",
     "ReportFormat": "report.registry",
     "ResultError": "schema.scan_result",
     "Run": "schema.scan_result",
@@ -65,6 +69,8 @@ _MODULES = {
     "apply": "engine.plan.apply",
     "diff_scans": "analysis.diff",
     "find_plan": "engine.plan.planner",
+    "load_quantized": "engine.model.quantized_model",
+    "quantize": "engine.model.quantized_model",
     "render": "report.registry",
     "scan": "engine.scan",
 }
@@ -81,12 +87,14 @@ __all__ = [
     "ExceptionInfo",
     "FloatFormat",
     "Gap",
+    "LayerError",
     "ModelInfo",
     "OpCall",
     "OpCalls",
     "Plan",
     "Planning",
     "Precision",
+    "QuantizedModel",
     "Recommendation",
     "ReportFormat",
     "ResultError",
@@ -99,6 +107,8 @@ __all__ = [
     "catalog",
     "diff_scans",
     "find_plan",
+    "load_quantized",
+    "quantize",
     "render",
     "scan",
 ]

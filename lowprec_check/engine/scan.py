@@ -14,6 +14,7 @@ from lowprec_check.analysis.conclusion import conclude, wanted_runs
 from lowprec_check.analysis.rules.registry import check_codes
 from lowprec_check.engine.machine import environment, version
 from lowprec_check.engine.model.application import application_of
+from lowprec_check.engine.model.calibration import Calibration
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.plan.planner import plan_for_scan
 from lowprec_check.engine.run.isolation import best_isolation, check_isolation, isolated
@@ -153,6 +154,7 @@ def scan(
     ignore: str | Sequence[str] = (),
     loss: Callable[[Any], Tensor] | None = None,
     metric: Callable[[nn.Module], float] | None = None,
+    calibration: Calibration | None = None,
     isolation: Isolation | None = None,
     on_progress: OnProgress | None = None,
 ) -> ScanResult:
@@ -184,6 +186,8 @@ def scan(
         ignore: omit diagnostics whose code starts with one of these prefixes.
         loss: ``loss(output) -> tensor``; it is run and checked as part of the model.
         metric: ``metric(model) -> float``; it is reported for each run.
+        calibration: what a backend that quantizes calibrates the model on: batches like ``inputs`` (a list, a ``DataLoader``),
+            or a function that returns or yields them; by default ``inputs``.
         isolation: ``fork`` runs in copies of this process (the default if possible); ``spawn`` in fresh interpreters, to
             which the model is pickled; ``none`` in this process, without time limits and crash protection (the default
             if this process already uses an accelerator).
@@ -216,7 +220,7 @@ def scan(
         ignore=ignore,
     )
     options.check()
-    source = TargetSource(make_target(model, inputs, loss=loss, metric=metric))
+    source = TargetSource(make_target(model, inputs, loss=loss, metric=metric, calibration=calibration))
     return scan_target(source, isolation or best_isolation(can_spawn=False), options, on_progress=on_progress)
 
 

@@ -12,6 +12,8 @@ from lowprec_check.analysis.run_summary import shorten
 from lowprec_check.report import summary
 from lowprec_check.report.escape import LONGEST as LONGEST_NAME
 from lowprec_check.report.escape import visible, visible_lines
+from lowprec_check.report.layer_errors import TITLE as LAYERS
+from lowprec_check.report.layer_errors import worst_layers
 from lowprec_check.report.summary import Group, and_more
 from lowprec_check.schema.scan_result import ScanResult
 
@@ -49,6 +51,9 @@ def _head(result: ScanResult) -> Iterator[str]:
     origins = list(_origins(result))
     if origins:
         yield fold("Where the error originates", "\n".join(origins))
+    layers = [f"- {escape(line)}" for line in worst_layers(result)]
+    if layers:
+        yield fold(LAYERS, "\n".join(layers[:60]))
 
 
 def _runs(result: ScanResult) -> str:

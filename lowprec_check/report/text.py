@@ -12,6 +12,8 @@ from lowprec_check.analysis.run_summary import shorten
 from lowprec_check.report import summary
 from lowprec_check.report.console import print_table, screen
 from lowprec_check.report.escape import visible, visible_lines
+from lowprec_check.report.layer_errors import TITLE as LAYERS
+from lowprec_check.report.layer_errors import worst_layers
 from lowprec_check.report.plan import kept_lines
 from lowprec_check.report.summary import Group, and_more, group
 from lowprec_check.schema.scan_result import ScanResult
@@ -36,6 +38,7 @@ def render(
             console.print(Text(f"note: {visible(note)}", style="yellow"))
         console.print()
         print_runs(console, result)
+        _print_layers(console, result)
         console.print()
         _print_findings(console, result, findings, verbose)
         _print_advice(console, result)
@@ -56,6 +59,14 @@ def print_runs(console: Console, result: ScanResult) -> None:
         for row in shown
     ]
     print_table(console, ["precision", "status", *figures, "why"], rows, right=figures, sentences=True)
+
+
+def _print_layers(console: Console, result: ScanResult) -> None:
+    lines = list(worst_layers(result))
+    if lines:
+        console.print(Text(f"\n{LAYERS}", style="bold"))
+    for line in lines:
+        console.print(Text(f"  {line}"))
 
 
 def _print_findings(console: Console, result: ScanResult, limit: int, verbose: bool) -> None:

@@ -17,7 +17,7 @@ from lowprec_check.schema.registry import Registry
 from lowprec_check.schema.run_key import EAGER, RunKey
 
 if TYPE_CHECKING:
-    from lowprec_check.schema.scan_result import ModelInfo
+    from lowprec_check.schema.scan_result import LayerError, ModelInfo
 
 
 class Replacement(NamedTuple):
@@ -88,6 +88,10 @@ class Backend:
         It is called in the context of the first call: without gradients, under autocast if the precision is.
         """
         raise NotImplementedError
+
+    def layer_errors(self, prepared: Any, model: Any, example: Example) -> list[LayerError]:
+        """The errors of the layers of what :meth:`prepare` returned, for a backend that quantizes; called after it ran."""
+        return []
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
         """Code that does the same as :meth:`prepare`; ``model.call`` is how the model is called."""

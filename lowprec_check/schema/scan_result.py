@@ -111,6 +111,19 @@ class Timing(Struct, frozen=True, kw_only=True):
     """Items per second of all instances; ``None`` if the batch is unknown."""
 
 
+class LayerError(Struct, frozen=True, kw_only=True):
+    """How far the output of a quantized layer is from that of fp32, over the inputs it was calibrated on."""
+
+    module: str
+    """The path of the module, ``layer1.0.conv1``; empty for the model itself."""
+    op: str
+    """``conv2d``."""
+    local: float | None = None
+    """The rel_l2 of the layer alone, on the inputs that it gets in fp32; ``None`` if it was not measured, or is not finite."""
+    accumulated: float | None = None
+    """The rel_l2 in the quantized model, with the errors of the layers before it."""
+
+
 class Run(Struct, frozen=True, kw_only=True):
     """One precision × backend × device × memory format: the plain part and the instrumented part that explains it."""
 
@@ -180,6 +193,8 @@ class Run(Struct, frozen=True, kw_only=True):
     """Whether the model drew random numbers."""
     output_is_zero: bool = False
     """Whether the floating output is all zeros, so that a relative error is meaningless."""
+    layer_errors: list[LayerError] = []
+    """The errors of the layers that a quantizing backend measured, in the order of the model."""
 
     @property
     def key(self) -> RunKey:
@@ -293,6 +308,8 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     training: bool
     call: str = "model(*inputs)"
     """How the model is called, as code."""
+    calibration: str = ""
+    """The file's calibration batches, as code; empty if a quantized model is calibrated on the inputs."""
     setup: list[str] = []
     """Code that makes ``model`` and ``inputs`` from the file's definitions."""
     castable: bool = True

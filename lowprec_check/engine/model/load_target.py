@@ -1,4 +1,4 @@
-"""Loads a target from a file, a dotted name or a zoo: the model, its inputs, and an optional loss and metric."""
+"""Loads a target from a file, a dotted name or a zoo: the model, its inputs, and an optional loss, metric and calibration."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lowprec_check.engine.model.calibration import check_calibration
 from lowprec_check.engine.model.huggingface_zoo import load_folder, load_transformers
 from lowprec_check.engine.model.inputs import (
     PASTE_INPUTS,
@@ -105,6 +106,7 @@ def _load_from_module(spec: str, inputs: tuple[str, ...]) -> Target:
         source=source,
         make_batch=_make_batch(module, inputs),
         setup=_setup(module, found_name, found, inputs, imported),
+        calibrate=_calibration(module),
     )
 
 
@@ -130,6 +132,7 @@ def _target_of_call(call: ScriptCall, module: types.ModuleType, inputs: tuple[st
         make_batch=_make_batch(module, inputs),
         setup=(f"# before {call.line}: `model` is the model that this line calls, `inputs` what it is called with",),
         notes=(note,),
+        calibrate=_calibration(module),
     )
 
 
@@ -222,7 +225,8 @@ def _setup(
     lines = []
     if imported is not None:
         own_inputs = [] if inputs else ["inputs"]
-        lines.append(f"from {imported} import {', '.join([name, *own_inputs])}")
+        own_calibration = [] if attribute_of(module, "calibration") is None else ["calibration"]
+        lines.append(f"from {imported} import {', '.join([name, *own_inputs, *own_calibration])}")
     if not isinstance(found, nn.Module) and callable(found):
         lines.append(f"model = {name}()")
     elif name != "model":
@@ -257,3 +261,8 @@ def _optional(module: types.ModuleType, name: str) -> Any:
             f"Make `{name}` a function, or rename it.",
         )
     return value
+
+
+def _calibration(module: types.ModuleType) -> Any:
+    name = f"`calibration` in {display_name(module)}"
+    return check_calibration(attribute_of(module, "calibration"), name)

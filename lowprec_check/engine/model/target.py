@@ -17,7 +17,8 @@ from lowprec_check.engine.core.source_location import traceback_line
 from lowprec_check.engine.model import torchvision_ops
 from lowprec_check.engine.model.application import converted_dtypes
 from lowprec_check.engine.model.batch import take_batch
-from lowprec_check.engine.model.inputs import as_call, call_with_number, is_function
+from lowprec_check.engine.model.calibration import calibration_calls, check_calibration
+from lowprec_check.engine.model.inputs import Arguments, as_call, call_with_number, is_function
 from lowprec_check.engine.model.source_lines import class_line
 from lowprec_check.errors import UsageError, message_of, type_name
 from lowprec_check.schema.backends import Call
@@ -56,6 +57,8 @@ class Target(NamedTuple):
     """Returns the inputs of batch 0, 1, 2, …, seeded or drawn from torch's generator; ``None`` if the inputs are fixed."""
     default_inputs: bool = False
     """Whether the inputs were made for a model by name, without being asked for."""
+    calibrate: Any = None
+    """The file's ``calibration``: a function that returns batches, or the batches; ``None`` if it defines none."""
     compiled: nn.Module | None = None
     """The model as its user compiled it, by ``torch.compile(model)``: what the plain part calls."""
 
@@ -65,8 +68,18 @@ class Target(NamedTuple):
         return self.args, self.kwargs
 
     def calibration(self) -> Iterable[Call]:
-        """Inputs to calibrate a quantized model on: those of the file's ``calibration()``, else the inputs."""
-        return [self.inputs]
+        """Inputs to calibrate a quantized model on: those of the file's ``calibration()``, else the inputs.
+
+        Raises :class:`UsageError` while they are read, if they are empty or not like the inputs.
+        """
+        if self.calibrate is None:
+            return [self.inputs]
+        return calibration_calls(self.calibrate, Arguments(self.args, self.kwargs, self.form), forward_of(self.model))
+
+    @property
+    def calibration_code(self) -> str:
+        """Code for the batches of ``calibration``; empty if the file defines none."""
+        return "" if self.calibrate is None else "calibration()" if is_function(self.calibrate) else "calibration"
 
     def batch(self, index: int) -> Target:
         """This target with the inputs of another batch; raises :class:`UsageError` if there is only one."""
@@ -96,11 +109,14 @@ class Target(NamedTuple):
         return model_and_loss
 
 
-def make_target(model: nn.Module, inputs: Any, *, loss: Any = None, metric: Any = None) -> Target:
+def make_target(
+    model: nn.Module, inputs: Any, *, loss: Any = None, metric: Any = None, calibration: Any = None
+) -> Target:
     """A target from a model and its inputs, of the API; raises :class:`UsageError` if it cannot be scanned."""
     make_batch = functools.partial(call_with_number, inputs) if is_function(inputs) else None
     given = inputs if make_batch is None else make_batch(0)
-    return check(unchecked_target(model, given, loss=loss, metric=metric, make_batch=make_batch))
+    calibrate = check_calibration(calibration, "calibration")
+    return check(unchecked_target(model, given, loss=loss, metric=metric, make_batch=make_batch, calibrate=calibrate))
 
 
 def unchecked_target(

@@ -11,7 +11,7 @@ from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.schema.base import Struct, encoded
 from lowprec_check.schema.compiler_check import CompilerCheck
 from lowprec_check.schema.op_calls import OpCalls
-from lowprec_check.schema.scan_result import ErrorStats, Gap
+from lowprec_check.schema.scan_result import ErrorStats, Gap, LayerError
 
 
 class Measures(Struct, frozen=True, kw_only=True):
@@ -24,6 +24,8 @@ class Measures(Struct, frozen=True, kw_only=True):
     """Op, module and source line that produced the first NaN or Inf."""
     metric: float | None = None
     compiler: CompilerCheck | None = None
+    layer_errors: list[LayerError] = []
+    """Of a backend that quantizes."""
 
 
 class Loaded(Struct, frozen=True, tag="loaded"):

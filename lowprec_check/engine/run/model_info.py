@@ -28,6 +28,7 @@ def describe_target(target: Target, fp32: Run) -> ModelInfo:
         modules=sum(1 for _ in model.modules()),
         training=model.training,
         call=target.form,
+        calibration=target.calibration_code,
         setup=list(target.setup),
         castable=_is_castable(target),
         layout=_layout(target),

@@ -8,6 +8,7 @@ from typing import Any
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import Target
 from lowprec_check.schema.backends import Backend, Call, Example
+from lowprec_check.schema.scan_result import LayerError
 
 
 class OnBackend:
@@ -16,6 +17,7 @@ class OnBackend:
     def __init__(self, backend: Backend, target: Target, ready: Prepared) -> None:
         self._backend, self._target, self._ready = backend, target, ready
         self._call: Callable[..., Any] | None = None
+        self._example: Example | None = None
         self.prepared: Callable[..., Any] | None = None
         """What replaces the model, without the loss; ``None`` before the first call."""
 
@@ -26,22 +28,26 @@ class OnBackend:
             self._call = self._target.call(self.prepared)
         return self._call(*args, **kwargs)
 
+    def layer_errors(self) -> list[LayerError]:
+        """The errors of the layers that the backend quantized."""
+        if self._example is None:
+            return []
+        return self._backend.layer_errors(self.prepared, self._ready.model, self._example)
+
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         ready = self._ready
 
         def calibration() -> Iterable[Call]:
             return (ready.inputs(*call) for call in self._target.calibration())
 
-        prepared: Any = self._backend.prepare(
-            ready.model,
-            Example(
-                args=args,
-                kwargs=kwargs,
-                precision=ready.precision,
-                device=ready.device.type,
-                calibration=calibration,
-            ),
+        self._example = Example(
+            args=args,
+            kwargs=kwargs,
+            precision=ready.precision,
+            device=ready.device.type,
+            calibration=calibration,
         )
+        prepared: Any = self._backend.prepare(ready.model, self._example)
         if not callable(prepared):
             kind = type(prepared).__name__
             raise TypeError(f"prepare of the backend {self._backend.name} returned {kind}, which cannot be called")

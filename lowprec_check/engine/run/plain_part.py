@@ -167,6 +167,13 @@ class PlainPart:
             checker = CompilerChecker(self.job, self.target, self.ready, self._snapshot.rewind)
             self._add(compiler=checker.check())
 
+    def add_layer_errors(self) -> None:
+        """Send the errors of the layers that a backend quantized, if the model ran."""
+        call = self.ready.call
+        if isinstance(call, OnBackend) and self.job.measured and self.result.status != "error":
+            with self.ready.context():
+                self._add(layer_errors=call.layer_errors())
+
     def _add(self, **measured: Any) -> None:
         """Send what was measured so far."""
         self._measures = msgspec.structs.replace(self._measures, **measured)

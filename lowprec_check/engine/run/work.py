@@ -48,6 +48,8 @@ def _run_plain(job: Job, target: Target, send: Send) -> tuple[list[Tensor] | Non
             part.measure()
         with _report_faults("checking the compiler", send):
             part.check_compiler()
+        with _report_faults("comparing the layers", send):
+            part.add_layer_errors()
     if part.draws:
         with (
             _report_faults("comparing with the same random numbers", send),

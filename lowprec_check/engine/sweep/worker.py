@@ -96,7 +96,7 @@ def _load_extension(name: str | None) -> str | None:
             f"Intel Extension for PyTorch {version} does not match torch {torch.__version__}.",
             f"Install the extension for torch {torch.__version__}.",
         )
-    import intel_extension_for_pytorch  # type: ignore[import-not-found]  # noqa: F401
+    import intel_extension_for_pytorch  # noqa: F401
 
     return f"ipex {version.partition('+')[0]}"
 

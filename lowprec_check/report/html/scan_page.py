@@ -12,6 +12,8 @@ from lowprec_check.report.escape import visible
 from lowprec_check.report.html import bokeh_files as bokeh
 from lowprec_check.report.html import charts, module_tree
 from lowprec_check.report.html.page import render_page, static
+from lowprec_check.report.layer_errors import TITLE as LAYERS
+from lowprec_check.report.layer_errors import worst_layers
 from lowprec_check.report.summary import Group, RunRow
 from lowprec_check.schema.scan_result import Run, ScanResult
 
@@ -42,6 +44,8 @@ def render(result: ScanResult) -> str:
         "kept": summary.kept(result),
         "failures": summary.failures(result),
         "runs": list(_runs(result)),
+        "layers_title": LAYERS,
+        "layers": list(worst_layers(result)),
         "ratio_tick": 100 / _widest(result),
         "charts": [{"label": summary.label(run), "status": run.status} for run in drawn],
         "first": _first_shown(drawn),

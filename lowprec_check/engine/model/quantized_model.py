@@ -1,0 +1,84 @@
+"""``quantize(model, inputs)``: the model as the ``int8`` backend runs it, to call, save and reload."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowprec_check.engine.core.seed import kept_generators
+from lowprec_check.engine.model.application import application_of
+from lowprec_check.engine.model.calibration import Calibration
+from lowprec_check.engine.model.target import make_target
+from lowprec_check.engine.quantize import conversion
+from lowprec_check.engine.quantize.quantized import Quantized
+from lowprec_check.errors import UsageError
+from lowprec_check.schema.backends import BACKENDS
+from lowprec_check.schema.precisions import PRECISIONS
+
+_BACKEND = "int8"
+_PRECISION = "lowprec_check_precision"
+"""The name of the text in a saved file."""
+
+
+class QuantizedModel:
+    """A quantized model, for inference on the CPU. Call it as you call the model, on inputs of the same shapes."""
+
+    def __init__(self, quantized: Quantized, precision: str) -> None:
+        self._quantized = quantized
+        self.precision = precision
+        """How the rest of it runs: ``fp32`` or ``autocast-bf16``."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the model, without gradients; the first call compiles."""
+        with torch.no_grad(), application_of(PRECISIONS.get(self.precision)).context("cpu"):
+            return self._quantized(*args, **kwargs)
+
+    def save(self, path: str | Path) -> None:
+        """Write the converted model to ``path``, as ``.pt2`` (torchao) or TorchScript (Intel's extension).
+
+        Raises :class:`UsageError` if the file cannot be written.
+        """
+        try:
+            with application_of(PRECISIONS.get(self.precision)).context("cpu"):
+                self._quantized.save(path, {_PRECISION: self.precision})
+        except OSError as error:
+            raise UsageError(f"Cannot write {path}: {error.strerror}.") from None
+
+
+def quantize(
+    model: nn.Module, inputs: Any, *, calibration: Calibration | None = None, precision: str = "fp32"
+) -> QuantizedModel:
+    """Quantize a copy of ``model`` to int8, as the ``int8`` backend does; ``model`` is left unchanged.
+
+    Args:
+        model: in fp32, on the CPU, in ``eval`` mode.
+        inputs: a tensor, a tuple of positional arguments, or a mapping of keyword arguments. The result is bound to their shapes.
+        calibration: batches like ``inputs`` (a list, a ``DataLoader``), or a function that returns or yields them, from which
+            the ranges of the activations are taken; by default ``inputs``.
+        precision: how the rest of the model runs, ``fp32`` or ``autocast-bf16``.
+
+    Raises:
+        UsageError: the model, its inputs or the calibration is not valid, or no library is installed that can quantize.
+    """
+    chosen = PRECISIONS.get(precision)
+    reason = BACKENDS.get(_BACKEND).skip_reason(chosen, "cpu", "contiguous")
+    if reason is not None:
+        raise UsageError(f"The model cannot be quantized: {reason}.")
+    target = make_target(model, inputs, calibration=calibration)
+    with kept_generators(), torch.no_grad(), application_of(chosen).context("cpu"):
+        return QuantizedModel(conversion.quantize(target.model, target.inputs, target.calibration), chosen.name)
+
+
+def load_quantized(path: str | Path) -> QuantizedModel:
+    """Load what :meth:`QuantizedModel.save` wrote, with the same library and torch; its outputs are equal bit for bit.
+
+    Raises :class:`UsageError` if the file is no such model, or this environment lacks the library. Load only files that you trust:
+    torch reads them.
+    """
+    quantized, texts = conversion.load(path, [_PRECISION])
+    if texts[_PRECISION] not in ("fp32", "autocast-bf16"):
+        raise UsageError(f"Cannot load {path}: it was not saved by lowprec_check.quantize.")
+    return QuantizedModel(quantized, texts[_PRECISION])
