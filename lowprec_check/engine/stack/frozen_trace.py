@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,10 @@ def frozen_trace(model: Any, example: Example) -> Callable[..., Any]:
     try:
         with kept_generators():
             args, kwargs = map_tensors((example.args, example.kwargs), torch.clone)
-            given: dict[str, Any] = {"example_kwarg_inputs": kwargs} if kwargs else {"example_inputs": args}
+            given: dict[str, Any] = {"example_inputs": args}
+            if kwargs:  # torch.jit.trace takes arguments of one kind
+                bound = inspect.signature(model.forward).bind(*args, **kwargs)
+                given = {"example_kwarg_inputs": dict(bound.arguments)}
             traced: Any = torch.jit.trace(model, **given, check_trace=False, strict=False)
             frozen: Callable[..., Any] = torch.jit.freeze(traced)
             for _ in range(_WARM_UP_CALLS):
