@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -178,3 +179,14 @@ def test_a_frozen_trace_gives_what_the_model_and_the_code_give(call: str, precis
     assert isinstance(frozen, torch.jit.ScriptModule)
     assert torch.linalg.norm(tensors[1].float() - tensors[0].float()) <= bound * torch.linalg.norm(tensors[0].float())
     assert torch.equal(tensors[1], tensors[2])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_trace_takes_arguments_of_both_kinds() -> None:
+    torch.manual_seed(0)
+    model, x, scale = Noisy().eval(), torch.ones(2, 8), torch.tensor(0.0)
+    example = example_of("model(*inputs)", "fp32")
+    example = dataclasses.replace(example, args=(x,), kwargs={"scale": scale})
+    with torch.no_grad():
+        frozen = frozen_trace(model, example)
+        torch.testing.assert_close(frozen(x, scale=scale)["y"], model(x, scale=scale)["y"])
