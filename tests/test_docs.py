@@ -52,10 +52,19 @@ def test_every_package_and_module_of_the_engine_is_on_the_map() -> None:
     assert not {name for name in names if not re.search(rf"\b{name}\b", text)}
 
 
-def test_ci_runs_the_command_in_the_readme() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert re.search(r"<!-- tests -->\n    python3 -m venv \.venv && .*pytest", readme)
-    assert "<!-- tests -->" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+@pytest.mark.parametrize(
+    ("document", "marker", "command"),
+    [
+        ("README.md", "tests", r"python3 -m venv \.venv && .*pytest"),
+        ("CONTRIBUTING.md", "ipex install", r"python3 -m venv \.venv-ipex && .*-c constraints-ipex\.txt"),
+        ("CONTRIBUTING.md", "ipex tests", r"\.venv-ipex/bin/python -c 'import intel_.*pytest tests/ipex"),
+    ],
+)
+def test_ci_runs_the_commands_in_the_documents(document: str, marker: str, command: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    assert re.search(rf"^<!-- {marker} -->\n    {command}", text, re.MULTILINE)
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert re.search(rf"\$\(documented {document} '?{marker}'?\)", script)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "reports").glob("scans/*.json")), ids=lambda path: path.stem)

@@ -112,7 +112,7 @@ def test_plans_pass_are_minimal_and_no_larger_than_needed(seed: int) -> None:
             path,
             dtype,
             id=f"{dtype}-{path.stem}",
-            marks=[pytest.mark.slow] if path.stem in ("spade_decoder", "fourier_mixer") else [],
+            marks=[pytest.mark.slow] if path.stem in ("spade_decoder", "fourier_mixer", "cifar_resnet50") else [],
         )
         for dtype in ("bf16", "fp16")
         for path in EXAMPLES

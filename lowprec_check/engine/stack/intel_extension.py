@@ -1,0 +1,97 @@
+"""Intel's extension for PyTorch: whether it can be used here, and ``ipex.optimize``.
+
+Imported beside another torch than its own, the extension calls ``os._exit(127)``. So the versions are compared first, without
+importing it. It is archived: 2.8.0, for torch 2.8, was its last release.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, ClassVar
+
+from lowprec_check.schema.backends import Backend, Replacement
+from lowprec_check.schema.precisions import Precision
+
+DISTRIBUTION = "intel-extension-for-pytorch"
+IMPORT = "import intel_extension_for_pytorch as ipex"
+_LAST = (2, 8)
+_INSTALL = f"run pip install torch==2.8.0 {DISTRIBUTION}==2.8.0"
+_ARCHIVED = "Intel's extension is archived and its last release fits torch 2.8 only"
+
+
+class ExtensionBackend(Backend):
+    """A backend that uses the extension."""
+
+    changes_process = True  # the extension overrides kernels of autocast when it is imported
+    successor: ClassVar[str]
+    """The backend that does the same on newer torch."""
+
+    def skip_reason(self, precision: Precision, device: str, memory_format: str) -> str | None:
+        """Why the extension cannot be used on ``device``; precisions that it does not support raise an exception in the run."""
+        if device != "cpu":
+            return f"{DISTRIBUTION} on PyPI supports the CPU only; use the backend inductor on {device}"
+        return extension_problem()
+
+    def replacement(self) -> Replacement | None:
+        """The backend that does the same, if torch is newer than 2.8 and the extension is not installed."""
+        torch = _version("torch")
+        if torch is None or _release(torch) <= _LAST or _version(DISTRIBUTION) is not None:
+            return None
+        successors = {
+            "inductor-freeze": "torch.compile with frozen weights, which prepacks them for oneDNN as ipex.optimize did",
+            "inductor": "torch.compile with the backend inductor",
+        }
+        instead = successors[self.successor]
+        return Replacement(self.successor, f"{_ARCHIVED}; {instead}, replaced it (on Intel GPUs, torch.xpu)")
+
+
+def extension_problem() -> str | None:
+    """Why the extension cannot be imported here; ``None`` if it is installed beside the torch that it needs."""
+    torch, extension = _version("torch") or "of an unknown version", _version(DISTRIBUTION)
+    if extension is None and _release(torch) > _LAST:
+        return f"{_ARCHIVED}, but torch {torch} is installed; use torch.compile instead"
+    if extension is None:
+        return f"{DISTRIBUTION} is not installed; {_INSTALL}"
+    if _release(extension) != _release(torch):
+        needed = ".".join(map(str, _release(extension)))
+        return (
+            f"{DISTRIBUTION} {extension} needs torch {needed}, but torch {torch} is installed, and importing it would end "
+            f"the process; {_INSTALL}"
+        )
+    return None
+
+
+def optimized(model: Any, precision: Precision, **options: Any) -> Any:
+    """A copy of ``model``, an ``nn.Module`` in ``precision`` on the CPU, after ``ipex.optimize`` with ``options``.
+
+    Raises ``AssertionError`` for fp16 with prepacked weights on a CPU without fp16 instructions, and for a model in training mode.
+    """
+    torch: Any = importlib.import_module("torch")
+    ipex: Any = importlib.import_module("intel_extension_for_pytorch")
+    if _lowers(precision):
+        options["dtype"] = getattr(torch, precision.format.name)
+    return ipex.optimize(model, **options)
+
+
+def optimize_code(precision: Precision, options: str = "") -> str:
+    """The call of :func:`optimized` as code; ``options`` are further arguments, ``weights_prepack=False``."""
+    dtype = f"dtype={precision.format.dtype}" if _lowers(precision) else ""
+    return f"ipex.optimize({', '.join(filter(None, ['model', dtype, options]))})"
+
+
+def _lowers(precision: Precision) -> bool:
+    """Whether ``ipex.optimize`` gets the dtype of ``precision``: a custom precision changes the model itself."""
+    return precision.kind in ("cast", "autocast")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _release(text: str) -> tuple[int, ...]:
+    """``(2, 8)`` of ``2.8.0+cpu``; empty if it does not start with numbers."""
+    return tuple(int(part) for part in text.split(".")[:2] if part.isdecimal())
