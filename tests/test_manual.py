@@ -103,6 +103,7 @@ MACHINE = {
     "LP106": "times; executed below",
     "LP107": "a kernel that crashes; executed below",
     "LP301": "another precision, tested below",
+    "LP306": "a fault of a compiler; tests/test_compiler_check.py",
     "LP302": "a kernel that adds up in 16 bits, tested below",
     "LP901": "other inputs, tested below",
     "LP903": "a slow kernel or one that crashes",

@@ -172,25 +172,22 @@ def scan(
         matrix: a set of runs, ``default``, ``full`` or ``ci``; the three arguments above replace its parts.
         device: ``cpu``, ``cuda``, ``xpu`` or ``mps``; by default an accelerator if there is one, else the CPU.
         budget: seconds for each part of a run; by default 20, or ten fp32 forwards if that is more.
-        errors: which errors to compute for each op: local and accumulated (``both``), or fewer to be faster
-            (``accumulated``, ``none``).
+        errors: errors to compute for each op: ``both`` (local and accumulated); ``accumulated`` and ``none`` are faster.
         reference: dtype of the reference that each op is compared with, ``fp32`` or ``fp64``.
         tolerance: the largest rel_l2 of the output that passes; by default the tolerance of the precision.
         seed: random seed of every run.
         without_kernel: kernels to treat as missing, such as ``aten.dot:half``.
-        plan: whether to search for modules to keep in fp32 for every precision that fails; by default a quick search if
-            no precision passes.
-        scenario: also time every run as it is served: ``offline`` (the inputs on all cores) or ``realtime`` (batches of 1, in
-            several instances of at most 4 cores at a time).
+        plan: whether to search for modules to keep in fp32 for each precision that fails; by default only if none passes.
+        scenario: also time every run as it is served: ``offline`` (on all cores) or ``realtime`` (batches of 1, in several
+            instances of at most 4 cores at a time).
         select: report only diagnostics whose code starts with one of these prefixes.
         ignore: omit diagnostics whose code starts with one of these prefixes.
         loss: ``loss(output) -> tensor``; it is run and checked as part of the model.
         metric: ``metric(model) -> float``; it is reported for each run.
-        calibration: what a backend that quantizes calibrates the model on: batches like ``inputs`` (a list, a ``DataLoader``),
-            or a function that returns or yields them; by default ``inputs``.
+        calibration: batches like ``inputs`` that int8 is calibrated on (a list, a ``DataLoader``), or a function that returns
+            or yields them; by default ``inputs``.
         isolation: ``fork`` runs in copies of this process (the default if possible); ``spawn`` in fresh interpreters, to
-            which the model is pickled; ``none`` in this process, without time limits and crash protection (the default
-            if this process already uses an accelerator).
+            which the model is pickled; ``none`` in this process, without limits (the default if it uses an accelerator).
         on_progress: called with the name of the run and its current step.
 
     Returns:

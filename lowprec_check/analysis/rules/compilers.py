@@ -15,16 +15,17 @@ from lowprec_check.schema.scan_result import Run, ScanResult
 def compiled_worse(result: ScanResult) -> Iterator[Finding]:
     """A compiler makes the output worse than eager mode does in the same precision.
 
-    Observed: the model was run in fp64, in fp32, in the precision of the run in eager mode, and compiled, on the same inputs
-    and the same (rounded) weights. For a tensor of the output, the compiled result has NaN or Inf where eager has numbers, or
-    changes more than twice as many decisions (integers, booleans), or is more than twice as far from fp64 as eager's. The
-    distance is relative to that tensor. A larger distance is confirmed on eight other inputs, and counts only if it is over a
-    tenth of the tolerance: a result that differs from eager's but is not further from fp64 is no fault.
+    Observed: the model was run in fp64, in fp32, in the precision of the run in eager mode, and compiled, on the same
+    inputs and the same (rounded) weights. For a tensor of the output, the compiled result has NaN or Inf where eager has
+    numbers, or changes more than twice as many decisions (integers, booleans), or is more than twice as far from fp64 as
+    eager's. The distance is relative to that tensor. A larger distance is confirmed on eight other inputs, and counts only
+    if it is over a tenth of the tolerance: a result that differs from eager's but is not further from fp64 is no fault.
 
-    Usual causes: the compiler computes a value in fp32 at one place and rounds it to 16 bits at another, so that two values
-    that were equal in eager mode differ; a fault of the compiler.
+    Usual causes: the compiler computes a value in fp32 at one place and rounds it to 16 bits at another, so that two
+    values that were equal in eager mode differ; a fault of the compiler.
 
-    What to do: if the finding says that `emulate_precision_casts` removes it, set it:
+    What to do: run the part in eager mode (`torch.compiler.disable`), and report it to pytorch/pytorch with the pass that
+    the finding names. Or, if the finding says that `emulate_precision_casts` removes it, set that:
 
         # before
         model = torch.compile(model)
@@ -32,9 +33,6 @@ def compiled_worse(result: ScanResult) -> Iterator[Finding]:
         import torch._inductor.config
         torch._inductor.config.emulate_precision_casts = True
         model = torch.compile(model)
-
-    Otherwise run the part in eager mode (`torch.compiler.disable`), and report it to https://github.com/pytorch/pytorch with
-    the pass that the finding names.
     """
     for run in result.runs:
         check = run.compiler

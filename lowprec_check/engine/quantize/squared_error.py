@@ -23,7 +23,7 @@ class SquaredError:
 
     @property
     def rel_l2(self) -> float | None:
-        """√(Σ‖y − r‖² / Σ‖r‖²); 0/0 is 0; ``None`` if there was no pair, or it is infinite or NaN."""
+        """The square root of the sum of ‖y − r‖² over that of ‖r‖²; 0/0 is 0; ``None`` if there was no pair, or it is infinite or NaN."""
         if not self._pairs:
             return None
         if self._reference:
