@@ -178,10 +178,9 @@ def scan(
         seed: random seed of every run.
         without_kernel: kernels to treat as missing, such as ``aten.dot:half``.
         plan: whether to search for modules to keep in fp32 for each precision that fails; by default only if none passes.
-        scenario: also time every run as it is served: ``offline`` (on all cores) or ``realtime`` (batches of 1, in several
-            instances of at most 4 cores at a time).
+        scenario: also time every run: ``offline`` (on all cores) or ``realtime`` (several instances with batches of 1).
         select: report only diagnostics whose code starts with one of these prefixes.
-        ignore: omit diagnostics whose code starts with one of these prefixes.
+        ignore: omit those whose code starts with one of these.
         loss: ``loss(output) -> tensor``; it is run and checked as part of the model.
         metric: ``metric(model) -> float``; it is reported for each run.
         calibration: batches like ``inputs`` that int8 is calibrated on (a list, a ``DataLoader``), or a function that returns

@@ -18,8 +18,8 @@ def compiled_worse(result: ScanResult) -> Iterator[Finding]:
     Observed: the model was run in fp64, in fp32, in the precision of the run in eager mode, and compiled, on the same
     inputs and the same (rounded) weights. For a tensor of the output, the compiled result has NaN or Inf where eager has
     numbers, or changes more than twice as many decisions (integers, booleans), or is more than twice as far from fp64 as
-    eager's. The distance is relative to that tensor. A larger distance is confirmed on eight other inputs, and counts only
-    if it is over a tenth of the tolerance: a result that differs from eager's but is not further from fp64 is no fault.
+    eager's. The distance is relative to that tensor. A larger distance is confirmed on eight other inputs, and counts
+    only if it is over a tenth of the tolerance: a result that differs from eager's but is not further from fp64 is no fault.
 
     Usual causes: the compiler computes a value in fp32 at one place and rounds it to 16 bits at another, so that two
     values that were equal in eager mode differ; a fault of the compiler.
