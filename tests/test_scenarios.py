@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +15,7 @@ from conftest import Call
 from torch import Tensor, nn
 
 from lowprec_check import UsageError, scan
+from lowprec_check.engine.run.instance import Instance
 from lowprec_check.engine.run.scenario import batch_of, instances_of, percentile
 
 
@@ -53,6 +59,50 @@ def test_a_model_that_cannot_take_one_item_is_not_timed() -> None:
     assert [run.status for run in result.runs] == ["ok", "ok"]
     assert result.run("bfloat16").timing is None
     assert "not timed realtime: ValueError: 1 rows" in result.run("bfloat16").notes
+
+
+class OneItem(nn.Module):
+    """Does ``act`` for a batch of one."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        super().__init__()
+        self.act, self.linear = act, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 1:
+            self.act()
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("isolation", ["fork", "none"])
+def test_a_model_that_exits_in_an_instance_is_not_timed(isolation: Any) -> None:
+    model = OneItem(lambda: sys.exit(3))
+    run = scan(
+        model, torch.ones(6, 8), precisions="bfloat16", scenario="realtime", plan=False, isolation=isolation
+    ).run("bfloat16")
+    assert (run.status, run.timing) == ("ok", None)
+    assert "SystemExit" in run.notes[-1]
+
+
+def test_instances_may_finish_at_different_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = [Instance((), single=True), Instance((), single=True)]
+    monkeypatch.setattr("lowprec_check.engine.run.scenario.instances_of", lambda *_: two)
+    monkeypatch.setattr("lowprec_check.engine.run.instance.SECONDS", 0.1)
+    token, giver = os.pipe()
+    os.set_blocking(token, False)
+    os.write(giver, b"slow")
+    slow: list[bytes] = []
+
+    def wait() -> None:
+        with contextlib.suppress(BlockingIOError):
+            slow.append(os.read(token, 4))  # in one process only
+        time.sleep(0.2 if slow else 0.0)
+
+    run = scan(OneItem(wait), torch.ones(6, 8), precisions="bfloat16", scenario="realtime", plan=False).runs[0]
+    os.close(token)
+    os.close(giver)
+    assert run.timing is not None, run.notes
+    assert run.timing.instances == 2
 
 
 class Two(nn.Module):
