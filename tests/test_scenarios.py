@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,23 +85,18 @@ def test_a_model_that_exits_in_an_instance_is_not_timed(isolation: Any) -> None:
     assert "SystemExit" in run.notes[-1]
 
 
-def test_instances_may_finish_at_different_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_instances_may_finish_at_different_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     two = [Instance((), single=True), Instance((), single=True)]
     monkeypatch.setattr("lowprec_check.engine.run.scenario.instances_of", lambda *_: two)
     monkeypatch.setattr("lowprec_check.engine.run.instance.SECONDS", 0.1)
-    token, giver = os.pipe()
-    os.set_blocking(token, False)
-    os.write(giver, b"slow")
-    slow: list[bytes] = []
+    slow = tmp_path / "slow"
 
     def wait() -> None:
-        with contextlib.suppress(BlockingIOError):
-            slow.append(os.read(token, 4))  # in one process only
-        time.sleep(0.2 if slow else 0.0)
+        with contextlib.suppress(FileExistsError), slow.open("x") as file:
+            file.write(str(os.getpid()))
+        time.sleep(0.2 if slow.read_text() == str(os.getpid()) else 0.0)
 
     run = scan(OneItem(wait), torch.ones(6, 8), precisions="bfloat16", scenario="realtime", plan=False).runs[0]
-    os.close(token)
-    os.close(giver)
     assert run.timing is not None, run.notes
     assert run.timing.instances == 2
 
