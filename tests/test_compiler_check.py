@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -330,18 +332,25 @@ def test_a_fault_of_the_compiler_is_found_and_explained() -> None:
 
 
 @pytest.mark.slow
-def test_a_fault_is_reported_even_if_there_is_no_time_to_explain_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def explain(*_: Any) -> Any:
-        work_for(60)
+def test_a_fault_is_reported_even_if_there_is_no_time_to_explain_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def compiled_again(*_: Any, bisecting: bool = False) -> str:
+        if bisecting:
+            work_for(60)
+        return "worse"
 
-    monkeypatch.setattr("lowprec_check.engine.run.compiler_check.CompilerChecker._compiled_again", explain)
+    monkeypatch.setattr("lowprec_check.engine.run.compiler_check.CompilerChecker._compiled_again", compiled_again)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of the workers as well
     wrong = torch.compile(Mlp().eval(), backend=lambda graph, _: lambda *args: [out * 1.04 for out in graph(*args)])
     result = scan(wrong, draw(4, 16), precisions="bfloat16", plan=False, budget=3)
     run = result.run("bfloat16")
     assert run.status == "ok"  # the fp32 run is as wrong
     assert run.compiler is not None
-    assert (run.compiler.verdict, run.compiler.emulated) == ("worse", None)
+    assert (run.compiler.verdict, run.compiler.emulated, run.compiler.culprit) == ("worse", "worse", None)
+    assert any("the budget of 3 s ended" in note for note in run.notes)
     assert [d.code for d in result.diagnostics if d.code == "LP306" and d.precision == "bfloat16"] == ["LP306"]
+    assert [path for path in tmp_path.iterdir() if not path.name.startswith("pymp-")] == []
 
 
 @pytest.mark.slow

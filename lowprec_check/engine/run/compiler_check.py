@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import multiprocessing.util
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -186,6 +188,8 @@ class CompilerChecker:
             return self._compiled_again(calls, bisecting=True) != "worse"
 
         with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
+            # a folder that is removed even if this process is killed
+            CompilerBisector.in_process_cache = tempfile.mkdtemp(dir=multiprocessing.util.get_temp_dir())
             with _without_emulation():  # it is tried separately, and would end the search before the lowerings
                 found = CompilerBisector.do_bisect(passes)
             if found is not None and found.subsystem is not None:
