@@ -82,7 +82,24 @@ def test_a_model_that_exits_in_an_instance_is_not_timed(isolation: Any) -> None:
         model, torch.ones(6, 8), precisions="bfloat16", scenario="realtime", plan=False, isolation=isolation
     ).run("bfloat16")
     assert (run.status, run.timing) == ("ok", None)
-    assert "SystemExit" in run.notes[-1]
+    assert run.notes[-1] == "not timed realtime: SystemExit: 3"
+
+
+def test_an_instance_in_this_process_uses_the_threads_that_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads(), os.sched_getaffinity(0)
+    three = Instance((0, 1, 2), single=True)
+    monkeypatch.setattr("lowprec_check.engine.run.scenario.instances_of", lambda *_: [three])
+
+    def check() -> None:
+        if torch.get_num_threads() != 3:
+            raise ValueError(f"{torch.get_num_threads()} threads")
+
+    run = scan(
+        OneItem(check), torch.ones(6, 8), precisions="bfloat16", scenario="realtime", plan=False, isolation="none"
+    ).run("bfloat16")
+    assert run.timing is not None, run.notes
+    assert run.timing.cores == 3
+    assert (torch.get_num_threads(), os.sched_getaffinity(0)) == before
 
 
 def test_instances_may_finish_at_different_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.model.plain_run import reraise_interrupt
 from lowprec_check.engine.run.instance import SECONDS, Instance, time_instance, work_as_instance
@@ -26,6 +27,7 @@ from lowprec_check.engine.run.messages import (
     decode,
 )
 from lowprec_check.engine.run.target_source import FreshLoad, TargetSource
+from lowprec_check.errors import message_of, type_name
 from lowprec_check.process import Isolation
 from lowprec_check.process.function_worker import FunctionWorker
 from lowprec_check.process.shared_file import clear_shared
@@ -100,11 +102,15 @@ def _time_here(job: Job, source: TargetSource, instance: Instance) -> list[float
         if isinstance(message, InstanceTimed):
             found.extend(message.seconds)
 
+    threads = torch.get_num_threads()
+    torch.set_num_threads(len(instance.cores))  # without pinning them: this process belongs to the user
     try:
         time_instance(job, instance._replace(cores=()), source.forked(), send, lambda: None)
     except BaseException as error:
         reraise_interrupt(error)
-        raise NotTimedError(f"{type(error).__name__} in the scenario") from None
+        raise NotTimedError(f"{type_name(error)}: {first_line(message_of(error))}") from None
+    finally:
+        torch.set_num_threads(threads)
     return found
 
 
