@@ -354,6 +354,25 @@ def test_a_fault_is_reported_even_if_there_is_no_time_to_explain_it(
 
 
 @pytest.mark.slow
+def test_the_pass_is_searched_if_nothing_compiles_with_emulated_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled_again(*_: Any) -> str:
+        raise RuntimeError("as torch 2.8 on a CPU")
+
+    checker = "lowprec_check.engine.run.compiler_check.CompilerChecker"
+    monkeypatch.setattr(f"{checker}._compiled_again", compiled_again)
+    monkeypatch.setattr(f"{checker}._bisect", lambda *_: "inductor lowerings eq")
+    wrong = torch.compile(Mlp().eval(), backend=lambda graph, _: lambda *args: [out * 1.04 for out in graph(*args)])
+    run = scan(wrong, draw(4, 16), precisions="bfloat16", plan=False).run("bfloat16")
+    assert run.compiler is not None
+    assert (run.compiler.verdict, run.compiler.emulated, run.compiler.culprit) == (
+        "worse",
+        None,
+        "inductor lowerings eq",
+    )
+    assert run.notes == []
+
+
+@pytest.mark.slow
 def test_other_random_numbers_are_no_verdict() -> None:
     """Dropout in compiled code draws other numbers than in eager mode."""
     model = nn.Sequential(Mlp(), nn.Dropout(0.5)).train()

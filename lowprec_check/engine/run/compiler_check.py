@@ -152,7 +152,8 @@ class CompilerChecker:
         """``check`` with what removes the difference, then with the pass that makes it."""
         import torch._inductor.config
 
-        with torch._inductor.config.patch(emulate_precision_casts=True):
+        # torch 2.8 cannot compile for a CPU with it
+        with contextlib.suppress(Exception), torch._inductor.config.patch(emulate_precision_casts=True):
             check = msgspec.structs.replace(check, emulated=self._compiled_again(calls))
         yield check
         yield msgspec.structs.replace(check, culprit=self._bisect(calls))
