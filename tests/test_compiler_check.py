@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,8 +88,22 @@ def test_changed_decisions_count() -> None:
         return verdict(Corners([exact], [exact], [changed(eager)], [changed(compiled)]))
 
     assert found(0, 0) == found(10, 20) == found(10, 0) == "no-worse"
-    assert found(0, 1) == found(10, 22) == "harmless"
+    assert found(0, 1) == found(10, 22) == found(1, 4) == "harmless"
     assert found(0, 1000) == found(10, 200) == "worse"
+
+
+def test_a_value_that_depends_on_the_precision_does_not_hide_the_others() -> None:
+    """A mask filled with ``torch.finfo(x.dtype).min``, whose square fp64 cannot hold."""
+    exact, filled = draw(64).double(), torch.zeros(64, dtype=torch.bool)
+    filled[:8] = True
+
+    def masked(values: Tensor) -> Tensor:
+        return values.masked_fill(filled, torch.finfo(values.dtype).min)
+
+    low = exact.bfloat16()
+    for factor, expected in ((1.0, "no-worse"), (1.05, "worse")):
+        found = Corners([masked(exact)], [masked(exact.float())], [masked(low)], [masked(low * factor)])
+        assert verdict(found) == expected
 
 
 def test_errors_are_taken_over_all_calls() -> None:
@@ -107,6 +128,19 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
+
+
+class Changing(Backend):
+    """Applies ``change`` to what the model returns."""
+
+    name = "noisy"
+    summary = "changes the output"
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        self.change = change
+
+    def prepare(self, model: Any, example: Any) -> Any:
+        return lambda *args: self.change(model(*args))
 
 
 class Noisy(Backend):
@@ -153,6 +187,79 @@ def test_a_backend_that_adds_less_than_eager_is_not(monkeypatch: pytest.MonkeyPa
     assert run.compiler is not None
     assert (run.compiler.verdict, run.compiler.exact) == ("no-worse", "fp64")
     assert not [d for d in result.diagnostics if d.code == "LP306"]
+
+
+class Decides(Mlp):
+    """Returns classes only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).argmax(-1)
+
+
+@pytest.mark.parametrize(("change", "expected"), [(0, "no-worse"), (1, "worse")])
+def test_one_decision_is_confirmed_on_other_inputs(change: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BACKENDS._items, "noisy", Changing(lambda classes: (classes + change) % 8))
+    result = scan(Decides().eval(), draw(1, 16), precisions="bfloat16", backends="noisy", plan=False)
+    check = result.run("bfloat16", "noisy").compiler
+    assert check is not None
+    assert (check.verdict, check.compiled_changed) == (expected, 9 * change)
+    assert [d.code for d in result.diagnostics if d.code == "LP306"] == change * ["LP306"]
+
+
+def work_for(seconds: float) -> None:
+    """Use the processor: a process that only waits counts as one that waits for a lost thread."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+
+class In64Bits(Mlp):
+    """Does ``act`` in fp64."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        super().__init__()
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            self.act()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("act", "note"),
+    [
+        (lambda: work_for(60), "the budget of 1 s ended after the output was judged"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "SIGSEGV"),
+        (lambda: sys.exit(3), "checking the compiler failed: SystemExit: 3"),
+    ],
+)
+def test_what_ends_the_check_leaves_the_verdict(
+    act: Callable[[], Any], note: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BACKENDS._items, "noisy", Changing(lambda output: output))
+    options = {"precisions": "bfloat16", "backends": "noisy", "plan": False, "budget": 1.0}
+    run = scan(In64Bits(act).eval(), draw(4, 16), **options).run("bfloat16", "noisy")  # type: ignore[arg-type]
+    assert (run.status, run.compiler) == ("ok", None)
+    assert any(note in text for text in run.notes), run.notes
+    assert run.latency_ms is not None
+    assert len(run.op_calls) > 0
+
+
+def test_an_exit_of_the_metric_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BACKENDS._items, "noisy", Changing(lambda output: output))
+    for isolation in ("fork", "none"):
+        run = scan(
+            Mlp().eval(),
+            draw(4, 16),
+            precisions="bfloat16",
+            backends="noisy",
+            plan=False,
+            metric=lambda _: sys.exit(3),
+            isolation=isolation,
+        ).run("bfloat16", "noisy")
+        assert run.status == "ok"
+        assert "measuring failed: SystemExit: 3" in run.notes
 
 
 class OnlyFp32(Mlp):
@@ -222,6 +329,56 @@ def test_a_fault_of_the_compiler_is_found_and_explained() -> None:
         assert run.compiler.nonfinite == 16 * 32
         found = next(d for d in result.diagnostics if d.code == "LP306")
         assert "emulate_precision_casts = True, with which it was not worse" in (found.help or "")
+
+
+@pytest.mark.slow
+def test_a_fault_is_reported_even_if_there_is_no_time_to_explain_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def compiled_again(*_: Any, bisecting: bool = False) -> str:
+        if bisecting:
+            work_for(60)
+        return "worse"
+
+    monkeypatch.setattr("lowprec_check.engine.run.compiler_check.CompilerChecker._compiled_again", compiled_again)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of the workers as well
+    wrong = torch.compile(Mlp().eval(), backend=lambda graph, _: lambda *args: [out * 1.04 for out in graph(*args)])
+    result = scan(wrong, draw(4, 16), precisions="bfloat16", plan=False, budget=3)
+    run = result.run("bfloat16")
+    assert run.status == "ok"  # the fp32 run is as wrong
+    assert run.compiler is not None
+    assert (run.compiler.verdict, run.compiler.emulated, run.compiler.culprit) == ("worse", "worse", None)
+    assert any("the budget of 3 s ended" in note for note in run.notes)
+    assert [d.code for d in result.diagnostics if d.code == "LP306" and d.precision == "bfloat16"] == ["LP306"]
+    assert [path for path in tmp_path.iterdir() if not path.name.startswith("pymp-")] == []
+
+
+@pytest.mark.slow
+def test_the_pass_is_searched_if_nothing_compiles_with_emulated_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled_again(*_: Any) -> str:
+        raise RuntimeError("as torch 2.8 on a CPU")
+
+    checker = "lowprec_check.engine.run.compiler_check.CompilerChecker"
+    monkeypatch.setattr(f"{checker}._compiled_again", compiled_again)
+    monkeypatch.setattr(f"{checker}._bisect", lambda *_: "inductor lowerings eq")
+    wrong = torch.compile(Mlp().eval(), backend=lambda graph, _: lambda *args: [out * 1.04 for out in graph(*args)])
+    run = scan(wrong, draw(4, 16), precisions="bfloat16", plan=False).run("bfloat16")
+    assert run.compiler is not None
+    assert (run.compiler.verdict, run.compiler.emulated, run.compiler.culprit) == (
+        "worse",
+        None,
+        "inductor lowerings eq",
+    )
+    assert run.notes == []
+
+
+@pytest.mark.slow
+def test_other_random_numbers_are_no_verdict() -> None:
+    """Dropout in compiled code draws other numbers than in eager mode."""
+    model = nn.Sequential(Mlp(), nn.Dropout(0.5)).train()
+    for run in scan(model, draw(4, 16), precisions="fp32,bfloat16", backends="inductor", plan=False).runs[1:]:
+        assert (run.status, run.output_error) == ("unjudged", None)
+        assert any("draws other random numbers" in note for note in run.notes)
 
 
 @pytest.mark.slow

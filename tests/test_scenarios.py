@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +16,7 @@ from conftest import Call
 from torch import Tensor, nn
 
 from lowprec_check import UsageError, scan
+from lowprec_check.engine.run.instance import Instance
 from lowprec_check.engine.run.scenario import batch_of, instances_of, percentile
 
 
@@ -53,6 +60,62 @@ def test_a_model_that_cannot_take_one_item_is_not_timed() -> None:
     assert [run.status for run in result.runs] == ["ok", "ok"]
     assert result.run("bfloat16").timing is None
     assert "not timed realtime: ValueError: 1 rows" in result.run("bfloat16").notes
+
+
+class OneItem(nn.Module):
+    """Does ``act`` for a batch of one."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        super().__init__()
+        self.act, self.linear = act, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 1:
+            self.act()
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("isolation", ["fork", "none"])
+def test_a_model_that_exits_in_an_instance_is_not_timed(isolation: Any) -> None:
+    model = OneItem(lambda: sys.exit(3))
+    run = scan(
+        model, torch.ones(6, 8), precisions="bfloat16", scenario="realtime", plan=False, isolation=isolation
+    ).run("bfloat16")
+    assert (run.status, run.timing) == ("ok", None)
+    assert run.notes[-1] == "not timed realtime: SystemExit: 3"
+
+
+def test_an_instance_in_this_process_uses_the_threads_that_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads(), os.sched_getaffinity(0)
+    three = Instance((0, 1, 2), single=True)
+    monkeypatch.setattr("lowprec_check.engine.run.scenario.instances_of", lambda *_: [three])
+
+    def check() -> None:
+        if torch.get_num_threads() != 3:
+            raise ValueError(f"{torch.get_num_threads()} threads")
+
+    run = scan(
+        OneItem(check), torch.ones(6, 8), precisions="bfloat16", scenario="realtime", plan=False, isolation="none"
+    ).run("bfloat16")
+    assert run.timing is not None, run.notes
+    assert run.timing.cores == 3
+    assert (torch.get_num_threads(), os.sched_getaffinity(0)) == before
+
+
+def test_instances_may_finish_at_different_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    two = [Instance((), single=True), Instance((), single=True)]
+    monkeypatch.setattr("lowprec_check.engine.run.scenario.instances_of", lambda *_: two)
+    monkeypatch.setattr("lowprec_check.engine.run.instance.SECONDS", 0.1)
+    slow = tmp_path / "slow"
+
+    def wait() -> None:
+        with contextlib.suppress(FileExistsError), slow.open("x") as file:
+            file.write(str(os.getpid()))
+        time.sleep(0.2 if slow.read_text() == str(os.getpid()) else 0.0)
+
+    run = scan(OneItem(wait), torch.ones(6, 8), precisions="bfloat16", scenario="realtime", plan=False).runs[0]
+    assert run.timing is not None, run.notes
+    assert run.timing.instances == 2
 
 
 class Two(nn.Module):

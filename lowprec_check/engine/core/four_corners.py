@@ -56,7 +56,8 @@ class Distances:
         e64, e32, low, made = (as_real(tensor).double() for tensor in (exact, fp32, eager, compiled))
         wanted = e64.isfinite() & low.isfinite()
         self.nonfinite += int((wanted & ~made.isfinite()).sum())
-        compared = wanted & made.isfinite() & e32.isfinite()
+        # beyond the range of the precision, eager has other values by intention: torch.finfo(x.dtype).min in a mask
+        compared = wanted & made.isfinite() & e32.isfinite() & (e64.abs() <= _largest(eager.dtype))
         e64, e32, low, made = (torch.where(compared, values, 0.0) for values in (e64, e32, low, made))
         self.size += _square(e64)
         self.fp32 += _square(e32 - e64)
@@ -68,18 +69,24 @@ class Distances:
         return math.sqrt(squares / self.size) if self.size else (math.inf if squares else 0.0)
 
     def verdict(self, slack: float) -> CompilerVerdict:
-        """``worse`` if the compiled output has NaN or Inf that eager lacks, more than twice as many changed decisions, or
-        more than twice the error, and the error is over ``slack``.
+        """``worse`` if the compiled output has NaN or Inf that eager lacks, more than twice as many changed decisions and more
+        than by chance, or more than twice the error, and the error is over ``slack``.
         """
         if self.nonfinite:
             return "worse"
         if self.decisions:
             excess = self.compiled_changed - FACTOR * self.eager_changed
-            return "worse" if excess > max(1.0, slack * self.decisions) else "harmless" if excess > 0 else "no-worse"
+            chance = 2 * math.sqrt(self.compiled_changed + FACTOR**2 * self.eager_changed)  # two standard deviations
+            return "worse" if excess > max(chance, slack * self.decisions) else "harmless" if excess > 0 else "no-worse"
         compiled, eager = self.error(self.compiled), self.error(self.eager)
         if compiled <= FACTOR * eager:
             return "no-worse"
         return "harmless" if compiled <= slack else "worse"
+
+    def uncertain(self, slack: float) -> bool:
+        """Whether other inputs must confirm the verdict: a few numbers may be wrong by chance, or be too few to tell."""
+        verdict = self.verdict(slack)
+        return not self.nonfinite and (verdict == "worse" or (verdict == "harmless" and self.decisions > 0))
 
     @property
     def severity(self) -> tuple[float, float, float]:
@@ -87,6 +94,10 @@ class Distances:
         compiled, eager = self.error(self.compiled), self.error(self.eager)
         ratio = compiled / eager if eager else math.inf if compiled else 0.0
         return float(self.nonfinite), float(self.compiled_changed - FACTOR * self.eager_changed), ratio
+
+
+def _largest(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).max if dtype.is_floating_point or dtype.is_complex else math.inf
 
 
 def _square(values: Tensor) -> float:

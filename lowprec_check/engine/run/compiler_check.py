@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import multiprocessing.util
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.compiled import compiled_code_in_eager, compiled_frames, forget_compiled
+from lowprec_check.engine.core.compiled import compiled_code_in_eager, forget_compiled
 from lowprec_check.engine.core.four_corners import Corners, Distances, distances, worst
 from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.model.plain_run import output_tensors, run_once
@@ -32,8 +34,11 @@ SLACK = 0.1
 MORE_CALLS = 8
 """Further calls on other inputs that must confirm a larger error: that of a few numbers may be small by chance."""
 
+SHARE_OF_BUDGET = 0.5
+"""Part of the budget of a call that further calls, and the search for the pass, may take together each."""
+
 BISECT_SECONDS = 120.0
-"""The search for the pass ends then."""
+"""The search for the pass ends then, at the latest."""
 
 _EXACT = {
     "fp64": Precision(name="fp64", kind="cast", format=FP64, method="double", tolerance=0.0),
@@ -42,24 +47,40 @@ _EXACT = {
 
 
 class CompilerChecker:
-    """Checks the run of ``job`` with the model ``ready``, whose call is compiled; ``rewind`` restores the model's state."""
+    """Checks the run of ``job`` with the model ``ready``, whose call is compiled; ``rewind`` restores the model's state.
 
-    def __init__(self, job: Job, target: Target, ready: Prepared, rewind: Callable[[], None]) -> None:
+    ``by_dynamo`` says that ``torch.compile`` compiled it, whose passes can be searched.
+    """
+
+    def __init__(
+        self, job: Job, target: Target, ready: Prepared, rewind: Callable[[], None], *, by_dynamo: bool
+    ) -> None:
         self._job, self._target, self._ready, self._rewind = job, target, ready, rewind
+        self._by_dynamo = by_dynamo
+        self._seconds = SHARE_OF_BUDGET * job.call_budget
         self._slack = SLACK * (job.tolerance if job.tolerance is not None else ready.precision.tolerance)
         self._exact = "fp64"
 
-    def check(self) -> CompilerCheck | None:
-        """The check; ``None`` if the outputs cannot be compared."""
-        calls = [self._corners(self._target.inputs, self._ready)]
+    def checks(self) -> Iterator[CompilerCheck]:
+        """The check, then again with what explains it, as far as that is found; nothing if the outputs cannot be compared."""
+        calls = [self._corners(0)]
         if calls[0] is None:
-            return None
+            return
         found = self._distances(calls)
-        if found.verdict(self._slack) == "worse" and not found.nonfinite:
-            calls += [self._corners(other, self._ready) for other in _other_inputs(self._target.inputs)]
+        if found.uncertain(self._slack):
+            calls += self._more_calls()
             found = self._distances(calls)
         check = self._described(found, calls)
-        return self._explained(check, calls) if check.verdict == "worse" and compiled_frames() else check
+        yield check
+        if check.verdict == "worse" and self._by_dynamo:
+            yield from self._explained(check, calls)
+
+    def _more_calls(self) -> Iterator[Corners | None]:
+        """The corners on other inputs, as many as there is time for."""
+        end = time.monotonic() + self._seconds
+        for number in range(1, MORE_CALLS + 1):
+            if time.monotonic() < end:
+                yield self._corners(number)
 
     def _distances(self, calls: list[Corners | None]) -> Distances:
         return worst(distances([call for call in calls if call is not None]), self._slack)
@@ -85,17 +106,18 @@ class CompilerChecker:
 
     # -- the corners
 
-    def _corners(self, call: Call, compiled: Prepared) -> Corners | None:
-        """The four outputs on the inputs ``call``; ``None`` if one fails, or they do not match."""
+    def _corners(self, number: int) -> Corners | None:
+        """The four outputs on the inputs of a call; ``None`` if one fails, or they do not match."""
         eager = in_eager_mode(self._ready, self._target)
         try:
+            call = inputs_like(self._target.inputs, number)
             low = self._outputs(eager, call, in_eager=True)
             exact, fp32 = self._wide(self._exact, call), self._wide("fp32", call)
             if exact is None:
                 exact, self._exact = fp32, "fp32"
             if exact is None or fp32 is None:
                 return None
-            found = Corners(exact, fp32, low, self._outputs(compiled, call))
+            found = Corners(exact, fp32, low, self._outputs(self._ready, call))
         except Exception:  # the run itself has its status; other inputs may not fit the model
             return None
         return found if found.match() else None
@@ -126,13 +148,15 @@ class CompilerChecker:
 
     # -- the explanation
 
-    def _explained(self, check: CompilerCheck, calls: list[Corners | None]) -> CompilerCheck:
-        """``check`` with what removes the difference, and the pass that makes it."""
+    def _explained(self, check: CompilerCheck, calls: list[Corners | None]) -> Iterator[CompilerCheck]:
+        """``check`` with what removes the difference, then with the pass that makes it."""
         import torch._inductor.config
 
-        with torch._inductor.config.patch(emulate_precision_casts=True):
+        # torch 2.8 cannot compile for a CPU with it
+        with contextlib.suppress(Exception), torch._inductor.config.patch(emulate_precision_casts=True):
             check = msgspec.structs.replace(check, emulated=self._compiled_again(calls))
-        return msgspec.structs.replace(check, culprit=self._bisect(calls))
+        yield check
+        yield msgspec.structs.replace(check, culprit=self._bisect(calls))
 
     def _compiled_again(self, calls: list[Corners | None], *, bisecting: bool = False) -> CompilerVerdict:
         """The verdict on the model compiled again, on the same inputs; what its user compiled is compiled as before."""
@@ -140,10 +164,9 @@ class CompilerChecker:
         compiled = on_backend(self._job, self._target, self._ready)
         if bisecting and self._job.backend == EAGER:
             compiled = compiled.calling(self._target.call(torch.compile(self._target.model)))
-        inputs = [self._target.inputs, *_other_inputs(self._target.inputs)]
         again = [
-            known._replace(compiled=self._outputs(compiled, call))
-            for known, call in zip(calls, inputs, strict=False)
+            known._replace(compiled=self._outputs(compiled, inputs_like(self._target.inputs, number)))
+            for number, known in enumerate(calls)
             if known is not None
         ]
         return worst(distances(again), self._slack).verdict(self._slack)
@@ -158,7 +181,7 @@ class CompilerChecker:
         if self._job.backend == EAGER and self._target.compiled is None:
             return None
 
-        end = time.monotonic() + BISECT_SECONDS
+        end = time.monotonic() + min(BISECT_SECONDS, self._seconds)
 
         def passes() -> bool:
             if time.monotonic() > end:
@@ -166,6 +189,8 @@ class CompilerChecker:
             return self._compiled_again(calls, bisecting=True) != "worse"
 
         with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
+            # a folder that is removed even if this process is killed
+            CompilerBisector.in_process_cache = tempfile.mkdtemp(dir=multiprocessing.util.get_temp_dir())
             with _without_emulation():  # it is tried separately, and would end the search before the lowerings
                 found = CompilerBisector.do_bisect(passes)
             if found is not None and found.subsystem is not None:
@@ -188,17 +213,18 @@ def _without_emulation() -> Iterator[None]:
         compiler_bisector.BACKENDS["inductor"] = tried
 
 
-def _other_inputs(call: Call) -> Iterator[Call]:
-    """Inputs like those of ``call``: floating tensors changed by about 1 %, integers shifted along their last dimension."""
-    for number in range(1, MORE_CALLS + 1):
-        generator = torch.Generator().manual_seed(number)
+def inputs_like(call: Call, number: int) -> Call:
+    """``call`` for 0, else inputs like it: floating tensors changed by about 1 %, integers shifted along their last dimension."""
+    if number == 0:
+        return call
+    generator = torch.Generator().manual_seed(number)
 
-        def other(tensor: Tensor, generator: torch.Generator = generator, shift: int = number) -> Tensor:
-            if tensor.is_floating_point():
-                noise = torch.randn(tensor.shape, generator=generator).to(tensor.device)
-                return (tensor.detach() * (1 + 2.0**-6 * noise)).to(tensor.dtype)
-            return tensor.roll(shift, -1) if tensor.ndim and tensor.dtype != torch.bool else tensor
+    def other(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor.device)
+            return (tensor.detach() * (1 + 2.0**-6 * noise)).to(tensor.dtype)
+        return tensor.roll(number, -1) if tensor.ndim and tensor.dtype != torch.bool else tensor
 
-        args: Any = map_tensors(call[0], other)
-        kwargs: Any = map_tensors(call[1], other)
-        yield args, kwargs
+    args: Any = map_tensors(call[0], other)
+    kwargs: Any = map_tensors(call[1], other)
+    return args, kwargs

@@ -101,7 +101,8 @@ def work_as_instance(job: Job, instance: Instance, load: Load, send_bytes: SendB
         send(Loaded())
         try:
             time_instance(job, instance, target, send, wait)
-        except Exception as error:  # of the model: on one item, or in another process
+        except BaseException as error:  # of the model: on one item, or in another process
+            end_if_forked(error)
             send(UsageFailed(f"{type_name(error)}: {first_line(message_of(error))}", None))
         send(Finished())
     except UsageError as error:

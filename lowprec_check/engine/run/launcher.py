@@ -17,6 +17,8 @@ from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.process.breadcrumb import Position
 
+AFTER_VERDICT = "after the output was judged: memory, metric or compiler check may be missing"
+
 OnProgress = Callable[[str, str], None]
 """Called with the name of the run and its current step."""
 
@@ -53,8 +55,9 @@ class Launcher:
         """Execute ``job``; if its process dies in the plain part, do it again, to tell a crash from a signal from outside."""
         outcome = self.execute(job, op_limit)
         if not outcome.died_in_plain_part:
-            if outcome.ended == "crashed" and outcome.position is None:
-                outcome.notes.append(f"{outcome.reason} while memory or the metric was measured")
+            if outcome.ended in ("crashed", "timeout") and outcome.plain is not None and outcome.position is None:
+                reason = outcome.reason or f"the budget of {job.call_budget:g} s ended"
+                outcome.notes.append(f"{reason} {AFTER_VERDICT}")
             return outcome
         again = self.execute(job, op_limit)
         if again.died_in_plain_part:

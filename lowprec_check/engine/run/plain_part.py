@@ -44,6 +44,7 @@ from lowprec_check.process.shared_file import clear_shared
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.run_key import EAGER
 
+OTHER_DRAWS = "its output cannot be compared, since fp32 draws other random numbers"
 INFINITE = "the fp32 output has infinities: the same ones are expected in low precision"
 
 
@@ -107,8 +108,11 @@ class PlainPart:
 
     def comparable_output(self) -> list[Tensor] | None:
         """The first output, if the instrumented part runs the same code and so must give the same output."""
-        runs_the_same = self.job.backend == EAGER and not self.result.compiled
-        return self.outputs[0] if self.outputs and runs_the_same else None
+        return self.outputs[0] if self.outputs and not self._is_compiled else None
+
+    @property
+    def _is_compiled(self) -> bool:
+        return self.job.backend != EAGER or self.result.compiled
 
     def run(self) -> None:
         """Call the model and send the verdict."""
@@ -141,6 +145,9 @@ class PlainPart:
         self._add(latency_ms=self._latency() if job.measured else None)
         if result.status in ("inaccurate", "nonfinite") and not (job.saves_reference or self.too_slow):
             self.draws = self._record_draws()
+        if result.status == "inaccurate" and result.random and self._is_compiled and not self.draws:
+            self.result = without_verdict(result, OTHER_DRAWS)
+            self._send(PlainDone(self.result))
         if job.saves_reference:
             self._snapshot.rewind()
             again, _ = run_once(*self._call, job.seed)
@@ -164,8 +171,11 @@ class PlainPart:
         backend = BACKENDS.get(self.job.backend)
         compiled = self.result.compiled or (self.job.backend != EAGER and not backend.lowers_precision)
         if compiled and self.outputs and not (self.result.random or self.too_slow or self.job.keep_fp32):
-            checker = CompilerChecker(self.job, self.target, self.ready, self._snapshot.rewind)
-            self._add(compiler=checker.check())
+            checker = CompilerChecker(
+                self.job, self.target, self.ready, self._snapshot.rewind, by_dynamo=self.result.compiled
+            )
+            for check in checker.checks():  # each is sent, in case time is too short for what follows
+                self._add(compiler=check)
 
     def add_layer_errors(self) -> None:
         """Send the errors of the layers that a backend quantized, if the model ran."""
@@ -243,6 +253,11 @@ class PlainPart:
                 return []
             found.append(recorder.draws)
         return found if any(found) else []
+
+
+def without_verdict(result: PlainResult, why: str) -> PlainResult:
+    """``result``, ``unjudged``."""
+    return msgspec.structs.replace(result, status="unjudged", output_error=None, notes=(*result.notes, why))
 
 
 def _fingerprint(model: nn.Module) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from torch import Tensor
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager
@@ -14,10 +13,8 @@ from lowprec_check.engine.model.plain_run import judge, judged, output_tensors, 
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.run.job import Send
 from lowprec_check.engine.run.messages import PlainDone
-from lowprec_check.engine.run.plain_part import PlainPart
+from lowprec_check.engine.run.plain_part import OTHER_DRAWS, PlainPart, without_verdict
 from lowprec_check.engine.trace.draws import Draw, DrawsDiffer, ReplayDraws
-
-OTHER_DRAWS = "its output cannot be compared, since fp32 draws other random numbers"
 
 
 def judge_with_same_draws(ready: Prepared, part: PlainPart, send: Send) -> None:
@@ -37,8 +34,7 @@ def judge_with_same_draws(ready: Prepared, part: PlainPart, send: Send) -> None:
                 part.result = with_verdict(part.result, *judge(part.probed.tensors, reference or [], tolerance))
     except DrawsDiffer as difference:
         if part.result.status != "nonfinite":
-            notes = (*part.result.notes, f"{OTHER_DRAWS} ({difference})")
-            part.result = msgspec.structs.replace(part.result, status="unjudged", output_error=None, notes=notes)
+            part.result = without_verdict(part.result, f"{OTHER_DRAWS} ({difference})")
     send(PlainDone(part.result))
 
 

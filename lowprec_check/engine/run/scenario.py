@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.pytree import leaves
+from lowprec_check.engine.model.plain_run import reraise_interrupt
 from lowprec_check.engine.run.instance import SECONDS, Instance, time_instance, work_as_instance
 from lowprec_check.engine.run.isolation import WorkerError
 from lowprec_check.engine.run.job import Job
@@ -25,6 +27,7 @@ from lowprec_check.engine.run.messages import (
     decode,
 )
 from lowprec_check.engine.run.target_source import FreshLoad, TargetSource
+from lowprec_check.errors import message_of, type_name
 from lowprec_check.process import Isolation
 from lowprec_check.process.function_worker import FunctionWorker
 from lowprec_check.process.shared_file import clear_shared
@@ -37,6 +40,9 @@ CORES_OF_INSTANCE = 4
 
 LOAD_SECONDS = 600.0
 """A fresh interpreter must have loaded the target by then."""
+
+
+_Event = MessageEvent[FunctionWorker[FromJob], FromJob] | StateEvent[FunctionWorker[FromJob]]
 
 
 class NotTimedError(Exception):
@@ -96,10 +102,15 @@ def _time_here(job: Job, source: TargetSource, instance: Instance) -> list[float
         if isinstance(message, InstanceTimed):
             found.extend(message.seconds)
 
+    threads = torch.get_num_threads()
+    torch.set_num_threads(len(instance.cores))  # without pinning them: this process belongs to the user
     try:
         time_instance(job, instance._replace(cores=()), source.forked(), send, lambda: None)
-    except Exception as error:
-        raise NotTimedError(f"{type(error).__name__} in the scenario") from None
+    except BaseException as error:
+        reraise_interrupt(error)
+        raise NotTimedError(f"{type_name(error)}: {first_line(message_of(error))}") from None
+    finally:
+        torch.set_num_threads(threads)
     return found
 
 
@@ -119,37 +130,56 @@ def _time_in_workers(job: Job, source: TargetSource, isolation: Any, instances: 
     for worker in workers:
         worker.set_timeout(LOAD_SECONDS)
     supervisor: Supervisor[FunctionWorker[FromJob], FromJob] = Supervisor(workers)
-    samples: list[float] = []
-    ready = done = 0
+    timed = _Timed(job, workers)
     with supervisor:
         for event in supervisor.events():
-            if isinstance(event, StateEvent):
-                _check_state(event.state)
-                continue
-            ready, done = _count(event, job, samples, ready, done)
-            if isinstance(event.message, InstanceReady) and ready == len(workers):
-                os.pwrite(job.files.start, b"1", 0)
-                for worker in workers:
-                    worker.set_timeout(SECONDS + job.call_budget)
-            if done == len(workers):
+            timed.take(event)
+            if timed.all_finished:
                 break
-    return samples
+    return timed.samples
 
 
-def _count(
-    event: MessageEvent[FunctionWorker[FromJob], FromJob], job: Job, samples: list[float], ready: int, done: int
-) -> tuple[int, int]:
-    """How many instances are ready, and how many are done, after a message."""
-    message = event.message
-    if isinstance(message, UsageFailed):
-        raise NotTimedError(message.message)
-    if isinstance(message, ToolFailed):
-        raise WorkerError(message.traceback)
-    if isinstance(message, Loaded):
-        event.worker.set_timeout(3 * job.call_budget)
-    if isinstance(message, InstanceTimed):
-        samples.extend(message.seconds)
-    return ready + isinstance(message, InstanceReady), done + isinstance(message, Finished)
+class _Timed:
+    """What the instances have sent; starts them together when all are ready."""
+
+    def __init__(self, job: Job, workers: list[FunctionWorker[FromJob]]) -> None:
+        self.samples: list[float] = []
+        """Seconds of the calls of all instances."""
+        self._job, self._workers = job, workers
+        self._ready = 0
+        self._finished: set[FunctionWorker[FromJob]] = set()
+
+    @property
+    def all_finished(self) -> bool:
+        """Whether nothing more will come."""
+        return len(self._finished) == len(self._workers)
+
+    def take(self, event: _Event) -> None:
+        """Use what an instance sent; raises :class:`NotTimedError` if it ended before it finished."""
+        if isinstance(event, StateEvent):
+            if event.worker not in self._finished:
+                _check_state(event.state)
+            return
+        message = event.message
+        if isinstance(message, UsageFailed):
+            raise NotTimedError(message.message)
+        if isinstance(message, ToolFailed):
+            raise WorkerError(message.traceback)
+        if isinstance(message, Loaded):
+            event.worker.set_timeout(3 * self._job.call_budget)
+        elif isinstance(message, InstanceReady):
+            self._start_if_all_are_ready()
+        elif isinstance(message, InstanceTimed):
+            self.samples.extend(message.seconds)
+        elif isinstance(message, Finished):
+            self._finished.add(event.worker)
+
+    def _start_if_all_are_ready(self) -> None:
+        self._ready += 1
+        if self._ready == len(self._workers):
+            os.pwrite(self._job.files.start, b"1", 0)
+            for worker in self._workers:
+                worker.set_timeout(SECONDS + self._job.call_budget)
 
 
 def _check_state(state: str) -> None:

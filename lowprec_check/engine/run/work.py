@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowprec_check.engine.core.compiled import forget_compiled
 from lowprec_check.engine.core.exceptions import first_line
-from lowprec_check.engine.model.plain_run import run_once
+from lowprec_check.engine.model.plain_run import reraise_interrupt, run_once
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.job import Job, Send
 from lowprec_check.engine.run.messages import Explained, GapFound, InstrumentFault, OpCallsFound
@@ -64,7 +64,8 @@ def _report_faults(what: str, send: Send) -> Iterator[None]:
     """Send an exception as a fault and continue: the verdict has already been sent."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # the user's metric may exit
+        reraise_interrupt(error)
         send(InstrumentFault(f"{what} failed: {type_name(error)}: {first_line(message_of(error))}"))
 
 
