@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,6 +22,29 @@ def compiled_code_in_eager() -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
+
+
+AUTOCAST_IN_KEY = (2, 13)
+"""Since this release, torch's files of compiled graphs are keyed on the dtype of autocast; before, 2.8 and 2.11 used the graph
+of bf16 for fp16."""
+
+
+@contextlib.contextmanager
+def own_compiled_code(*, autocast: bool) -> Iterator[None]:
+    """Compile without the code of other runs: that in memory, and under ``autocast`` that on disk if its dtype is unknown."""
+    forget_compiled()
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if not autocast or release >= AUTOCAST_IN_KEY:
+        yield
+        return
+    from torch._functorch import config
+
+    settings: Any = config
+    before, settings.enable_autograd_cache = settings.enable_autograd_cache, False
+    try:
+        yield
+    finally:
+        settings.enable_autograd_cache = before
 
 
 def forget_compiled() -> None:

@@ -37,7 +37,7 @@ MORE_CALLS = 8
 SHARE_OF_BUDGET = 0.5
 """Part of the budget of a call that further calls, and the search for the pass, may take together each."""
 
-BISECT_SECONDS = 120.0
+BISECT_SECONDS = 60.0
 """The search for the pass ends then, at the latest."""
 
 _EXACT = {

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.compiled import forget_compiled
+from lowprec_check.engine.core.compiled import own_compiled_code
 from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.model.plain_run import run_once
@@ -64,13 +64,16 @@ def first_item(target: Target) -> Target:
 
 def time_instance(job: Job, instance: Instance, target: Target, send: Send, wait: Callable[[], None]) -> None:
     """Prepare the run of ``job``, say so, ``wait`` for the other instances, and send the seconds of each call."""
-    forget_compiled()
     if instance.cores:
         torch.set_num_threads(len(instance.cores))
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, instance.cores)
     given = first_item(target) if instance.single else target
-    with on_device(target, torch.device(job.device)), prepared_for(job, given) as in_precision:
+    with (
+        own_compiled_code(autocast=job.uses_autocast),
+        on_device(target, torch.device(job.device)),
+        prepared_for(job, given) as in_precision,
+    ):
         ready = on_backend(job, given, in_precision)
         snapshot = Snapshot(ready.model, given.inputs, parameters=job.changes_parameters)
         for _ in range(WARM_UP_CALLS):

@@ -12,6 +12,7 @@ from lowprec_check.engine.run.messages import FromJob
 from lowprec_check.engine.trace.emulation import Place
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.process.shared_file import shared_file
+from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, MemoryFormat, RunKey
 
 Send = Callable[[FromJob], None]
@@ -92,6 +93,11 @@ class Job:
     def key(self) -> RunKey:
         """Identifies the run."""
         return RunKey(self.precision, self.backend, self.device, self.memory_format)
+
+    @property
+    def uses_autocast(self) -> bool:
+        """Whether it is called under autocast."""
+        return PRECISIONS.get(self.precision).kind == "autocast"
 
     @property
     def call_budget(self) -> float:

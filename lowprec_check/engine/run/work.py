@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.compiled import forget_compiled
+from lowprec_check.engine.core.compiled import own_compiled_code
 from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.model.plain_run import reraise_interrupt, run_once
 from lowprec_check.engine.model.target import Target
@@ -31,8 +31,7 @@ from lowprec_check.schema.scan_result import Gap
 
 def run_job(job: Job, target: Target, send: Send) -> None:
     """Run ``job`` and send each result as soon as it is known; afterwards the model is restored."""
-    forget_compiled()
-    with on_device(target, torch.device(job.device)):
+    with own_compiled_code(autocast=job.uses_autocast), on_device(target, torch.device(job.device)):
         outputs, too_slow = _run_plain(job, target, send) if job.plain else (None, job.measure_once)
         if job.instrumented:
             with _report_faults("instrumenting", send):
