@@ -26,6 +26,9 @@ from lowprec_check.schema.registry import choices
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, PLAN
 from lowprec_check.schema.scan_result import ModelInfo, Recommendation, Run
 
+LONG_SETUP = 1.0
+"""Seconds of set-up that the reason names."""
+
 
 def recommend(
     runs: Sequence[Run], model: ModelInfo, environment: Mapping[str, Any] = MappingProxyType({})
@@ -75,7 +78,7 @@ def _reason(best: Run, runs: Sequence[Run], environment: Mapping[str, Any]) -> s
     speed = f" (too short to compare times{slow})" if short else _speed(ratio) + slow
     chosen_by_time = "" if short or best.status == "ok" else "; the choice rests on speed only"
     parts = [f"{_verdict(best)}{chosen_by_time}, measured here{speed}."]
-    if best.setup_seconds:
+    if (best.setup_seconds or 0.0) >= LONG_SETUP:
         parts.append(f"Setting it up took {best.setup_seconds:.1f} s.")
     if best.keep_fp32:
         parts.append(f"Kept in fp32: {some(best.keep_fp32)}.")

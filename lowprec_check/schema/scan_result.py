@@ -215,8 +215,7 @@ class Run(Struct, frozen=True, kw_only=True):
     @property
     def is_quantized(self) -> bool:
         """Whether its backend computes in fewer bits than its precision, ``int8``."""
-        backend = BACKENDS.find(self.backend)
-        return backend is not None and backend.lowers_precision
+        return bool(getattr(BACKENDS.find(self.backend), "lowers_precision", False))
 
     @property
     def is_eager(self) -> bool:

@@ -133,12 +133,12 @@ def silent_fallback(result: ScanResult) -> Iterator[Finding]:
 def slow_kernel(result: ScanResult) -> Iterator[Finding]:
     """The op runs, but much slower than in fp32.
 
-    Observed: in total, the calls of this op took at least 5 times as long as the same calls in fp32, each timed right
-    after the other, and more than 5 ms. If there are several calls, the first is left out, since it also sets up the
-    kernel. If the op is too slow for the time budget, the scan times one call and computes the others in fp32 (LP903).
-    On another backend, and for compiled code, the ops are timed in eager mode; they are listed only if the run itself takes at
-    least as long. Times depend on the load of the machine, so this finding is never part of a baseline, and `--fail-on`
-    ignores it if there is one.
+    Observed: in total, the calls of this op took at least 5 times as long as the same calls in fp32, each timed
+    right after the other, and more than 5 ms. If there are several calls, the first is left out, since it also sets
+    up the kernel. If the op is too slow for the time budget, the scan times one call and computes the others in
+    fp32 (LP903). On another backend, and for compiled code, the ops are timed in eager mode; they are listed only
+    if the run itself takes at least as long. Times depend on the load of the machine, so this finding is never part
+    of a baseline, and `--fail-on` ignores it if there is one.
 
     Usual causes: a CPU without fp16 arithmetic, which makes convolutions and matrix products slow.
 
@@ -164,11 +164,13 @@ def _slow_ops(run: Run) -> dict[str, tuple[str, int]]:
     for row in run.op_calls.rows():
         if row.time_ms is not None and row.reference_ms is not None:
             times[row.op].append((row.time_ms, row.reference_ms))
-    most, where = (2 * (run.latency_ms or float("inf")), "") if run.is_eager else (run.latency_ms or 0.0, ", in eager mode")
+    most = 2 * (run.latency_ms or float("inf")) if run.is_eager else run.latency_ms or 0.0
+    where = "" if run.is_eager else ", in eager mode"
     slow = {op: found for op, calls in times.items() if (found := _slow_total(calls, most)) is not None}
     answers = {}
     for op, (here, fp32) in sorted(slow.items(), key=lambda item: -item[1][0]):
-        message = f"{here / max(fp32, 1e-6):.0f} times slower than in fp32: {here:.0f} ms instead of {fp32:.1f} ms{where}"
+        figures = f"{here:.0f} ms instead of {fp32:.1f} ms"
+        message = f"{here / max(fp32, 1e-6):.0f} times slower than in fp32: {figures}{where}"
         answers[op] = (message, len(times[op]))
     for op, reason in run.emulated.items():
         if op not in slow and not any(gap.kind == "crash" and gap.op == op for gap in run.gaps):
