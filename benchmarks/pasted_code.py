@@ -1,6 +1,6 @@
 """Runs the printed code of every run that passed, in a process of its own, and compares its error with the reported one.
 
-    python benchmarks/pasted_code.py [--device cuda] [TARGET …]
+    python benchmarks/pasted_code.py [--device cuda] [--backend jit,inductor] [--memory-format channels_last] [TARGET …]
 
 The code is pasted behind the text of the file; for a model by name it is complete. The seed is that of the scan, so
 files that draw their weights and inputs get the same ones; a model by name gets other random inputs than the scan.
@@ -39,13 +39,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("targets", nargs="*", default=EXAMPLES)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--backend", default="eager")
+    parser.add_argument("--memory-format", default="contiguous")
     options = parser.parse_args()
-    rows = [row for target in options.targets for row in check(target, options.device)]
+    chosen = ["--device", options.device, "--backend", options.backend, "--memory-format", options.memory_format]
+    rows = [row for target in options.targets for row in check(target, chosen)]
     print(tabulate(rows, ["target", "precision", "reported", "pasted", ""], floatfmt=".2e"))
     sys.exit(1 if any(row[-1] for row in rows) else 0)
 
 
-def check(target: str, device: str) -> list[tuple[str, str, float | None, float | None, str]]:
+def check(target: str, chosen: list[str]) -> list[tuple[str, str, float | None, float | None, str]]:
     """One row for each run that passed."""
     command = [
         sys.executable,
@@ -53,8 +56,7 @@ def check(target: str, device: str) -> list[tuple[str, str, float | None, float 
         "lowprec_check",
         "scan",
         target,
-        "--device",
-        device,
+        *chosen,
         "--json",
         "-",
         "--fail-on",
@@ -68,8 +70,8 @@ def check(target: str, device: str) -> list[tuple[str, str, float | None, float 
     reference, problem = output_of(text, snippet(result.runs[0].key, result.model))
     rows = [(target, "fp32", None, None, problem)] if problem else []
     for run in result.runs:
-        if run.is_low and run.status == "ok" and reference is not None:
-            rows.append((target, run.precision, *compare(run, text, result, reference)))
+        if not run.is_reference and run.status == "ok" and reference is not None:
+            rows.append((target, run.key.label, *compare(run, text, result, reference)))
     return rows
 
 

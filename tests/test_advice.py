@@ -14,6 +14,8 @@ from lowprec_check.analysis.recommend import recommend
 from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.analysis.run_summary import explain_status, out_of
 from lowprec_check.report import text
+from lowprec_check.report.summary import no_pass
+from lowprec_check.schema.compiler_check import CompilerCheck
 from lowprec_check.schema.op_calls import OpCall, to_columns
 from lowprec_check.schema.scan_result import (
     Diagnostic,
@@ -231,6 +233,87 @@ def test_a_recommendation_fits_the_head(latency: float, fp16: bool | None, says:
 
 def stats(rel_l2: float) -> ErrorStats:
     return ErrorStats(rel_l2=rel_l2, max_abs=1.0, cosine=1.0, sqnr_db=None)
+
+
+def passing(precision: str, latency: float, error: float = 1e-3, **more: Any) -> Run:
+    return a_run(precision, latency_ms=latency, output_error=stats(error), tolerance=1e-2, **more)
+
+
+@pytest.mark.parametrize(
+    ("runs", "label"),
+    [
+        ([passing("half", 8.0), passing("half", 7.9, 1e-4, backend="inductor")], "half"),
+        ([passing("half", 8.0), passing("half", 7.9, 1e-4, memory_format="channels_last")], "half"),
+        ([passing("half", 8.0), passing("half", 5.0, backend="inductor")], "half · inductor"),
+        ([passing("half", 0.9), passing("half", 0.2, 1e-4, backend="jit")], "half"),
+        ([passing("half", 7.0, 1e-4), passing("bfloat16", 0.2)], "bfloat16"),
+        ([passing("fp32", 5.0, backend="jit")], "fp32 · jit"),
+        ([passing("fp32", 5.0, backend="jit"), passing("half", 8.0)], "half"),
+        ([passing("fp32", 5.0, backend="int8"), passing("half", 8.0)], "fp32 · int8"),
+    ],
+)
+def test_a_backend_is_recommended_only_where_it_is_worth_its_set_up(runs: list[Run], label: str) -> None:
+    advice = recommend([FP32, *runs], INFO)
+    assert advice is not None
+    assert advice.label == label
+
+
+def test_the_reason_names_the_set_up_and_faster_fp32() -> None:
+    compiled = passing("half", 5.0, backend="inductor", setup_seconds=12.34)
+    fp32 = passing("fp32", 3.0, backend="inductor-freeze")
+    advice = recommend([FP32, compiled, fp32, passing("fp32", 2.0, backend="jit")], INFO)
+    assert advice is not None
+    assert advice.reason.endswith(
+        "2.0 times as fast as fp32. Setting it up took 12.3 s. fp32 · inductor-freeze and fp32 · jit are faster."
+    )
+
+
+def test_rows_that_do_not_apply_are_no_part_of_the_reason() -> None:
+    cut = ExceptionInfo(type="ValueError", message="x" * 200)
+    skipped = a_run("bfloat16", "skipped", backend="int8", reason="int8 quantizes fp32 weights")
+    advice = recommend([FP32, passing("half", 5.0), skipped, a_run("bfloat16", "error", exception=cut)], INFO)
+    assert advice is not None
+    assert "int8" not in advice.reason
+    assert advice.reason.endswith("x…")
+
+
+@pytest.mark.parametrize(
+    ("runs", "says"),
+    [
+        ([a_run("half", "skipped", reason="no")], "No precision passed here; none could be run."),
+        (
+            [a_run("fp32", "error", backend="jit")],
+            "No precision passed here; tried: fp32 · jit. Scan without -p to try all.",
+        ),
+    ],
+)
+def test_what_was_tried_if_nothing_passes(runs: list[Run], says: str) -> None:
+    assert no_pass(a_result(*runs)) == says
+
+
+def test_a_compiled_run_is_slow_only_if_it_takes_as_long_as_its_ops() -> None:
+    calls = to_columns([OpCall(op="aten.mm.default", module="", time_ms=40.0, reference_ms=1.0, outcome="ok")] * 3)
+    for backend, latency, shown in (("eager", 100.0, 1), ("jit", 100.0, 1), ("jit", 10.0, 0), ("jit", None, 0)):
+        found = a_result(a_run("half", op_calls=calls, backend=backend, latency_ms=latency))
+        messages = [d.message for d in diagnose(found) if d.code == "LP106"]
+        assert len(messages) == shown, (backend, latency)
+        assert all(message.endswith("in eager mode") == (backend == "jit") for message in messages)
+
+
+def test_a_wrong_output_of_a_backend_has_advice_of_its_own() -> None:
+    wrong = {"tolerance": 0.1, "output_error": stats(0.5), "lockstep_error": stats(1e-3)}
+    quantized = a_result(a_run("fp32", "inaccurate", backend="int8", compiled=True, **wrong))
+    [found] = [d for d in diagnose(quantized) if d.code == "LP301"]
+    assert "causes it" not in found.message
+    assert found.help is not None
+    assert found.help.startswith("calibrate")
+    [traced] = [d for d in diagnose(a_result(a_run("half", "inaccurate", backend="jit", **wrong))) if d.code == "LP301"]
+    assert traced.message.endswith("in eager mode the error is 1.0e-03, so the jit backend causes it")
+    check = CompilerCheck(
+        verdict="worse", tensor=0, tensors=1, calls=1, exact="fp64", fp32_error=0.0, eager_error=0.0, compiled_error=0.5
+    )
+    run = a_run("half", "inaccurate", backend="inductor", compiler=check, **wrong)
+    assert helps(a_result(run), "LP301") == ["see LP306 of this run"]
 
 
 def advised(result: ScanResult) -> ScanResult:

@@ -185,6 +185,11 @@ def test_a_plan_or_precision_that_was_not_requested_is_no_regression() -> None:
     assert diff_scans(planned, result_of(options={"precisions": ["bfloat16"]})).regressions == 0
 
 
+def test_the_order_of_backends_is_no_difference() -> None:
+    old, new = result_of(options={"backends": ["eager", "jit"]}), result_of(options={"backends": ["jit", "eager"]})
+    assert diff_scans(old, new).warnings == []
+
+
 def test_different_environments_cause_warnings() -> None:
     other = msgspec.structs.replace(
         RESULT,

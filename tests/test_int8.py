@@ -308,6 +308,12 @@ def test_a_reloaded_model_gives_the_same_bits(quantized: QuantizedModel, tmp_pat
     assert rel_l2(second, first) < 1e-2  # two compilations of one graph may differ in the last bit
 
 
+def test_a_file_in_a_missing_folder_cannot_be_saved(tmp_path: Path) -> None:
+    model = QuantizedModel(None, "fp32")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="its folder does not exist"):
+        model.save(tmp_path / "missing" / "model.pt2")
+
+
 @needs_torchao
 def test_files_that_are_no_saved_model(tmp_path: Path) -> None:
     path = tmp_path / "model.pt2"

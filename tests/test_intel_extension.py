@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lowprec_check.engine.backends import ipex, ipex_compile, ipex_jit
 from lowprec_check.engine.stack import intel_extension
 from lowprec_check.engine.stack.frozen_trace import frozen_trace, frozen_trace_code
-from lowprec_check.schema.backends import Backend, Example
+from lowprec_check.schema.backends import Backend, Example, replaced
 from lowprec_check.schema.precisions import PRECISIONS
 
 BACKENDS: list[Backend] = [ipex.BACKEND, ipex_jit.BACKEND, ipex_compile.BACKEND]
@@ -87,6 +87,9 @@ def test_newer_torch_gets_what_replaced_the_extension(versions: Callable[..., No
         "ipex-compile": "inductor",
     }
     assert all(instead and "archived" in instead.why and "torch.xpu" in instead.why for instead in found.values())
+    [jit, compiled] = replaced(["ipex", "ipex-jit", "ipex-compile"])[1]
+    assert jit.startswith("ipex and ipex-jit run as inductor-freeze here: ")
+    assert compiled.startswith("ipex-compile runs as inductor here: ")
     for installed in (("2.8.0", None), ("2.8.0", "2.8.0"), ("2.13.0", "2.8.0"), ("2.6.0", None)):
         versions(*installed)
         assert [backend.replacement() for backend in BACKENDS] == [None] * 3, installed

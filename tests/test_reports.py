@@ -48,6 +48,12 @@ hostile = st.one_of(
 FEW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
+def test_markdown_counts_the_runs_that_it_does_not_show() -> None:
+    many = msgspec.structs.replace(RESULT, runs=[RESULT.runs[0]] * 45)
+    assert "5 more runs not shown." in markdown.render(many)
+    assert "not shown" not in markdown.render(RESULT)
+
+
 GOLDENS = {
     "text": "report.txt",
     "md": "report.md",

@@ -135,6 +135,22 @@ def test_the_screen_of_a_plan_fits() -> None:
         assert all(part in joined for part in ("3.0e-01", "12", "1.50 ×", "20", "another base passes"))
 
 
+def test_a_plan_names_its_backend() -> None:
+    from lowprec_check.report.plan import render
+    from lowprec_check.schema.plan import Planning
+
+    assert RESULT.plan is not None
+    plan = msgspec.structs.replace(RESULT.plan, backend="inductor")
+    planning = Planning(target="net.py", model="Net", device="cpu", attempts=[], plan=plan)
+    assert f"Use {plan.base} · inductor with" in render(planning)
+
+
+def test_a_table_of_other_backends_is_of_runs() -> None:
+    eager = msgspec.structs.replace(RESULT, runs=[run for run in RESULT.runs if run.backend == "eager"])
+    for result, head in ((RESULT, "run "), (eager, "precision ")):
+        assert any(line.startswith(head) and "status" in line for line in text.render(result).splitlines())
+
+
 def test_a_pipe_has_100_columns(scan: Path, call: Call) -> None:
     assert call("report", scan).stdout == text.render(WITH_METRIC, width=100)
 

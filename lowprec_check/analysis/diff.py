@@ -333,12 +333,16 @@ def _warnings(old: ScanResult, new: ScanResult) -> Iterator[str]:
     for title, before, after in (("", old.environment, new.environment), ("option ", old.options, new.options)):
         for key in sorted(before.keys() | after.keys()):
             was, is_now = (options.get(key, _DEFAULTS.get(key)) for options in (before, after))
-            if was != is_now:
+            if _unordered(was) != _unordered(is_now):
                 yield f"{title}{key}: {_shown(was)} → {_shown(is_now)}"
 
 
 _DEFAULTS = {"backends": [EAGER]}
 """What scans used before an option was saved."""
+
+
+def _unordered(value: Any) -> Any:
+    return sorted(value) if isinstance(value, list) else value
 
 
 def _shown(value: Any) -> str:

@@ -30,6 +30,11 @@ def reference_of(runs: Sequence[Run]) -> Run | None:
     return next((run for run in runs if run.is_reference), None)
 
 
+def candidates(runs: Sequence[Run]) -> list[Run]:
+    """The runs that may be recommended: those in low precision; if there is none, those of fp32 on other backends."""
+    return [run for run in runs if run.is_low] or [run for run in runs if not run.is_reference]
+
+
 def latency_of(run: Run) -> float | None:
     """Median milliseconds of a call: in the scenario, if the scan was asked for one."""
     return run.timing.median_ms if run.timing else run.latency_ms

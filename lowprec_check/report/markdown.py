@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from tabulate import tabulate
 
 from lowprec_check.analysis.error_origin import origin
-from lowprec_check.analysis.run_summary import shorten
+from lowprec_check.analysis.run_summary import counted, shorten
 from lowprec_check.report import summary
 from lowprec_check.report.escape import LONGEST as LONGEST_NAME
 from lowprec_check.report.escape import visible, visible_lines
@@ -20,6 +20,7 @@ from lowprec_check.schema.scan_result import ScanResult
 LONGEST = 60_000
 """Characters; GitHub rejects comments of more than 65,536."""
 
+SHOWN_RUNS = 40
 _LONGEST_CODE = 12_000
 _SIGNS = {"ok": "✅", "reference": "", "inaccurate": "⚠️", "unjudged": "❔", "skipped": "⏭️"}
 _SEVERITY = {"error": "🔴", "warning": "🟡", "note": "🔵"}
@@ -57,7 +58,7 @@ def _head(result: ScanResult) -> Iterator[str]:
 
 
 def _runs(result: ScanResult) -> str:
-    shown = summary.rows(result)[:40]
+    shown = summary.rows(result)[:SHOWN_RUNS]
     extra = summary.extra_figures(shown)
     rows = [
         [
@@ -72,11 +73,13 @@ def _runs(result: ScanResult) -> str:
         for row in shown
     ]
     figures = ["error", "time", "memory", *extra]
-    return table(rows, ["precision", "status", *figures, "why"], f"ll{'r' * len(figures)}l")
+    runs = table(rows, [summary.names_head(shown), "status", *figures, "why"], f"ll{'r' * len(figures)}l")
+    more = len(result.runs) - len(shown)
+    return f"{runs}\n\n{counted(more, 'more run')} not shown." if more > 0 else runs
 
 
 def _origins(result: ScanResult) -> Iterator[str]:
-    for run in result.runs[:40]:
+    for run in result.runs[:SHOWN_RUNS]:
         found = origin(run) if not run.is_reference else None
         if found is not None:
             source = f" at {code(found.op_call.source)}" if found.op_call.source else ""

@@ -42,6 +42,7 @@ def html(result: ScanResult) -> str:
         machine=summary.machine(result),
         scope=summary.SCOPE,
         rows=[row._asdict() for row in shown],
+        names_head=summary.names_head(shown),
         extra=summary.extra_figures(shown),
         tally=summary.tally(result.diagnostics),
         verdict=summary.verdict(result),

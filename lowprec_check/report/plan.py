@@ -11,6 +11,7 @@ from lowprec_check.analysis.run_summary import NOISE, counted, in_fp32, short_op
 from lowprec_check.report.console import print_table, screen
 from lowprec_check.report.escape import visible
 from lowprec_check.schema.plan import Attempt, Plan, Planning
+from lowprec_check.schema.run_key import qualified
 
 SHOWN_MODULES = 20
 
@@ -50,7 +51,8 @@ def _print_attempts(console: Console, attempts: Sequence[Attempt]) -> None:
 
 def _print_plan(console: Console, plan: Plan) -> None:
     kept = f"with {in_fp32(plan.keep_fp32, len(plan.modules))}" if plan.keep_fp32 else "as it is"
-    console.print(Text.assemble((f"Use {plan.base} {kept}: ", "bold green"), _proof(plan)))
+    label = visible(qualified(plan.base, plan.backend, plan.memory_format))
+    console.print(Text.assemble((f"Use {label} {kept}: ", "bold green"), _proof(plan)))
     for line in kept_lines(plan):
         console.print(line)
     console.print()

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from lowprec_check.analysis import run_summary
 from lowprec_check.analysis.run_summary import (
+    candidates,
     counted,
     explain_status,
     in_fp32,
@@ -20,7 +21,7 @@ from lowprec_check.analysis.run_summary import (
 )
 from lowprec_check.report.escape import visible, visible_diagnostic, visible_lines
 from lowprec_check.schema.precisions import LOW_FORMATS, PRECISIONS, low_precisions
-from lowprec_check.schema.run_key import qualified
+from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, qualified
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
 
 SCOPE = "Only the forward pass was run."
@@ -31,12 +32,14 @@ SEVERITY_ORDER = {"error": 0, "warning": 1, "note": 2}
 
 def no_pass(result: ScanResult) -> str:
     """The verdict if no precision passed; names those tried if not all were."""
-    low = [run for run in result.runs if run.is_low and run.base is None]
+    low = [run for run in candidates(result.runs) if run.base is None]
     tried = [run for run in low if run.status != "skipped"]
     if {precision.name for precision in low_precisions()} <= {run.precision for run in tried}:
         return "No low precision passed here. Stay in fp32."
+    if not tried:
+        return "No precision passed here; none could be run."
     advice = "Scan without -p to try all." if len(tried) == len(low) else "Scan again to try the others."
-    return f"No precision passed here; tried: {', '.join(map(label, tried)) or 'none'}. {advice}"
+    return f"No precision passed here; tried: {', '.join(map(label, tried))}. {advice}"
 
 
 def title(result: ScanResult) -> str:
@@ -104,6 +107,12 @@ def rows(result: ScanResult) -> list[RunRow]:
         )
         for run in result.runs
     ]
+
+
+def names_head(shown: Sequence[RunRow]) -> str:
+    """The head of the column with the names of the runs."""
+    named = any(row.run.backend != EAGER or row.run.memory_format != CONTIGUOUS for row in shown)
+    return "run" if named else "precision"
 
 
 EXTRA_FIGURES = ("p99", "throughput", "setup", "metric")
@@ -259,7 +268,7 @@ def verdict(result: ScanResult) -> str:
 def passes(result: ScanResult) -> bool:
     """Whether the recommended run passed; if not, no output could be compared."""
     best = result.recommendation
-    return best is not None and (bool(best.keep_fp32) or any(run.is_low and run.status == "ok" for run in result.runs))
+    return best is not None and (bool(best.keep_fp32) or any(run.status == "ok" for run in candidates(result.runs)))
 
 
 def reason(result: ScanResult, most: int) -> str:
@@ -288,4 +297,4 @@ def kept(result: ScanResult) -> list[str]:
 
 def failures(result: ScanResult) -> list[str]:
     """Why each low-precision run failed, for scans in which none passed."""
-    return [visible(f"{label(run)}: {explain_status(run)}") for run in result.runs if run.is_low]
+    return [visible(f"{label(run)}: {explain_status(run)}") for run in candidates(result.runs)]

@@ -58,7 +58,7 @@ def print_runs(console: Console, result: ScanResult) -> None:
         ]
         for row in shown
     ]
-    print_table(console, ["precision", "status", *figures, "why"], rows, right=figures, sentences=True)
+    print_table(console, [summary.names_head(shown), "status", *figures, "why"], rows, right=figures, sentences=True)
 
 
 def _print_layers(console: Console, result: ScanResult) -> None:
@@ -66,7 +66,7 @@ def _print_layers(console: Console, result: ScanResult) -> None:
     if lines:
         console.print(Text(f"\n{LAYERS}", style="bold"))
     for line in lines:
-        console.print(Text(f"  {line}"))
+        console.print(Padding(Text(line), (0, 0, 0, 2)))
 
 
 def _print_findings(console: Console, result: ScanResult, limit: int, verbose: bool) -> None:
@@ -114,7 +114,7 @@ def _print_advice(console: Console, result: ScanResult) -> None:
     if advice is None:
         console.print(Text(summary.no_pass(result), style="bold red"))
         for line in summary.failures(result):
-            console.print(Text(f"  {line}"))
+            console.print(Padding(Text(line), (0, 0, 0, 2)))
         return
     console.print(
         Text.assemble(

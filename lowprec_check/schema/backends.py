@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from lowprec_check.schema.precisions import Precision
-from lowprec_check.schema.registry import Registry
+from lowprec_check.schema.registry import Registry, choices
 from lowprec_check.schema.run_key import EAGER, RunKey
 
 if TYPE_CHECKING:
@@ -109,13 +109,18 @@ def _problem(backend: Backend) -> str | None:
 
 
 def replaced(names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The backends that run when those of ``names`` are asked for, each once, and a note for each that is replaced."""
-    running, notes = [], []
+    """The backends that run when those of ``names`` are asked for, each once, and a note for each that replaces others."""
+    running: list[str] = []
+    replaced_by: dict[Replacement, list[str]] = {}
     for name in names:
         replacement = BACKENDS.get(name).replacement()
         running.append(replacement.backend if replacement else name)
         if replacement:
-            notes.append(f"{name} runs as {replacement.backend} here: {replacement.why}")
+            replaced_by.setdefault(replacement, []).append(name)
+    notes = [
+        f"{choices(given, 'and')} {'runs' if len(given) == 1 else 'run'} as {replacement.backend} here: {replacement.why}"
+        for replacement, given in replaced_by.items()
+    ]
     return list(dict.fromkeys(running)), notes
 
 

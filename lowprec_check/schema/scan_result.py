@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.base import Struct, decode, encoded
 from lowprec_check.schema.compiler_check import CompilerCheck
 from lowprec_check.schema.files import write_file
@@ -208,8 +209,18 @@ class Run(Struct, frozen=True, kw_only=True):
 
     @property
     def is_low(self) -> bool:
-        """Whether it runs in a lower precision than fp32; fp32 on another backend does not."""
-        return self.precision != REFERENCE
+        """Whether it computes in a lower precision than fp32."""
+        return self.precision != REFERENCE or self.is_quantized
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its backend computes in fewer bits than its precision, ``int8``."""
+        return bool(getattr(BACKENDS.find(self.backend), "lowers_precision", False))
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether the plain part ran the ops that the instrumented part ran; if not, these explain it only in part."""
+        return self.backend == EAGER and not self.compiled
 
     @property
     def basis(self) -> Precision | None:

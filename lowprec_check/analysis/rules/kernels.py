@@ -133,11 +133,12 @@ def silent_fallback(result: ScanResult) -> Iterator[Finding]:
 def slow_kernel(result: ScanResult) -> Iterator[Finding]:
     """The op runs, but much slower than in fp32.
 
-    Observed: in total, the calls of this op took at least 5 times as long as the same calls in fp32, each timed right
-    after the other, and more than 5 ms. If there are several calls, the first is left out, since it also sets up the
-    kernel. If the op is too slow for the time budget, the scan times one call and computes the others in fp32 (LP903).
-    Times depend on the load of the machine, so this finding is never part of a baseline, and `--fail-on` ignores it if
-    there is one.
+    Observed: in total, the calls of this op took at least 5 times as long as the same calls in fp32, each timed
+    right after the other, and more than 5 ms. If there are several calls, the first is left out, since it also sets
+    up the kernel. If the op is too slow for the time budget, the scan times one call and computes the others in
+    fp32 (LP903). On another backend, and for compiled code, the ops are timed in eager mode; they are listed only
+    if the run itself takes at least as long. Times depend on the load of the machine, so this finding is never part
+    of a baseline, and `--fail-on` ignores it if there is one.
 
     Usual causes: a CPU without fp16 arithmetic, which makes convolutions and matrix products slow.
 
@@ -150,7 +151,7 @@ def slow_kernel(result: ScanResult) -> Iterator[Finding]:
         # after
         y = model.bfloat16()(x.bfloat16())
     """
-    slow = [(run, _slow_ops(run)) for run in low_runs(result)]
+    slow = [(run, _slow_ops(run)) for run in low_runs(result) if run.is_eager or run.latency_ms is not None]
     for run, found in slow:
         for op, (message, calls) in found.items():
             formats = {other.basis.format for other, ops in slow if op in ops and other.basis}
@@ -163,10 +164,13 @@ def _slow_ops(run: Run) -> dict[str, tuple[str, int]]:
     for row in run.op_calls.rows():
         if row.time_ms is not None and row.reference_ms is not None:
             times[row.op].append((row.time_ms, row.reference_ms))
-    slow = {op: found for op, calls in times.items() if (found := _slow_total(calls, run.latency_ms)) is not None}
+    most = 2 * (run.latency_ms or float("inf")) if run.is_eager else run.latency_ms or 0.0
+    where = "" if run.is_eager else ", in eager mode"
+    slow = {op: found for op, calls in times.items() if (found := _slow_total(calls, most)) is not None}
     answers = {}
     for op, (here, fp32) in sorted(slow.items(), key=lambda item: -item[1][0]):
-        message = f"{here / max(fp32, 1e-6):.0f} times slower than in fp32: {here:.0f} ms instead of {fp32:.1f} ms"
+        figures = f"{here:.0f} ms instead of {fp32:.1f} ms"
+        message = f"{here / max(fp32, 1e-6):.0f} times slower than in fp32: {figures}{where}"
         answers[op] = (message, len(times[op]))
     for op, reason in run.emulated.items():
         if op not in slow and not any(gap.kind == "crash" and gap.op == op for gap in run.gaps):
@@ -174,16 +178,15 @@ def _slow_ops(run: Run) -> dict[str, tuple[str, int]]:
     return answers
 
 
-def _slow_total(calls: list[tuple[float, float]], latency_ms: float | None) -> tuple[float, float] | None:
+def _slow_total(calls: list[tuple[float, float]], most: float) -> tuple[float, float] | None:
     """Milliseconds here and in fp32 if the op is slow, else ``None``.
 
-    The first call includes the kernel's set-up: it counts only if it is the only one, and longer than ``COLD_MS``. Times
-    that exceed twice those of the whole plain run are ignored: something else slowed them down.
+    The first call includes the kernel's set-up: it counts only if it is the only one, and longer than ``COLD_MS``. A total
+    over ``most`` ms (twice those of the plain run, if it ran these ops) is ignored: something else slowed it down.
     """
     counted = calls[1:] if len(calls) > 1 else [call for call in calls if call[0] > COLD_MS]
     here, fp32 = sum(here for here, _ in counted), sum(fp32 for _, fp32 in counted)
-    plausible = latency_ms is None or here < 2 * latency_ms
-    return (here, fp32) if plausible and here > max(SLOW_MS, SLOW_RATIO * fp32) else None
+    return (here, fp32) if here < most and here > max(SLOW_MS, SLOW_RATIO * fp32) else None
 
 
 @rule("LP108", "unexplained-error", "error")

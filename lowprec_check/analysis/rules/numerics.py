@@ -199,6 +199,11 @@ def _instead(run: Run, result: ScanResult) -> str:
     best = result.recommendation
     if run.failed_call:
         return "compute what the model keeps between calls in fp32"
+    if run.compiler is not None and run.compiler.verdict == "worse":
+        return "see LP306 of this run"
+    if run.is_quantized:
+        other = f", or use {best.label}" if best is not None and best.backend != run.backend else ""
+        return f"calibrate on data like that of use: see the errors of its layers{other}"
     if best is not None and best.keep_fp32 and best.precision == run.precision:
         return "keep the modules in fp32 that the recommendation names"
     if best is not None and not best.keep_fp32 and any(other.status == "ok" for other in low_runs(result)):
@@ -207,10 +212,13 @@ def _instead(run: Run, result: ScanResult) -> str:
 
 
 def _in_eager_mode(run: Run) -> str:
-    """For a run of compiled code: whether the same model passes in eager mode."""
+    """For a run that was compiled: whether the same model passes in eager mode."""
     eager = run.lockstep_error.rel_l2 if run.lockstep_error and run.complete and not run.gaps else None
-    passes = run.compiled and eager is not None and eager <= (run.tolerance or 0.0)
-    return f"; in eager mode the error is {eager:.1e}, so compiling causes it" if passes else ""
+    passes = eager is not None and eager <= (run.tolerance or 0.0)
+    if not passes or run.is_eager or run.is_quantized:
+        return ""
+    cause = "compiling" if run.compiled else f"the {run.backend} backend"
+    return f"; in eager mode the error is {eager:.1e}, so {cause} causes it"
 
 
 @rule("LP302", "op-outlier", "warning")
@@ -347,7 +355,7 @@ def _chooses(row: OpCall) -> bool:
 def _decided_by_choices(run: Run) -> str:
     """How far choices cause the error of the output; empty if they do not."""
     error, in_lockstep = run.output_error, run.lockstep_error.distance if run.lockstep_error else None
-    about_another_run = run.compiled or run.failed_call or run.compared_module or not run.complete
+    about_another_run = not run.is_eager or run.failed_call or run.compared_module or not run.complete
     if run.status != "inaccurate" or about_another_run or error is None or in_lockstep is None:
         return ""
     far = error.distance is None or error.distance > DECISIVE * in_lockstep

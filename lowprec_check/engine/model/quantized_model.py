@@ -41,6 +41,8 @@ class QuantizedModel:
 
         Raises :class:`UsageError` if the file cannot be written.
         """
+        if not Path(path).absolute().parent.is_dir():  # torch raises RuntimeError
+            raise UsageError(f"Cannot write {path}: its folder does not exist.")
         try:
             with application_of(PRECISIONS.get(self.precision)).context("cpu"):
                 self._quantized.save(path, {_PRECISION: self.precision})

@@ -39,11 +39,11 @@ class ExtensionBackend(Backend):
         if torch is None or _release(torch) <= _LAST or _version(DISTRIBUTION) is not None:
             return None
         successors = {
-            "inductor-freeze": "torch.compile with frozen weights, which prepacks them for oneDNN as ipex.optimize did",
-            "inductor": "torch.compile with the backend inductor",
+            "inductor-freeze": "torch.compile with frozen weights, which it prepacks for oneDNN as ipex.optimize did",
+            "inductor": "torch.compile with inductor",
         }
         instead = successors[self.successor]
-        return Replacement(self.successor, f"{_ARCHIVED}; {instead}, replaced it (on Intel GPUs, torch.xpu)")
+        return Replacement(self.successor, f"{_ARCHIVED}; it was replaced by {instead} (on Intel GPUs, by torch.xpu)")
 
 
 def extension_problem() -> str | None:

@@ -35,6 +35,7 @@ def render(result: ScanResult) -> str:
         "model_name": visible(result.model.name),
         "machine": summary.machine(result),
         "scope": summary.SCOPE,
+        "names_head": summary.names_head(summary.rows(result)),
         "extra": summary.extra_figures(summary.rows(result)),
         "notes": [visible(note) for note in result.model.notes],
         "verdict": summary.verdict(result),
