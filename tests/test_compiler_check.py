@@ -259,7 +259,7 @@ def test_an_exit_of_the_metric_is_noted(monkeypatch: pytest.MonkeyPatch) -> None
             isolation=isolation,
         ).run("bfloat16", "noisy")
         assert run.status == "ok"
-        assert "measuring failed: SystemExit: 3" in run.notes
+        assert "the metric failed: SystemExit: 3" in run.notes
 
 
 class OnlyFp32(Mlp):

@@ -125,11 +125,16 @@ def _verdict(best: Run) -> str:
     return f"passes ({judged}, tolerance {best.tolerance or 0:.0e})"
 
 
+def _times(ratio: float) -> str:
+    """``1.4 times``, ``134 times``."""
+    return f"{ratio:.1f} times" if ratio < 10 else f"{ratio:.0f} times"
+
+
 def _speed(ratio: float | None) -> str:
     if ratio is None:
         return ""
     if ratio >= NOISE:
-        return f", {ratio:.1f} times as fast as fp32"
+        return f", {_times(ratio)} as fast as fp32"
     if ratio > 1 / NOISE:
         return ", about as fast as fp32"
-    return f", {1 / ratio:.1f} times slower than fp32 on this machine"
+    return f", {_times(1 / ratio)} slower than fp32 on this machine"

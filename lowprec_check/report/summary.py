@@ -165,7 +165,7 @@ def _scenario(run: Run) -> str:
         return ""
     where = f"{counted(timing.instances, 'instance')} of {counted(timing.cores, 'core')}"
     batch = f", batch {timing.batch}" if timing.batch else ""
-    return f"{timing.scenario}: {timing.median_ms:.1f} ms, {where}{batch}"
+    return f"{timing.scenario}: {timing.median_ms:.3g} ms, {where}{batch}"
 
 
 def _bytes(number: int) -> str:

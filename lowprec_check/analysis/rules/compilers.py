@@ -8,7 +8,7 @@ from lowprec_check.analysis.rules.registry import Finding, rule
 from lowprec_check.analysis.run_summary import counted, out_of
 from lowprec_check.schema.compiler_check import CompilerCheck
 from lowprec_check.schema.run_key import EAGER
-from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.scan_result import Run, ScanResult, Severity
 
 
 @rule("LP306", "compiled-worse", "error")
@@ -19,7 +19,8 @@ def compiled_worse(result: ScanResult) -> Iterator[Finding]:
     inputs and the same (rounded) weights. For a tensor of the output, the compiled result has NaN or Inf where eager has
     numbers, or changes more than twice as many decisions (integers, booleans), or is more than twice as far from fp64 as
     eager's. The distance is relative to that tensor. A larger distance is confirmed on eight other inputs, and counts
-    only if it is over a tenth of the tolerance: a result that differs from eager's but is not further from fp64 is no fault.
+    only if it is over a tenth of the tolerance: a result that differs from eager's but is not further from fp64 is no
+    fault. In a run that passes this is a warning.
 
     Usual causes: the compiler computes a value in fp32 at one place and rounds it to 16 bits at another, so that two
     values that were equal in eager mode differ; a fault of the compiler.
@@ -37,7 +38,8 @@ def compiled_worse(result: ScanResult) -> Iterator[Finding]:
     for run in result.runs:
         check = run.compiler
         if check is not None and check.verdict == "worse":
-            yield Finding(_message(run, check), run, source=result.model.source, help=_help(check))
+            severity: Severity | None = "warning" if run.status == "ok" else None
+            yield Finding(_message(run, check), run, source=result.model.source, help=_help(check), severity=severity)
 
 
 def _message(run: Run, check: CompilerCheck) -> str:

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable
 
-from lowprec_check.engine.core.source_location import is_user_code, show_line
+from lowprec_check.engine.core.source_location import PACKAGE, is_user_code, show_line
 from lowprec_check.engine.run.isolation import WorkerError
 from lowprec_check.engine.run.job import Job
 from lowprec_check.engine.run.messages import (
@@ -141,6 +141,8 @@ def innermost_user_line(log: bytes) -> str | None:
         found = re.match(r' *File "(.*)", line (\d+)', line)
         if line.endswith("(most recent call first):"):
             title = line
+        elif found is not None and found[1].startswith(PACKAGE):
+            title = ""  # what is below called this program, not the model
         elif title and found is not None and is_user_code(found[1]):
             threads.append((title, show_line(found[1], int(found[2]))))
             title = ""

@@ -138,7 +138,7 @@ class PlainPart:
         self._send(PlainDone(self.result))
 
     def measure(self) -> None:
-        """Send time, memory and metric; for the reference also the difference between two runs. Records random calls."""
+        """Send time and memory; for the reference also the difference between two runs. Records random calls."""
         job, result = self.job, self.result
         if result.status == "error":
             return
@@ -162,14 +162,17 @@ class PlainPart:
         if job.measured:
             self._snapshot.rewind()
             self._add(peak_memory_bytes=measure_memory(*self._call, seed=job.seed))
-        if self.target.metric is not None:
+
+    def compute_metric(self) -> None:
+        """Send the value of the user's metric, if there is one and the model ran."""
+        if self.target.metric is not None and self.result.status != "error" and not self.too_slow:
             self._snapshot.rewind()
             self._add(metric=float(self.target.metric(as_standalone(self.ready, self._replaced))))
 
     def check_compiler(self) -> None:
         """Send whether the compiler made the output worse, unless nothing was compiled, or outputs are random."""
         backend = BACKENDS.get(self.job.backend)
-        compiled = self.result.compiled or (self.job.backend != EAGER and not backend.lowers_precision)
+        compiled = (self.result.compiled or self.job.backend != EAGER) and not backend.lowers_precision
         if compiled and self.outputs and not (self.result.random or self.too_slow or self.job.keep_fp32):
             checker = CompilerChecker(
                 self.job, self.target, self.ready, self._snapshot.rewind, by_dynamo=self.result.compiled

@@ -45,6 +45,8 @@ def _run_plain(job: Job, target: Target, send: Send) -> tuple[list[Tensor] | Non
         part.run()
         with _report_faults("measuring", send):
             part.measure()
+        with _report_faults("the metric", send):
+            part.compute_metric()
         with _report_faults("checking the compiler", send):
             part.check_compiler()
         with _report_faults("comparing the layers", send):
