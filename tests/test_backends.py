@@ -113,9 +113,7 @@ def conv_net_output() -> list[Tensor]:
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
 def test_traced_rows_equal_the_printed_code_on_every_example(file: Path, call: Call, tmp_path: Any) -> None:
     saved = tmp_path / "scan.json"
-    done = call(
-        "scan", file, "--backend", "jit", "-p", "fp32,bf16,amp-bf16,amp-fp16", "--json", saved, "--no-plan", "-q"
-    )
+    done = call("scan", file, "--backend", "jit", "-p", "fp32,bf16,amp-bf16", "--json", saved, "--no-plan", "-q")
     assert done.returncode in (0, 1), done.stderr  # 1: no precision passes
 
     result = ScanResult.load(saved)
@@ -150,8 +148,15 @@ def test_compiled_rows_equal_the_printed_code(backend: str) -> None:
 
 
 def test_channels_last_rows_equal_the_printed_code() -> None:
-    result = scan(ConvNet().eval(), IMAGES, memory_formats="channels_last", backends="eager,jit", plan=False)
-    assert check_rows(result, conv_net, conv_net_output()) == 10
+    result = scan(
+        ConvNet().eval(),
+        IMAGES,
+        memory_formats="channels_last",
+        backends="eager,jit",
+        plan=False,
+        precisions="fp32,bf16,amp-bf16",
+    )
+    assert check_rows(result, conv_net, conv_net_output()) == 6
     code = snippet(RunKey("bfloat16", memory_format="channels_last"), result.model)
     assert "model = model.to(memory_format=torch.channels_last)" in code
     assert "inputs = inputs.to(torch.bfloat16, memory_format=torch.channels_last)" in code

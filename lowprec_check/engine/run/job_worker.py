@@ -136,16 +136,20 @@ def innermost_user_line(log: bytes) -> str | None:
     Of several threads it is the one that crashed, else the oldest that runs user code, which comes last.
     """
     threads: list[tuple[str, str]] = []
-    title = ""
+    title, in_torch = "", False
     for line in log.decode(errors="replace").splitlines():
         found = re.match(r' *File "(.*)", line (\d+)', line)
         if line.endswith("(most recent call first):"):
-            title = line
-        elif found is not None and found[1].startswith(PACKAGE):
-            title = ""  # what is below called this program, not the model
-        elif title and found is not None and is_user_code(found[1]):
+            title, in_torch = line, False
+        elif not title or found is None:
+            continue
+        elif is_user_code(found[1]):
             threads.append((title, show_line(found[1], int(found[2]))))
             title = ""
+        elif found[1].startswith(PACKAGE):
+            title = "" if in_torch else title  # torch was called by this program, not by the model
+        else:
+            in_torch = True
     crashed = [line for title, line in threads if title.startswith("Current thread")]
     lines = crashed or [line for _, line in threads]
     return lines[-1] if lines else None
