@@ -41,9 +41,9 @@ def backends(device: str) -> list[str]:
     return found
 
 
-def scans(model: str, device: str, chosen: list[str]) -> list[ScanResult]:
+def scans(model: str, device: str, chosen: list[str], precisions: str | None) -> list[ScanResult]:
     """One scan in the default memory format; for convolutions, one in channels_last."""
-    precisions = PRECISIONS if device == "cpu" else ON_CUDA
+    precisions = precisions or (PRECISIONS if device == "cpu" else ON_CUDA)
     given: dict[str, Any] = {"precisions": precisions, "device": device, "errors": "none", "plan": False}
     options = [ScanOptions(**given, backends=chosen, scenario="offline")]
     if model in CONVOLUTIONAL:
@@ -73,12 +73,13 @@ def main() -> None:
     options.add_argument("--device", default="cpu")
     options.add_argument("--models", default=",".join(MODELS))
     options.add_argument("--backends")
+    options.add_argument("--precisions")
     options.add_argument("--json", type=Path)
     given = options.parse_args()
     chosen = given.backends.split(",") if given.backends else backends(given.device)
     saved: dict[str, list[ScanResult]] = {}
     for model in given.models.split(","):
-        saved[model] = scans(model, given.device, chosen)
+        saved[model] = scans(model, given.device, chosen, given.precisions)
         first = saved[model][0]
         keys = ("torch", "device_name", "cpu", "cpu_capability", "threads")
         shown = [f"{key} {first.environment[key]}" for key in keys if first.environment.get(key)]
