@@ -16,7 +16,7 @@ from conftest import Mlp, call_process
 from torch import Tensor, nn
 
 from lowprec_check.engine.backends import ipex, ipex_compile, ipex_jit
-from lowprec_check.engine.stack import intel_extension
+from lowprec_check.engine.core.package_versions import IPEX
 from lowprec_check.engine.stack.frozen_trace import frozen_trace, frozen_trace_code
 from lowprec_check.schema.backends import Backend, Example, replaced
 from lowprec_check.schema.precisions import PRECISIONS
@@ -41,7 +41,7 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None, str | Non
     """Set the installed versions of torch and of the extension."""
 
     def install(torch_version: str | None, extension: str | None) -> None:
-        installed = {"torch": torch_version, intel_extension.DISTRIBUTION: extension}
+        installed = {"torch": torch_version, IPEX: extension}
 
         def version(name: str) -> str:
             found = installed[name]
@@ -49,7 +49,7 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None, str | Non
                 raise PackageNotFoundError(name)
             return found
 
-        monkeypatch.setattr(intel_extension, "version", version)
+        monkeypatch.setattr("importlib.metadata.version", version)
 
     return install
 

@@ -36,7 +36,8 @@ def recommend(
     """The fastest run that passed; ``None`` if none passed. Among equally fast ones the one with the least set-up (eager,
     contiguous), then the most accurate.
 
-    If only fp32 was run, on other backends, the best of those. If the output of no run could be compared, the fastest that ran; its reason says so.
+    If only fp32 was run, on other backends, the best of those. If the output of no run could be compared, the fastest that
+    ran; its reason says so.
 
     If a cast of the whole model lacks kernels in any dtype, autocast is preferred to every such cast: it runs these ops
     in fp32, and other inputs may need a kernel that the other dtype lacks.

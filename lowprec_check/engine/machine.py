@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import sys
@@ -10,11 +9,11 @@ from typing import Any
 
 import torch
 
+from lowprec_check.engine.core.package_versions import IPEX, installed_version, minor_version
 from lowprec_check.engine.model import device as devices
 from lowprec_check.schema.devices import accelerators
 from lowprec_check.schema.precisions import LOW_FORMATS
 
-IPEX = "intel-extension-for-pytorch"
 CPU_FEATURES = ("avx2", "avx512", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_fp16")
 
 
@@ -74,14 +73,6 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def installed_version(package: str) -> str | None:
-    """The version of an installed package; ``None`` if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def ipex_fits() -> bool | None:
     """Whether the installed Intel extension matches this torch; ``None`` if it is not installed.
 
@@ -90,7 +81,7 @@ def ipex_fits() -> bool | None:
     version = installed_version(IPEX)
     if version is None:
         return None
-    return version.split(".")[:2] == torch.__version__.split(".")[:2] and sys.platform.startswith("linux")
+    return minor_version(version) == minor_version(torch.__version__) and sys.platform.startswith("linux")
 
 
 def version() -> str:

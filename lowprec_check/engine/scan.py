@@ -186,7 +186,7 @@ def scan(
         calibration: batches like ``inputs`` that int8 is calibrated on (a list, a ``DataLoader``), or a function that returns
             or yields them; by default ``inputs``.
         isolation: ``fork`` runs in copies of this process (the default if possible); ``spawn`` in fresh interpreters, to
-            which the model is pickled; ``none`` in this process, without limits (the default if it uses an accelerator).
+            which the model is pickled; ``none`` in this process, unprotected (the default once it uses an accelerator).
         on_progress: called with the name of the run and its current step.
 
     Returns:

@@ -19,9 +19,10 @@ import msgspec
 from lowprec_check.engine.load import TargetSpec, load_here
 from lowprec_check.engine.plan.planner import PlanOptions, growing_planning
 from lowprec_check.engine.run.isolation import WorkerError, best_isolation, check_isolation
-from lowprec_check.engine.run.job_worker import LOAD_SECONDS, innermost_user_line
+from lowprec_check.engine.run.job_worker import innermost_user_line
 from lowprec_check.engine.run.launcher import OnProgress
 from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.worker_task import LOAD_SECONDS
 from lowprec_check.engine.scan import ScanOptions, growing_scan
 from lowprec_check.errors import ProcessLostError, UsageError, traceback_of
 from lowprec_check.process import Isolation

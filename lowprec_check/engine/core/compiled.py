@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from lowprec_check.engine.core.package_versions import minor_version
+
 
 def compiled_frames() -> int:
     """How many frames Dynamo has compiled in this process."""
@@ -33,8 +35,8 @@ of bf16 for fp16."""
 def own_compiled_code(*, autocast: bool) -> Iterator[None]:
     """Compile without the code of other runs: that in memory, and under ``autocast`` that on disk if its dtype is unknown."""
     forget_compiled()
-    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if not autocast or release >= AUTOCAST_IN_KEY:
+    release = minor_version(torch.__version__)
+    if not autocast or (release is not None and release >= AUTOCAST_IN_KEY):
         yield
         return
     from torch._functorch import config

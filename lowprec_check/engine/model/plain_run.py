@@ -98,7 +98,7 @@ class PlainCalls:
     """Calls a model several times in a row, as its user does, and judges each output. Nothing is attached or rewound.
 
     ``references`` are the outputs of the fp32 run's calls, ``None`` for the fp32 run itself. With ``prepares``, the first call
-    prepares the model, so that its time says nothing of the others.
+    also prepares the model, so it may take much longer than the others.
     """
 
     def __init__(

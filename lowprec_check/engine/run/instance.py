@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -19,18 +18,16 @@ from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.job import Job, Send
 from lowprec_check.engine.run.messages import (
-    Finished,
     FromJob,
     InstanceReady,
     InstanceTimed,
-    Loaded,
-    ToolFailed,
     UsageFailed,
     encode,
 )
 from lowprec_check.engine.run.preparation import on_backend, on_device, prepared_for
 from lowprec_check.engine.run.target_source import Load
-from lowprec_check.errors import UsageError, message_of, traceback_of, type_name
+from lowprec_check.engine.run.worker_task import work_on
+from lowprec_check.errors import message_of, type_name
 from lowprec_check.process.function_worker import SendBytes, end_if_forked
 
 SECONDS = 3.0
@@ -99,18 +96,11 @@ def work_as_instance(job: Job, instance: Instance, load: Load, send_bytes: SendB
         while not os.pread(job.files.start, 1, 0):
             time.sleep(0.0005)
 
-    try:
-        target = load()
-        send(Loaded())
+    def work(target: Target) -> None:
         try:
             time_instance(job, instance, target, send, wait)
         except BaseException as error:  # of the model: on one item, or in another process
             end_if_forked(error)
             send(UsageFailed(f"{type_name(error)}: {first_line(message_of(error))}", None))
-        send(Finished())
-    except UsageError as error:
-        send(UsageFailed(error.message, error.hint))
-    except BaseException as error:
-        end_if_forked(error)
-        with contextlib.suppress(Exception):
-            send(ToolFailed(traceback_of(error)))
+
+    work_on(load, work, send)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import functools
 import math
@@ -27,17 +26,15 @@ from lowprec_check.engine.run.messages import (
 from lowprec_check.engine.run.outcome import JobOutcome
 from lowprec_check.engine.run.target_source import FreshLoad, Load, TargetSource
 from lowprec_check.engine.run.work import run_job
-from lowprec_check.errors import UsageError, traceback_of
+from lowprec_check.engine.run.worker_task import LOAD_SECONDS, work_on
+from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.process.breadcrumb import Breadcrumb, Position
 from lowprec_check.process.exit_code import describe_exit, signal_name
 from lowprec_check.process.fork import WHOLE_PROCESS
-from lowprec_check.process.function_worker import FunctionWorker, SendBytes, end_if_forked
+from lowprec_check.process.function_worker import FunctionWorker, SendBytes
 from lowprec_check.process.shared_file import clear_shared, read_shared
 from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor
-
-LOAD_SECONDS = 600.0
-"""A fresh interpreter must have loaded the target by then."""
 
 OnPosition = Callable[[Position | None], None]
 
@@ -136,20 +133,20 @@ def innermost_user_line(log: bytes) -> str | None:
     Of several threads it is the one that crashed, else the oldest that runs user code, which comes last.
     """
     threads: list[tuple[str, str]] = []
-    title, in_torch = "", False
+    title, in_library = "", False
     for line in log.decode(errors="replace").splitlines():
         found = re.match(r' *File "(.*)", line (\d+)', line)
         if line.endswith("(most recent call first):"):
-            title, in_torch = line, False
+            title, in_library = line, False
         elif not title or found is None:
             continue
         elif is_user_code(found[1]):
             threads.append((title, show_line(found[1], int(found[2]))))
             title = ""
         elif found[1].startswith(PACKAGE):
-            title = "" if in_torch else title  # torch was called by this program, not by the model
+            title = "" if in_library else title  # torch was called by this program, not by the model
         else:
-            in_torch = True
+            in_library = True
     crashed = [line for title, line in threads if title.startswith("Current thread")]
     lines = crashed or [line for _, line in threads]
     return lines[-1] if lines else None
@@ -171,14 +168,4 @@ def _work(job: Job, load: Load, send_bytes: SendBytes) -> None:
             faulthandler.dump_traceback_later(max(job.call_budget - 0.5, job.call_budget / 2), file=job.files.log)
         send_bytes(encode(message))
 
-    try:
-        target = load()
-        send(Loaded())
-        run_job(job, target, send)
-        send(Finished())
-    except UsageError as error:
-        send(UsageFailed(error.message, error.hint))
-    except BaseException as error:
-        end_if_forked(error)
-        with contextlib.suppress(Exception):
-            send(ToolFailed(traceback_of(error)))
+    work_on(load, lambda target: run_job(job, target, send), send)

@@ -27,6 +27,7 @@ from lowprec_check.engine.run.messages import (
     decode,
 )
 from lowprec_check.engine.run.target_source import FreshLoad, TargetSource
+from lowprec_check.engine.run.worker_task import LOAD_SECONDS
 from lowprec_check.errors import message_of, type_name
 from lowprec_check.process import Isolation
 from lowprec_check.process.function_worker import FunctionWorker
@@ -37,9 +38,6 @@ from lowprec_check.schema.scan_result import Scenario, Timing
 
 CORES_OF_INSTANCE = 4
 """Most cores of an instance in realtime."""
-
-LOAD_SECONDS = 600.0
-"""A fresh interpreter must have loaded the target by then."""
 
 
 _Event = MessageEvent[FunctionWorker[FromJob], FromJob] | StateEvent[FunctionWorker[FromJob]]

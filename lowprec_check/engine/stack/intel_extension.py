@@ -7,16 +7,15 @@ importing it. It is archived: 2.8.0, for torch 2.8, was its last release.
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 
+from lowprec_check.engine.core.package_versions import IPEX, installed_version, minor_version
 from lowprec_check.schema.backends import Backend, Replacement
 from lowprec_check.schema.precisions import Precision
 
-DISTRIBUTION = "intel-extension-for-pytorch"
 IMPORT = "import intel_extension_for_pytorch as ipex"
 _LAST = (2, 8)
-_INSTALL = f"run pip install torch==2.8.0 {DISTRIBUTION}==2.8.0"
+_INSTALL = f"run pip install torch==2.8.0 {IPEX}==2.8.0"
 _ARCHIVED = "Intel's extension is archived and its last release fits torch 2.8 only"
 
 
@@ -30,13 +29,13 @@ class ExtensionBackend(Backend):
     def skip_reason(self, precision: Precision, device: str, memory_format: str) -> str | None:
         """Why the extension cannot be used on ``device``; precisions that it does not support raise an exception in the run."""
         if device != "cpu":
-            return f"{DISTRIBUTION} on PyPI supports the CPU only; use the backend inductor on {device}"
+            return f"{IPEX} on PyPI supports the CPU only; use the backend inductor on {device}"
         return extension_problem()
 
     def replacement(self) -> Replacement | None:
         """The backend that does the same, if torch is newer than 2.8 and the extension is not installed."""
-        torch = _version("torch")
-        if torch is None or _release(torch) <= _LAST or _version(DISTRIBUTION) is not None:
+        torch = installed_version("torch")
+        if not _is_newer(torch) or installed_version(IPEX) is not None:
             return None
         successors = {
             "inductor-freeze": "torch.compile with frozen weights, which it prepacks for oneDNN as ipex.optimize did",
@@ -48,15 +47,15 @@ class ExtensionBackend(Backend):
 
 def extension_problem() -> str | None:
     """Why the extension cannot be imported here; ``None`` if it is installed beside the torch that it needs."""
-    torch, extension = _version("torch") or "of an unknown version", _version(DISTRIBUTION)
-    if extension is None and _release(torch) > _LAST:
+    torch, extension = installed_version("torch") or "of an unknown version", installed_version(IPEX)
+    if extension is None and _is_newer(torch):
         return f"{_ARCHIVED}, but torch {torch} is installed; use torch.compile instead"
     if extension is None:
-        return f"{DISTRIBUTION} is not installed; {_INSTALL}"
-    if _release(extension) != _release(torch):
-        needed = ".".join(map(str, _release(extension)))
+        return f"{IPEX} is not installed; {_INSTALL}"
+    if minor_version(extension) != minor_version(torch):
+        needed = ".".join(map(str, minor_version(extension) or ()))
         return (
-            f"{DISTRIBUTION} {extension} needs torch {needed}, but torch {torch} is installed, and importing it would end "
+            f"{IPEX} {extension} needs torch {needed}, but torch {torch} is installed, and importing it would end "
             f"the process; {_INSTALL}"
         )
     return None
@@ -85,13 +84,6 @@ def _lowers(precision: Precision) -> bool:
     return precision.kind in ("cast", "autocast")
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
-def _release(text: str) -> tuple[int, ...]:
-    """``(2, 8)`` of ``2.8.0+cpu``; empty if it does not start with numbers."""
-    return tuple(int(part) for part in text.split(".")[:2] if part.isdecimal())
+def _is_newer(torch: str | None) -> bool:
+    """Whether a version of torch is newer than what the last release of the extension fits."""
+    return (minor_version(torch) or _LAST) > _LAST

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from lowprec_check.catalog.records import LOW, Dtype, Header
-from lowprec_check.engine.machine import IPEX, installed_version
+from lowprec_check.engine.core.package_versions import IPEX, installed_version, minor_version
 from lowprec_check.engine.sweep.calls import Setting
 from lowprec_check.engine.sweep.measure import OperatorMeasurement
 from lowprec_check.engine.sweep.messages import Answer, CannotMeasure, Fault, Hello, Task
@@ -91,7 +91,7 @@ def _load_extension(name: str | None) -> str | None:
     version = installed_version(IPEX)
     if version is None:
         raise UsageError("Intel Extension for PyTorch is not installed.", "pip install 'lowprec-check[ipex]'")
-    if version.split(".")[:2] != torch.__version__.split(".")[:2]:
+    if minor_version(version) != minor_version(torch.__version__):
         raise UsageError(
             f"Intel Extension for PyTorch {version} does not match torch {torch.__version__}.",
             f"Install the extension for torch {torch.__version__}.",

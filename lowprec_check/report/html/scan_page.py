@@ -26,7 +26,7 @@ MOST_GROUPS = 500
 def render(result: ScanResult) -> str:
     """Render the page; raises :class:`UsageError` if Bokeh is not installed."""
     drawn = [run for run in result.runs if not run.is_reference and len(run.op_calls)]
-    advice = result.recommendation
+    advice, shown = result.recommendation, summary.rows(result)
     modules = module_tree.build(drawn)
     groups = summary.group(result.diagnostics)
     values: dict[str, Any] = {
@@ -35,8 +35,8 @@ def render(result: ScanResult) -> str:
         "model_name": visible(result.model.name),
         "machine": summary.machine(result),
         "scope": summary.SCOPE,
-        "names_head": summary.names_head(summary.rows(result)),
-        "extra": summary.extra_figures(summary.rows(result)),
+        "names_head": summary.names_head(shown),
+        "extra": summary.extra_figures(shown),
         "notes": [visible(note) for note in result.model.notes],
         "verdict": summary.verdict(result),
         "advice": advice is not None,
