@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from lowprec_check.report.registry import ReportFormat, render
     from lowprec_check.schema.backends import Backend, Code, Example
     from lowprec_check.schema.devices import Device
+    from lowprec_check.schema.error_budget import ErrorBudget, Share
+    from lowprec_check.schema.measures import LayerError
     from lowprec_check.schema.op_calls import OpCall, OpCalls
     from lowprec_check.schema.plan import Plan, Planning
     from lowprec_check.schema.precisions import FloatFormat, Precision
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
         ErrorStats,
         ExceptionInfo,
         Gap,
-        LayerError,
         ModelInfo,
         Recommendation,
         ResultError,
@@ -45,12 +46,13 @@ _MODULES = {
     "Code": "schema.backends",
     "Device": "schema.devices",
     "Diagnostic": "schema.scan_result",
+    "ErrorBudget": "schema.error_budget",
     "ErrorStats": "schema.scan_result",
     "Example": "schema.backends",
     "ExceptionInfo": "schema.scan_result",
     "FloatFormat": "schema.precisions",
     "Gap": "schema.scan_result",
-    "LayerError": "schema.scan_result",
+    "LayerError": "schema.measures",
     "ModelInfo": "schema.scan_result",
     "OpCall": "schema.op_calls",
     "OpCalls": "schema.op_calls",
@@ -65,6 +67,7 @@ _MODULES = {
     "RunKey": "schema.run_key",
     "ScanDiff": "analysis.diff",
     "ScanResult": "schema.scan_result",
+    "Share": "schema.error_budget",
     "UsageError": "errors",
     "apply": "engine.plan.apply",
     "diff_scans": "analysis.diff",
@@ -82,6 +85,7 @@ __all__ = [
     "Code",
     "Device",
     "Diagnostic",
+    "ErrorBudget",
     "ErrorStats",
     "Example",
     "ExceptionInfo",
@@ -102,6 +106,7 @@ __all__ = [
     "RunKey",
     "ScanDiff",
     "ScanResult",
+    "Share",
     "UsageError",
     "apply",
     "catalog",

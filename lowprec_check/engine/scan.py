@@ -27,12 +27,13 @@ from lowprec_check.engine.trace.withheld_kernels import parse_withheld
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.process import Isolation
 from lowprec_check.schema.backends import BACKENDS, replaced
+from lowprec_check.schema.measures import Scenario
 from lowprec_check.schema.memory_formats import MEMORY_FORMATS
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.registry import Registry, words_in
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE
 from lowprec_check.schema.run_matrices import RUN_MATRICES, RunMatrix
-from lowprec_check.schema.scan_result import ScanResult, Scenario
+from lowprec_check.schema.scan_result import ScanResult
 
 Reference = Literal["fp32", "fp64"]
 Names = str | Sequence[str] | None

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from lowprec_check.report.escape import visible
 from lowprec_check.report.summary import label
-from lowprec_check.schema.scan_result import LayerError, ScanResult
+from lowprec_check.schema.measures import LayerError
+from lowprec_check.schema.scan_result import ScanResult
 
 TITLE = "Quantized layers with the largest errors"
 SHOWN = 5

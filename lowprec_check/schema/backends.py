@@ -17,7 +17,8 @@ from lowprec_check.schema.registry import Registry, choices
 from lowprec_check.schema.run_key import EAGER, RunKey
 
 if TYPE_CHECKING:
-    from lowprec_check.schema.scan_result import LayerError, ModelInfo
+    from lowprec_check.schema.measures import LayerError
+    from lowprec_check.schema.scan_result import ModelInfo
 
 
 class Replacement(NamedTuple):

@@ -65,6 +65,8 @@ class OpCall(msgspec.Struct, gc=False):
     """Number of elements among which ``introduced_inf`` and ``introduced_nan`` were counted; 0 if both are 0."""
     compared_choices: int = 0
     """Number of indices and booleans among which ``flips`` were counted."""
+    share: float | None = None
+    """Share of the squared output error that this call causes; ``None`` without an error budget."""
 
 
 _ZERO = 0.0

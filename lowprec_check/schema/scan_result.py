@@ -16,7 +16,9 @@ import msgspec
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.base import Struct, decode, encoded
 from lowprec_check.schema.compiler_check import CompilerCheck
+from lowprec_check.schema.error_budget import ErrorBudget
 from lowprec_check.schema.files import write_file
+from lowprec_check.schema.measures import LayerError, Timing
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Plan
 from lowprec_check.schema.precisions import PRECISIONS, Precision
@@ -26,8 +28,6 @@ SCHEMA = 1
 
 Status = Literal["ok", "unjudged", "inaccurate", "nonfinite", "error", "crashed", "timeout", "skipped"]
 """``unjudged``: it ran, but its output holds nothing that can be compared with fp32's."""
-Scenario = Literal["offline", "realtime"]
-"""``offline``: the inputs as they are, on all cores; ``realtime``: batches of 1 in several instances of at most 4 cores."""
 Evidence = Literal["measured", "predicted"]
 Severity = Literal["error", "warning", "note"]
 Layer = Literal["dispatch", "function"]
@@ -94,37 +94,6 @@ class Gap(Struct, frozen=True, kw_only=True):
     """The number in the code that exceeds the range of the dtype, for a ``scalar-overflow``."""
 
 
-class Timing(Struct, frozen=True, kw_only=True):
-    """How long calls took in a scenario: in several instances of the model at a time, or in one on all cores."""
-
-    scenario: Scenario
-    batch: int | None
-    """Items in the inputs, the size of their first dimension; ``None`` if they do not agree on one."""
-    instances: int
-    """Processes that ran the model at the same time."""
-    cores: int
-    """Processor cores of each instance."""
-    calls: int
-    """Calls timed, of all instances."""
-    median_ms: float
-    p99_ms: float
-    throughput: float | None
-    """Items per second of all instances; ``None`` if the batch is unknown."""
-
-
-class LayerError(Struct, frozen=True, kw_only=True):
-    """How far the output of a quantized layer is from that of fp32, over the inputs it was calibrated on."""
-
-    module: str
-    """The path of the module, ``layer1.0.conv1``; empty for the model itself."""
-    op: str
-    """``conv2d``."""
-    local: float | None = None
-    """The rel_l2 of the layer alone, on the inputs that it gets in fp32; ``None`` if it was not measured, or is not finite."""
-    accumulated: float | None = None
-    """The rel_l2 in the quantized model, with the errors of the layers before it."""
-
-
 class Run(Struct, frozen=True, kw_only=True):
     """One precision × backend × device × memory format: the plain part and the instrumented part that explains it."""
 
@@ -145,6 +114,8 @@ class Run(Struct, frozen=True, kw_only=True):
     """The largest of the calls compared."""
     compared_module: str | None = None
     """The module whose output was compared, because that of the model holds nothing to compare (all zeros, ``None``)."""
+    budget: ErrorBudget | None = None
+    """Where the output error comes from; ``None`` if the run was not analyzed op by op."""
     lockstep_error: ErrorStats | None = None
     """Error of the instrumented part's output against its reference, which takes the decisions of the run."""
     latency_ms: float | None = None

@@ -15,7 +15,7 @@ from lowprec_check.engine.quantize.quantized import Calibration, nothing_to_quan
 from lowprec_check.engine.quantize.quiet import quiet
 from lowprec_check.errors import UsageError, encodable, message_of, type_name
 from lowprec_check.schema.backends import Call
-from lowprec_check.schema.scan_result import LayerError
+from lowprec_check.schema.measures import LayerError
 
 WARM_UP_CALLS = 2
 """Calls until TorchScript has compiled the fused int8 kernels."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from lowprec_check.errors import UsageError, type_name
 from lowprec_check.schema.backends import Call
-from lowprec_check.schema.scan_result import LayerError
+from lowprec_check.schema.measures import LayerError
 
 Calibration = Callable[[], Iterable[Call]]
 """Returns the calls that a model is calibrated on."""

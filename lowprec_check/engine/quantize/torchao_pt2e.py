@@ -16,7 +16,7 @@ from lowprec_check.engine.quantize.quantized import Calibration, nothing_to_quan
 from lowprec_check.engine.quantize.quiet import quiet
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.backends import Call
-from lowprec_check.schema.scan_result import LayerError
+from lowprec_check.schema.measures import LayerError
 
 
 class TorchaoModel:

@@ -10,8 +10,9 @@ from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.schema.base import Struct, encoded
 from lowprec_check.schema.compiler_check import CompilerCheck
+from lowprec_check.schema.measures import LayerError
 from lowprec_check.schema.op_calls import OpCalls
-from lowprec_check.schema.scan_result import ErrorStats, Gap, LayerError
+from lowprec_check.schema.scan_result import ErrorStats, Gap
 
 
 class Measures(Struct, frozen=True, kw_only=True):

@@ -34,7 +34,7 @@ from lowprec_check.process.function_worker import FunctionWorker
 from lowprec_check.process.shared_file import clear_shared
 from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor
 from lowprec_check.schema.backends import Call
-from lowprec_check.schema.scan_result import Scenario, Timing
+from lowprec_check.schema.measures import Scenario, Timing
 
 CORES_OF_INSTANCE = 4
 """Most cores of an instance in realtime."""

@@ -29,9 +29,10 @@ from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.schema.backends import BACKENDS
+from lowprec_check.schema.measures import Scenario
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, MemoryFormat, RunKey
-from lowprec_check.schema.scan_result import Run, Scenario, skipped
+from lowprec_check.schema.scan_result import Run, skipped
 
 REFERENCE_BUDGET = 600.0
 """Budget in seconds of the fp32 run, whose time is not known yet."""

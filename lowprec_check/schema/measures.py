@@ -1,0 +1,41 @@
+"""What some scans measure besides: times in a scenario, errors of quantized layers. Never imports torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lowprec_check.schema.base import Struct
+
+Scenario = Literal["offline", "realtime"]
+"""``offline``: the inputs as they are, on all cores; ``realtime``: batches of 1 in several instances of at most 4 cores."""
+
+
+class Timing(Struct, frozen=True, kw_only=True):
+    """How long calls took in a scenario: in several instances of the model at a time, or in one on all cores."""
+
+    scenario: Scenario
+    batch: int | None
+    """Items in the inputs, the size of their first dimension; ``None`` if they do not agree on one."""
+    instances: int
+    """Processes that ran the model at the same time."""
+    cores: int
+    """Processor cores of each instance."""
+    calls: int
+    """Calls timed, of all instances."""
+    median_ms: float
+    p99_ms: float
+    throughput: float | None
+    """Items per second of all instances; ``None`` if the batch is unknown."""
+
+
+class LayerError(Struct, frozen=True, kw_only=True):
+    """How far the output of a quantized layer is from that of fp32, over the inputs it was calibrated on."""
+
+    module: str
+    """The path of the module, ``layer1.0.conv1``; empty for the model itself."""
+    op: str
+    """``conv2d``."""
+    local: float | None = None
+    """The rel_l2 of the layer alone, on the inputs that it gets in fp32; ``None`` if it was not measured, or is not finite."""
+    accumulated: float | None = None
+    """The rel_l2 in the quantized model, with the errors of the layers before it."""
