@@ -149,7 +149,7 @@ def _from(reference: Tensor, least: float) -> Tensor:
     limit = least * (1 - torch.finfo(reference.dtype).eps / 2)
     if reference.numel() != CHUNK or reference.device.type != "cpu":
         return torch.hardshrink(reference, limit)
-    return torch.hardshrink(reference, limit, out=_scratch(reference, 2))  # type: ignore[call-arg]
+    return torch.hardshrink(reference, limit, out=_scratch(reference, 2))
 
 
 def _counts(*tensors: Tensor) -> list[int]:
