@@ -138,6 +138,12 @@ def _names(registry: Registry[Any], names: Names) -> list[str]:
     return [] if names is None else registry.names_in(names)
 
 
+def _one_of(precision: Names, precisions: Names) -> Names:
+    if precision is not None and precisions is not None:
+        raise UsageError("Both precision and precisions are given.", "They are two names of one argument: give one.")
+    return precisions if precision is None else precision
+
+
 def scan(
     model: nn.Module,
     inputs: Any,
@@ -184,8 +190,7 @@ def scan(
         tolerance: the largest rel_l2 of the output that passes; by default the tolerance of the precision.
         seed: random seed of every run.
         without_kernel: kernels to treat as missing, such as ``aten.dot:half``.
-        batches: number of batches of inputs; runs that pass on the first are run on the others too, and the growth of the
-            values is reported. ``inputs`` must be a function of the batch number, or give several batches.
+        batches: number of batches that ``inputs`` (a function, loader or generator) gives; what passes on the first must pass on all.
         plan: whether to search for modules to keep in fp32 for each precision that fails; by default only if none passes.
         scenario: also time every run: ``offline`` (on all cores) or ``realtime`` (several instances with batches of 1).
         select: report only diagnostics whose code starts with one of these prefixes.
@@ -205,10 +210,8 @@ def scan(
         UsageError: the model, its inputs or an option is not valid; the message explains what to do.
     """
     check_isolation(isolation)
-    if precision is not None and precisions is not None:
-        raise UsageError("Both precision and precisions are given.", "They are two names of one argument: give one.")
     options = ScanOptions(
-        precisions=precisions if precision is None else precision,
+        precisions=_one_of(precision, precisions),
         backends=backends,
         memory_formats=memory_formats,
         matrix=matrix,

@@ -88,19 +88,23 @@ class _Place(NamedTuple):
 def little_headroom(result: ScanResult) -> Iterator[Finding]:
     """A run that passes comes close to the limits of its dtype: another input may fail.
 
-    Observed, in a run with status `ok`, of all ops whose output is in 16 bits: the op whose largest value is closest to the
-    largest number of the dtype, if a value 4 times as large overflows (more than 16376 in fp16); and the op with the
-    largest share of non-zero values below the smallest normal number, if it is at least 10 %. In fp16 that number is
-    6e-5: smaller values lose digits, and those below 3e-8 become zero. There is one note per run, for both.
+    Observed, in a run with status `ok`, of all ops whose output is in 16 bits:
 
-    Not counted are weights, which do not depend on the input, and values at the very limit, such as `finfo.min` in masks.
-    Why 4: between inputs of one kind, the largest values of a network often differ by a factor of 2, rarely by 4. bf16
-    has the range of fp32, so in bf16 this is rare.
+    - the op whose largest value is closest to the largest number of the dtype, if a value 4 times as large overflows
+      (more than 16376 in fp16);
+    - the op with the largest share of non-zero values below the smallest normal number, if it is at least 10 %. In fp16
+      that number is 6e-5: smaller values lose digits, and those below 3e-8 become zero.
 
-    It is a warning if `--batches N` shows that the headroom is used up: an op overflows on a further batch, but not on
-    the first; or its largest value is at least 1.5 times that of the first batch, and less than a factor of 2 remains, so
-    that two more such steps overflow; or at least half of its non-zeros become zero, and 1.5 times as many as on the
-    first batch. One finding names the worst.
+    There is one note per run, for both. Weights are not counted, since they do not depend on the input, nor are values
+    at the very limit, such as `finfo.min` in masks. bf16 has the range of fp32, so that notes are rare there. Why 4:
+    between inputs of one kind, largest values may well differ by a factor of 2, and two such steps are left.
+
+    It is a warning, one per run, if `--batches N` shows that the headroom is used up:
+
+    - an op overflows on a further batch, but not on the first;
+    - or its largest value is at least 1.5 times that of the first batch, and less than a factor of 2 remains: two more
+      such steps overflow;
+    - or at least half of its non-zeros become zero, and at least 1.5 times as many as on the first batch.
 
     Usual causes: unscaled sums, squares and attention scores (top); gradients, probabilities, squares of small values,
     weights and inputs of small scale (bottom).
