@@ -6,6 +6,7 @@ Special cases (NaN, Inf, squares that overflow) use a slower, exact path.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -131,11 +132,11 @@ def _small_values(wide: Tensor, reference: Tensor, dtype: torch.dtype) -> SmallV
     A zero where the reference is larger has another cause, such as a subtraction or a different decision. Most tensors have
     few small values, which two counts find; only if there are smaller ones are they compared element by element.
     """
-    limits = torch.finfo(dtype)
-    nonzero, normal = _counts(reference, _from(reference, limits.tiny))
+    below_normal, below_all = _limits(dtype, reference.dtype)
+    nonzero, normal = _counts(reference, _above(reference, below_normal))
     if nonzero == normal:
         return SmallValues(nonzero)
-    larger = _from(reference, limits.tiny * limits.eps)
+    larger = _above(reference, below_all)
     (representable,) = _counts(larger)
     flushed = 0
     if representable < nonzero:
@@ -144,9 +145,15 @@ def _small_values(wide: Tensor, reference: Tensor, dtype: torch.dtype) -> SmallV
     return SmallValues(nonzero, nonzero - normal, flushed)
 
 
-def _from(reference: Tensor, least: float) -> Tensor:
-    """``reference`` with 0 in place of every magnitude below ``least``, a power of 2."""
-    limit = least * (1 - torch.finfo(reference.dtype).eps / 2)
+@functools.cache
+def _limits(dtype: torch.dtype, wide: torch.dtype) -> tuple[float, float]:
+    """The largest numbers of ``wide`` below the smallest normal number of ``dtype``, and below its smallest number."""
+    limits, before = torch.finfo(dtype), 1 - torch.finfo(wide).eps / 2
+    return limits.tiny * before, limits.tiny * limits.eps * before
+
+
+def _above(reference: Tensor, limit: float) -> Tensor:
+    """``reference`` with 0 in place of every magnitude up to ``limit``."""
     if reference.numel() != CHUNK or reference.device.type != "cpu":
         return torch.hardshrink(reference, limit)
     return torch.hardshrink(reference, limit, out=_scratch(reference, 2))
@@ -154,21 +161,20 @@ def _from(reference: Tensor, least: float) -> Tensor:
 
 def _counts(*tensors: Tensor) -> list[int]:
     """The number of non-zeros in each, with one wait for an accelerator."""
-    counts = [_count(tensor) for tensor in tensors]
     if tensors[0].device.type == "cpu":
-        return [int(count.item()) for count in counts]
-    return [int(count) for count in torch.stack(counts).tolist()]
+        return [int(_count(tensor).item()) for tensor in tensors]
+    return torch.stack([tensor.count_nonzero() for tensor in tensors]).tolist()
 
 
 def _count(tensor: Tensor) -> Tensor:
-    """The number of non-zeros. ``count_nonzero`` branches at each element: on a CPU, where zeros are scattered, it is 20 times
+    """The number of non-zeros, on a CPU. ``count_nonzero`` branches at each element: where zeros are scattered, it is 20 times
     as slow as the sum of the squares of the signs, which is exact for the elements of a chunk.
     """
-    if tensor.device.type != "cpu" or tensor.numel() < _FEW:
+    if (size := tensor.numel()) < _FEW:
         return tensor.count_nonzero()
-    if tensor.dtype == torch.bool or tensor.numel() > CHUNK:
+    if size > CHUNK or tensor.dtype == torch.bool:
         return tensor.ne(0).sum()
-    signs = torch.sign(tensor, out=_scratch(tensor, 1) if tensor.numel() == CHUNK else None)
+    signs = torch.sign(tensor, out=_scratch(tensor, 1) if size == CHUNK else None)
     return signs.dot(signs)
 
 
