@@ -75,6 +75,13 @@ def scan(
         Literal["both", "accumulated", "none"],
         typer.Option(help="Errors to compute for each op; accumulated and none are faster."),
     ] = "both",
+    budget_error: Annotated[
+        Literal["on", "off"],
+        typer.Option(
+            help="Find out which ops the error of the output comes from; takes time, and memory for all activations. Needs "
+            "--errors both."
+        ),
+    ] = "on",
     reference: Annotated[
         Literal["fp32", "fp64"], typer.Option(help="Precision of the reference for the errors of each op.")
     ] = "fp32",
@@ -158,6 +165,7 @@ def scan(
             device=device,
             budget=budget,
             errors=errors,
+            budget_error=budget_error,
             reference=reference,
             tolerance=tolerance,
             seed=seed,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -37,6 +37,7 @@ from lowprec_check.schema.run_matrices import RUN_MATRICES, RunMatrix
 from lowprec_check.schema.scan_result import ScanResult
 
 Reference = Literal["fp32", "fp64"]
+OnOff = Literal["on", "off"]
 Names = str | Sequence[str] | None
 """One name, several, or ``None`` for the default."""
 
@@ -52,6 +53,7 @@ class ScanOptions:
     device: str | None = None
     budget: float | None = None
     errors: Errors = "both"
+    budget_error: OnOff = "on"
     reference: Reference = "fp32"
     tolerance: float | None = None
     seed: int = 0
@@ -61,6 +63,17 @@ class ScanOptions:
     scenario: Scenario | None = None
     select: str | Sequence[str] = ()
     ignore: str | Sequence[str] = ()
+
+    @classmethod
+    def given(cls, arguments: Mapping[str, Any]) -> ScanOptions:
+        """The options among the ``arguments`` of :func:`scan`; raises :class:`UsageError` if one is given by both its names."""
+        known = {name: arguments[name] for name in cls.__dataclass_fields__}
+        if arguments["precision"] is not None:
+            if known["precisions"] is not None:
+                message = "Both precision and precisions are given."
+                raise UsageError(message, "They are two names of one argument: give one.")
+            known["precisions"] = arguments["precision"]
+        return cls(**known | {"device": None if known["device"] is None else str(known["device"])})
 
     def chosen_precisions(self) -> list[str]:
         """Names of the precisions to run; raises :class:`UsageError` for an unknown one."""
@@ -92,6 +105,7 @@ class ScanOptions:
             raise UsageError(f"batches is {self.batches!r}.", "Give the number of batches, at least 1.")
         for name, allowed in (
             ("errors", ("both", "accumulated", "none")),
+            ("budget_error", get_args(OnOff)),
             ("reference", ("fp32", "fp64")),
             ("scenario", (None, *get_args(Scenario))),
         ):
@@ -106,6 +120,7 @@ class ScanOptions:
             device=device,
             budget=self.budget,
             errors=self.errors,
+            budget_error=self.budget_error == "on",
             reference=self.reference,
             tolerance=self.tolerance,
             seed=self.seed,
@@ -124,6 +139,7 @@ class ScanOptions:
             "ignore": words_in(self.ignore),
             "budget": self.budget,
             "errors": self.errors,
+            "budget_error": self.budget_error,
             "reference": self.reference,
             "tolerance": self.tolerance,
             "seed": self.seed,
@@ -138,12 +154,6 @@ def _names(registry: Registry[Any], names: Names) -> list[str]:
     return [] if names is None else registry.names_in(names)
 
 
-def _one_of(precision: Names, precisions: Names) -> Names:
-    if precision is not None and precisions is not None:
-        raise UsageError("Both precision and precisions are given.", "They are two names of one argument: give one.")
-    return precisions if precision is None else precision
-
-
 def scan(
     model: nn.Module,
     inputs: Any,
@@ -156,6 +166,7 @@ def scan(
     device: str | torch.device | None = None,
     budget: float | None = None,
     errors: Errors = "both",
+    budget_error: OnOff = "on",
     reference: Reference = "fp32",
     tolerance: float | None = None,
     seed: int = 0,
@@ -186,6 +197,8 @@ def scan(
         device: ``cpu``, ``cuda``, ``xpu`` or ``mps``; by default an accelerator if there is one, else the CPU.
         budget: seconds for each part of a run; by default 20, or ten fp32 forwards if that is more.
         errors: errors to compute for each op: ``both`` (local and accumulated); ``accumulated`` and ``none`` are faster.
+        budget_error: ``on`` finds out which ops the error of the output comes from; it needs both errors. ``off`` takes less
+            time, and memory for all activations.
         reference: dtype of the reference that each op is compared with, ``fp32`` or ``fp64``.
         tolerance: the largest rel_l2 of the output that passes; by default the tolerance of the precision.
         seed: random seed of every run.
@@ -209,25 +222,8 @@ def scan(
     Raises:
         UsageError: the model, its inputs or an option is not valid; the message explains what to do.
     """
+    options = ScanOptions.given(locals())
     check_isolation(isolation)
-    options = ScanOptions(
-        precisions=_one_of(precision, precisions),
-        backends=backends,
-        memory_formats=memory_formats,
-        matrix=matrix,
-        device=None if device is None else str(device),
-        budget=budget,
-        errors=errors,
-        reference=reference,
-        tolerance=tolerance,
-        seed=seed,
-        without_kernel=without_kernel,
-        batches=batches,
-        plan=plan,
-        scenario=scenario,
-        select=select,
-        ignore=ignore,
-    )
     options.check()
     source = TargetSource(make_target(model, inputs, loss=loss, metric=metric, calibration=calibration))
     return scan_target(source, isolation or best_isolation(can_spawn=False), options, on_progress=on_progress)

@@ -9,7 +9,10 @@ MATTERS = 0.03
 
 
 class Share(Struct, frozen=True, kw_only=True):
-    """The share of the output error that one op causes at one place, over all its calls there."""
+    """The share of the output error that one op causes at one place, over all its calls there.
+
+    If the module, with all inside, is kept in fp32, the share goes.
+    """
 
     module: str
     """The path of the module, ``layer1.0.conv1``; empty for the model itself."""
@@ -20,6 +23,9 @@ class Share(Struct, frozen=True, kw_only=True):
     share: float
     """Of the squared error; negative if this op's error cancels that of others."""
     calls: int = 1
+    rounding: bool = False
+    """Whether it is the rounding of the op's result where that leaves the op's own module. Other modules read it, so that
+    keeping the op in fp32 does not help; ``module`` is the innermost one that holds the op and these readers."""
 
 
 class ErrorBudget(Struct, frozen=True, kw_only=True):

@@ -31,6 +31,7 @@ def make_run(job: Job, outcome: JobOutcome, tolerance: float | None) -> Run:
         failed_call=plain.failed_call if plain else outcome.call if outcome.call > 1 else None,
         output_error=plain.output_error if plain and not job.is_reference else None,
         compared_module=plain.compared_module if plain else None,
+        budget=explained.budget if explained and not job.is_reference else None,
         lockstep_error=explained.lockstep_error if explained and not job.is_reference else None,
         latency_ms=measures.latency_ms if measures else None,
         setup_seconds=_setup_seconds(job, plain, measures),

@@ -58,6 +58,8 @@ class Job:
     instrumented: bool = True
     keep_fp32: tuple[str, ...] = ()
     errors: Errors = "both"
+    budget_error: bool = True
+    """Whether to find out where the error of the output comes from, if both errors of each op are computed."""
     reference: str = "fp32"
     tolerance: float | None = None
     seed: int = 0

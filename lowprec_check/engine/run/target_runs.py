@@ -53,6 +53,7 @@ class RunOptions:
     device: str = "cpu"
     budget: float | None = None
     errors: Errors = "both"
+    budget_error: bool = True
     reference: str = "fp32"
     tolerance: float | None = None
     seed: int = 0
@@ -267,6 +268,7 @@ class TargetRuns:
             "device": options.device,
             "files": self._files,
             "errors": options.errors,
+            "budget_error": options.budget_error,
             "reference": options.reference,
             "tolerance": self.tolerance(precision),
             "seed": options.seed,

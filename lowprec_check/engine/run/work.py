@@ -15,7 +15,7 @@ from lowprec_check.engine.model.plain_run import reraise_interrupt, run_once
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.job import Job, Send
 from lowprec_check.engine.run.messages import Explained, GapFound, InstrumentFault, OpCallsFound
-from lowprec_check.engine.run.plain_part import PlainPart
+from lowprec_check.engine.run.plain_part import Fp32Outputs, PlainPart
 from lowprec_check.engine.run.preparation import in_eager_mode, on_backend, on_device, prepared_for
 from lowprec_check.engine.run.same_draws import judge_with_same_draws
 from lowprec_check.engine.trace.emulation import Emulation
@@ -101,6 +101,9 @@ def _instrument(job: Job, target: Target, outputs: list[Tensor] | None, send: Se
         seed=job.seed,
         count_memory=too_slow,
         changes_parameters=job.changes_parameters,
+        budget=job.budget_error and job.errors == "both" and not job.is_reference,
+        autocast=job.uses_autocast,
+        fp32_outputs=None if job.is_reference else Fp32Outputs.load(job).outputs[0],
     )
     if too_slow:
         _warm_up(job, target)

@@ -22,8 +22,8 @@ class DispatchedCall:
     """The op, its arguments, where it was called, and its outcome."""
 
     __slots__ = (
-        *("args", "autocast_keys", "before", "func", "input_facts", "inputs", "involved", "kwargs"),
-        *("module", "outcome", "seconds", "source", "traits"),
+        *("args", "autocast_keys", "before", "exact_arguments", "func", "input_facts", "inputs", "involved", "kwargs"),
+        *("module", "outcome", "seconds", "source", "traits", "widened_outputs"),
     )
 
     def __init__(
@@ -42,6 +42,10 @@ class DispatchedCall:
         self.source: str | None = None
         self.outcome: CallOutcome = "ok"
         self.seconds = 0.0
+        self.exact_arguments: tuple[Args, Kwargs] | None = None
+        """Its arguments, widened, with the fp32 values of parameters; ``None`` if it reads no rounded ones."""
+        self.widened_outputs: list[Tensor] | None = None
+        """The outputs of the op on its own inputs, widened; for a cast, the values before it. ``None`` if not computed."""
 
     @property
     def place(self) -> Place:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager
+from lowprec_check.engine.core.exceptions import first_line
+from lowprec_check.engine.core.free_memory import free_memory
 from lowprec_check.engine.core.output_comparison import compare_outputs, same_bits
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.seed import seed_everything
@@ -25,10 +27,13 @@ from lowprec_check.engine.trace.function_mode import FunctionRescue
 from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.engine.trace.journal import Journal
 from lowprec_check.engine.trace.lockstep import Lockstep
+from lowprec_check.engine.trace.output_budget import error_budget
 from lowprec_check.engine.trace.recorder import Errors, Recorder
 from lowprec_check.engine.trace.seeding import seed_inputs, seed_state
 from lowprec_check.engine.trace.twins import storage_key
+from lowprec_check.errors import message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
+from lowprec_check.schema.error_budget import ErrorBudget
 from lowprec_check.schema.module_paths import module_around, paths_above
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.scan_result import Gap
@@ -47,6 +52,12 @@ class Options(NamedTuple):
     count_memory: bool = False
     changes_parameters: bool = False
     """Whether calls write to parameters."""
+    budget: bool = False
+    """Whether to find out which ops the error of the output comes from; needs both errors of each op."""
+    fp32_outputs: list[Tensor] | None = None
+    """The tensors in the output of the plain fp32 run."""
+    autocast: bool = False
+    """Whether the run is under autocast."""
 
 
 def fp32_state(model: nn.Module) -> dict[str, Tensor]:
@@ -90,7 +101,8 @@ def _pass(
 ) -> tuple[Instrumented, bool]:
     """One pass; the second value is true if an exception came from above dispatch."""
     ready = model_call.ready
-    lockstep, journal = Lockstep(options.wide), Journal(options.on_gap, options.on_op_calls)
+    journal = Journal(options.on_gap, options.on_op_calls)
+    lockstep = Lockstep(options.wide, free_memory(ready.device) / 2 if options.budget else None)
     inputs, named = ready.inputs(model_call.args, model_call.kwargs)
     journal.rows += seed_state(lockstep, ready.model, model_call.fp32)
     seed_inputs(lockstep, (inputs, named), (model_call.args, model_call.kwargs), ready.device)
@@ -109,8 +121,10 @@ def _pass(
         )
         output, error = _call(ready, inputs, named, recorder, options.seed, function_mode)
         recorder.finish(output_tensors(output) if error is None else [])
+    budget = _budget(output, error, lockstep, options, recorder.drew) if options.budget else None
     found = Instrumented(
         gaps=journal.gaps,
+        budget=budget,
         op_calls=journal.op_calls(),
         uncalled_modules=_uncalled(ready.model, stack, recorder.input_storages),
         called_modules=[name for name, _ in ready.model.named_modules() if name and stack.calls[name]],
@@ -125,6 +139,18 @@ def _pass(
     comparable = plain_outputs if not (found.gaps or found.emulated or function_mode) else None
     found = _with_output(found, output, comparable, lockstep)
     return msgspec.structs.replace(found, peak_memory_bytes=counter.peak if counter is not None else None), False
+
+
+def _budget(output: Any, error: BaseException | None, lockstep: Lockstep, options: Options, drew: bool) -> ErrorBudget:
+    """The error budget of the output."""
+    if error is not None:
+        return ErrorBudget(reason="the model raised an exception before its end")
+    held = [tensor for _, tensor in leaves(output)]
+    try:
+        fp32 = None if drew else options.fp32_outputs
+        return error_budget(lockstep, held, fp32, autocast=options.autocast, seed=options.seed)
+    except Exception as failure:  # the explanation op by op must not be lost
+        return ErrorBudget(reason=f"computing it failed: {type_name(failure)}: {first_line(message_of(failure))}")
 
 
 def _with_output(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lowprec_check.schema.base import Struct
+from lowprec_check.schema.error_budget import ErrorBudget
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo, Gap
 
@@ -18,6 +19,8 @@ class Instrumented(Struct, frozen=True, kw_only=True):
     complete: bool = True
     exception: ExceptionInfo | None = None
     perturbed: bool | None = None
+    budget: ErrorBudget | None = None
+    """Where the error of the output comes from, if requested."""
     lockstep_error: ErrorStats | None = None
     """Error of the output against the lockstep reference, which uses the random values and decisions of the run."""
     emulated: dict[str, str] = {}

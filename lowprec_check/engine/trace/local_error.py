@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow, widen, widened_dtype
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
+from lowprec_check.engine.trace.error_tape import Errors
+from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs, map_args
 from lowprec_check.engine.trace.wide_run import run_wide
 
@@ -22,6 +25,47 @@ def widened_arguments(call: DispatchedCall, wide: torch.dtype) -> tuple[Args, Kw
     """The arguments of ``call`` in ``wide``, made before it runs; arguments that it writes to are copied."""
     written = {id(tensor) for tensor in call.written()} if call.traits.mutable else ()
     return map_args(call.args, call.kwargs, lambda value: _widened(value, wide, copy=id(value) in written))
+
+
+def with_exact_constants(
+    call: DispatchedCall, arguments: tuple[Args, Kwargs], lockstep: Lockstep
+) -> tuple[Args, Kwargs]:
+    """``arguments``, the widened ones of ``call``, with the fp32 values of parameters in place of rounded ones."""
+    args, kwargs = arguments
+
+    def exact(low: Any, widened: Any) -> Any:
+        if isinstance(low, (list, tuple)):
+            found = [exact(*pair) for pair in zip(low, widened, strict=True)]
+            return found if isinstance(low, list) else tuple(found)
+        if not isinstance(low, Tensor) or not is_float(low):
+            return widened
+        twin = lockstep.twins.find(low)
+        if twin is None or not twin.constant or twin.tensor is None:
+            return widened
+        return lockstep.twins.reference_of(low)
+
+    return tuple(map(exact, call.args, args)), {key: exact(call.kwargs[key], value) for key, value in kwargs.items()}
+
+
+def added_errors(call: DispatchedCall, outputs: list[Tensor], exact: Sequence[Tensor | None] | None) -> list[Errors]:
+    """What the op adds to each of ``outputs`` before rounding, and by rounding; ``exact`` are the outputs without either.
+
+    Rounding is that of the result on rounded parameters: that on exact ones is as large, but independent of it.
+    """
+    errors: list[Errors] = []
+    for index, out in enumerate(outputs):
+        known = exact[index] if exact is not None and index < len(exact) else None
+        if known is None or not is_float(out) or known.shape != out.shape or (call.traits.selects and not index):
+            errors.append((None, None))
+            continue
+        error = out.to(known.dtype) - known
+        if not is_narrow(out):
+            errors.append((error, None))
+            continue
+        widened = call.widened_outputs[index] if index < len(call.widened_outputs or ()) else known  # type: ignore[index]
+        rounding = widened.to(out.dtype).to(widened.dtype) - widened if widened.shape == out.shape else error
+        errors.append((error - rounding, rounding))
+    return errors
 
 
 def _widened(value: Any, wide: torch.dtype, *, copy: bool) -> Any:

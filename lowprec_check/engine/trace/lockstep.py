@@ -6,7 +6,9 @@ The reference follows the decisions of the low-precision run: it uses the same r
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,16 +17,20 @@ from torch import Tensor
 from lowprec_check.engine.core.floating_dtypes import is_float, widened_dtype
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.draws import GeneratorState, followed, rerun
+from lowprec_check.engine.trace.error_tape import ErrorTape, Leaf
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs, map_args
 from lowprec_check.engine.trace.twins import Twins, storage_key
 from lowprec_check.engine.trace.wide_run import run_wide
 
+_COPIES = frozenset({"aten::clone", "aten::contiguous", "aten::permute_copy", "aten::view_copy"})
+
 
 class Lockstep:
-    """The reference run; ``wide`` is its dtype, fp32 or fp64."""
+    """The reference run; ``wide`` is its dtype, fp32 or fp64. ``tape_limit``: bytes that an error tape may hold, if one is wanted."""
 
-    def __init__(self, wide: torch.dtype = torch.float32) -> None:
+    def __init__(self, wide: torch.dtype = torch.float32, tape_limit: float | None = None) -> None:
         self.twins = Twins(wide)
+        self._tape = None if tape_limit is None else ErrorTape(self.twins, tape_limit)
         self.parameters: set[int] = set()
         """Storages of the model's parameters and buffers."""
 
@@ -37,17 +43,45 @@ class Lockstep:
         """Whether ``tensor`` shares memory with a parameter or buffer of the model."""
         return storage_key(tensor) in self.parameters
 
-    def arguments(self, call: DispatchedCall) -> tuple[Args, Kwargs]:
+    @property
+    def tape(self) -> ErrorTape | None:
+        """The tape that records this run; ``None`` if there is none, or it is full."""
+        return self._tape if self._tape is not None and self._tape.stopped is None else None
+
+    @property
+    def full_tape(self) -> ErrorTape | None:
+        """The tape, also if it is full."""
+        return self._tape
+
+    def is_constant(self, tensor: Tensor) -> bool:
+        """Whether the values are those of a parameter or buffer, or of a cast or copy of one, which no op has changed."""
+        twin = self.twins.find(tensor)
+        return twin.constant if twin is not None else self.is_parameter(tensor)
+
+    def has_rounded_constants(self, call: DispatchedCall) -> bool:
+        """Whether the op reads parameters, or casts of them, whose values are not those of fp32."""
+        twins = map(self.twins.find, filter(is_float, call.inputs))
+        return any(twin is not None and twin.constant and twin.tensor is not None for twin in twins)
+
+    def _gives_constant(self, call: DispatchedCall) -> bool:
+        """Whether the op copies or casts constants: what this loses counts where the result is used."""
+        if call.traits.mutable or not (call.traits.casts or call.traits.packet in _COPIES):
+            return False
+        return bool(call.inputs) and all(map(self.is_constant, call.inputs))
+
+    def arguments(self, call: DispatchedCall, leaf: Leaf | None = None) -> tuple[Args, Kwargs]:
         """The arguments of ``call`` in the reference: twins of the tensors, and widened dtypes.
 
-        Integer and boolean tensors that it writes to are copies: the model's own follow the low-precision run.
+        Integer and boolean tensors that it writes to are copies: the model's own follow the low-precision run. ``leaf`` may
+        replace each tensor, given that of the run and its twin.
         """
         wide, reference_of, before = self.twins.wide, self.twins.reference_of, call.before
 
         def reference(value: Any) -> Any:
             if isinstance(value, torch.dtype):
                 return widened_dtype(value, wide)
-            return before[id(value)] if before and id(value) in before else reference_of(value)
+            found = before[id(value)] if before and id(value) in before else reference_of(value)
+            return found if leaf is None else leaf(value, found)
 
         return map_args(call.args, call.kwargs, reference)
 
@@ -59,7 +93,7 @@ class Lockstep:
                 self.twins.forget(tensor)  # floating values that are written as integers
             elif tensor.numel() == 0:  # an ``out`` that the op resizes
                 call.before[id(tensor)] = tensor.new_empty(0, dtype=widened_dtype(tensor.dtype, self.wide))
-            else:
+            elif self.tape is None or self.twins.find(tensor) is None:  # else see Twins.write
                 self.twins.prepare_write(tensor)
 
     def advance(self, call: DispatchedCall, outputs: list[Tensor]) -> tuple[list[Tensor], float] | None:
@@ -70,18 +104,14 @@ class Lockstep:
         """
         started = time.perf_counter()
         try:
-            args, kwargs = self.arguments(call)
-            references = run_wide(call, args, kwargs)
+            args, references = self._run(call, functools.partial(self._results, outputs=outputs))
         except Exception:
             for tensor in outputs:
                 self.twins.restart(tensor)
             return None
         seconds = time.perf_counter() - started
-        references += [self.twins.reference_of(out) for out in outputs[max(1, len(references)) :]]
         if len(references) != len(outputs):
             return None
-        if call.traits.selects:
-            references[0] = _selected(call, args, kwargs, outputs, references)
         source = call.inputs[0] if call.inputs else None
         from_parameter = call.traits.casts and source is not None and is_float(source) and self.is_parameter(source)
         if from_parameter and not call.traits.mutable and call.kwargs.get("device") is None:
@@ -89,34 +119,62 @@ class Lockstep:
         self._set_references(call, outputs, references, shared=from_parameter)
         return references, seconds
 
+    def _run(self, call: DispatchedCall, results: Callable[..., list[Tensor]]) -> tuple[Args, list[Tensor]]:
+        """The arguments in the reference, and the ``results`` of the call on them; the tape records it."""
+        if self.tape is None:
+            args, kwargs = self.arguments(call)
+            return args, results(call, args, kwargs)
+        return self.tape.run(call, functools.partial(self.arguments, call), results)
+
+    def _results(self, call: DispatchedCall, args: Args, kwargs: Kwargs, outputs: list[Tensor]) -> list[Tensor]:
+        """The results of the op on the reference's ``args``; if it selects, at the indices chosen in low precision."""
+        references = run_wide(call, args, kwargs)
+        references += [self.twins.reference_of(out) for out in outputs[max(1, len(references)) :]]
+        if call.traits.selects and len(references) == len(outputs):
+            references[0] = _selected(call, args, kwargs, outputs, references)
+        return references
+
     def _set_references(
         self, call: DispatchedCall, outputs: list[Tensor], references: list[Tensor], *, shared: bool
     ) -> None:
         """Make ``references`` the twins of ``outputs``; tensors that the op wrote to already have one."""
         written = {id(tensor) for tensor in call.written()} - call.before.keys() if call.traits.mutable else ()
+        constant = self._gives_constant(call)
         for out, reference in zip(outputs, references, strict=True):
-            if is_float(out) and id(out) not in written and out.shape == reference.shape:
-                self.twins.set_reference(out, reference, shared=shared)
+            if not is_float(out) or out.shape != reference.shape:
+                continue
+            if id(out) not in written:
+                self.twins.set_reference(out, reference, shared=shared).constant = constant
+            elif self.tape is not None:
+                self.twins.write(out, reference)
 
     def follow_random(
         self, call: DispatchedCall, outputs: list[Tensor], state: GeneratorState, own: tuple[Args, Kwargs]
-    ) -> None:
-        """Give the reference the random numbers of the run; ``own`` are the call's arguments, widened before it ran."""
+    ) -> list[Tensor | None]:
+        """Give the reference the random numbers of the run; ``own`` are the call's arguments, widened before it ran.
+
+        Returns what each of ``outputs`` would be without rounding; ``None`` for those that are not known.
+        """
         if call.traits.packet == "aten::native_dropout" and len(outputs) == 2:
-            scale = 1.0 / max(1.0 - call.args[1], 1e-12)
-            kept = self.twins.reference_of(call.inputs[0]) * outputs[1]
-            self.twins.set_reference(outputs[0], kept * scale)
-            return
-        references = rerun(call, state, *self.arguments(call))
+            mask, scale = outputs[1], 1.0 / max(1.0 - call.args[1], 1e-12)
+            _, references = self._run(call, lambda _call, args, _kwargs: [args[0] * mask * scale])
+            self.twins.set_reference(outputs[0], references[0])
+            return [own[0][0] * mask * scale, None]
+        _, references = self._run(call, lambda call, args, kwargs: rerun(call, state, args, kwargs))
         widened = rerun(call, state, *own)
         written = {id(tensor) for tensor in call.written()}
-        for out, reference, mine in zip(outputs, references, widened, strict=False):
+        exact: list[Tensor | None] = [None] * len(outputs)
+        for index, (out, reference, mine) in enumerate(zip(outputs, references, widened, strict=False)):
             if is_float(out) and out.shape == reference.shape:
                 values = followed(out, reference.clone(), mine)
-                if id(out) in written:
-                    self.twins.reference_of(out).copy_(values)
-                else:
+                exact[index] = followed(out, mine, mine)
+                if id(out) not in written:
                     self.twins.set_reference(out, values)
+                elif self.tape is not None:
+                    self.twins.write(out, values)
+                else:
+                    self.twins.reference_of(out).copy_(values)
+        return exact
 
 
 def _selected(

@@ -40,6 +40,7 @@ class OpErrors:
         references, seconds = advanced
         row.input_error, row.input_flushed = call.input_facts.error, call.input_facts.flushed
         own = widened_outputs(call, widened, outputs, self._twins.wide) if self._local else None
+        call.widened_outputs = own
         if call.traits.moves:
             row.local_error = 0.0
         self._measure_outputs(call, outputs, references, own, row)

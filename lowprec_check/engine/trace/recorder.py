@@ -7,7 +7,7 @@ same op on the reference's tensors (:mod:`lockstep`) and compare the results (:m
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -24,11 +24,17 @@ from lowprec_check.engine.trace.draws import GeneratorState, has_drawn, state_be
 from lowprec_check.engine.trace.emulation import Emulation
 from lowprec_check.engine.trace.execution import Execution
 from lowprec_check.engine.trace.journal import Journal
-from lowprec_check.engine.trace.local_error import has_local_error, widened_arguments
+from lowprec_check.engine.trace.local_error import (
+    added_errors,
+    has_local_error,
+    widened_arguments,
+    with_exact_constants,
+)
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs, has_narrow_dtype, outputs_of
 from lowprec_check.engine.trace.op_errors import OpErrors
 from lowprec_check.engine.trace.twins import storage_key
+from lowprec_check.engine.trace.wide_run import run_wide
 from lowprec_check.errors import message_of
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.op_calls import OpCall
@@ -67,6 +73,8 @@ class Recorder(DispatchMode):
         """Storages that were an input of at least one op."""
         self.faults: dict[str, None] = {}
         """Failures of the instruments themselves: messages, in order, each once."""
+        self.drew = False
+        """Whether an op has drawn random numbers."""
         self.execution = Execution(
             low, lockstep, stack, journal, self.emulation, follow_reference=errors != "none", breadcrumb=breadcrumb
         )
@@ -146,8 +154,14 @@ class Recorder(DispatchMode):
         with torch._C._DisableAutocast():
             call.input_facts = self._op_errors.measure_inputs(call)
             self.lockstep.prepare_writes(call)
-            rerun = may_draw or (self._errors == "both" and has_local_error(call))
-            return widened_arguments(call, self.lockstep.wide) if rerun else None
+            exact = self.lockstep.tape is not None and self.lockstep.has_rounded_constants(call)
+            rerun = may_draw or exact or (self._errors == "both" and has_local_error(call))
+            if not rerun:
+                return None
+            widened = widened_arguments(call, self.lockstep.wide)
+            if exact:
+                call.exact_arguments = with_exact_constants(call, widened, self.lockstep)
+            return widened
 
     def _record(
         self, call: DispatchedCall, out: Any, widened: tuple[Args, Kwargs] | None, state: GeneratorState | None
@@ -159,9 +173,12 @@ class Recorder(DispatchMode):
         if call.involved and outputs and self._errors != "none":
             with torch._C._DisableAutocast():
                 if state is not None and widened is not None and has_drawn(call, state):
-                    self.lockstep.follow_random(call, outputs, state, widened)
+                    self.drew = True
+                    exact = self.lockstep.follow_random(call, outputs, state, widened)
+                    self._add_to_tape(call, outputs, row, exact)
                 else:
                     self._measure(call, outputs, widened, row)
+                    self._add_to_tape(call, outputs, row, self._exact_outputs(call))
         self.journal.add(row)
 
     def _measure(
@@ -171,6 +188,21 @@ class Recorder(DispatchMode):
         if seconds is not None and call.outcome == "ok" and self._timed:
             row.time_ms, row.reference_ms = _milliseconds(call.seconds), _milliseconds(seconds)
             self.emulation.add_timing(call.traits.name, call.seconds, seconds)
+
+    def _exact_outputs(self, call: DispatchedCall) -> Sequence[Tensor | None] | None:
+        """The outputs of the op on its own inputs without rounding, its parameters included; ``None`` if it rounds nothing."""
+        if call.exact_arguments is None or call.traits.casts or self.lockstep.tape is None:
+            return call.widened_outputs
+        try:
+            return run_wide(call, *call.exact_arguments)
+        except Exception:
+            return call.widened_outputs
+
+    def _add_to_tape(
+        self, call: DispatchedCall, outputs: list[Tensor], row: OpCall, exact: Sequence[Tensor | None] | None
+    ) -> None:
+        if self.lockstep.tape is not None:
+            self.lockstep.tape.add(call, row, outputs, added_errors(call, outputs, exact))
 
 
 def _milliseconds(seconds: float) -> float:

@@ -34,6 +34,9 @@ def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor]) ->
             continue
         low, wide = tensor.detach(), fp32[name]
         lockstep.twins.seed(low, wide)
+        twin = lockstep.twins.find(low)
+        if twin is not None:
+            twin.constant = True
         if wide.dtype != low.dtype and underflows(low.dtype):
             row = _row_of_cast(lockstep, name, wide, low)
             rows += [row] if row is not None else []
@@ -67,4 +70,7 @@ def seed_inputs(lockstep: Lockstep, cast: Any, original: Any, device: torch.devi
     """Set the twins of the tensors in ``cast`` from those at the same positions in ``original``."""
     for (_, low), (_, wide) in zip(leaves(cast), leaves(original), strict=True):
         if is_float(low) and low.dtype != wide.dtype:
-            lockstep.twins.seed(low, wide.detach().to(device))
+            exact = wide.detach().to(device)
+            lockstep.twins.seed(low, exact)
+            if lockstep.tape is not None:
+                lockstep.tape.add_source(OpCall("cast input"), low, low.to(exact.dtype) - exact)

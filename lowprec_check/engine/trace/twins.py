@@ -38,9 +38,11 @@ class Twin:
     __slots__ = (
         "cast_from",
         "cast_to",
+        "constant",
         "facts",
         "finalizer",
         "pending_complex",
+        "serial",
         "shared",
         "tensor",
         "unused",
@@ -61,6 +63,10 @@ class Twin:
         """The dtype that these values were cast from."""
         self.cast_to: torch.dtype | None = None
         """The dtype that these values were last cast to."""
+        self.constant = False
+        """Whether the values are those of a parameter, or a cast or copy of one, which no op of the run has changed."""
+        self.serial: int | None = None
+        """Identifies the storage on the error tape; ``None`` if it is not on it."""
         self.finalizer: weakref.ref[Any] | None = None
         """Removes the twin when its storage is freed."""
 
@@ -133,6 +139,24 @@ class Twins:
         elif twin.shared:
             twin.tensor, twin.shared = _clone_storage(twin.tensor), False
 
+    def write(self, tensor: Tensor, values: Tensor) -> None:
+        """Make ``values`` the reference of ``tensor``, which an op has written to; earlier reference values stay as they are."""
+        twin = self.find(tensor)
+        if twin is None:
+            self.set_reference(tensor, values)
+            return
+        count = tensor.untyped_storage().nbytes() // tensor.element_size()
+        if (
+            values.numel() == count
+            and _same_layout(tensor, values, count)
+            and not (tensor.is_conj() or tensor.is_neg())
+        ):
+            twin.tensor = values
+        else:
+            twin.tensor = self._whole(tensor) if twin.tensor is None else _clone_storage(twin.tensor)
+            self.reference_of(tensor).copy_(values)
+        twin.shared = twin.constant = False
+
     def forget(self, tensor: Tensor) -> None:
         """Drop the twin of the storage of ``tensor``, whose reference restarts from the low-precision values."""
         self.by_storage.pop(tensor.untyped_storage()._cdata, None)
@@ -152,7 +176,8 @@ class Twins:
         storage = tensor.untyped_storage()
         key, twins = storage._cdata, self.by_storage
         known = twins.get(key)
-        twin.pending_complex = known is not None and known.pending_complex
+        if known is not None:
+            twin.pending_complex, twin.serial = known.pending_complex, known.serial
         twin.finalizer = weakref.ref(storage, lambda _: twins.pop(key, None))
         twins[key] = twin
         return twin

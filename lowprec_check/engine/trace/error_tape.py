@@ -1,0 +1,270 @@
+"""Records the ops on the reference's tensors, with the error that each adds, so that errors can be followed to the output.
+
+The tape works below autograd, on storages: it does not matter whether the model disables gradients, writes in place or returns
+views. Each op gets a graph of its own, from detached inputs to its outputs; :meth:`ErrorTape.backward` connects them through
+one gradient per live storage, as :mod:`twins` connects reference values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowprec_check.engine.core.floating_dtypes import is_float
+from lowprec_check.engine.trace.dispatched_call import DispatchedCall
+from lowprec_check.engine.trace.gradient_buffers import GradientBuffers, Part
+from lowprec_check.engine.trace.op_arguments import Args, Kwargs
+from lowprec_check.engine.trace.twins import Twin, Twins
+from lowprec_check.errors import message_of
+from lowprec_check.schema.op_calls import OpCall
+
+_NOT_ENOUGH_MEMORY = "the activations of the model and their errors need more than {:.1f} GiB, half of the free memory"
+
+
+class _Input(NamedTuple):
+    """A floating tensor that an op read."""
+
+    part: Part
+    leaf: Tensor
+    """Its reference values, where the graph of the op starts."""
+
+
+class _Output(NamedTuple):
+    """A floating tensor that an op wrote."""
+
+    part: Part
+    values: Tensor | None
+    """The reference values with the graph of the op; ``None`` if no derivative leads there."""
+    added: Tensor | None
+    """What the op adds to the error, its own inputs being given, before its result is rounded; ``None`` if nothing."""
+    rounding: Tensor | None
+    """What rounding the result to its dtype adds."""
+
+
+class _Node:
+    """One op call."""
+
+    __slots__ = ("inputs", "outputs", "readers", "row")
+
+    def __init__(self, row: OpCall, inputs: list[_Input], outputs: list[_Output]) -> None:
+        self.row, self.inputs, self.outputs = row, inputs, outputs
+        self.readers: set[tuple[str, str]] = set()
+        """Module and op of the calls that read its results; those that the model returns: ``("", "")``."""
+
+
+class Change(NamedTuple):
+    """What an op changes in each direction of the output, to first order; tensors of shape (directions,)."""
+
+    row: OpCall
+    readers: frozenset[tuple[str, str]]
+    """Module and op of the calls that read its results; those that the model returns: ``("", "")``."""
+    added: Tensor | None
+    """By the error that the op adds before its result is rounded."""
+    rounding: Tensor | None
+    """By rounding its result."""
+
+
+class ErrorTape:
+    """The ops of one run on its reference; ``limit`` is the memory in bytes that the tape may hold."""
+
+    def __init__(self, twins: Twins, limit: float) -> None:
+        self._twins, self._limit = twins, limit
+        self._nodes: list[_Node] = []
+        self._bytes = 0
+        self._serials = itertools.count()
+        self._writers: dict[int, _Node] = {}
+        """The last node that wrote to each storage."""
+        self._dispatch_keys = (
+            torch._C._dispatch_tls_local_include_set(),
+            torch._C._dispatch_tls_local_exclude_set(),
+        )
+        self.stopped: str | None = None
+        """Why the tape stopped early, in words."""
+        self.blocked: dict[str, None] = {}
+        """Ops with inputs that have errors, through which no derivative leads."""
+        self._call: _TapedCall | None = None
+
+    # -- recording
+
+    def run(
+        self,
+        call: DispatchedCall,
+        arguments: Callable[[Leaf], tuple[Args, Kwargs]],
+        results: Callable[..., list[Tensor]],
+    ) -> tuple[Args, list[Tensor]]:
+        """The ``arguments`` of ``call`` and its ``results`` on them, without graph; :meth:`add` records them with it."""
+        self._call = _TapedCall(call, self._twins)
+        with self._gradients():
+            args, kwargs = arguments(self._call.leaf)
+            self._call.results = results(call, args, kwargs)
+        return args, [result.detach() for result in self._call.results]
+
+    def add(self, call: DispatchedCall, row: OpCall, outputs: Sequence[Tensor], errors: Sequence[Errors]) -> None:
+        """Record the results of the last :meth:`run`: ``errors`` are what the op and rounding add to each of ``outputs``."""
+        taped, self._call = self._call, None
+        if self.stopped is not None:
+            return
+        values = taped.results if taped is not None and taped.call is call else []
+        found = []
+        for index, out in enumerate(outputs):
+            twin = self._twins.find(out) if is_float(out) else None
+            if twin is None or twin.constant:
+                continue
+            graph = values[index] if index < len(values) and values[index].shape == out.shape else None
+            if graph is not None and not graph.requires_grad:
+                graph = None
+            added, rounding = errors[index] if index < len(errors) else (None, None)
+            found.append(_Output(self._part(twin, out), graph, _compact(added), _compact(rounding)))
+        inputs = taped.inputs if taped is not None else []
+        if found and inputs and all(out.values is None for out in found):
+            self.blocked[call.traits.name] = None
+        self._append(_Node(row, inputs, found))
+
+    def add_source(self, row: OpCall, low: Tensor, error: Tensor) -> None:
+        """Record an error that no op adds: that of a rounded input."""
+        twin = self._twins.find(low)
+        if twin is not None and self.stopped is None:
+            self._append(_Node(row, [], [_Output(self._part(twin, low), None, None, _compact(error))]))
+
+    @contextlib.contextmanager
+    def _gradients(self) -> Iterator[None]:
+        """Record graphs, in spite of the handler of a dispatch mode, ``no_grad`` and ``inference_mode``."""
+        with (
+            torch._C._ForceDispatchKeyGuard(*self._dispatch_keys),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
+            yield
+
+    def _part(self, twin: Twin, tensor: Tensor) -> Part:
+        if twin.serial is None:
+            twin.serial = next(self._serials)
+        return Part.of(twin.serial, tensor)
+
+    def _append(self, node: _Node) -> None:
+        self._nodes.append(node)
+        for given in node.inputs:
+            self._read(given.part.storage, node.row)
+        for out in node.outputs:
+            self._writers[out.part.storage] = node
+            self._bytes += sum(its.nbytes for its in (out.values, out.added, out.rounding) if its is not None)
+        if self._bytes > self._limit:
+            self.stopped = _NOT_ENOUGH_MEMORY.format(self._limit / 2**30)
+            self._nodes.clear()
+
+    def _read(self, storage: int, row: OpCall | None) -> None:
+        writer = self._writers.get(storage)
+        if writer is not None:
+            writer.readers.add((row.module, row.op) if row is not None else ("", ""))
+
+    # -- following errors to the output
+
+    def backward(self, seeds: Sequence[tuple[Tensor, Tensor]]) -> list[Change]:
+        """For each op that adds an error, what this changes in each direction of the output.
+
+        ``seeds`` pairs tensors of the output (of the run) with directions, of shape (directions, *shape of the tensor): a
+        change is the scalar product of the first-order change of the output with the direction. The tape is empty afterwards.
+        """
+        buffers = GradientBuffers(len(seeds[0][1]) if seeds else 0)
+        found: list[Change] = []
+        for tensor, directions in seeds:
+            twin = self._twins.find(tensor)
+            if twin is not None:
+                part = self._part(twin, tensor)
+                buffers.add(part, directions)
+                self._read(part.storage, None)
+        with self._gradients():
+            while self._nodes:
+                node = self._nodes.pop()
+                gradients = [buffers.take(out.part) for out in node.outputs]
+                pairs = list(zip(gradients, node.outputs, strict=True))
+                added = _sum(_products(gradient, out.added) for gradient, out in pairs)
+                rounding = _sum(_products(gradient, out.rounding) for gradient, out in pairs)
+                if added is not None or rounding is not None:
+                    found.append(Change(node.row, frozenset(node.readers), added, rounding))
+                self._pass_on(node, gradients, buffers)
+        return found[::-1]
+
+    def _pass_on(self, node: _Node, gradients: list[Tensor | None], buffers: GradientBuffers) -> None:
+        """Add the gradients of the inputs of ``node``, given those of its outputs."""
+        reached = [
+            (out.values, gradient)
+            for out, gradient in zip(node.outputs, gradients, strict=True)
+            if out.values is not None and gradient is not None
+        ]
+        if not reached or not node.inputs:
+            return
+        leaves = [given.leaf for given in node.inputs]
+        values = [value for value, _ in reached]
+        for direction in range(buffers.directions):
+            try:
+                back = torch.autograd.grad(
+                    values,
+                    leaves,
+                    [gradient[direction].to(value.dtype) for value, gradient in reached],
+                    retain_graph=direction + 1 < buffers.directions,
+                    allow_unused=True,
+                )
+            except (RuntimeError, NotImplementedError) as error:
+                message_of(error)
+                self.blocked[node.row.op] = None
+                return
+            for given, gradient in zip(node.inputs, back, strict=True):
+                if gradient is not None:
+                    buffers.add(given.part, gradient, direction)
+
+
+class _TapedCall:
+    """The inputs of one call, as leaves of its graph."""
+
+    def __init__(self, call: DispatchedCall, twins: Twins) -> None:
+        self.call, self._twins = call, twins
+        self.inputs: list[_Input] = []
+        self.results: list[Tensor] = []
+        self._written = {id(tensor) for tensor in call.written()} if call.traits.mutable else set()
+
+    def leaf(self, low: Tensor, reference: Tensor) -> Tensor:
+        """The argument in place of ``reference``, the reference values of ``low``; what the op writes to is a copy."""
+        if reference.is_inference():
+            reference = reference.clone()
+        twin = self._twins.find(low) if is_float(low) else None
+        if twin is not None and not twin.constant and twin.serial is not None:
+            reference = reference.detach().requires_grad_()
+            self.inputs.append(_Input(Part.of(twin.serial, low), reference))
+        return reference.clone() if id(low) in self._written else reference
+
+
+Errors = tuple[Tensor | None, Tensor | None]
+"""What an op adds to one of its results, before rounding and by rounding; ``None``: nothing."""
+
+Leaf = Callable[[Tensor, Tensor], Tensor]
+"""Maps a tensor of the run and its reference values to the argument that the op gets."""
+
+
+def _compact(error: Tensor | None) -> Tensor | None:
+    """An error in fewer bits, without NaN and Inf; ``None`` if it is zero."""
+    if error is None or not error.numel():
+        return None
+    values = torch.view_as_real(error.resolve_conj()) if error.is_complex() else error
+    values = values.detach().nan_to_num(0.0, 0.0, 0.0)
+    return values.to(torch.bfloat16) if bool(values.any()) else None
+
+
+def _products(gradient: Tensor | None, error: Tensor | None) -> Tensor | None:
+    """The scalar products of an error with the gradients, one per direction."""
+    if gradient is None or error is None:
+        return None
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient.resolve_conj())
+    flat = error.reshape(-1).to(gradient.dtype)
+    return gradient.reshape(len(gradient), -1) @ flat
+
+
+def _sum(products: Iterable[Tensor | None]) -> Tensor | None:
+    known = [product for product in products if product is not None]
+    return torch.stack(known).sum(0) if known else None

@@ -1,0 +1,187 @@
+"""The error budget of an output: follows the error of each op to the output, and adds it up by place."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowprec_check.engine.core.floating_dtypes import is_float
+from lowprec_check.engine.trace.error_tape import Change, ErrorTape
+from lowprec_check.engine.trace.lockstep import Lockstep
+from lowprec_check.schema.error_budget import ErrorBudget, Share
+from lowprec_check.schema.module_paths import common_module
+from lowprec_check.schema.op_calls import OpCall
+
+PROBES = 1
+"""Random directions in which errors are followed, beside the direction of the output's own error."""
+
+MOST_SHARES = 200
+LEAST_SHARE = 1e-4
+"""Smaller shares are not listed."""
+
+_CANCELLING = 3.0
+"""If the sizes of the shares add up to this many times their sum, errors cancel each other, and shares are those of energy."""
+
+
+_PRODUCTS = re.compile(r"mm\.|conv|scaled_dot_product|linear|rnn|lstm|gru")
+"""Names of the ops that autocast casts the inputs of to 16 bits: matrix products, convolutions, attention."""
+
+Place = tuple[str, str, str | None, bool]
+"""Module, op, source line, and whether it is rounding where results leave the module of the op."""
+
+
+class OutputLeaf(NamedTuple):
+    """A floating tensor of the output: of the run, of its reference, of the plain fp32 run."""
+
+    low: Tensor
+    twin: Tensor
+    fp32: Tensor
+
+
+def error_budget(
+    lockstep: Lockstep, outputs: Sequence[Tensor], fp32: Sequence[Tensor] | None, *, autocast: bool, seed: int
+) -> ErrorBudget:
+    """The budget of ``outputs``, the tensors in the output of a recorded run; sets the shares of its rows.
+
+    ``fp32`` are the outputs of the plain fp32 run; ``None`` if they cannot be compared, because they draw other random numbers:
+    then the reference's are used. ``autocast``: whether the run is under autocast, which casts at few ops only.
+    """
+    tape = lockstep.full_tape
+    if tape is None:
+        return ErrorBudget(reason="it was not asked for")
+    if tape.stopped is not None:
+        return ErrorBudget(reason=tape.stopped)
+    leaves = [
+        OutputLeaf(low.detach(), lockstep.twins.reference_of(low), lockstep.twins.reference_of(low))
+        for low in outputs
+        if is_float(low) and low.layout == torch.strided and low.numel()
+    ]
+    if fp32 is not None:
+        floating = [tensor for tensor in fp32 if is_float(tensor) and tensor.numel()]
+        if [tensor.shape for tensor in floating] != [leaf.low.shape for leaf in leaves]:
+            return ErrorBudget(reason="the output differs in structure from that of fp32")
+        leaves = [leaf._replace(fp32=its.to(leaf.low.device)) for leaf, its in zip(leaves, floating, strict=True)]
+    if not leaves:
+        return ErrorBudget(reason="the output has no floating-point values")
+    if not all(bool(leaf.low.isfinite().all()) for leaf in leaves if bool(leaf.fp32.isfinite().all())):
+        return ErrorBudget(reason="the output has NaN or Inf")
+    leaf = max(leaves, key=_relative_error)
+    return _Budget(tape, leaf, autocast, seed).compute()
+
+
+def _relative_error(leaf: OutputLeaf) -> float:
+    size, error = _norm(leaf.fp32), _norm(_difference(leaf.low, leaf.fp32))
+    return error / size if size else math.inf if error else 0.0
+
+
+def _difference(some: Tensor, other: Tensor) -> Tensor:
+    """The difference in fp64 as real numbers; 0 where it is not finite."""
+    return (_real(some) - _real(other)).nan_to_num(0.0, 0.0, 0.0)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return tensor.double()
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(_real(tensor).nan_to_num(0.0, 0.0, 0.0).norm())
+
+
+class _Budget:
+    """The budget of one tensor of the output."""
+
+    def __init__(self, tape: ErrorTape, leaf: OutputLeaf, autocast: bool, seed: int) -> None:
+        self.tape, self.leaf, self.autocast, self.seed = tape, leaf, autocast, seed
+        self.error = _difference(leaf.low, leaf.fp32)
+        self.error_norm, self.size = float(self.error.norm()), _norm(leaf.fp32)
+
+    def compute(self) -> ErrorBudget:
+        rms = self.size / math.sqrt(self.error.numel())
+        if not self.size:
+            return ErrorBudget(reason="the output of fp32 is all zeros", output_rms=0.0)
+        if not self.error_norm:
+            return ErrorBudget(predicted=0.0, measured=0.0, unexplained=0.0, output_rms=rms)
+        changes = self.tape.backward([(self.leaf.low, self._directions())])
+        entries = [entry for change in changes for entry in self._entries(change)]
+        zeros = torch.zeros(0, 1 + PROBES)
+        along = (torch.stack([its for *_, its in entries]) if entries else zeros).double().cpu()
+        total = along.sum(0)
+        explained = float(total[0]) / self.error_norm
+        shares = self._shares(along, explained)
+        for (row, *_), share in zip(entries, shares, strict=True):
+            row.share = (row.share or 0.0) + share
+        listed, others = _by_place(
+            [
+                ((module, row.op, row.source, rounds), share)
+                for (row, module, rounds, _), share in zip(entries, shares, strict=True)
+            ]
+        )
+        across = float(total[1:].square().mean()) if PROBES else 0.0
+        decided = float((_difference(self.leaf.twin, self.leaf.fp32) * self.error).sum())
+        return ErrorBudget(
+            predicted=math.sqrt(float(total[0]) ** 2 + across) / self.size,
+            measured=self.error_norm / self.size,
+            unexplained=1.0 - explained,
+            decisions=decided / self.error_norm**2,
+            shares=listed,
+            others=others,
+            blocked=list(self.tape.blocked),
+            output_rms=rms,
+        )
+
+    def _entries(self, change: Change) -> Iterator[tuple[OpCall, str, bool, Tensor]]:
+        """Row, module, whether it is rounding where results leave the module of the op, and the change along the directions."""
+        row = change.row
+        if change.added is not None:
+            yield row, row.module, False, change.added
+        if change.rounding is not None:
+            around = common_module([row.module, *(module for module, op in change.readers if self._narrows(op))])
+            yield row, around, around != row.module, change.rounding
+
+    def _narrows(self, op: str) -> bool:
+        """Whether the result of an op in fp32 is still rounded for this reader of it (an empty ``op``: for the caller)."""
+        return not self.autocast or _PRODUCTS.search(op) is not None
+
+    def _directions(self) -> Tensor:
+        """Directions of the output: that of its error, of length 1; then random ones, orthogonal to it, for its other changes."""
+        first = (self.error / self.error_norm).reshape(-1).cpu()
+        generator = torch.Generator().manual_seed(self.seed)
+        found = [first]
+        for _ in range(PROBES):
+            random = torch.randn(len(first), generator=generator, dtype=torch.float64)
+            found.append(random - (random @ first) * first)
+        directions = torch.stack(found).float().reshape(len(found), *self.error.shape).to(self.leaf.low.device)
+        return torch.view_as_complex(directions) if self.leaf.low.is_complex() else directions
+
+    def _shares(self, along: Tensor, explained: float) -> list[float]:
+        """The share of each row of ``along``: what its error changes along the error of the output.
+
+        Where errors cancel each other, as in an output of few numbers, that is a matter of chance: there the expected squares of
+        the changes are used.
+        """
+        signed = along[:, 0] / self.error_norm
+        if not len(signed) or float(signed.abs().sum()) <= _CANCELLING * abs(explained):
+            return [float(share) for share in signed]
+        energy = along[:, 0].square() + (along[:, 1:].square().mean(1) if PROBES else 0.0)
+        return [float(share) for share in energy / energy.sum() * max(0.0, min(1.0, explained))]
+
+
+def _by_place(found: Iterable[tuple[Place, float]]) -> tuple[list[Share], float]:
+    """Shares added up by place, largest first; and the sum of those too small to list."""
+    grouped: dict[Place, list[float]] = defaultdict(list)
+    for place, share in found:
+        grouped[place].append(share)
+    shares = [
+        Share(module=module, op=op, source=source, rounding=rounding, share=math.fsum(its), calls=len(its))
+        for (module, op, source, rounding), its in grouped.items()
+    ]
+    large = sorted((share for share in shares if abs(share.share) >= LEAST_SHARE), key=lambda share: -abs(share.share))
+    listed = sorted(large[:MOST_SHARES], key=lambda share: -share.share)
+    return listed, math.fsum(share.share for share in shares) - math.fsum(share.share for share in listed)
