@@ -38,7 +38,7 @@ def op_calls(
 ) -> OpCalls:
     """``count`` calls whose accumulated error creeps up and falls back; jumps at ``jump``, is Inf from ``nan`` on."""
     draw = random.Random(0)
-    columns: dict[str, list[Any]] = {name: [] for name in OpCalls.__struct_fields__}
+    columns: dict[str, list[Any]] = {}
     error, limit = (2**-11, 8e-3) if half else (2**-8, 3e-2)
     for index in range(count):
         before, error = error, error * (100.0 if index == jump else 1.0 + draw.random() / 20)
@@ -59,6 +59,7 @@ def op_calls(
             "introduced_inf": 12 if index == nan else 0,
             "introduced_nan": 0,
             "flushed": 0.25 if index == 3 and half else 0.0,
+            "subnormal": (0.4 if index == 3 else 0.0) if half else None,
             "input_flushed": 0.0,
             "flips": 3 if index == 6 else 0,
             "recast": 0,
@@ -69,7 +70,7 @@ def op_calls(
             "compared_choices": 1 << 16 if index == 6 else 0,
         }
         for name, value in row.items():
-            columns[name].append(value)
+            columns.setdefault(name, []).append(value)
     return OpCalls(**columns)
 
 

@@ -94,6 +94,20 @@ def test_the_page_opens_without_errors_and_shows_the_origin_of_the_error(
 
 
 @pytest.mark.slow
+def test_both_ends_of_the_range_are_told(browser: Any, page_of: Any) -> None:
+    with opened(browser, page_of(RESULT)) as page:
+        page.locator('.run-choice[data-chart="range"]').select_option(label="half (error)")
+        remark = page.inner_text("#range-remark")
+        assert "Closest to the maximum: head." in remark
+        assert (
+            "40.0 % of its non-zeros are below the smallest normal number of fp16, 6.1e-5; 25.0 % become zero."
+            in remark
+        )
+        page.locator('.run-choice[data-chart="range"]').select_option(label="bfloat16 (inaccurate)")
+        assert "Closest to the minimum" not in page.inner_text("#range-remark")
+
+
+@pytest.mark.slow
 def test_a_tooltip_shows_op_module_and_line(browser: Any, page_of: Any) -> None:
     with opened(browser, page_of(RESULT), viewport={"width": 1200, "height": 900}) as page:
         show(page, "bfloat16 (inaccurate)")

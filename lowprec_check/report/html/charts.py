@@ -89,21 +89,25 @@ def _weight(row: OpCall) -> tuple[int, float]:
     return row.introduced_inf + row.introduced_nan, row.accumulated_error or 0.0
 
 
+_NO_RANGE = {"low": None, "high": 0.0, "flushed": 0.0, "small": 0.0, "calls": 0, "overflow": 0}
+
+
 def _ranges(rows: list[OpCall]) -> dict[str, list[Any]]:
-    """Per module, in the order of execution: typical and largest magnitude of its outputs, share flushed to zero."""
+    """Per module, in the order of execution: typical and largest magnitude of its outputs, shares flushed and subnormal."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         if not row.absmax and not row.rms:
             continue
-        known = found.setdefault(row.module, {"low": None, "high": 0.0, "flushed": 0.0, "calls": 0, "overflow": 0})
+        known = found.setdefault(row.module, dict(_NO_RANGE))
         known["high"] = max(known["high"], row.absmax or 0.0)
         typical = row.rms or row.absmax
         known["low"] = typical if known["low"] is None else min(known["low"], typical)
         known["flushed"] = max(known["flushed"], row.flushed or 0.0)
+        known["small"] = max(known["small"], row.subnormal or 0.0)
         known["overflow"] += row.introduced_inf
         known["calls"] += 1
     columns: dict[str, list[Any]] = {"module": [visible(module) or "(model)" for module in found]}
-    for name in ("low", "high", "flushed", "calls", "overflow"):
+    for name in _NO_RANGE:
         columns[name] = [_three_digits(known[name]) for known in found.values()]
     return columns
 

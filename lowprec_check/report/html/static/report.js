@@ -13,6 +13,7 @@ async function unpack(text) {
 }
 
 const digits = (value) => (value === null ? "–" : value === 0 ? "0" : value.toExponential(1));
+const percent = (share) => `${(share * 100).toFixed(1)} %`;
 
 function callsOf(data, run) {
   if (run.table) return run.table;
@@ -144,7 +145,7 @@ class RangeChart extends Chart {
     const columns = {
       x, low, high, module: ranges.module, calls: ranges.calls,
       low_text: ranges.low.map(digits), high_text: ranges.high.map(digits),
-      flushed_text: ranges.flushed.map((share) => `${(share * 100).toFixed(1)} %`),
+      flushed_text: ranges.flushed.map(percent),
       note: ranges.overflow.map((n) => (n ? `${n} values overflow to Inf` : "")),
     };
     this.source("ranges", columns);
@@ -171,13 +172,18 @@ class RangeChart extends Chart {
     const remark = byId("range-remark");
     if (!order.length) { remark.textContent = "No value ranges were measured in this run."; return; }
     const worst = order[0], over = ranges.overflow[worst];
-    remark.classList.toggle("fine", !over && room(worst) > 16);
+    const small = ranges.small.indexOf(Math.max(...ranges.small)), most = ranges.small[small];
+    remark.classList.toggle("fine", !over && room(worst) > 16 && most < 0.1);
     const margin = room(worst) >= 1e4 ? room(worst).toExponential(0) : room(worst).toFixed(1);
-    remark.textContent = over
+    const zero = ranges.flushed[small] ? `; ${percent(ranges.flushed[small])} become zero` : "";
+    const bottom = most >= 0.001
+      ? ` Closest to the minimum: ${ranges.module[small]}. ${percent(most)} of its non-zeros are below the smallest normal number of ${run.format}, ${digits(limits.normal)}${zero}.`
+      : "";
+    remark.textContent = (over
       ? `${ranges.module[worst]} overflows: ${over} values exceed the maximum of ${run.format}.`
-      : `Closest to the maximum: ${ranges.module[worst]}. Its largest value is ${digits(ranges.high[worst])}; ${margin} times as much would overflow.`;
+      : `Closest to the maximum: ${ranges.module[worst]}. Its largest value is ${digits(ranges.high[worst])}; ${margin} times as much would overflow.`) + bottom;
     fillTable("nearest", order.slice(0, 20).map((i) => [
-      ranges.module[i], ranges.overflow[i] ? "Inf" : digits(ranges.high[i]), digits(ranges.low[i]), `${(ranges.flushed[i] * 100).toFixed(1)} %`,
+      ranges.module[i], ranges.overflow[i] ? "Inf" : digits(ranges.high[i]), digits(ranges.low[i]), percent(ranges.small[i]), percent(ranges.flushed[i]),
     ]));
   }
 }
