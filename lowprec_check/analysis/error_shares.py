@@ -59,15 +59,18 @@ def is_tiny(run: Run) -> bool:
 
 def place_shares(run: Run) -> dict[Place, Share]:
     """The share of each place, those that the budget does not list included, as far as the op calls tell."""
-    found: dict[Place, Share] = {}
+    totals: dict[Place, float] = {}
+    counts: dict[Place, int] = {}
     calls = run.op_calls
     for module, op, source, share in zip(calls.module, calls.op, calls.source, calls.share, strict=True):
         if share is not None:
-            known = found.get((module, op, source))
-            total, count = (known.share, known.calls) if known else (0.0, 0)
-            found[(module, op, source)] = Share(
-                module=module, op=op, source=source, share=total + share, calls=count + 1
-            )
+            place = module, op, source
+            totals[place] = totals.get(place, 0.0) + share
+            counts[place] = counts.get(place, 0) + 1
+    found = {
+        (module, op, source): Share(module=module, op=op, source=source, share=total, calls=counts[module, op, source])
+        for (module, op, source), total in totals.items()
+    }
     counted = {(module, op) for module, op, _ in found}
     for listed in run.budget.shares if run.budget else ():
         if (listed.module, listed.op) not in counted:  # not an op call, such as the rounding of the inputs
