@@ -174,7 +174,7 @@ def test_columns_are_saved_in_order() -> None:
     assert list(saved) == [
         *["op", "module", "source", "dtypes", "shape", "outcome", "local_error", "accumulated_error", "input_error"],
         *["absmax", "rms", "introduced_inf", "introduced_nan", "flushed", "input_flushed", "flips", "recast"],
-        *["to_python", "time_ms", "reference_ms", "compared_values", "compared_choices"],
+        *["to_python", "time_ms", "reference_ms", "compared_values", "compared_choices", "share"],
     ]
     assert set(map(str, saved.values())) == {"[]"}
 

@@ -53,6 +53,9 @@ def _head(result: ScanResult) -> Iterator[str]:
     sources = "\n\n".join(_sources(result))
     if sources:
         yield fold(error_budget.TITLE, sources)
+    looks = [line for run in result.runs[:SHOWN_RUNS] for line in _first_look(run)]
+    if looks:
+        yield fold("Where to look first", "\n".join(looks))
     layers = [f"- {escape(line)}" for line in worst_layers(result)]
     if layers:
         yield fold(LAYERS, "\n".join(layers[:60]))
@@ -80,19 +83,22 @@ def _runs(result: ScanResult) -> str:
 
 
 def _sources(result: ScanResult) -> Iterator[str]:
-    """A table of shares for each run that fails or is recommended; of the other runs, the op to look at first."""
+    """A table of shares for each run that fails or is recommended."""
     told = error_budget.told_runs(result)[:SHOWN_TABLES]
     for found in error_budget.tables(told):
         rows = [
-            [code(bar.name) if bar.op else bar.name, bar.text, bar.total, code(bar.op) if bar.op else "", _line_of(bar)]
+            [
+                code(bar.name) if bar.total else bar.name,
+                bar.text,
+                bar.total,
+                code(bar.op) if bar.op else "",
+                _line_of(bar),
+            ]
             for bar in found.bars
         ]
         yield f"**{escape(found.label)}**: {escape(found.text)}"
         if rows:
             yield table(rows, ["module", "share", "sum", "largest op", "line"], "lrrll")
-    others = [line for run in result.runs[:SHOWN_RUNS] if run not in told for line in _first_look(run)]
-    if others:
-        yield "\n".join(others)
 
 
 def _line_of(bar: error_budget.Bar) -> str:
@@ -100,6 +106,7 @@ def _line_of(bar: error_budget.Bar) -> str:
 
 
 def _first_look(run: Run) -> Iterator[str]:
+    """A line with the op call to look at, if one stands out."""
     found = origin(run) if not run.is_reference else None
     if found is not None:
         source = f" at {code(found.op_call.source)}" if found.op_call.source else ""

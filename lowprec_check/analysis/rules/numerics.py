@@ -36,8 +36,8 @@ def overflow(result: ScanResult) -> Iterator[Finding]:
     the output has infinities: the values are larger than the dtype can hold (65504 in fp16).
 
     It is a note in a run that passes: an infinite mask, for example, does what it should. If the output is not finite,
-    only the first op with Inf or NaN is an error; the others may follow from it. If the output is finite, but too far from
-    fp32's, it is a note unless this op causes at least 3 % of the output error.
+    only the first op with Inf or NaN is an error; the others may follow from it. If the output is finite, but too far
+    from fp32's, it is a note unless this op causes at least 3 % of the output error.
 
     Usual causes: sums and products of many terms, squares, `exp`, unscaled attention scores; weights that do not fit
     (the finding then names `cast weight` as the op).
@@ -253,9 +253,9 @@ def error_amplifier(result: ScanResult) -> Iterator[Finding]:
     Observed: the op itself is accurate, but the relative error of its output against the fp32 reference is over the
     tolerance and more than 4 times that of its inputs.
 
-    Its own share of the output error is small: what it magnifies is counted for the ops that add it. Whether the magnified
-    error reaches the output is not known, so this is a note wherever the scan knows what causes the output error, and
-    names the share of all ops up to this one.
+    Its own share of the output error is small: what it magnifies is counted for the ops that add it. Whether the
+    magnified error reaches the output is not known. So this is a note wherever the scan knows what causes the output
+    error, and states the share of all ops up to this one.
 
     Usual causes: a difference of nearly equal numbers, the inverse of an ill-conditioned matrix, a steep function.
 
