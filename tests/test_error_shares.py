@@ -346,6 +346,17 @@ def test_a_failing_run_without_a_budget_has_a_reason() -> None:
     assert budget_lines(a_result(a_run(budget=None))) == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "where"), [({"backend": "jit"}, "in eager mode"), ({"failed_call": 2}, "in the first call")]
+)
+def test_shares_of_another_error_than_the_one_that_fails_are_marked(changes: dict[str, Any], where: str) -> None:
+    one = with_shares("half", "inaccurate", a=1.0)
+    one = msgspec.structs.replace(one, budget=msgspec.structs.replace(one.budget, measured=1e-3), **changes)
+    [line] = budget_lines(a_result(one))
+    assert line.endswith(f"100 % a (addmm, model.py:41); {where}, where the error of 1.0e-03 is within the tolerance")
+    assert "%" not in explain_status(one)
+
+
 @pytest.mark.parametrize("width", [40, 60, 100, 200])
 def test_the_lines_fit_the_screen(width: int) -> None:
     shown = text.render(budgeted_result(), width=width)

@@ -113,11 +113,9 @@ def cumulative(parts: Sequence[PartShare]) -> list[float]:
     return list(accumulate(part.share for part in parts))
 
 
-def main_causes(run: Run, most: int) -> list[PartShare]:
-    """At most ``most`` modules that matter, the largest first; empty if the budget names no cause."""
-    if trusted_budget(run) is None:
-        return []
-    return [part for part in module_shares(run)[:most] if part.share >= MATTERS]
+def main_causes(modules: Sequence[PartShare], most: int) -> list[PartShare]:
+    """At most ``most`` of ``modules``, of :func:`module_shares`, that matter."""
+    return [part for part in modules[:most] if part.share >= MATTERS]
 
 
 def share_text(share: float) -> str:
@@ -137,7 +135,8 @@ def causes_in_brief(run: Run) -> str:
         return ""
     if is_tiny(run) and run.basis is not None:
         return f"the output is tiny for {run.basis.format.short} (rms {budget.output_rms or 0.0:.0e})"
-    parts = [f"{share_text(part.share)} from {module_name(part.name)}" for part in main_causes(run, 2)]
+    modules = module_shares(run) if trusted_budget(run) else []
+    parts = [f"{share_text(part.share)} from {module_name(part.name)}" for part in main_causes(modules, 2)]
     if budget.decisions >= MATTERS:
         parts.append(f"{share_text(budget.decisions)} from choices that differ")
     return ", ".join(parts)

@@ -51,8 +51,7 @@ def budget_lines(result: ScanResult) -> list[str]:
     """
     answers: list[_Answer] = []
     for run in told_runs(result):
-        text = _sentence(run)
-        causes = main_causes(run, NAMED_MODULES) if text else []
+        text, causes = _told(run)
         known = next((answer for answer in answers if _same(answer, causes, text)), None)
         if known is not None:
             known.runs.append(run)
@@ -87,18 +86,20 @@ def _line(answer: _Answer) -> str:
     return visible(f"{names}: {about}{answer.texts[0]}", 600)
 
 
-def _sentence(run: Run) -> str:
-    """What the budget of ``run`` says; empty if it says nothing that a reader needs."""
+def _told(run: Run) -> tuple[str, list[PartShare]]:
+    """What the budget of ``run`` says, and the causes named; empty if it says nothing that a reader needs."""
     budget = run.budget
-    fails = fails_by_error(run) or _is_empty(run)
     if budget is None:
-        return ""
-    degenerate = _degenerate(run, budget) if fails else ""
-    if degenerate or not budget.known:
-        return degenerate or (f"not known: {budget.reason or 'it was not computed'}" if fails else "")
-    if trusted_budget(run) is None:
-        return _untrusted(budget) if fails else ""
-    return _shares(run, budget)
+        return "", []
+    unnamed = _degenerate(run, budget) or _unknown(run, budget)
+    if fails_by_error(run) or _is_empty(run):
+        if unnamed:
+            return unnamed, []
+    elif trusted_budget(run) is None:
+        return "", []
+    modules = module_shares(run)
+    causes = main_causes(modules, NAMED_MODULES)
+    return _shares(run, budget, modules, causes), causes
 
 
 def _degenerate(run: Run, budget: ErrorBudget) -> str:
@@ -112,7 +113,12 @@ def _degenerate(run: Run, budget: ErrorBudget) -> str:
     return f"the output is tiny (rms {rms:.0e}): {known.short} {what}; usual with random weights"
 
 
-def _untrusted(budget: ErrorBudget) -> str:
+def _unknown(run: Run, budget: ErrorBudget) -> str:
+    """Why no cause can be named."""
+    if not budget.known:
+        return f"not known: {budget.reason or 'it was not computed'}"
+    if trusted_budget(run) is not None:
+        return ""
     unexplained = budget.unexplained or 0.0
     choices = f"; {share_text(budget.decisions)} choices that differ from fp32" if budget.decisions >= MATTERS else ""
     if unexplained > 0:
@@ -121,10 +127,9 @@ def _untrusted(budget: ErrorBudget) -> str:
     return f"not known: first order predicts an error {ratio:.1f} times as large as the measured one{choices}"
 
 
-def _shares(run: Run, budget: ErrorBudget) -> str:
-    causes = main_causes(run, NAMED_MODULES)
+def _shares(run: Run, budget: ErrorBudget, modules: Sequence[PartShare], causes: Sequence[PartShare]) -> str:
     named = ", ".join(_cause(part, is_first=index == 0) for index, part in enumerate(causes))
-    parts = [named or _spread(run)]
+    parts = [named or _spread(modules)]
     if budget.decisions >= MATTERS:
         parts.append(f"{share_text(budget.decisions)} choices that differ from fp32")
     rest = (budget.unexplained or 0.0) - budget.decisions
@@ -132,8 +137,15 @@ def _shares(run: Run, budget: ErrorBudget) -> str:
         parts.append(f"{share_text(rest)} not explained")
     elif rest <= -MATTERS:
         parts.append(f"first order predicts {share_text(-rest)} too much")
-    where = "" if is_over_tolerance(run) or not fails_by_error(run) else " (of the error within the tolerance)"
-    return "; ".join(filter(None, parts)) + where
+    return "; ".join([*parts, *filter(None, [_not_the_failure(run, budget)])])
+
+
+def _not_the_failure(run: Run, budget: ErrorBudget) -> str:
+    """What the shares are about, if not the error that makes the run fail."""
+    if is_over_tolerance(run) or not fails_by_error(run):
+        return ""
+    where = "in eager mode" if not run.is_eager else "in the first call" if run.failed_call else "op by op"
+    return f"{where}, where the error of {budget.measured or 0.0:.1e} is within the tolerance"
 
 
 def _cause(part: PartShare, is_first: bool) -> str:
@@ -145,9 +157,9 @@ def _cause(part: PartShare, is_first: bool) -> str:
     return f"{text} ({where})"
 
 
-def _spread(run: Run) -> str:
+def _spread(modules: Sequence[PartShare]) -> str:
     """For an error to which every module adds a little."""
-    parts = [part for part in module_shares(run) if part.share > 0]
+    parts = [part for part in modules if part.share > 0]
     if not parts:
         return "no module stands out"
     first = parts[0]
@@ -232,7 +244,7 @@ class BudgetTable(NamedTuple):
 def tables(runs: Iterable[Run]) -> Iterator[BudgetTable]:
     """A table for each of ``runs`` whose budget says something."""
     for run in runs:
-        text, found = _sentence(run), module_bars(run)
+        (text, _), found = _told(run), module_bars(run)
         if text or found:
             yield BudgetTable(label(run), visible(text, 600), predicted(run.budget), found, line_bars(run))
 

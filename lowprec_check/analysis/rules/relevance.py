@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from typing import Any, Literal
 
 from lowprec_check.analysis.error_shares import (
+    Place,
     fails_by_error,
     is_over_tolerance,
     place_shares,
@@ -97,17 +99,18 @@ class Relevance:
 
     def share_up_to(self, row: OpCall) -> float | None:
         """What all ops up to the last call at the place of ``row`` cause together; ``None`` if it is not known."""
-        if self.known != "explained" or not self.is_complete:
-            return None
-        total = last = sum(share.share for place, share in self.shares.items() if place not in self._called())
-        for call in self.run.op_calls.rows():
-            total += call.share or 0.0
-            last = total if _place(call) == _place(row) else last
-        return last
+        return self._sums.get(_place(row)) if self.known == "explained" and self.is_complete else None
 
-    def _called(self) -> set[tuple[str, str, str | None]]:
+    @cached_property
+    def _sums(self) -> dict[Place, float]:
         calls = self.run.op_calls
-        return set(zip(calls.module, calls.op, calls.source, strict=True))
+        called = list(zip(calls.module, calls.op, calls.source, strict=True))
+        sums = dict.fromkeys(called, 0.0)
+        total = sum(share.share for place, share in self.shares.items() if place not in sums)
+        for place, share in zip(called, calls.share, strict=True):
+            total += share or 0.0
+            sums[place] = total
+        return sums
 
 
 def weighed(run: Run, found: Iterable[tuple[Finding, OpCall]]) -> Iterator[Finding]:
@@ -129,5 +132,5 @@ def gives_nonfinite(row: OpCall) -> bool:
     return row.introduced_nan > 0 or (row.introduced_inf > 0 and row.outcome != "rescued")
 
 
-def _place(row: OpCall) -> tuple[str, str, str | None]:
+def _place(row: OpCall) -> Place:
     return row.module, row.op, row.source
