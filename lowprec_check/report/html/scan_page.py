@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lowprec_check.analysis.error_shares import trusted_budget
@@ -54,7 +54,7 @@ def render(result: ScanResult) -> str:
         "code": summary.code_lines(result),
         "kept": summary.kept(result),
         "failures": summary.failures(result),
-        "runs": list(_runs(result)),
+        "runs": list(_runs(result, shown)),
         "layers_title": LAYERS,
         "layers": list(worst_layers(result)),
         "ratio_tick": 100 / _widest(result),
@@ -98,9 +98,9 @@ def _widest(result: ScanResult) -> float:
     return min(3.0, max([1.25, *(1.1 * ratio for ratio in ratios if ratio)]))
 
 
-def _runs(result: ScanResult) -> Iterator[dict[str, Any]]:
+def _runs(result: ScanResult, shown: Sequence[RunRow]) -> Iterator[dict[str, Any]]:
     widest = _widest(result)
-    for row in summary.rows(result):
+    for row in shown:
         time, memory = time_ratio(row.run, result.runs), memory_ratio(row.run, result.runs)
         yield {
             **row._asdict(),
