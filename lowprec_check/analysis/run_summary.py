@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lowprec_check.analysis.error_shares import causes_in_brief
 from lowprec_check.schema.run_key import qualified
 from lowprec_check.schema.scan_result import ErrorStats, Run
 
@@ -110,6 +111,12 @@ def missing_kernels(run: Run) -> list[str]:
 
 
 def explain_status(run: Run) -> str:
+    """Why a run failed, in a few words, and what causes most of its error: ``error over …: 46 % from lm_head``."""
+    causes = causes_in_brief(run)
+    return f"{status_reason(run)}: {causes}" if causes else status_reason(run)
+
+
+def status_reason(run: Run) -> str:
     """Why a run failed, in a few words."""
     if run.status == "unjudged":
         return f"runs, but {'; '.join(run.notes) or NOTHING_TO_COMPARE}"

@@ -238,6 +238,10 @@ class Diagnostic(Struct, frozen=True, kw_only=True):
     """Whether the scan's baseline accepts it."""
     timed: bool = False
     """Whether it rests on measured times, so that it comes and goes with the load of the machine: never in a baseline."""
+    share: float | None = None
+    """Share of the squared output error that its place causes, if an error budget says so."""
+    matters: bool | None = None
+    """Whether it affects the output of its run; ``None`` if that is not known, or it is not about the error."""
 
     @property
     def run_label(self) -> str | None:

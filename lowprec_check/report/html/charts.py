@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from lowprec_check.analysis.error_origin import origin
+from lowprec_check.analysis.error_origin import Origin, origin
+from lowprec_check.analysis.error_shares import fails_by_error, trusted_budget
 from lowprec_check.report.escape import visible
 from lowprec_check.report.summary import label
 from lowprec_check.schema.base import encoded
@@ -59,6 +60,8 @@ def _run(run: Run, limit: int, numbers: dict[str, dict[str, int]]) -> dict[str, 
     for name in ("local_error", "accumulated_error", "absmax"):
         column = getattr(run.op_calls, name)
         columns[name] = [_three_digits(column[index]) for index in kept]
+    shares = run.op_calls.share if trusted_budget(run) else [None] * len(rows)
+    columns["share"] = [_three_digits(shares[index]) for index in kept] if any(shares) else []
     columns["nonfinite"] = [rows[index].introduced_inf + rows[index].introduced_nan for index in kept]
     columns["rescued"] = [int(rows[index].outcome == "rescued") for index in kept]
     return {
@@ -67,14 +70,21 @@ def _run(run: Run, limit: int, numbers: dict[str, dict[str, int]]) -> dict[str, 
         "tolerance": run.tolerance,
         "roundoff": run.basis.format.roundoff if run.basis else None,
         "total": len(rows),
-        "origin": {"call": found.position, "sentence": found.sentence(), "kind": found.kind} if found else None,
+        "origin": _origin(found, run),
         "calls": columns,
         "ranges": _ranges(rows),
     }
 
 
+def _origin(found: Origin | None, run: Run) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    calm = not fails_by_error(run)
+    return {"call": found.position, "title": found.title, "sentence": found.sentence(), "calm": calm}
+
+
 def _thin(rows: list[OpCall], limit: int, origin_index: int) -> list[int]:
-    """Indices to draw: all, or the worst of each segment and the origin of the error."""
+    """Indices to draw: all, or the worst of each segment and the one that is marked."""
     if len(rows) <= limit:
         return list(range(len(rows)))
     size = -(-len(rows) // (limit - 1))
