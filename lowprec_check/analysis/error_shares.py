@@ -15,6 +15,9 @@ TRUSTED = 0.5
 THE_MODEL = "the model itself"
 """How the op calls outside any submodule are named."""
 
+BETWEEN = "rounding between modules"
+"""How the rounding of results that one submodule of the model passes to another is named: no submodule in fp32 avoids it."""
+
 Place = tuple[str, str, str | None]
 """Module, op and line."""
 
@@ -58,7 +61,7 @@ def is_tiny(run: Run) -> bool:
 
 
 def place_shares(run: Run) -> dict[Place, Share]:
-    """The share of each place, those that the budget does not list included, as far as the op calls tell."""
+    """The share of each op where it ran, with the rounding of its results, as far as the op calls tell."""
     totals: dict[Place, float] = {}
     counts: dict[Place, int] = {}
     calls = run.op_calls
@@ -73,7 +76,7 @@ def place_shares(run: Run) -> dict[Place, Share]:
     }
     counted = {(module, op) for module, op, _ in found}
     for listed in run.budget.shares if run.budget else ():
-        if (listed.module, listed.op) not in counted:  # not an op call, such as the rounding of the inputs
+        if not listed.rounding and (listed.module, listed.op) not in counted:  # the rounding of the inputs
             found[(listed.module, listed.op, listed.source)] = listed
     return found
 
@@ -86,18 +89,19 @@ def unlisted(run: Run, shown: Iterable[PartShare]) -> float:
 
 
 def module_shares(run: Run) -> list[PartShare]:
-    """A share per module, submodules apart, the largest first."""
-    return _parts(run, lambda place: place.module)
+    """A share per module, submodules apart, the largest first: what goes if the module is kept in fp32 with all inside."""
+    listed = run.budget.shares if run.budget else []
+    return _parts(listed, lambda share: BETWEEN if share.rounding and not share.module else share.module)
 
 
 def line_shares(run: Run) -> list[PartShare]:
     """A share per line of the user's code, the largest first; ops without a known line are left out."""
-    return _parts(run, lambda place: place.source)
+    return _parts(place_shares(run).values(), lambda place: place.source)
 
 
-def _parts(run: Run, name_of: Callable[[Share], str | None]) -> list[PartShare]:
+def _parts(shares: Iterable[Share], name_of: Callable[[Share], str | None]) -> list[PartShare]:
     places: dict[str, list[Share]] = {}
-    for place in place_shares(run).values():
+    for place in shares:
         name = name_of(place)
         if name is not None:
             places.setdefault(name, []).append(place)
@@ -133,8 +137,6 @@ def causes_in_brief(run: Run) -> str:
     budget = run.budget
     if budget is None or run.status != "inaccurate" or not is_over_tolerance(run):
         return ""
-    if is_tiny(run) and run.basis is not None:
-        return f"the output is tiny for {run.basis.format.short} (rms {budget.output_rms or 0.0:.0e})"
     modules = module_shares(run) if trusted_budget(run) else []
     parts = [f"{share_text(part.share)} from {module_name(part.name)}" for part in main_causes(modules, 2)]
     if budget.decisions >= MATTERS:

@@ -91,15 +91,16 @@ def _told(run: Run) -> tuple[str, list[PartShare]]:
     budget = run.budget
     if budget is None:
         return "", []
-    unnamed = _degenerate(run, budget) or _unknown(run, budget)
-    if fails_by_error(run) or _is_empty(run):
-        if unnamed:
-            return unnamed, []
-    elif trusted_budget(run) is None:
-        return "", []
+    odd = _degenerate(run, budget)
+    if trusted_budget(run) is None:
+        fails = fails_by_error(run) or _is_empty(run)
+        return (odd or _unknown(run, budget), []) if fails else ("", [])
     modules = module_shares(run)
     causes = main_causes(modules, NAMED_MODULES)
-    return _shares(run, budget, modules, causes), causes
+    parts = (
+        [odd, _shares(run, budget, modules, causes)] if fails_by_error(run) else [_shares(run, budget, modules, causes)]
+    )
+    return "; ".join(filter(None, parts)), causes
 
 
 def _degenerate(run: Run, budget: ErrorBudget) -> str:
@@ -153,7 +154,8 @@ def _cause(part: PartShare, is_first: bool) -> str:
     text = f"{share_text(part.share)} {module_name(part.name)}"
     if not is_first:
         return text
-    where = ", ".join(filter(None, (short_op(part.largest.op), part.largest.source)))
+    what = f"rounding of {short_op(part.largest.op)}" if part.largest.rounding else short_op(part.largest.op)
+    where = ", ".join(filter(None, (what, part.largest.source)))
     return f"{text} ({where})"
 
 

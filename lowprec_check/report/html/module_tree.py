@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from lowprec_check.analysis.error_shares import module_shares, share_text, trusted_budget
+from lowprec_check.analysis.error_shares import BETWEEN, module_shares, share_text, trusted_budget
 from lowprec_check.report.escape import visible
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run
@@ -161,7 +161,7 @@ def _worst_by_path(run: Run) -> dict[str, _Worst]:
         for path in lineage(row.module):
             found.setdefault(path, _Worst()).add(row)
     for part in module_shares(run) if trusted_budget(run) else ():
-        for path in lineage(part.name):
+        for path in lineage("" if part.name == BETWEEN else part.name):
             known = found.setdefault(path, _Worst())
             known.share = (known.share or 0.0) + part.share
     for gap in run.gaps:
