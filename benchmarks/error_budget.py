@@ -8,7 +8,8 @@
 * **Prediction**: the error of the output that the budget predicts, over the one that the plain run measures, for each run that
   completes with a rel_l2 under 0.3.
 * **Ablation**: the module with the largest share is kept in fp32 (its submodules included), and the model is run again,
-  without instruments. The share predicts the error that is left, √(1 − share) of the error before. Compared are the
+  without instruments. The share predicts the error that is left, √(1 − share) of the error before, but not less than that of the
+  tensor of the output with the next largest error. Compared are the
   reductions. One run per model, of the precision that comes next in turn.
 * **Warnings**: how many warnings and errors about numerics (LP2xx, LP3xx) a run that passes has.
 * **Cost** (``--cost``): the seconds of the instrumented parts with a budget less those without, over those of the fp32 forward
@@ -42,11 +43,15 @@ from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.model.torchvision_zoo import import_torchvision
 from lowprec_check.engine.run.target_runs import RunOptions, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.process import Isolation
 from lowprec_check.schema.module_paths import is_inside
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 LARGEST = 0.3
 """Runs with a larger rel_l2 are not counted: errors are no longer small."""
+
+LARGE_EFFECT = 0.85
+"""Ablations that leave at most this part of the error are counted apart too: other roundings change as well, by chance."""
 
 SAMPLES = 3
 
@@ -118,13 +123,14 @@ def ablation(case: Case, result: ScanResult, precision: str, device: str) -> dic
     if found is None or not error or error > LARGEST or run.random:
         return None
     model, inputs = case.build()
-    with open_runs(TargetSource(make_target(model, inputs)), RunOptions(device=device, budget=300), "fork") as runs:
+    isolation: Isolation = "fork" if device == "cpu" else "none"
+    with open_runs(TargetSource(make_target(model, inputs)), RunOptions(device=device, budget=300), isolation) as runs:
         runs.reference()
         kept = runs.run(precision, keep_fp32=(found[0],), measured=False, instrumented=False)
     after = kept.output_error.rel_l2 if kept.output_error else None
     if after is None:
         return None
-    predicted = error * math.sqrt(max(0.0, 1 - found[1]))
+    predicted = max(error * math.sqrt(max(0.0, 1 - found[1])), run.budget.next_error or 0.0 if run.budget else 0.0)
     return {
         "model": case.name,
         "precision": precision,
@@ -222,6 +228,12 @@ def markdown(
     lines.append(
         f"- ablations: {len(ablations)}; reduction as predicted within a factor of 1.5: **{within(effects, 1.5)}**"
     )
+    large = [
+        effect
+        for effect, one in zip(effects, ablations, strict=True)
+        if one["predicted"] <= LARGE_EFFECT * one["before"]
+    ]
+    lines.append(f"- of these, predicted to remove at least {1 - LARGE_EFFECT:.0%}: **{within(large, 1.5)}**")
     for one in costs:
         lines.append(
             f"- cost, {one['model']}: {one['more_s']:.2f} s more than {one['off_s']:.2f} s, "
@@ -267,6 +279,7 @@ def main() -> None:
     """Examine all models, print the report, and write it."""
     parser = arguments(__doc__ or "")
     parser.add_argument("--device", default="cpu", help="cpu or cuda; a GPU is used in one process")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no other model after this time")
     parser.add_argument("--cost", action="store_true", help="also measure what budgets cost")
     options = parser.parse_args()
     torch.set_num_threads(1)  # processes that are forked cannot use a pool of threads
@@ -286,6 +299,8 @@ def main() -> None:
         else in_this_process(functools.partial(work), chosen)
     )
     for index, (case, its, problem) in enumerate(examined, 1):
+        if time.monotonic() - started > options.seconds:
+            break
         problems += (
             [problem and f"{case.name}: {problem}", its and its.get("refused")]
             if problem or (its and "refused" in its)

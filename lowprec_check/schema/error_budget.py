@@ -51,6 +51,8 @@ class ErrorBudget(Struct, frozen=True, kw_only=True):
     """Ops that no derivative passes, so that errors before them are not seen."""
     output_rms: float | None = None
     """Root mean square of the fp32 output."""
+    next_error: float | None = 0.0
+    """rel_l2 of the floating tensor of the output with the next largest error, which other ops may cause; 0 if there is none."""
     reason: str | None = None
     """Why there is no budget, in words."""
 

@@ -91,6 +91,7 @@ def _instrument(job: Job, target: Target, outputs: list[Tensor] | None, send: Se
     def on_op_calls(op_calls: OpCalls) -> None:
         send(OpCallsFound(op_calls))
 
+    saved = None if job.is_reference else Fp32Outputs.load(job)
     options = Options(
         errors="none" if job.is_reference else job.errors,
         wide=torch.float64 if job.reference == "fp64" else torch.float32,
@@ -103,7 +104,8 @@ def _instrument(job: Job, target: Target, outputs: list[Tensor] | None, send: Se
         changes_parameters=job.changes_parameters,
         budget=job.budget_error and job.errors == "both" and not job.is_reference,
         autocast=job.uses_autocast,
-        fp32_outputs=None if job.is_reference else Fp32Outputs.load(job).outputs[0],
+        fp32_outputs=None if saved is None else saved.probe.tensors if saved.probe else saved.outputs[0],
+        probe=saved.probe if saved is not None else None,
     )
     if too_slow:
         _warm_up(job, target)

@@ -19,6 +19,7 @@ from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import ModuleStack, call_model
 from lowprec_check.engine.model.memory import StorageCounter
+from lowprec_check.engine.model.module_probe import ModuleOutput, kept_output
 from lowprec_check.engine.model.plain_run import describe_error, output_tensors, reraise_interrupt
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
@@ -55,7 +56,9 @@ class Options(NamedTuple):
     budget: bool = False
     """Whether to find out which ops the error of the output comes from; needs both errors of each op."""
     fp32_outputs: list[Tensor] | None = None
-    """The tensors in the output of the plain fp32 run."""
+    """The tensors in the output of the plain fp32 run, or of ``probe``."""
+    probe: ModuleOutput | None = None
+    """The output of a module that the budget is about, if that of the model holds nothing to compare."""
     autocast: bool = False
     """Whether the run is under autocast."""
 
@@ -119,9 +122,11 @@ def _pass(
             counter=counter,
             timed=ready.device.type == "cpu",
         )
-        output, error = _call(ready, inputs, named, recorder, options.seed, function_mode)
+        with kept_output(ready.model, options.probe) as probed:
+            output, error = _call(ready, inputs, named, recorder, options.seed, function_mode)
         recorder.finish(output_tensors(output) if error is None else [])
-    budget = _budget(output, error, lockstep, options, recorder.drew) if options.budget else None
+    held = probed if options.probe is not None else [tensor for _, tensor in leaves(output)]
+    budget = _budget(held, error, lockstep, options, recorder.drew) if options.budget else None
     found = Instrumented(
         gaps=journal.gaps,
         budget=budget,
@@ -141,11 +146,12 @@ def _pass(
     return msgspec.structs.replace(found, peak_memory_bytes=counter.peak if counter is not None else None), False
 
 
-def _budget(output: Any, error: BaseException | None, lockstep: Lockstep, options: Options, drew: bool) -> ErrorBudget:
-    """The error budget of the output."""
+def _budget(
+    held: list[Tensor], error: BaseException | None, lockstep: Lockstep, options: Options, drew: bool
+) -> ErrorBudget:
+    """The error budget of the tensors in the output."""
     if error is not None:
         return ErrorBudget(reason="the model raised an exception before its end")
-    held = [tensor for _, tensor in leaves(output)]
     try:
         fp32 = None if drew else options.fp32_outputs
         return error_budget(lockstep, held, fp32, autocast=options.autocast, seed=options.seed)

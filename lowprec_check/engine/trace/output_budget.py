@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -71,8 +72,10 @@ def error_budget(
         return ErrorBudget(reason="the output has no floating-point values")
     if not all(bool(leaf.low.isfinite().all()) for leaf in leaves if bool(leaf.fp32.isfinite().all())):
         return ErrorBudget(reason="the output has NaN or Inf")
-    leaf = max(leaves, key=_relative_error)
-    return _Budget(tape, leaf, autocast, seed).compute()
+    leaf, *others = sorted(leaves, key=_relative_error, reverse=True)
+    budget = _Budget(tape, leaf, autocast, seed).compute()
+    next_error = _relative_error(others[0]) if others else 0.0
+    return msgspec.structs.replace(budget, next_error=next_error if math.isfinite(next_error) else None)
 
 
 def _relative_error(leaf: OutputLeaf) -> float:
@@ -111,7 +114,7 @@ class _Budget:
         changes = self.tape.backward([(self.leaf.low, self._directions())])
         entries = [entry for change in changes for entry in self._entries(change)]
         zeros = torch.zeros(0, 1 + PROBES)
-        along = (torch.stack([its for *_, its in entries]) if entries else zeros).double().cpu()
+        along = (torch.stack([its.cpu() for *_, its in entries]) if entries else zeros).double()
         total = along.sum(0)
         explained = float(total[0]) / self.error_norm
         shares = self._shares(along, explained)
