@@ -96,7 +96,7 @@ class GradientBuffers:
             if values.is_complex() and not part.is_complex:
                 values = values.real
             if part.overlaps:
-                buffer += _scattered(part, values.to(buffer.dtype), buffer)
+                buffer += _scattered(part, values, buffer)
             else:
                 part.views(buffer).add_(values)
 
@@ -133,4 +133,5 @@ def _scattered(part: Part, gradients: Tensor, buffer: Tensor) -> Tensor:
     """The gradients of the whole storage for those of a part that shows elements several times."""
     with torch.enable_grad():
         leaf = torch.zeros_like(buffer).requires_grad_()
-        return torch.autograd.grad(part.views(leaf), leaf, gradients)[0]
+        shown = part.views(leaf)
+        return torch.autograd.grad(shown, leaf, gradients.to(shown.dtype))[0]
