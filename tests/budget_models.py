@@ -153,6 +153,24 @@ def scalar(first: Any, second: Any, x: Tensor) -> Tensor:
     return second(first(x)).square().mean()
 
 
+@two_layers("attention with a mask")
+def masked_attention(first: Any, second: Any, x: Tensor) -> Tensor:
+    heads = [layer(x).view(1, ROWS, 2, 8).transpose(1, 2) for layer in (first, second, first)]
+    mask = torch.ones(ROWS, ROWS, dtype=torch.bool).tril()
+    return F.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2).reshape(ROWS, WIDTH)
+
+
+@two_layers("causal attention")
+def causal_attention(first: Any, second: Any, x: Tensor) -> Tensor:
+    heads = first(x).view(1, 1, ROWS, WIDTH)
+    return second(F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)[0, 0])
+
+
+@two_layers("random activation in evaluation")
+def random_activation(first: Any, second: Any, x: Tensor) -> Tensor:
+    return second(F.rrelu(first(x), training=False))
+
+
 @two_layers("einsum")
 def einsum(first: Any, second: Any, x: Tensor) -> Tensor:
     return torch.einsum("bi,ij,bj->bi", first(x), second.weight, x)

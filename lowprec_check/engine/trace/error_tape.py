@@ -97,11 +97,19 @@ class ErrorTape:
         arguments: Callable[[Leaf], tuple[Args, Kwargs]],
         results: Callable[..., list[Tensor]],
     ) -> tuple[Args, list[Tensor]]:
-        """The ``arguments`` of ``call`` and its ``results`` on them, without graph; :meth:`add` records them with it."""
+        """The ``arguments`` of ``call`` and its ``results`` on them, without graph; :meth:`add` records them with it.
+
+        An op that fails because it has no derivative runs without a graph.
+        """
         self._call = _TapedCall(call, self._twins)
-        with self._gradients():
-            args, kwargs = arguments(self._call.leaf)
-            self._call.results = results(call, args, kwargs)
+        try:
+            with self._gradients():
+                args, kwargs = arguments(self._call.leaf)
+                self._call.results = results(call, args, kwargs)
+        except Exception:
+            with torch.inference_mode(False), torch.no_grad():
+                args, kwargs = arguments(_TapedCall(call, self._twins).leaf)
+                self._call.results = results(call, args, kwargs)
         return args, [result.detach() for result in self._call.results]
 
     def add(self, call: DispatchedCall, row: OpCall, outputs: Sequence[Tensor], errors: Sequence[Errors]) -> None:
@@ -121,7 +129,7 @@ class ErrorTape:
             added, rounding = errors[index] if index < len(errors) else (None, None)
             found.append(_Output(self._part(twin, out), graph, _compact(added), _compact(rounding)))
         inputs = taped.inputs if taped is not None else []
-        if found and inputs and all(out.values is None for out in found):
+        if inputs and any(map(is_float, outputs)) and all(out.values is None for out in found):
             self.blocked[call.traits.name] = None
         self._append(_Node(row, inputs, found))
 
