@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
-from lowprec_check.engine.trace.gradient_buffers import GradientBuffers, Part
+from lowprec_check.engine.trace.gradient_buffers import GradientBuffers, Part, pulled_back
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs
 from lowprec_check.engine.trace.twins import Twin, Twins
 from lowprec_check.errors import message_of
@@ -211,12 +211,11 @@ class ErrorTape:
         values = [value for value, _ in reached]
         for direction in range(buffers.directions):
             try:
-                back = torch.autograd.grad(
+                back = pulled_back(
                     values,
                     leaves,
-                    [gradient[direction].to(value.dtype) for value, gradient in reached],
+                    [gradient[direction] for _, gradient in reached],
                     retain_graph=direction + 1 < buffers.directions,
-                    allow_unused=True,
                 )
             except (RuntimeError, NotImplementedError) as error:
                 message_of(error)
