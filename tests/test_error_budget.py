@@ -25,12 +25,15 @@ from lowprec_check.engine.run.target_runs import RunOptions, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.trace import instrument
 from lowprec_check.engine.trace.instrument import Options
-from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.schema.error_budget import ErrorBudget, Share
 from lowprec_check.schema.module_paths import common_module
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.scan_result import ScanResult
 
+KINDS = [
+    pytest.param(name, marks=[pytest.mark.slow] if name == "checkpoint" else [])  # which imports torch's compiler
+    for name in MODELS
+]
 NONLINEAR = {("spectral and weight norm", "bfloat16"): 0.07}
 """What the first order does not explain, where it is more than 0.02: each step of a power iteration divides by a norm."""
 
@@ -55,7 +58,7 @@ def of_calls(calls: OpCalls) -> float:
 # -- models of many kinds
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", KINDS)
 def test_shares_explain_the_error_of_every_kind_of_model(name: str) -> None:
     for precision in LOW:
         torch.manual_seed(1)  # that of no value so close to 0 that rounding moves it across the kink of relu
@@ -124,7 +127,7 @@ def assert_same_calls(some: OpCalls, other: OpCalls) -> None:
             assert error == (expected if expected is None else pytest.approx(expected, rel=0.02, abs=1e-6))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_budget_changes_nothing_else(name: str) -> None:
     """Neither the errors of ops, nor the model, its inputs and gradients, nor random numbers and modes."""
     torch.manual_seed(1)
@@ -297,7 +300,7 @@ class Normalized(Step):
     def forward(self, x: Tensor) -> Tensor:
         y = x.tanh() + 6
         variance = (y * y).mean(1, keepdim=True) - y.mean(1, keepdim=True).square()
-        return (y - 6) * (variance.square() + 0.01).rsqrt()
+        return (y - 6) * (variance + 1).rsqrt()
 
 
 PLANTED = [LossOfDigits, BadRounding, Squares, Normalized]
@@ -325,14 +328,16 @@ def test_a_planted_fault_that_causes_the_error_has_the_largest_share(
     assert max(shares, key=lambda module: shares[module]) == name
 
 
-def test_no_cause_is_named_where_rounding_moves_values_across_a_limit() -> None:
-    """The derivative of a clamp that is active in fp32 is 0."""
+def test_no_cause_is_named_where_the_error_is_not_linear() -> None:
+    """All of y is lost: the error of y² is y², but its derivative times the error of y is 2y²."""
 
-    class Clamps(nn.Module):
+    class SquaresErrors(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return (x.tanh() * 1e-3 + 300 - 300).clamp(min=1e-2) + x.abs().mean() * 1e-2
+            return (x.tanh() * 0.5 + 300 - 300).square()
 
-    budget = budget_of(nn.Sequential(nn.Linear(8, 8), Clamps()), inputs(), "bfloat16")
+    budget = budget_of(nn.Sequential(nn.Linear(8, 8), SquaresErrors()), inputs(), "bfloat16")
+    assert budget.measured == pytest.approx(1.0)
+    assert budget.predicted == pytest.approx(2.0, rel=0.02)
     assert abs(budget.unexplained or 0.0) > TRUSTED
 
 
@@ -469,7 +474,7 @@ def scanned(**options: Any) -> ScanResult:
 
 
 def test_a_run_without_a_kernel_has_a_budget_with_the_kernel_replaced() -> None:
-    result = scanned(dtype="bf16")
+    result = scanned(precisions=["bfloat16", "autocast-bf16"])
     for run_ in result.runs[1:]:
         assert run_.budget is not None
         assert run_.budget.measured is not None
@@ -481,7 +486,7 @@ def test_a_run_without_a_kernel_has_a_budget_with_the_kernel_replaced() -> None:
 
 @pytest.mark.parametrize("options", [{"budget_error": "off"}, {"errors": "accumulated"}])
 def test_a_budget_can_be_left_out(options: dict[str, Any]) -> None:
-    result = scanned(dtype="bf16", **options)
+    result = scanned(precisions=["bfloat16", "autocast-bf16"], **options)
     assert all(run_.budget is None for run_ in result.runs)
     assert all(share is None for run_ in result.runs for share in run_.op_calls.share)
     for key, value in options.items():
