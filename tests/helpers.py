@@ -28,8 +28,10 @@ def run(
     options: Options = DEFAULT,
     without_kernel: tuple[str, ...] = (),
     kwargs: dict[str, Any] | None = None,
+    keep_fp32: tuple[str, ...] = (),
+    budget: bool = False,
 ) -> tuple[PlainResult, Instrumented]:
-    """Both parts of one run; the instruments must not have failed."""
+    """Both parts of one run; the instruments must not have failed. ``budget``: with an error budget, as in a scan."""
     kwargs = kwargs or {}
     with prepared(model, PRECISIONS.get("fp32"), CPU) as ready:
         fp32_calls = PlainCalls(ready, args, kwargs, seed=0)
@@ -37,7 +39,10 @@ def run(
     assert in_fp32.exception is None, in_fp32.exception
     fp32 = fp32_state(model)
     chosen = PRECISIONS.get(precision)
-    with prepared(model, chosen, CPU) as ready, withholding(without_kernel):
+    if budget:
+        of_fp32 = fp32_calls.outputs[0]
+        options = options._replace(budget=True, fp32_outputs=of_fp32, autocast=chosen.kind == "autocast")
+    with prepared(model, chosen, CPU, keep_fp32=keep_fp32) as ready, withholding(without_kernel):
         snapshot = Snapshot(model)
         tolerance = chosen.tolerance
         calls = PlainCalls(ready, args, kwargs, seed=0, tolerance=tolerance, references=fp32_calls.outputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from lowprec_check.analysis.baseline import accept, baseline_of, fingerprint
 from lowprec_check.analysis.diff import diff_scans
 from lowprec_check.analysis.error_origin import origin
 from lowprec_check.analysis.error_shares import (
+    BETWEEN,
     causes_in_brief,
     cumulative,
     fails_by_error,
@@ -55,7 +57,19 @@ def underflow(module: str, share: float | None = None, **more: Any) -> OpCall:
 
 def a_run(*rows: OpCall, status: str = "inaccurate", budget: ErrorBudget | None = None, **more: Any) -> Run:
     rel_l2 = None if status in ("nonfinite", "error") else 1e-3 if status == "ok" else 0.5
-    return run("half", status, rel_l2, op_calls=calls(*rows), budget=budget, **more)
+    return run("half", status, rel_l2, op_calls=calls(*rows), budget=with_shares_of(rows, budget), **more)
+
+
+def with_shares_of(rows: Sequence[OpCall], budget: ErrorBudget | None) -> ErrorBudget | None:
+    """The budget, with the shares that the op calls have: they add no rounding between modules."""
+    if budget is None or not budget.known:
+        return budget
+    listed = list(budget.shares)
+    places = dict.fromkeys((row.module, row.op, row.source) for row in rows if row.share is not None)
+    for module, op, source in places:
+        inside = [row.share or 0.0 for row in rows if (row.module, row.op, row.source) == (module, op, source)]
+        listed.append(Share(module=module, op=op, source=source, share=sum(inside), calls=len(inside)))
+    return msgspec.structs.replace(budget, shares=sorted(listed, key=lambda share: -share.share))
 
 
 def a_budget(unexplained: float = 0.1, *shares: Share, **more: Any) -> ErrorBudget:
@@ -82,7 +96,7 @@ def test_shares_are_summed_by_module_and_line() -> None:
         OpCall("aten.relu.default", "c", None, share=None),
     ]
     cast = Share(module="", op="cast input", share=0.25)
-    shown = a_run(*rows, budget=a_budget(0.2, Share(module="a", op="aten.mm.default", share=0.5), cast))
+    shown = a_run(*rows, budget=a_budget(0.2, cast))
     modules = module_shares(shown)
     assert [(part.name, pytest.approx(part.share), part.calls) for part in modules] == [
         ("a", 0.6, 3), ("", 0.25, 1), ("b", -0.05, 1),
@@ -103,6 +117,37 @@ def test_without_shares_of_calls_the_listed_ones_count() -> None:
     assert [(bar.name, bar.text, bar.total) for bar in bars] == [
         ("a", "60 %", "60 %"), ("others", "30 %", ""), ("not explained", "10 %", ""),
     ]  # fmt: skip
+
+
+def test_rounding_counts_in_the_module_that_holds_the_op_and_its_readers() -> None:
+    rows = [
+        OpCall("aten.addmm.default", "enc.0.fc", "net.py:1", share=0.75),
+        OpCall("aten.add.Tensor", "enc.0", "net.py:2", share=0.1),
+    ]
+    listed = [
+        Share(module="enc.0", op="aten.addmm.default", source="net.py:1", share=0.5, rounding=True, calls=3),
+        Share(module="enc.0", op="aten.add.Tensor", source="net.py:2", share=0.1),
+        Share(module="", op="aten.addmm.default", source="net.py:1", share=0.15, rounding=True),
+        Share(module="", op="cast input", share=0.05),
+        Share(module="enc.0.fc", op="aten.addmm.default", source="net.py:1", share=0.1),
+    ]
+    budget = a_budget(0.1, *listed)
+    one = run("half", "inaccurate", 0.5, op_calls=calls(*rows), budget=budget)
+    assert [(part.name, pytest.approx(part.share), part.calls) for part in module_shares(one)] == [
+        ("enc.0", 0.6, 4), (BETWEEN, 0.15, 1), ("enc.0.fc", 0.1, 1), ("", 0.05, 1),
+    ]  # fmt: skip
+    assert [(part.name, part.share) for part in line_shares(one)] == [("net.py:1", 0.75), ("net.py:2", 0.1)]
+    assert {place.op: place.share for place in place_shares(one).values()} == {
+        "aten.addmm.default": 0.75, "aten.add.Tensor": 0.1, "cast input": 0.05,
+    }  # fmt: skip
+    assert budget_lines(a_result(one)) == [
+        "half: 60 % enc.0 (rounding of addmm, net.py:1), 15 % rounding between modules, 10 % enc.0.fc; 10 % not explained"
+    ]
+    assert explain_status(one).endswith(": 60 % from enc.0, 15 % from rounding between modules")
+    only = msgspec.structs.replace(one, budget=a_budget(0.2, listed[2], Share(module="a", op="b", share=0.05)))
+    assert budget_lines(a_result(only)) == [
+        "half: 15 % rounding between modules (rounding of addmm, net.py:1), 5 % a; 20 % not explained"
+    ]
 
 
 def test_bars_add_up_and_keep_what_cancels() -> None:
@@ -285,7 +330,7 @@ def test_no_cause_is_named_if_the_first_order_fails(unexplained: float) -> None:
 def with_shares(name: str, status: str, **shares: float) -> Run:
     made = [OpCall("aten.addmm.default", module, "model.py:41", share=share) for module, share in shares.items()]
     rel_l2 = 1e-3 if status == "ok" else 0.5
-    budget = a_budget(1 - sum(shares.values()), measured=rel_l2)
+    budget = with_shares_of(made, a_budget(1 - sum(shares.values()), measured=rel_l2))
     return run(name, status, rel_l2, op_calls=calls(*made), budget=budget)
 
 
@@ -321,14 +366,15 @@ def test_an_error_of_many_small_parts_is_spread() -> None:
 @pytest.mark.parametrize(
     ("changes", "budget", "line"),
     [
-        ({}, {"output_rms": 3e-12}, "the output is tiny (rms 3e-12): fp16 flushes it to zero; usual with random weights"),
-        ({}, {"output_rms": 3e-6}, "the output is tiny (rms 3e-06): fp16 has few digits for it; usual with random weights"),
+        ({}, {"output_rms": 3e-12}, "the output is tiny (rms 3e-12): fp16 flushes it to zero; usual with random weights; 90 % a (mm)"),
+        ({}, {"output_rms": 3e-6}, "the output is tiny (rms 3e-06): fp16 has few digits for it; usual with random weights; 90 % a (mm)"),
         ({"status": "unjudged", "output_is_zero": True}, None, "the fp32 output is all zeros, so a relative error has no meaning"),
-        ({}, {"output_rms": 0.0}, "the fp32 output is all zeros, so a relative error has no meaning"),
+        ({}, {"predicted": None, "reason": "all zeros", "output_rms": 0.0}, "the fp32 output is all zeros, so a relative error has no meaning"),
+        ({}, {"output_rms": 3e-12, "unexplained": 0.9}, "the output is tiny (rms 3e-12): fp16 flushes it to zero; usual with random weights"),
     ],
 )  # fmt: skip
 def test_odd_outputs_are_told(changes: dict[str, Any], budget: dict[str, Any] | None, line: str) -> None:
-    known = ErrorBudget(reason="the output is zero") if budget is None else a_budget(0.1, **budget)
+    known = ErrorBudget(reason="the output is zero") if budget is None else a_budget(**{"unexplained": 0.0} | budget)
     one = msgspec.structs.replace(a_run(OpCall("aten.mm.default", "a", share=0.9), budget=known), **changes)
     assert budget_lines(a_result(one)) == [f"half: {line}"]
 

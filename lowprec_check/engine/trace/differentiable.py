@@ -28,7 +28,8 @@ def run_differentiable(call: DispatchedCall, args: Args, kwargs: Kwargs) -> list
         written = {argument.name for argument in call.func._schema.arguments if argument.is_out}
         return outputs_of(without_out(*args, **{key: value for key, value in kwargs.items() if key not in written}))
     replacement = _REPLACEMENTS.get(call.traits.packet)
-    if replacement is None:
+    mask = kwargs.get("attn_mask")
+    if replacement is None or (replacement is _cpu_attention and (mask is None or not mask.requires_grad)):
         return run_wide(call, args, kwargs)
     with torch.no_grad():
         results = run_wide(call, args, kwargs)
@@ -147,8 +148,23 @@ def _efficient_attention(
     ]
 
 
+def _cpu_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> list[Tensor]:
+    """Attention by the function that chooses a kernel; that of the op has no derivative for the mask."""
+    return [functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)]
+
+
 _REPLACEMENTS: dict[str, Callable[..., list[Tensor]]] = {
     "aten::_native_multi_head_attention": _attention,
     "aten::_transformer_encoder_layer_fwd": _encoder_layer,
     "aten::_scaled_dot_product_efficient_attention": _efficient_attention,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _cpu_attention,
 }

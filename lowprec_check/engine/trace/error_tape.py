@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
-from lowprec_check.engine.trace.gradient_buffers import GradientBuffers, Part
+from lowprec_check.engine.trace.gradient_buffers import GradientBuffers, Part, pulled_back
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs
 from lowprec_check.engine.trace.twins import Twin, Twins
 from lowprec_check.errors import message_of
@@ -97,11 +97,19 @@ class ErrorTape:
         arguments: Callable[[Leaf], tuple[Args, Kwargs]],
         results: Callable[..., list[Tensor]],
     ) -> tuple[Args, list[Tensor]]:
-        """The ``arguments`` of ``call`` and its ``results`` on them, without graph; :meth:`add` records them with it."""
+        """The ``arguments`` of ``call`` and its ``results`` on them, without graph; :meth:`add` records them with it.
+
+        An op that fails because it has no derivative runs without a graph.
+        """
         self._call = _TapedCall(call, self._twins)
-        with self._gradients():
-            args, kwargs = arguments(self._call.leaf)
-            self._call.results = results(call, args, kwargs)
+        try:
+            with self._gradients():
+                args, kwargs = arguments(self._call.leaf)
+                self._call.results = results(call, args, kwargs)
+        except Exception:
+            with torch.inference_mode(False), torch.no_grad():
+                args, kwargs = arguments(_TapedCall(call, self._twins).leaf)
+                self._call.results = results(call, args, kwargs)
         return args, [result.detach() for result in self._call.results]
 
     def add(self, call: DispatchedCall, row: OpCall, outputs: Sequence[Tensor], errors: Sequence[Errors]) -> None:
@@ -121,7 +129,7 @@ class ErrorTape:
             added, rounding = errors[index] if index < len(errors) else (None, None)
             found.append(_Output(self._part(twin, out), graph, _compact(added), _compact(rounding)))
         inputs = taped.inputs if taped is not None else []
-        if found and inputs and all(out.values is None for out in found):
+        if inputs and any(map(is_float, outputs)) and all(out.values is None for out in found):
             self.blocked[call.traits.name] = None
         self._append(_Node(row, inputs, found))
 
@@ -203,12 +211,11 @@ class ErrorTape:
         values = [value for value, _ in reached]
         for direction in range(buffers.directions):
             try:
-                back = torch.autograd.grad(
+                back = pulled_back(
                     values,
                     leaves,
-                    [gradient[direction].to(value.dtype) for value, gradient in reached],
+                    [gradient[direction] for _, gradient in reached],
                     retain_graph=direction + 1 < buffers.directions,
-                    allow_unused=True,
                 )
             except (RuntimeError, NotImplementedError) as error:
                 message_of(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -77,6 +78,24 @@ class Part(NamedTuple):
         return False
 
 
+def pulled_back(
+    values: Sequence[Tensor], leaves: Sequence[Tensor], gradients: Sequence[Tensor], *, retain_graph: bool = False
+) -> tuple[Tensor | None, ...]:
+    """The gradients of ``leaves``, given those of ``values``, which have their shapes; ``None`` for a leaf that is not reached.
+
+    Like :func:`torch.autograd.grad` with ``grad_outputs``, which imports sympy at its first call: that takes seconds.
+    """
+    products = [
+        (value * gradient.to(value.dtype).conj()).sum() for value, gradient in zip(values, gradients, strict=True)
+    ]
+    return torch.autograd.grad(
+        [product.real if product.is_complex() else product for product in products],
+        list(leaves),
+        retain_graph=retain_graph,
+        allow_unused=True,
+    )
+
+
 class GradientBuffers:
     """One gradient per storage and direction."""
 
@@ -96,7 +115,7 @@ class GradientBuffers:
             if values.is_complex() and not part.is_complex:
                 values = values.real
             if part.overlaps:
-                buffer += _scattered(part, values.to(buffer.dtype), buffer)
+                buffer += _scattered(part, values, buffer)
             else:
                 part.views(buffer).add_(values)
 
@@ -133,4 +152,6 @@ def _scattered(part: Part, gradients: Tensor, buffer: Tensor) -> Tensor:
     """The gradients of the whole storage for those of a part that shows elements several times."""
     with torch.enable_grad():
         leaf = torch.zeros_like(buffer).requires_grad_()
-        return torch.autograd.grad(part.views(leaf), leaf, gradients)[0]
+        shown = part.views(leaf)
+        [gradient] = pulled_back([shown], [leaf], [gradients])
+        return torch.zeros_like(leaf) if gradient is None else gradient

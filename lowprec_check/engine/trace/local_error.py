@@ -13,12 +13,15 @@ from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.error_tape import Errors
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs, map_args
+from lowprec_check.engine.trace.op_traits import draws
 from lowprec_check.engine.trace.wide_run import run_wide
 
 
 def has_local_error(call: DispatchedCall) -> bool:
     """Whether the op can add an error: not if it moves, casts or draws values, or if nothing that it computes with is narrow."""
-    return call.traits.computes and (call.narrows_inside or any(map(is_narrow, call.inputs)))
+    if not call.traits.computes or not (call.narrows_inside or any(map(is_narrow, call.inputs))):
+        return False
+    return not draws(call.func, call.args, call.kwargs)
 
 
 def widened_arguments(call: DispatchedCall, wide: torch.dtype) -> tuple[Args, Kwargs]:

@@ -143,7 +143,7 @@ class OpTraits(NamedTuple):
     calls_ops: bool
     """Its kernel calls other ops, to which autocast applies."""
     computes: bool
-    """Can add an error: does not only move, cast or draw values."""
+    """Can add an error unless it :func:`draws`: does not only move or cast values."""
 
 
 @functools.cache
@@ -174,7 +174,7 @@ def traits(func: OpOverload) -> OpTraits:
         casts=casts,
         selects=packet in _SELECTIONS and len(schema.returns) == 2,
         calls_ops=not packet.startswith(("aten::", "prims::")) or packet in _FUSED or _is_explicit(func),
-        computes=not (moves or casts or random),
+        computes=not (moves or casts),
     )
 
 
