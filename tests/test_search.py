@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowprec_check.analysis.blame import Suspects
-from lowprec_check.analysis.minimize import Keep, ModuleTree, SearchResult, Trials, Verdict, search
+from lowprec_check.analysis.minimize import SearchResult, Trials, Verdict, search
+from lowprec_check.analysis.module_tree import Keep, ModuleTree
 
 NOTHING = Suspects([], [], False)
 
