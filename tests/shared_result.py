@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from lowprec_check.analysis.rules.registry import diagnose
+from lowprec_check.schema.error_budget import ErrorBudget, Share
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Blame, Plan
 from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo, Gap, ModelInfo, Recommendation, Run, ScanResult
@@ -38,7 +39,7 @@ def op_calls(
 ) -> OpCalls:
     """``count`` calls whose accumulated error creeps up and falls back; jumps at ``jump``, is Inf from ``nan`` on."""
     draw = random.Random(0)
-    columns: dict[str, list[Any]] = {name: [] for name in OpCalls.__struct_fields__}
+    columns: dict[str, list[Any]] = {}
     error, limit = (2**-11, 8e-3) if half else (2**-8, 3e-2)
     for index in range(count):
         before, error = error, error * (100.0 if index == jump else 1.0 + draw.random() / 20)
@@ -59,6 +60,7 @@ def op_calls(
             "introduced_inf": 12 if index == nan else 0,
             "introduced_nan": 0,
             "flushed": 0.25 if index == 3 and half else 0.0,
+            "subnormal": (0.4 if index == 3 else 0.0) if half else None,
             "input_flushed": 0.0,
             "flips": 3 if index == 6 else 0,
             "recast": 0,
@@ -67,9 +69,10 @@ def op_calls(
             "reference_ms": 0.4,
             "compared_values": 1 << 16 if index == nan else 0,
             "compared_choices": 1 << 16 if index == 6 else 0,
+            "share": None,
         }
         for name, value in row.items():
-            columns[name].append(value)
+            columns.setdefault(name, []).append(value)
     return OpCalls(**columns)
 
 
@@ -172,4 +175,53 @@ def shared_result(text: str = "") -> ScanResult:
             ],
         ),
     )
+    return msgspec.structs.replace(result, diagnostics=diagnose(result))
+
+
+# -- with error budgets
+
+
+SHARES = {"head.out": 0.46, "encoder.blocks.0.norm": 0.12, "encoder.blocks.1": 0.09, "encoder": 0.02}
+"""The share of each module in :func:`budgeted`; the others have none."""
+
+
+def budgeted(found: Run, shares: dict[str, float] | None = None, **more: Any) -> Run:
+    """``found`` with a budget: each module's share at its first call, and the rest not explained."""
+    wanted = SHARES if shares is None else shares
+    calls = found.op_calls
+    column: list[float | None] = [0.0] * len(calls)
+    listed = []
+    for module, share in sorted(wanted.items(), key=lambda item: -item[1]):
+        index = calls.module.index(module) if module in calls.module else None
+        if index is not None:
+            column[index] = share
+        op, source = ("cast input", None) if index is None else (calls.op[index], calls.source[index])
+        listed.append(Share(module=module, op=op, source=source, share=share))
+    measured = found.output_error.rel_l2 if found.output_error else 0.5
+    fields: dict[str, Any] = {
+        "predicted": 0.9 * (measured or 0.0),
+        "measured": measured,
+        "unexplained": 1 - sum(wanted.values()),
+        "shares": listed,
+        "output_rms": 1.0,
+    }
+    budget = ErrorBudget(**fields | more)
+    return msgspec.structs.replace(
+        found, budget=budget, op_calls=msgspec.structs.replace(calls, share=column) if len(calls) else calls
+    )
+
+
+def budgeted_result(text: str = "") -> ScanResult:
+    """:func:`shared_result` in which the error of three runs has causes, and one has none that is known."""
+    base = shared_result(text)
+    runs = list(base.runs)
+    by_module = {module: share for module, share in SHARES.items() if not text}
+    by_module |= {"": 0.05} if not text else {text: 0.7, "": 0.05}
+    for index, found in enumerate(runs):
+        if found.precision in ("bfloat16", "autocast-bf16") or found.base:
+            runs[index] = budgeted(found, by_module)
+        elif found.status == "nonfinite":
+            reason = text or "the output has NaN or Inf"
+            runs[index] = msgspec.structs.replace(found, budget=ErrorBudget(reason=reason))
+    result = msgspec.structs.replace(base, runs=runs, recommendation=base.recommendation)
     return msgspec.structs.replace(result, diagnostics=diagnose(result))

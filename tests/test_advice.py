@@ -356,7 +356,8 @@ def found(result: ScanResult, code: str) -> list[Diagnostic]:
 def test_values_that_overflow_are_counted_against_all() -> None:
     result = scan(Overflows(8, 8), torch.randn(4, 8), precisions=["half"], plan=False)
     [overflow] = found(result, "LP201")
-    assert overflow.message == "16 of 32 values (50 %) overflow to Inf where fp32 is finite"
+    shown = "16 of 32 values (50 %) overflow to Inf where fp32 is finite; the first op with Inf or NaN"
+    assert overflow.message == shown
 
 
 class Recasts(nn.Module):

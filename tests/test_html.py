@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 from browser import chromium, opened
-from shared_result import op_calls, run, shared_result
+from shared_result import budgeted, budgeted_result, op_calls, run, shared_result
 
 from lowprec_check.analysis.error_origin import origin
 from lowprec_check.report.html import charts, module_tree
@@ -82,15 +82,69 @@ def test_the_page_opens_without_errors_and_shows_the_origin_of_the_error(
         assert page.locator("html").get_attribute("data-theme") == scheme
         assert "Use half with 2 of 6 modules in fp32" in page.locator(".verdict").inner_text()
         assert (
-            "The error originates in aten.gelu.default in head at net.py:26 (call 42): the first Inf, in 12 of 65,536 values (< 0.1 %)."
+            "First Inf: aten.gelu.default in head at net.py:26 (call 42), 12 of 65,536 values (< 0.1 %)."
             in page.inner_text("#origin")
         )
-        assert label_in_chart(page) == "origin: aten.gelu.default"
+        assert label_in_chart(page) == "first Inf: aten.gelu.default"
         show(page, "bfloat16 (inaccurate)")
-        assert "(call 21): error grows from" in page.inner_text("#origin")
+        assert page.inner_text("#origin").startswith("First to leave the tolerance: aten.gelu.default in")
+        assert "(call 21), error grows from" in page.inner_text("#origin")
         show(page, "half (error)")
-        assert page.inner_text("#origin").startswith("No op stands out: ")
-        assert label_in_chart(page).startswith("largest step: ")
+        assert page.inner_text("#origin") == "No op stands out: none is over the tolerance."
+        assert label_in_chart(page) == ""
+
+
+@pytest.mark.slow
+def test_the_page_shows_shares_in_bars_tree_and_calls(browser: Any, page_of: Any) -> None:
+    with opened(browser, page_of(budgeted_result()), viewport={"width": 1200, "height": 900}) as page:
+        first = page.locator(".budget").first
+        assert first.locator("summary").first.inner_text().startswith("bfloat16 46 % head.out (native_layer_norm)")
+        assert first.locator("tbody tr").first.inner_text().split()[:3] == ["head.out", "46", "%"]
+        widths = (
+            first.locator("table")
+            .first.locator(".bar")
+            .evaluate_all(
+                "bars => bars.map((bar) => parseFloat(getComputedStyle(bar, '::before').width) / bar.clientWidth)"
+            )
+        )
+        assert widths[:3] == pytest.approx([0.46, 0.12, 0.09], abs=0.01)
+        page.locator("#heat-metric").select_option("s")
+        shown = {
+            row.split("\t")[0].strip(): row.split("\t")[1] for row in page.locator("#heat tbody tr").all_inner_texts()
+        }
+        assert (shown["head"], shown["norm"], shown["(model)"]) == ("46 %", "12 %", "74 %")
+        assert page.locator(".scale span").last.inner_text() == ">50%"
+        show(page, "bfloat16 (inaccurate)")
+        assert page.inner_text("#origin").startswith("Largest share: aten.native_layer_norm.default in head.out")
+        assert page.inner_text("#steps-title") == "The 20 calls with the largest shares (table)"
+        page.focus("#call-slider")
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("ArrowLeft")
+        assert page.inner_text("#call-details").endswith(", share 46 %")
+
+
+@pytest.mark.slow
+def test_findings_without_an_effect_are_folded_and_found(browser: Any, page_of: Any) -> None:
+    with opened(browser, page_of(budgeted_result())) as page:
+        folded = page.locator("#no-effect .finding")
+        assert page.locator("#no-effect > summary").inner_text() == "2 more with no effect on the output"
+        assert not folded.first.is_visible()
+        page.fill("#filter", "LP304")
+        assert folded.first.is_visible()
+
+
+@pytest.mark.slow
+def test_both_ends_of_the_range_are_told(browser: Any, page_of: Any) -> None:
+    with opened(browser, page_of(RESULT)) as page:
+        page.locator('.run-choice[data-chart="range"]').select_option(label="half (error)")
+        remark = page.inner_text("#range-remark")
+        assert "Closest to the maximum: head." in remark
+        assert (
+            "40.0 % of its non-zeros are below the smallest normal number of fp16, 6.1e-5; 25.0 % become zero."
+            in remark
+        )
+        page.locator('.run-choice[data-chart="range"]').select_option(label="bfloat16 (inaccurate)")
+        assert "Closest to the minimum" not in page.inner_text("#range-remark")
 
 
 @pytest.mark.slow
@@ -147,7 +201,7 @@ def test_findings_are_filtered(browser: Any, page_of: Any) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_accessibility_rule_is_broken(browser: Any, page_of: Any, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    with opened(browser, page_of(RESULT), color_scheme=scheme) as page:
+    with opened(browser, page_of(budgeted_result()), color_scheme=scheme) as page:
         broken = [(rule["id"], rule["nodes"][0]["html"]) for rule in axe.run(page).response["violations"]]
         assert broken == []
 
@@ -163,14 +217,14 @@ def test_prints_in_light_colours(browser: Any, page_of: Any, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_narrow_screen_does_not_scroll_sideways(browser: Any, page_of: Any) -> None:
-    with opened(browser, page_of(RESULT), viewport={"width": 360, "height": 800}) as page:
+    with opened(browser, page_of(budgeted_result()), viewport={"width": 360, "height": 800}) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
 @pytest.mark.slow
 def test_hostile_strings_stay_text(browser: Any, page_of: Any) -> None:
     nasty = "<img src=x onerror=alert(1)><script>alert(2)</script>\"' javascript:alert(3) \u202e {{7*7}} " + "y" * 5000
-    with opened(browser, page_of(shared_result(nasty)), viewport={"width": 1200, "height": 900}) as page:
+    with opened(browser, page_of(budgeted_result(nasty)), viewport={"width": 1200, "height": 900}) as page:
         show(page, "bfloat16 (inaccurate)")
         error = shared_result().run("bfloat16").op_calls.accumulated_error[21]
         assert "<img src=x" in hover(page, "error-chart", 22, error)
@@ -248,15 +302,17 @@ def test_findings_that_are_not_shown_are_counted() -> None:
     assert "19500 of 20000 groups of findings are not shown" in page
 
 
-def test_the_origin_is_the_first_nonfinite_else_the_jump_over_tolerance_else_the_largest_step() -> None:
+def test_the_origin_is_the_largest_share_else_the_first_nonfinite_else_the_first_over_the_tolerance() -> None:
     at = lambda **more: origin(run("half", op_calls=op_calls(60, **more)))  # noqa: E731
-    overflow, jump, calm = at(nan=41, jump=10), at(jump=10), at()
+    overflow, jump = at(nan=41, jump=10), at(jump=10)
+    largest = origin(budgeted(run("half", "inaccurate", 0.5, op_calls=op_calls(60, nan=41, jump=10))))
     assert overflow is not None
     assert jump is not None
-    assert calm is not None
+    assert largest is not None
     assert (overflow.position, overflow.kind) == (41, "nonfinite")
-    assert (jump.position, jump.kind) == (10, "source")
-    assert calm.kind == "step"
+    assert (jump.position, jump.kind) == (10, "tolerance")
+    assert (largest.op_call.module, largest.kind, largest.share) == ("head.out", "share", 0.46)
+    assert at() is None
     assert origin(run("half")) is None
 
 

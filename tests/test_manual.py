@@ -88,6 +88,7 @@ STEPS = {
     "LP202": Step("x = x * self.scale * 1e-4"),
     "LP203": Step("x = x * self.scale * 0"),
     "LP204": Step("mask, x = x > 0, x * self.scale"),
+    "LP205": Step("x = x * self.scale * 60"),
     "LP303": Step(precision="bfloat16", inputs=draw(64, 64, offset=10.0)),
     "LP304": Step("pass", precision="autocast-bf16", inputs=draw(4096, 8)),
     "LP305": Step(NEARLY_SINGULAR, precision="bfloat16", inputs=draw(8, 4)),

@@ -28,10 +28,14 @@ def defined(out: torch.Tensor, reference: torch.Tensor) -> float:
     size=st.sampled_from((0, 1, 7, 1000, CHUNK, CHUNK + 1, 3 * CHUNK + 5)),
     dtype=st.sampled_from(DTYPES),
     wide=st.sampled_from((torch.float32, torch.float64)),
-    scale=st.sampled_from((1e-4, 1.0, 1e3)),
+    scale=st.sampled_from((1e-7, 1e-4, 1.0, 1e3)),
+    zeros=st.booleans(),
 )
-def test_compare_tensor_matches_the_definition(size: int, dtype: torch.dtype, wide: torch.dtype, scale: float) -> None:
+def test_compare_tensor_matches_the_definition(
+    size: int, dtype: torch.dtype, wide: torch.dtype, scale: float, zeros: bool
+) -> None:
     reference = torch.randn(size, dtype=wide) * scale
+    reference = reference.relu() if zeros else reference
     other = reference + torch.randn(size, dtype=wide) * scale * 0.1
     out = reference.to(dtype)
     found = compare_tensor(out, [reference, other], count_flushed=True)
@@ -40,6 +44,8 @@ def test_compare_tensor_matches_the_definition(size: int, dtype: torch.dtype, wi
     assert found.absmax == (float(out.abs().max()) if size else 0.0)
     lost = ((out == 0) & (reference != 0) & (reference.abs() < torch.finfo(dtype).tiny)).sum().item()
     assert found.flushed == pytest.approx(lost / max(1, int((reference != 0).sum())))
+    small = ((reference != 0) & (reference.abs() < torch.finfo(dtype).tiny)).sum().item()
+    assert found.subnormal == pytest.approx(small / max(1, int((reference != 0).sum())))
 
 
 @pytest.mark.parametrize("layout", ["channels_last", "transposed", "strided"])

@@ -17,7 +17,7 @@ from conftest import ROOT, Call
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
-from shared_result import op_calls, run, shared_result
+from shared_result import budgeted_result, op_calls, run, shared_result
 
 from lowprec_check.errors import UsageError
 from lowprec_check.report import markdown, text
@@ -66,6 +66,11 @@ GOLDENS = {
 @pytest.mark.parametrize(("format", "name"), GOLDENS.items())
 def test_goldens(format: str, name: str, golden: Callable[[str, str], None]) -> None:
     golden(name, render(RESULT, format))
+
+
+@pytest.mark.parametrize(("format", "name"), [("text", "budget.txt"), ("md", "budget.md")])
+def test_goldens_with_error_budgets(format: str, name: str, golden: Callable[[str, str], None]) -> None:
+    golden(name, render(budgeted_result(), format))
 
 
 def test_every_format_is_found_by_its_suffix() -> None:
@@ -178,7 +183,7 @@ def test_github_commands_name_file_line_and_code() -> None:
     assert "25 % of the values" in next(unescaped(one[4]) for one in shown if one[3] == "LP202 underflow")
     assert {one[0] for one in shown if one[3].startswith("LP304")} == {"notice"}
     assert [one[0] for one in shown] == sorted((one[0] for one in shown), key=["error", "warning", "notice"].index)
-    assert verdict == "13 findings: 6 errors, 3 warnings, 4 notes. Use half with 2 of 6 modules in fp32."
+    assert verdict == "13 findings: 6 errors, 2 warnings, 5 notes. Use half with 2 of 6 modules in fp32."
 
 
 @FEW
@@ -247,10 +252,10 @@ def test_markdown_code_can_be_pasted() -> None:
 
 def test_tables_keep_their_columns() -> None:
     for nasty in NASTY:
-        shown = re.sub(r"(?s)\n(`{3,})python\n.*?\n\1\n", "", render(shared_result(nasty), "md"))
+        shown = re.sub(r"(?s)\n(`{3,})python\n.*?\n\1\n", "", render(budgeted_result(nasty), "md"))
         rows = [line for line in shown.splitlines() if line.startswith("|")]
         widths = [len(re.findall(r"(?<!\\)\|", row)) for row in rows]
-        assert set(widths) == {7, 3}, nasty
+        assert set(widths) == {7, 3, 6}, nasty
 
 
 def html_in(shown: str) -> set[str]:
@@ -267,7 +272,7 @@ def html_in(shown: str) -> set[str]:
 @FEW
 @given(hostile)
 def test_no_string_breaks_a_format(nasty: str) -> None:
-    result = shared_result(nasty)
+    result = budgeted_result(nasty)
     assert ScanResult.from_json(render(result, "json").encode()) == result
     assert len(junit_of(result).findall(".//testcase")) == len(result.runs)
     sarif_of(result)
@@ -281,7 +286,7 @@ def test_no_string_breaks_a_format(nasty: str) -> None:
 @FEW
 @given(hostile)
 def test_no_string_breaks_the_page(nasty: str) -> None:
-    page = render(shared_result(nasty), "html")
+    page = render(budgeted_result(nasty), "html")
     assert page.count("<script") == page.count("</script>") == 6
     assert "<script>alert" not in page
     assert page.rstrip().endswith("</html>")

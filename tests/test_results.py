@@ -173,8 +173,8 @@ def test_columns_are_saved_in_order() -> None:
     saved = json.loads(msgspec.json.encode(OpCalls()))
     assert list(saved) == [
         *["op", "module", "source", "dtypes", "shape", "outcome", "local_error", "accumulated_error", "input_error"],
-        *["absmax", "rms", "introduced_inf", "introduced_nan", "flushed", "input_flushed", "flips", "recast"],
-        *["to_python", "time_ms", "reference_ms", "compared_values", "compared_choices"],
+        *["absmax", "rms", "introduced_inf", "introduced_nan", "flushed", "subnormal", "input_flushed", "flips"],
+        *["recast", "to_python", "time_ms", "reference_ms", "compared_values", "compared_choices", "share"],
     ]
     assert set(map(str, saved.values())) == {"[]"}
 
@@ -217,7 +217,7 @@ def test_codes_are_registered_once() -> None:
         rule("LP101", "again", "note")(lambda result: iter(()))
     assert set(rules()) >= {
         *(["LP101", "LP102", "LP103", "LP104", "LP105", "LP106", "LP107", "LP108", "LP201", "LP202", "LP203", "LP204"]),
-        *(["LP301", "LP302", "LP303", "LP304", "LP401", "LP402", "LP901", "LP902", "LP903"]),
+        *(["LP205", "LP301", "LP302", "LP303", "LP304", "LP401", "LP402", "LP901", "LP902", "LP903"]),
     }
 
 

@@ -1,52 +1,85 @@
-"""Where the error of a run originates: the op call to look at first. Never imports torch."""
+"""The op call of a run to look at first: a cause of its error only if the error budget says so. Never imports torch."""
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from lowprec_check.analysis.run_summary import out_of
+from lowprec_check.analysis.error_shares import place_shares, share_text, trusted_budget
+from lowprec_check.analysis.run_summary import counted, out_of
+from lowprec_check.schema.error_budget import MATTERS
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run
 
-Kind = Literal["nonfinite", "source", "step"]
+Kind = Literal["share", "nonfinite", "tolerance"]
 
 
 class Origin(NamedTuple):
-    """The op call where the error of a run originates, and why this one."""
+    """The op call to look at first, and why this one."""
 
     position: int
     """Of the call in the run, counted from 0."""
     op_call: OpCall
     kind: Kind
-    """``nonfinite``: the first Inf or NaN; ``source``: the largest growth of the error before it exceeds the tolerance;
-    ``step``: the largest growth in a run that stays within the tolerance."""
+    """``share``: at the place that causes the largest share of the output error; ``nonfinite``: the first Inf or NaN;
+    ``tolerance``: the first whose output is over the tolerance."""
+    share: float = 0.0
+    """Of all calls at its place."""
+    calls: int = 1
+    """At its place."""
+
+    @property
+    def title(self) -> str:
+        """What it is, in a few words: ``largest share``, ``first NaN``, ``first to leave the tolerance``."""
+        if self.kind == "nonfinite":
+            return "first NaN" if self.op_call.introduced_nan else "first Inf"
+        return "largest share" if self.kind == "share" else "first to leave the tolerance"
 
     def sentence(self) -> str:
         """What happens there, without the place."""
         op_call = self.op_call
+        if self.kind == "share":
+            calls = f" in {counted(self.calls, 'call')}" if self.calls > 1 else ""
+            return f"causes {share_text(self.share)} of the output error{calls}"
         if self.kind == "nonfinite":
-            what = "NaN" if op_call.introduced_nan else "Inf"
             number = op_call.introduced_inf + op_call.introduced_nan
-            return f"the first {what}, in {out_of(number, op_call.compared_values, 'value')}"
-        before, after = op_call.input_error or 0.0, op_call.accumulated_error or 0.0
-        grows = f"error grows from {before:.1e} to {after:.1e}"
-        return grows if self.kind == "source" else f"the largest step, {grows}"
+            return out_of(number, op_call.compared_values, "value")
+        return f"error grows from {op_call.input_error or 0.0:.1e} to {op_call.accumulated_error or 0.0:.1e}"
 
 
 def origin(run: Run) -> Origin | None:
-    """Where ``run``'s error originates; ``None`` if no error was measured, or none occurred."""
+    """The op call of ``run`` to look at first; ``None`` if no op stands out, or no error was measured."""
     if run.failed_call:  # the op calls are those of the first call
         return None
-    best: Origin | None = None
-    largest = 0.0
-    for index, op_call in enumerate(run.op_calls.rows()):
-        if op_call.introduced_inf or op_call.introduced_nan:
-            return Origin(index, op_call, "nonfinite")
-        if op_call.accumulated_error is None or op_call.input_error is None or (best and best.kind == "source"):
-            continue
-        step = op_call.accumulated_error - op_call.input_error
-        if step > largest:
-            largest, best = step, Origin(index, op_call, "step")
-        if best and run.tolerance and op_call.accumulated_error > run.tolerance:
-            best = best._replace(kind="source")
-    return best
+    return _largest_share(run) or _first_nonfinite(run) or _first_over_tolerance(run)
+
+
+def _largest_share(run: Run) -> Origin | None:
+    if trusted_budget(run) is None:
+        return None
+    shares = place_shares(run)
+    called: dict[tuple[str, str, str | None], tuple[int, OpCall]] = {}
+    for index, row in enumerate(run.op_calls.rows()):
+        place = (row.module, row.op, row.source)
+        known = called.get(place)
+        if place in shares and (known is None or (row.share or 0.0) > (known[1].share or 0.0)):
+            called[place] = (index, row)
+    if not called:
+        return None
+    place = max(called, key=lambda place: shares[place].share)
+    if shares[place].share < MATTERS:
+        return None
+    return Origin(*called[place], "share", shares[place].share, shares[place].calls)
+
+
+def _first_nonfinite(run: Run) -> Origin | None:
+    for index, row in enumerate(run.op_calls.rows()):
+        if row.introduced_inf or row.introduced_nan:
+            return Origin(index, row, "nonfinite")
+    return None
+
+
+def _first_over_tolerance(run: Run) -> Origin | None:
+    for index, row in enumerate(run.op_calls.rows()):
+        if run.tolerance and (row.accumulated_error or 0.0) > run.tolerance:
+            return Origin(index, row, "tolerance")
+    return None

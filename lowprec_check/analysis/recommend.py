@@ -13,13 +13,13 @@ from lowprec_check.analysis.run_summary import (
     candidates,
     error_of,
     error_phrase,
-    explain_status,
     is_cast,
     judged_by,
     latency_of,
     missing_kernels,
     some,
     speedup,
+    status_reason,
 )
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.schema.registry import choices
@@ -87,7 +87,7 @@ def _reason(best: Run, runs: Sequence[Run], environment: Mapping[str, Any]) -> s
     why = defaultdict(list)
     for run in candidates(runs):
         if run.key != best.key and run.precision != PLAN and run.status not in ("ok", "skipped", best.status):
-            why[explain_status(run)].append(run.key.label)
+            why[status_reason(run)].append(run.key.label)
     parts += [f"Not {choices(names)}: {_sentence(reason)}" for reason, names in why.items()]
     return " ".join(parts)
 
@@ -120,7 +120,7 @@ def _not_accelerated(best: Run, environment: Mapping[str, Any]) -> str:
 
 def _verdict(best: Run) -> str:
     if best.output_error is None or best.status == "unjudged":
-        return explain_status(best)
+        return status_reason(best)
     what = judged_by(best)
     judged = f"{error_phrase(best.output_error)}{f' in the {what}' if what else ''}".removeprefix("output ")
     return f"passes ({judged}, tolerance {best.tolerance or 0:.0e})"

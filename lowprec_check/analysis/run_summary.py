@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lowprec_check.analysis.error_shares import causes_in_brief
 from lowprec_check.schema.run_key import qualified
 from lowprec_check.schema.scan_result import ErrorStats, Run
 
@@ -90,8 +91,13 @@ def judged_by(run: Run) -> str | None:
 
 
 def on_which_call(run: Run) -> str:
-    """``on call 2: `` for a run that did not fail in its first call."""
-    return f"on call {run.failed_call}: " if run.failed_call else ""
+    """``on call 2: `` or ``on batch 3: `` for a run that did not fail in its first call on the first batch.
+
+    The reason of a run that crashed or took too long names the call.
+    """
+    call = None if run.status in ("crashed", "timeout") else run.failed_call
+    parts = [f"{noun} {number}" for noun, number in (("batch", run.failed_batch), ("call", call)) if number]
+    return f"on {', '.join(parts)}: " if parts else ""
 
 
 def is_cast(run: Run) -> bool:
@@ -105,11 +111,16 @@ def missing_kernels(run: Run) -> list[str]:
 
 
 def explain_status(run: Run) -> str:
+    """Why a run failed, in a few words, and what causes most of its error: ``error over …: 46 % from lm_head``."""
+    causes = causes_in_brief(run)
+    return f"{status_reason(run)}: {causes}" if causes else status_reason(run)
+
+
+def status_reason(run: Run) -> str:
     """Why a run failed, in a few words."""
     if run.status == "unjudged":
         return f"runs, but {'; '.join(run.notes) or NOTHING_TO_COMPARE}"
-    where = "" if run.status in ("crashed", "timeout") else on_which_call(run)  # their reason says it
-    return where + _explained(run)
+    return on_which_call(run) + _explained(run)
 
 
 def _explained(run: Run) -> str:

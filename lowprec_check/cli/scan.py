@@ -88,6 +88,15 @@ def scan(
     tolerance: Tolerance = None,
     seed: Seed = 0,
     without_kernel: WithoutKernel = None,
+    batches: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Number of batches: inputs(0), inputs(1), …, or items of a loader or generator. Runs that pass on the first "
+            "are run on the others; LP205 reports values that grow.",
+        ),
+    ] = 1,
     plan: Annotated[
         bool | None,
         typer.Option(
@@ -161,6 +170,7 @@ def scan(
             tolerance=tolerance,
             seed=seed,
             without_kernel=tuple(without_kernel or ()),
+            batches=batches,
             select=select or (),
             ignore=ignore or (),
             plan=plan,

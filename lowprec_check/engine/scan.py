@@ -17,6 +17,7 @@ from lowprec_check.engine.model.application import application_of
 from lowprec_check.engine.model.calibration import Calibration
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.plan.planner import plan_for_scan
+from lowprec_check.engine.run.further_batches import open_batches
 from lowprec_check.engine.run.isolation import best_isolation, check_isolation, isolated
 from lowprec_check.engine.run.launcher import OnProgress
 from lowprec_check.engine.run.model_info import describe_target
@@ -57,6 +58,7 @@ class ScanOptions:
     tolerance: float | None = None
     seed: int = 0
     without_kernel: str | Sequence[str] = ()
+    batches: int = 1
     plan: bool | None = None
     scenario: Scenario | None = None
     select: str | Sequence[str] = ()
@@ -99,6 +101,8 @@ class ScanOptions:
         parse_withheld(words_in(self.without_kernel))
         check_codes([*words_in(self.select), *words_in(self.ignore)])
         self.for_runs("cpu")
+        if not isinstance(self.batches, int) or self.batches < 1:
+            raise UsageError(f"batches is {self.batches!r}.", "Give the number of batches, at least 1.")
         for name, allowed in (
             ("errors", ("both", "accumulated", "none")),
             ("budget_error", get_args(OnOff)),
@@ -139,6 +143,7 @@ class ScanOptions:
             "reference": self.reference,
             "tolerance": self.tolerance,
             "seed": self.seed,
+            "batches": self.batches,
             "scenario": self.scenario,
             "without_kernel": words_in(self.without_kernel),
         }
@@ -166,6 +171,7 @@ def scan(
     tolerance: float | None = None,
     seed: int = 0,
     without_kernel: str | Sequence[str] = (),
+    batches: int = 1,
     plan: bool | None = None,
     scenario: Scenario | None = None,
     select: str | Sequence[str] = (),
@@ -197,6 +203,7 @@ def scan(
         tolerance: the largest rel_l2 of the output that passes; by default the tolerance of the precision.
         seed: random seed of every run.
         without_kernel: kernels to treat as missing, such as ``aten.dot:half``.
+        batches: number of batches that ``inputs`` (a function, loader or generator) gives; what passes on the first must pass on all.
         plan: whether to search for modules to keep in fp32 for each precision that fails; by default only if none passes.
         scenario: also time every run: ``offline`` (on all cores) or ``realtime`` (several instances with batches of 1).
         select: report only diagnostics whose code starts with one of these prefixes.
@@ -249,8 +256,12 @@ def growing_scan(
     settings = options.for_runs(machine["device"])
     target = source.target
     name = encodable(spec or target.name)
-    with open_runs(source, settings, isolation, on_progress) as target_runs:
+    with (
+        open_runs(source, settings, isolation, on_progress) as target_runs,
+        open_batches(source, options.batches, settings, isolation, on_progress) as further,
+    ):
         fp32 = target_runs.reference()
+        further.references(fp32)
         model = describe_target(target, fp32)
         notes = [*model.notes, *replaced(options.chosen_backends())[1]]
         result = ScanResult(
@@ -263,11 +274,12 @@ def growing_scan(
         )
         yield result
         for key in wanted_runs(result)[1:]:
-            run = target_runs.run(key.precision, key.backend, key.memory_format)
+            run = further.check(target_runs.run(key.precision, key.backend, key.memory_format))
             result = msgspec.structs.replace(
                 result, runs=[*result.runs, run], options=options.saved(target_runs.isolation)
             )
             yield result
-        planned = plan_for_scan(target_runs, result.runs, machine, name, wanted=options.plan, on_progress=on_progress)
+        batches = [target_runs, *further.batches]
+        planned = plan_for_scan(batches, result.runs, machine, name, wanted=options.plan, on_progress=on_progress)
         if planned is not None:
             yield msgspec.structs.replace(result, runs=[*result.runs, planned[0]], plan=planned[1])

@@ -9,18 +9,19 @@ from tabulate import tabulate
 
 from lowprec_check.analysis.error_origin import origin
 from lowprec_check.analysis.run_summary import counted, shorten
-from lowprec_check.report import summary
+from lowprec_check.report import error_budget, summary
 from lowprec_check.report.escape import LONGEST as LONGEST_NAME
 from lowprec_check.report.escape import visible, visible_lines
 from lowprec_check.report.layer_errors import TITLE as LAYERS
 from lowprec_check.report.layer_errors import worst_layers
 from lowprec_check.report.summary import Group, and_more
-from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.schema.scan_result import Run, ScanResult
 
 LONGEST = 60_000
 """Characters; GitHub rejects comments of more than 65,536."""
 
 SHOWN_RUNS = 40
+SHOWN_TABLES = 6
 _LONGEST_CODE = 12_000
 _SIGNS = {"ok": "✅", "reference": "", "inaccurate": "⚠️", "unjudged": "❔", "skipped": "⏭️"}
 _SEVERITY = {"error": "🔴", "warning": "🟡", "note": "🔵"}
@@ -49,9 +50,12 @@ def _head(result: ScanResult) -> Iterator[str]:
         more = [f"- and {len(why) - 40} more"] if len(why) > 40 else []
         yield fold("Why these modules stay in fp32", "\n".join([*(f"- {escape(line)}" for line in why[:40]), *more]))
     yield _runs(result)
-    origins = list(_origins(result))
-    if origins:
-        yield fold("Where the error originates", "\n".join(origins))
+    sources = "\n\n".join(_sources(result))
+    if sources:
+        yield fold(error_budget.TITLE, sources)
+    looks = [line for run in result.runs[:SHOWN_RUNS] for line in _first_look(run)]
+    if looks:
+        yield fold("Where to look first", "\n".join(looks))
     layers = [f"- {escape(line)}" for line in worst_layers(result)]
     if layers:
         yield fold(LAYERS, "\n".join(layers[:60]))
@@ -78,13 +82,36 @@ def _runs(result: ScanResult) -> str:
     return f"{runs}\n\n{counted(more, 'more run')} not shown." if more > 0 else runs
 
 
-def _origins(result: ScanResult) -> Iterator[str]:
-    for run in result.runs[:SHOWN_RUNS]:
-        found = origin(run) if not run.is_reference else None
-        if found is not None:
-            source = f" at {code(found.op_call.source)}" if found.op_call.source else ""
-            where = f"{code(found.op_call.op)} in {code(found.op_call.module or 'the model')}{source}"
-            yield f"- {escape(summary.label(run))}: {where}, {found.sentence()}"
+def _sources(result: ScanResult) -> Iterator[str]:
+    """A table of shares for each run that fails or is recommended."""
+    told = error_budget.told_runs(result)[:SHOWN_TABLES]
+    for found in error_budget.tables(told):
+        rows = [
+            [
+                code(bar.name) if bar.total else bar.name,
+                bar.text,
+                bar.total,
+                code(bar.op) if bar.op else "",
+                _line_of(bar),
+            ]
+            for bar in found.bars
+        ]
+        yield f"**{escape(found.label)}**: {escape(found.text)}"
+        if rows:
+            yield table(rows, ["module", "share", "sum", "largest op", "line"], "lrrll")
+
+
+def _line_of(bar: error_budget.Bar) -> str:
+    return code(bar.source) if bar.source else ""
+
+
+def _first_look(run: Run) -> Iterator[str]:
+    """A line with the op call to look at, if one stands out."""
+    found = origin(run) if not run.is_reference else None
+    if found is not None:
+        source = f" at {code(found.op_call.source)}" if found.op_call.source else ""
+        where = f"{code(found.op_call.op)} in {code(found.op_call.module or 'the model')}{source}"
+        yield f"- {escape(summary.label(run))}: {found.title}: {where}, {escape(found.sentence())}"
 
 
 def _findings(result: ScanResult, room: int) -> str:
@@ -92,16 +119,24 @@ def _findings(result: ScanResult, room: int) -> str:
     tally = summary.tally(result.diagnostics)
     if not groups:
         return tally[:1].upper() + tally[1:] + "." if result.diagnostics else "No findings."
-    rows = [_row(item) for item in groups]
+    rows = [_row(item) for item in groups if not summary.is_harmless(item.first)]
+    harmless = _no_effect(groups)
     kept = len(rows)
-    text = _folded(tally, rows, kept)
+    text = _folded(tally, rows, kept, harmless)
     while len(text) > room and kept:
         kept = min(kept - 1, int(kept * room / len(text)))
-        text = _folded(tally, rows, kept)
+        text = _folded(tally, rows, kept, harmless)
     return text
 
 
-def _folded(tally: str, rows: Sequence[list[str]], kept: int) -> str:
+def _no_effect(groups: Sequence[Group]) -> str:
+    """Findings without an effect on the output, as one line."""
+    found = summary.no_effect(groups)
+    names = summary.folded(item for item in groups if summary.is_harmless(item.first))
+    return f"{found}: {escape(shorten(names, 1000))}" if found else ""
+
+
+def _folded(tally: str, rows: Sequence[list[str]], kept: int, harmless: str) -> str:
     """The first ``kept`` rows, and how many of them are not shown."""
     heads = ["", "finding", "precision", "op", "where", "what"]
     parts = [table(rows[:kept], heads, "llllll")] if kept else []
@@ -110,7 +145,7 @@ def _folded(tally: str, rows: Sequence[list[str]], kept: int) -> str:
             f"*{len(rows) - kept} of {len(rows)} groups of findings are not shown; the most severe are above. "
             "The saved JSON has all.*"
         )
-    return fold(tally, "\n\n".join(parts))
+    return fold(tally, "\n\n".join([*parts, *filter(None, [harmless])]))
 
 
 def _row(item: Group) -> list[str]:

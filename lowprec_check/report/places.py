@@ -36,6 +36,8 @@ def places(result: ScanResult) -> list[Place]:
     for d in result.diagnostics:
         key = (d.code, d.op, d.module, d.source, "" if d.op or d.module else d.message)
         found.setdefault(key, []).append(d)
+    for members in found.values():
+        members.sort(key=lambda d: SEVERITY_ORDER[d.severity])
     merged = sorted(found.values(), key=lambda members: SEVERITY_ORDER[members[0].severity])
     return [Place(*_split(members[0].source or result.model.source or result.target), members) for members in merged]
 

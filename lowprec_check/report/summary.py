@@ -176,7 +176,7 @@ def _bytes(number: int) -> str:
 
 
 class Group(NamedTuple):
-    """Findings with the same code about the same op."""
+    """Findings with the same code and severity about the same op."""
 
     first: Diagnostic
     runs: list[str]
@@ -193,11 +193,12 @@ class Group(NamedTuple):
 
 def group(diagnostics: Sequence[Diagnostic]) -> list[Group]:
     """Findings that the baseline does not accept, merged over precisions, modules and lines, the most severe first."""
-    merged: dict[tuple[str, str], list[Diagnostic]] = {}
+    merged: dict[tuple[str, ...], list[Diagnostic]] = {}
     for diagnostic in diagnostics:
         if not diagnostic.accepted:
             shown = visible_diagnostic(diagnostic)
-            merged.setdefault((shown.code, shown.op or shown.message), []).append(shown)
+            key = (shown.code, shown.op or shown.message, shown.severity, str(is_harmless(shown)))
+            merged.setdefault(key, []).append(shown)
     groups = [
         Group(
             members[0],
@@ -211,6 +212,20 @@ def group(diagnostics: Sequence[Diagnostic]) -> list[Group]:
         for members in merged.values()
     ]
     return sorted(groups, key=lambda g: (SEVERITY_ORDER[g.first.severity], g.first.code))
+
+
+def is_harmless(diagnostic: Diagnostic) -> bool:
+    """Whether it is known not to affect the output."""
+    return diagnostic.severity == "note" and diagnostic.matters is False
+
+
+def no_effect(groups: Sequence[Group]) -> str:
+    """``24 more with no effect on the output``, for those of ``groups`` that have none; empty if all may have one."""
+    count = sum(item.size for item in groups if is_harmless(item.first))
+    if not count:
+        return ""
+    more = " more" if any(not is_harmless(item.first) for item in groups) else " finding" + ("" if count == 1 else "s")
+    return f"{count:,}{more} with no effect on the output"
 
 
 def _short_run(diagnostic: Diagnostic) -> str:
@@ -263,6 +278,15 @@ def verdict(result: ScanResult) -> str:
     if not passes(result):
         return visible(f"{best.label} could not be judged")
     return visible(f"Use {best.label}{keep}")
+
+
+def is_recommended(run: Run, result: ScanResult) -> bool:
+    """Whether the recommendation is to run the model so."""
+    advice = result.recommendation
+    if advice is None or run.status not in ("ok", "unjudged"):
+        return False
+    recommended = (advice.precision, advice.backend, advice.memory_format, advice.keep_fp32)
+    return (run.base or run.precision, run.backend, run.memory_format, run.keep_fp32) == recommended
 
 
 def passes(result: ScanResult) -> bool:

@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from lowprec_check.analysis.run_summary import shorten
-from lowprec_check.report import summary
+from lowprec_check.report import error_budget, summary
 from lowprec_check.report.console import print_table, screen
 from lowprec_check.report.escape import visible, visible_lines
 from lowprec_check.report.layer_errors import TITLE as LAYERS
@@ -38,7 +38,8 @@ def render(
             console.print(Text(f"note: {visible(note)}", style="yellow"))
         console.print()
         print_runs(console, result)
-        _print_layers(console, result)
+        _print_lines(console, error_budget.TITLE, error_budget.budget_lines(result))
+        _print_lines(console, LAYERS, list(worst_layers(result)))
         console.print()
         _print_findings(console, result, findings, verbose)
         _print_advice(console, result)
@@ -61,10 +62,9 @@ def print_runs(console: Console, result: ScanResult) -> None:
     print_table(console, [summary.names_head(shown), "status", *figures, "why"], rows, right=figures, sentences=True)
 
 
-def _print_layers(console: Console, result: ScanResult) -> None:
-    lines = list(worst_layers(result))
+def _print_lines(console: Console, title: str, lines: Sequence[str]) -> None:
     if lines:
-        console.print(Text(f"\n{LAYERS}", style="bold"))
+        console.print(Text(f"\n{title}", style="bold"))
     for line in lines:
         console.print(Padding(Text(line), (0, 0, 0, 2)))
 
@@ -78,9 +78,11 @@ def _print_findings(console: Console, result: ScanResult, limit: int, verbose: b
     for item in listed[:limit]:
         print_group(console, item)
     console.print(_summary(result, groups, listed, limit))
-    notes = summary.folded(item for item in groups if item not in listed)
-    if notes:
-        console.print(Text(f"Notes: {notes} · -v lists them", style="dim"))
+    folded = [item for item in groups if item not in listed]
+    notes = summary.folded(item for item in folded if not summary.is_harmless(item.first))
+    parts = [summary.no_effect(groups) if folded else "", f"Notes: {notes}" if notes else ""]
+    if folded:
+        console.print(Text(f"{' · '.join(filter(None, parts))} · -v lists them", style="dim"))
     console.print()
 
 

@@ -49,6 +49,8 @@ class OpCall(msgspec.Struct, gc=False):
     """Number of elements that are NaN although the inputs and the reference are finite."""
     flushed: float | None = None
     """Share (0 to 1) of the reference's non-zeros that are too small for the dtype and zero here (fp16 runs only)."""
+    subnormal: float | None = None
+    """Share (0 to 1) of the reference's non-zeros below the dtype's smallest normal number, those flushed included."""
     input_flushed: float | None = None
     """The largest such share among the inputs."""
     flips: int = 0

@@ -15,6 +15,7 @@ import msgspec
 
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.base import Struct, decode, encoded
+from lowprec_check.schema.batch_ranges import BatchRanges
 from lowprec_check.schema.compiler_check import CompilerCheck
 from lowprec_check.schema.error_budget import ErrorBudget
 from lowprec_check.schema.files import write_file
@@ -110,6 +111,12 @@ class Run(Struct, frozen=True, kw_only=True):
     """Calls in a row that the status rests on. The outputs of the first three are compared."""
     failed_call: int | None = None
     """The call, counted from 1, in which it failed; ``None`` if it did not fail, or in the first."""
+    failed_batch: int | None = None
+    """The batch on which it failed, and which everything but time and memory is about: 1 for the second, ``inputs(1)``; ``None``
+    if it did not fail, or on the first.
+    """
+    batches: BatchRanges | None = None
+    """The status and the range of each op on every batch, if the scan was asked for more than one and the first passed."""
     output_error: ErrorStats | None = None
     """The largest of the calls compared."""
     compared_module: str | None = None
@@ -231,6 +238,10 @@ class Diagnostic(Struct, frozen=True, kw_only=True):
     """Whether the scan's baseline accepts it."""
     timed: bool = False
     """Whether it rests on measured times, so that it comes and goes with the load of the machine: never in a baseline."""
+    share: float | None = None
+    """Share of the squared output error that its place causes, if an error budget says so."""
+    matters: bool | None = None
+    """Whether it affects the output of its run; ``None`` if that is not known, or it is not about the error."""
 
     @property
     def run_label(self) -> str | None:

@@ -1,39 +1,21 @@
-"""LP2xx: values outside the dtype's range. LP3xx: where error originates and grows."""
+"""LP2xx: values outside the dtype's range. LP3xx: ops that lose precision or magnify errors."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
+from lowprec_check.analysis.error_shares import share_text
 from lowprec_check.analysis.rules.alternatives import wider_range
 from lowprec_check.analysis.rules.registry import Finding, from_gaps, low_runs, rule
-from lowprec_check.analysis.run_summary import error_phrase, on_which_call, out_of, percent, short_op
+from lowprec_check.analysis.rules.relevance import Relevance, as_harmless, by_place, place_finding, weighed
+from lowprec_check.analysis.run_summary import error_phrase, on_which_call, out_of, percent
+from lowprec_check.schema.error_budget import MATTERS
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 FLUSHED_SHARE = 0.1
 OUTLIER_ROUNDOFFS = 8
 JUMP = 4
-DECISIVE = 5
-PICKS_ELEMENTS = (
-    *("arg", "max", "min", "cummax", "cummin"),
-    *("topk", "sort", "median", "nanmedian", "kthvalue", "mode"),
-)
-"""How the short names of ops begin whose integer output is the indices of chosen elements."""
-POOLS_OR_PIVOTS = re.compile(r"(adaptive_|fractional_)?max_pool\d?d.*|(lu|ldl)_factor.*|solve_ex|det|slogdet")
-"""Short names of ops whose integer output is the indices of pooled elements or the pivots of a decomposition."""
-
-
-def _by_place(run: Run, keep: Callable[[OpCall], bool], worst: Callable[[OpCall], Any]) -> Iterator[tuple[OpCall, int]]:
-    """The worst call at each (module, op, line), with the number of calls kept there."""
-    found: dict[tuple[str, str, str | None], tuple[OpCall, int]] = {}
-    for row in run.op_calls.rows():
-        if keep(row):
-            key = (row.module, row.op, row.source)
-            known, count = found.get(key, (row, 0))
-            found[key] = (row if worst(row) > worst(known) else known, count + 1)
-    yield from found.values()
 
 
 def _s(number: int) -> str:
@@ -41,19 +23,9 @@ def _s(number: int) -> str:
     return "s" if number == 1 else ""
 
 
-def _finding(run: Run, result: ScanResult, row: OpCall, count: int, message: str, help: str | None = None) -> Finding:
-    source = row.source or result.model.source
-    return Finding(message, run, row.module, row.op, source, help=help, calls=count)
-
-
-def _range_finding(run: Run, result: ScanResult, row: OpCall, count: int, message: str) -> Finding:
-    """A value out of range; in a run that passes, it does not reach the output: a note."""
-    if run.status == "ok":
-        found = _finding(
-            run, result, row, count, f"{message}; the output passes", "ignore this, or keep the module in fp32"
-        )
-        return found._replace(severity="note")
-    return _finding(run, result, row, count, message, wider_range(run, result))
+def _range_advice(run: Run, result: ScanResult) -> str:
+    """What to do about values out of range."""
+    return "ignore this, or keep the module in fp32" if run.status == "ok" else wider_range(run, result)
 
 
 @rule("LP201", "overflow", "error")
@@ -61,8 +33,11 @@ def overflow(result: ScanResult) -> Iterator[Finding]:
     """Values that are finite in fp32 overflow to Inf.
 
     Observed: the fp32 reference, which the scan computes alongside each op, is finite, and so are the op's inputs, but
-    the output has infinities: the values are larger than the dtype can hold (65504 in fp16). In a run that passes this
-    is a note: an infinite mask, for example, does what it should.
+    the output has infinities: the values are larger than the dtype can hold (65504 in fp16).
+
+    It is a note in a run that passes: an infinite mask, for example, does what it should. If the output is not finite,
+    only the first op with Inf or NaN is an error; the others may follow from it. If the output is finite, but too far
+    from fp32's, it is a note unless this op causes at least 3 % of the output error.
 
     Usual causes: sums and products of many terms, squares, `exp`, unscaled attention scores; weights that do not fit
     (the finding then names `cast weight` as the op).
@@ -78,11 +53,14 @@ def overflow(result: ScanResult) -> Iterator[Finding]:
     def overflows_here(row: OpCall) -> bool:
         return row.introduced_inf > 0 and row.outcome != "rescued"  # a constant that does not fit is LP204
 
+    def finding(run: Run, row: OpCall, count: int) -> Finding:
+        values = out_of(row.introduced_inf, row.compared_values, "value")
+        message = f"{values} overflow{_s(row.introduced_inf)} to Inf where fp32 is finite"
+        return place_finding(run, result, row, count, message, _range_advice(run, result))
+
     for run in low_runs(result):
-        for row, count in _by_place(run, overflows_here, lambda row: row.introduced_inf):
-            values = out_of(row.introduced_inf, row.compared_values, "value")
-            message = f"{values} overflow{_s(row.introduced_inf)} to Inf where fp32 is finite"
-            yield _range_finding(run, result, row, count, message)
+        found = by_place(run, overflows_here, lambda row: row.introduced_inf)
+        yield from weighed(run, ((finding(run, row, count), row) for row, count in found))
 
 
 @rule("LP202", "underflow", "warning")
@@ -91,6 +69,9 @@ def underflow(result: ScanResult) -> Iterator[Finding]:
 
     Observed: at least 10 % of the values that are non-zero in the fp32 reference are zero in the op's output, and at
     least twice the share that was already zero in its inputs. In fp16, magnitudes below 3e-8 round to zero.
+
+    It is a warning if the run fails and this op causes at least 3 % of the output error, else a note: most values that
+    become zero are too small to matter.
 
     Usual causes: small probabilities, gradients or learning rates; squares of small values.
 
@@ -106,10 +87,14 @@ def underflow(result: ScanResult) -> Iterator[Finding]:
     def underflows_here(row: OpCall) -> bool:
         return row.flushed is not None and row.flushed >= max(FLUSHED_SHARE, 2 * (row.input_flushed or 0.0))
 
+    def finding(run: Run, row: OpCall, count: int) -> Finding:
+        message = f"{percent(row.flushed or 0.0)} of the values that are non-zero in fp32 become zero"
+        advice = "scale the values up before this op, or keep it in fp32"
+        return place_finding(run, result, row, count, message, advice)
+
     for run in low_runs(result):
-        for row, count in _by_place(run, underflows_here, lambda row: row.flushed or 0.0):
-            message = f"{percent(row.flushed or 0.0)} of the values that are non-zero in fp32 become zero"
-            yield _finding(run, result, row, count, message, "scale the values up before this op, or keep it in fp32")
+        found = by_place(run, underflows_here, lambda row: row.flushed or 0.0)
+        yield from weighed(run, ((finding(run, row, count), row) for row, count in found))
 
 
 @rule("LP203", "introduced-nan", "error")
@@ -118,6 +103,9 @@ def introduced_nan(result: ScanResult) -> Iterator[Finding]:
 
     Observed: the output has NaNs that the fp32 reference does not have, and every input is finite wherever the
     reference is.
+
+    It is a note in a run that passes. If the output is not finite, only the first op with Inf or NaN is an error. If the
+    output is finite, but too far from fp32's, it is a note unless this op causes at least 3 % of the output error.
 
     Usual causes: an intermediate value inside the op overflows, as in the variance of a normalization; 0 / 0, because a
     divisor or its epsilon rounds to zero in fp16; the square root of a value that rounding made negative.
@@ -129,11 +117,15 @@ def introduced_nan(result: ScanResult) -> Iterator[Finding]:
         # after
         y = x / x.norm().clamp(min=torch.finfo(x.dtype).tiny)
     """
+
+    def finding(run: Run, row: OpCall, count: int) -> Finding:
+        values = out_of(row.introduced_nan, row.compared_values, "value")
+        message = f"{values} become{_s(row.introduced_nan)} NaN though the inputs are finite"
+        return place_finding(run, result, row, count, message, _range_advice(run, result))
+
     for run in low_runs(result):
-        for row, count in _by_place(run, lambda row: row.introduced_nan > 0, lambda row: row.introduced_nan):
-            values = out_of(row.introduced_nan, row.compared_values, "value")
-            message = f"{values} become{_s(row.introduced_nan)} NaN though the inputs are finite"
-            yield _range_finding(run, result, row, count, message)
+        found = by_place(run, lambda row: row.introduced_nan > 0, lambda row: row.introduced_nan)
+        yield from weighed(run, ((finding(run, row, count), row) for row, count in found))
 
 
 @rule("LP204", "scalar-overflow", "error")
@@ -168,7 +160,7 @@ def output_mismatch(result: ScanResult) -> Iterator[Finding]:
 
     1. Use the precision that the scan recommends.
     2. Fix the first finding of this precision, or let `lowprec-check plan` find the modules to keep in fp32.
-    3. See where the error grows: `--report scan.html` draws it op by op.
+    3. See what causes the error: the scan prints the modules, `--report scan.html` shows every op.
     4. If the model tolerates the error, set `--tolerance`, or judge by your own metric: `lowprec-check plan --metric`.
 
     The first step, if the scan recommends `autocast-bf16`:
@@ -228,6 +220,8 @@ def op_outlier(result: ScanResult) -> Iterator[Finding]:
     Observed: the op on its low-precision inputs, against the same op on the same inputs in fp32, has a relative error
     of more than 8 unit roundoffs. Rounding the exact result costs at most one: 5e-4 in fp16, 4e-3 in bf16.
 
+    It is a warning if the run fails and this op causes at least 3 % of the output error, else a note.
+
     Usual causes: a kernel that adds up or stores intermediate values in 16 bits; values close to zero, where fp16 has
     fewer digits; a cast to a narrower dtype than that of the run.
 
@@ -243,12 +237,13 @@ def op_outlier(result: ScanResult) -> Iterator[Finding]:
             continue
         roundoff = run.basis.format.roundoff
         limit = OUTLIER_ROUNDOFFS * roundoff
-        rows = _by_place(run, lambda row, u=limit: (row.local_error or 0.0) > u, lambda row: row.local_error or 0.0)  # type: ignore[misc]
-        for row, count in rows:
-            message = (
-                f"this op adds a relative error of {row.local_error or 0:.1e}, rounding alone at most {roundoff:.0e}"
-            )
-            yield _finding(run, result, row, count, message, "compute this op in fp32")
+
+        def finding(run: Run, row: OpCall, count: int, u: float = roundoff) -> Finding:
+            message = f"this op adds a relative error of {row.local_error or 0:.1e}, rounding alone at most {u:.0e}"
+            return place_finding(run, result, row, count, message, "compute this op in fp32")
+
+        rows = by_place(run, lambda row, u=limit: (row.local_error or 0.0) > u, lambda row: row.local_error or 0.0)  # type: ignore[misc]
+        yield from weighed(run, ((finding(run, row, count), row) for row, count in rows))
 
 
 @rule("LP303", "error-amplifier", "warning")
@@ -256,7 +251,11 @@ def error_amplifier(result: ScanResult) -> Iterator[Finding]:
     """The op magnifies the error of its inputs.
 
     Observed: the op itself is accurate, but the relative error of its output against the fp32 reference is over the
-    tolerance and more than 4 times that of its inputs. The error originates in earlier ops.
+    tolerance and more than 4 times that of its inputs.
+
+    Its own share of the output error is small: what it magnifies is counted for the ops that add it. Whether the
+    magnified error reaches the output is not known. So this is a note wherever the scan knows what causes the output
+    error, and states the share of all ops up to this one.
 
     Usual causes: a difference of nearly equal numbers, the inverse of an ill-conditioned matrix, a steep function.
 
@@ -279,99 +278,25 @@ def error_amplifier(result: ScanResult) -> Iterator[Finding]:
             jumped = (row.accumulated_error or 0.0) > max(limit, JUMP * max(row.input_error, u))
             return jumped and (row.local_error or 0.0) < OUTLIER_ROUNDOFFS * u and not row.introduced_inf
 
-        for row, count in _by_place(run, amplifies, lambda row: row.accumulated_error or 0.0):
-            before, after = row.input_error or 0.0, row.accumulated_error or 0.0
-            message = f"error grows from {before:.1e} to {after:.1e} here, but originates in earlier ops"
-            yield _finding(run, result, row, count, message, "compute the inputs of this op in fp32")
+        yield from _amplifiers(run, result, by_place(run, amplifies, lambda row: row.accumulated_error or 0.0))
 
 
-@rule("LP304", "decision-flip", "note")
-def decision_flip(result: ScanResult) -> Iterator[Finding]:
-    """An op picks or decides differently than in fp32.
-
-    Observed: indices or booleans in the op's output (`argmax`, `topk`, max pooling, a comparison) differ from those of
-    the fp32 reference. The reference continues with the low-precision choice, so later errors do not count it again.
-
-    It is a warning if such choices cause the error of the output: the error is within the tolerance if fp32 makes the
-    choices of the run, and more than 5 times as large if fp32 makes its own. A value read into Python by `.item()` counts
-    as a choice. So does one read by `.tolist()` or `.numpy()`, but the scan does not see these calls.
-
-    Indices of max pooling and pivots of a decomposition are never more than a note, and one finding counts those of the
-    whole model: the values that they select are nearly equal.
-
-    Usual causes: values so close to each other, or to a threshold, that rounding changes their order; ids or positions
-    that pass through a 16-bit dtype, which holds whole numbers exactly only up to 2048 (fp16) or 256 (bf16).
-
-    What to do: nothing if the run passes; such choices are mostly harmless. If the run fails, or the choice matters
-    (token ids, box indices), compute the inputs of the op in fp32, for example the layer before it:
-
-        # before
-        y = self.head(x).argmax(-1)
-        # after
-        with torch.autocast(x.device.type, enabled=False):
-            y = self.head(x.float()).argmax(-1)
-    """
-    for run in low_runs(result):
-        cause = _decided_by_choices(run)
-        rows = list(_by_place(run, _chooses if cause else _decides, lambda row: row.flips))
-        for row, count in rows:
-            if cause:
-                found = _finding(
-                    run, result, row, count, f"{_flip_message(row)}; {cause}", "compute its inputs in fp32"
-                )
-                yield found._replace(severity="warning")
-            else:
-                passes, advice = (
-                    ("; the output passes", None) if run.status == "ok" else ("", "compute its inputs in fp32")
-                )
-                yield _finding(run, result, row, count, _flip_message(row) + passes, advice)
-        pooled = [row for row in run.op_calls.rows() if _is_pooling_or_pivot(row)]
-        yield from _pooling_or_pivots(run, pooled)
-        if cause and not rows and not any(row.flips for row in pooled):
-            message = f"values computed outside of ops differ (.tolist(), .numpy(), Python code); {cause}"
-            yield Finding(message, run=run, help="compute them in fp32", severity="warning")
-
-
-def _is_pooling_or_pivot(row: OpCall) -> bool:
-    return POOLS_OR_PIVOTS.fullmatch(short_op(row.op)) is not None
-
-
-def _pooling_or_pivots(run: Run, rows: Sequence[OpCall]) -> Iterator[Finding]:
-    """One finding for all these ops of the model, at the first of them: which one flips most varies between machines."""
-    flips, choices = sum(row.flips for row in rows), sum(row.compared_choices for row in rows)
-    if flips:
-        message = f"pooling indices or pivots differ from fp32 in {out_of(flips, choices, 'element')}"
-        yield Finding(message, run, "", rows[0].op, rows[0].source, calls=sum(row.flips > 0 for row in rows))
-
-
-def _decides(row: OpCall) -> bool:
-    return row.flips > 0 and not _is_pooling_or_pivot(row)
-
-
-def _chooses(row: OpCall) -> bool:
-    return _decides(row) or row.to_python > 0
-
-
-def _decided_by_choices(run: Run) -> str:
-    """How far choices cause the error of the output; empty if they do not."""
-    error, in_lockstep = run.output_error, run.lockstep_error.distance if run.lockstep_error else None
-    about_another_run = not run.is_eager or run.failed_call or run.compared_module or not run.complete
-    if run.status != "inaccurate" or about_another_run or error is None or in_lockstep is None:
-        return ""
-    far = error.distance is None or error.distance > DECISIVE * in_lockstep
-    if not far or in_lockstep > (run.tolerance or 0.0):
-        return ""
-    return f"{error_phrase(error)}, but {in_lockstep:.1e} with the same choices in fp32"
-
-
-def _flip_message(row: OpCall) -> str:
-    """``argmax picked a different element than fp32 3 of 1,500 times (0.2 %)``."""
-    name = short_op(row.op)
-    if row.to_python and not row.flips:
-        return "a value is read into Python"
-    if name.startswith(PICKS_ELEMENTS):
-        return f"{name} picked a different element than fp32 {out_of(row.flips, row.compared_choices, 'time')}"
-    return f"{name} differs from fp32 in {out_of(row.flips, row.compared_choices, 'element')}"
+def _amplifiers(run: Run, result: ScanResult, found: Iterator[tuple[OpCall, int]]) -> Iterator[Finding]:
+    relevance: Relevance | None = None
+    for row, count in found:
+        relevance = relevance or Relevance(run)
+        before, after = row.input_error or 0.0, row.accumulated_error or 0.0
+        message = f"the op magnifies the error of its inputs from {before:.1e} to {after:.1e}"
+        finding = place_finding(run, result, row, count, message, "compute the inputs of this op in fp32")
+        if relevance.known != "explained":
+            yield relevance.weigh(finding, row)
+            continue
+        share = relevance.share_up_to(row)
+        if share is not None and share < MATTERS:
+            yield as_harmless(finding, message)
+        else:
+            total = f"; all ops up to it cause {share_text(share)} of the output error" if share is not None else ""
+            yield finding._replace(message=message + total, severity="note")
 
 
 @rule("LP305", "numeric-failure", "error")

@@ -36,6 +36,10 @@ class Finding(NamedTuple):
     severity: Severity | None = None
     timed: bool = False
     """Whether this finding rests on measured times, if not all of its rule do."""
+    share: float | None = None
+    """Share of the squared output error that its place causes, if that is known."""
+    matters: bool | None = None
+    """Whether it affects the output of its run; ``None`` if that is not known, or it is not about the error."""
 
 
 Check = Callable[[ScanResult], Iterator[Finding]]
@@ -82,6 +86,8 @@ class Rule(NamedTuple):
                 url=issue.link if issue else None,
                 calls=finding.calls,
                 timed=self.timed or finding.timed,
+                share=finding.share,
+                matters=finding.matters,
             )
 
 

@@ -1,4 +1,4 @@
-"""Compares one tensor with its references in one pass: errors, range, NaN and Inf, values flushed to zero.
+"""Compares one tensor with its references in one pass: errors, range, NaN and Inf, values at the bottom of the range.
 
 The tensor is read once, in chunks that stay in cache: widening, range, difference and two dot products per chunk.
 Special cases (NaN, Inf, squares that overflow) use a slower, exact path.
@@ -6,6 +6,7 @@ Special cases (NaN, Inf, squares that overflow) use a slower, exact path.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,6 +19,9 @@ from lowprec_check.engine.core.floating_dtypes import NARROW
 CHUNK = 1 << 19
 """Elements per chunk on a CPU: 2 MiB in fp32, large enough to hide the start of threads, small enough for the cache."""
 
+
+_FEW = 4096
+"""Elements that are counted in one op."""
 
 _TINY = 1e-16
 """Smaller values, and sums of their squares, are compared exactly: in fp32, squares below 1e-38 lose digits or are 0."""
@@ -38,21 +42,24 @@ class TensorComparison(NamedTuple):
     """Root mean square of the first reference; ``None`` without one."""
     elements: int = 0
     """Number of elements that were compared; a complex one counts as two."""
+    subnormal: float | None = None
+    """Share of the first reference's non-zeros below the dtype's smallest normal number; ``None`` if not requested."""
 
 
 def compare_tensor(out: Tensor, references: Sequence[Tensor], *, count_flushed: bool = False) -> TensorComparison:
     """Compare ``out`` (any floating dtype and shape) with ``references`` of the same shape, in widened dtypes.
 
-    Without references, only the range is measured.
+    Without references, only the range is measured. ``count_flushed`` adds the shares of values that are too small.
     """
     flat = _flat_together([as_real(tensor) for tensor in (out, *references)])
     count = flat[0].numel()
     if count == 0:
-        return TensorComparison([0.0] * len(references), 0.0, 0, 0, 0.0 if count_flushed else None, None)
+        nothing = 0.0 if count_flushed else None
+        return TensorComparison([0.0] * len(references), 0.0, 0, 0, nothing, None, 0, nothing)
     size = CHUNK if out.device.type == "cpu" else count
     totals = [0.0] * (2 * len(references))
     low, high = math.inf, -math.inf
-    lost = nonzero = 0
+    small = SmallValues()
     for start in range(0, count, size):
         parts = flat if count <= size else [tensor[start : start + size] for tensor in flat]
         wide = _widened(parts[0])
@@ -63,14 +70,13 @@ def compare_tensor(out: Tensor, references: Sequence[Tensor], *, count_flushed: 
         for index, square in enumerate(squares):
             totals[index] += square
         if count_flushed and references:
-            nonzero += int(parts[1].count_nonzero().item())
-            lost += _count_flushed(wide, parts[1], flat[0].dtype)
+            small = small.plus(_small_values(wide, parts[1], flat[0].dtype))
     if max(-low, high) < _TINY and max(totals[1::2], default=1.0) < _TINY:
         return _compare_exactly(flat[0], flat[1:], count_flushed)
     errors = [_relative(totals[index], totals[index + 1]) for index in range(0, len(totals), 2)]
-    flushed = (lost / nonzero if nonzero else 0.0) if count_flushed else None
+    flushed, subnormal = small.shares() if count_flushed else (None, None)
     rms = math.sqrt(totals[1] / count) if references else None
-    return TensorComparison(errors, max(-low, high), 0, 0, flushed, rms, count)
+    return TensorComparison(errors, max(-low, high), 0, 0, flushed, rms, count, subnormal)
 
 
 def _relative(difference: float, reference: float) -> float:
@@ -101,16 +107,75 @@ def _reduce(wide: Tensor, references: list[Tensor]) -> list[float]:
     return values
 
 
-def _count_flushed(wide: Tensor, reference: Tensor, dtype: torch.dtype) -> int:
-    """Zeros in ``wide``, widened from ``dtype``, where the reference is not zero but below the smallest number: underflow.
+class SmallValues(NamedTuple):
+    """Numbers of elements of a reference at the bottom of a dtype's range."""
 
-    A zero where the reference is larger has another cause, such as a subtraction or a different decision.
+    nonzero: int = 0
+    """All that are not zero."""
+    subnormal: int = 0
+    """Those below the smallest normal number of the dtype, which have fewer digits there, or are zero."""
+    flushed: int = 0
+    """Those below its smallest number that are zero in the dtype: underflow."""
+
+    def plus(self, others: SmallValues) -> SmallValues:
+        """The numbers of both together."""
+        return SmallValues(*map(sum, zip(self, others, strict=True)))
+
+    def shares(self) -> tuple[float, float]:
+        """The shares of the non-zeros that are flushed, and that are subnormal."""
+        return self.flushed / max(1, self.nonzero), self.subnormal / max(1, self.nonzero)
+
+
+def _small_values(wide: Tensor, reference: Tensor, dtype: torch.dtype) -> SmallValues:
+    """Count the small values of ``reference``; ``wide`` are the values in ``dtype``, widened.
+
+    A zero where the reference is larger has another cause, such as a subtraction or a different decision. Most tensors have
+    few small values, which two counts find; only if there are smaller ones are they compared element by element.
     """
-    if wide.count_nonzero().item() == wide.numel():  # most tensors have no zeros
-        return 0
-    lost = (wide == 0).logical_and_(reference != 0)
-    limits = torch.finfo(dtype)
-    return int(lost.logical_and_(reference.abs() < limits.tiny * limits.eps).sum())
+    below_normal, below_all = _limits(dtype, reference.dtype)
+    nonzero, normal = _counts(reference, _above(reference, below_normal))
+    if nonzero == normal:
+        return SmallValues(nonzero)
+    larger = _above(reference, below_all)
+    (representable,) = _counts(larger)
+    flushed = 0
+    if representable < nonzero:
+        lost = (larger == 0).bitwise_and_(reference != 0).bitwise_and_(wide == 0)
+        (flushed,) = _counts(lost)
+    return SmallValues(nonzero, nonzero - normal, flushed)
+
+
+@functools.cache
+def _limits(dtype: torch.dtype, wide: torch.dtype) -> tuple[float, float]:
+    """The largest numbers of ``wide`` below the smallest normal number of ``dtype``, and below its smallest number."""
+    limits, before = torch.finfo(dtype), 1 - torch.finfo(wide).eps / 2
+    return limits.tiny * before, limits.tiny * limits.eps * before
+
+
+def _above(reference: Tensor, limit: float) -> Tensor:
+    """``reference`` with 0 in place of every magnitude up to ``limit``."""
+    if reference.numel() != CHUNK or reference.device.type != "cpu":
+        return torch.hardshrink(reference, limit)
+    return torch.hardshrink(reference, limit, out=_scratch(reference, 2))
+
+
+def _counts(*tensors: Tensor) -> list[int]:
+    """The number of non-zeros in each, with one wait for an accelerator."""
+    if tensors[0].device.type == "cpu":
+        return [int(_count(tensor).item()) for tensor in tensors]
+    return torch.stack([tensor.count_nonzero() for tensor in tensors]).tolist()
+
+
+def _count(tensor: Tensor) -> Tensor:
+    """The number of non-zeros, on a CPU. ``count_nonzero`` branches at each element: where zeros are scattered, it is 20 times
+    as slow as the sum of the squares of the signs, which is exact for the elements of a chunk.
+    """
+    if (size := tensor.numel()) < _FEW:
+        return tensor.count_nonzero()
+    if size > CHUNK or tensor.dtype == torch.bool:
+        return tensor.ne(0).sum()
+    signs = torch.sign(tensor, out=_scratch(tensor, 1) if size == CHUNK else None)
+    return signs.dot(signs)
 
 
 _buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
@@ -160,11 +225,11 @@ def _compare_exactly(out: Tensor, references: list[Tensor], count_flushed: bool)
     wrong = nonfinite_unlike(value, expected)
     new_nan = int(value.isnan().logical_and_(wrong).sum())
     new_inf = int(wrong.sum()) - new_nan
-    flushed = None
+    flushed = subnormal = None
     if count_flushed and references:
-        flushed = _count_flushed(value, references[0], out.dtype) / max(1, int(torch.count_nonzero(references[0])))
+        flushed, subnormal = _small_values(value, references[0], out.dtype).shares()
     rms = _exact_rms(references[0].double()) if references else None
-    return TensorComparison(errors, absmax, new_inf, new_nan, flushed, rms, value.numel())
+    return TensorComparison(errors, absmax, new_inf, new_nan, flushed, rms, value.numel(), subnormal)
 
 
 def nonfinite_unlike(value: Tensor, reference: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
-"""One batch of tensors from what people call inputs: a data loader, a dataset, an iterator, NumPy arrays."""
+"""Batches of tensors from what people call inputs: a data loader, a dataset, an iterator, NumPy arrays."""
 
 from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from lowprec_check.engine.core.exceptions import first_line
+from lowprec_check.engine.model.inputs import accepts, call_with_number, is_function
 from lowprec_check.engine.model.user_module import call_user_code
 from lowprec_check.errors import UsageError, message_of
 
@@ -38,6 +40,62 @@ def take_batch(given: Any, forward: Callable[..., Any]) -> Batch:
         first, what, code = _first(given)
         batch = _needed(first, f"`inputs` is {what} was used", code, forward)
     return _with_tensors(batch)
+
+
+# -- several batches
+
+
+class BatchMaker:
+    """Makes the inputs of batch 0, 1, 2, … from what the user gives; :func:`take_batch` accepts them.
+
+    A copy of a pickled one is ``None``: workers get their batch, and an iterator cannot be sent to them.
+    """
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+        self._taken = 1
+        """Items taken from an iterator: the first one by :func:`take_batch`."""
+
+    @classmethod
+    def of(cls, given: Any) -> BatchMaker | None:
+        """For a function, or for what has several batches; ``None`` for inputs that are fixed."""
+        several = is_function(given) or isinstance(given, (DataLoader, Dataset, Iterator))
+        return cls(given) if several else None
+
+    def __call__(self, index: int) -> Any:
+        """The inputs of a batch; raises :class:`UsageError` if there are fewer."""
+        given = self._given
+        if is_function(given):
+            made = call_with_number(given, index)
+            return made if index == 0 or accepts(given, index) else _item(made, index, index)
+        if index == 0:
+            return given
+        if not isinstance(given, Iterator):
+            return _item(given, index, index)
+        position, self._taken = max(0, index - self._taken), index + 1
+        return _item(given, position, index)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def _item(given: Any, position: int, index: int) -> Any:
+    """The item of ``given`` at ``position``, as an iterator over it, which is batch ``index``; ``given`` if it has no items."""
+    if not isinstance(given, (DataLoader, Dataset, Iterator)):
+        return given
+    what = f"Taking batch {index} from `inputs`"
+    found = call_user_code(what, lambda: next(itertools.islice(_batches(given), position, None), _NOTHING))
+    if found is _NOTHING:
+        raise UsageError(
+            f"`inputs` has no batch {index}; the first is batch 0.", "Give more batches, or ask for fewer."
+        )
+    return iter([found])
+
+
+def _batches(given: DataLoader[Any] | Dataset[Any] | Iterator[Any]) -> Iterator[Any]:
+    if isinstance(given, DataLoader):
+        return iter(_in_this_process(given))
+    return (default_collate([item]) for item in _items(given)) if isinstance(given, Dataset) else given
 
 
 # -- loaders
@@ -74,8 +132,11 @@ def _in_this_process(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def _items(dataset: Dataset[Any]) -> Iterator[Any]:
-    if not isinstance(dataset, Sized) or len(dataset):
-        yield dataset[0]
+    if isinstance(dataset, IterableDataset):
+        yield from dataset
+        return
+    for index in range(len(dataset)) if isinstance(dataset, Sized) else itertools.count():
+        yield dataset[index]
 
 
 def _needed(first: Any, note: str, code: str, forward: Callable[..., Any]) -> Batch:

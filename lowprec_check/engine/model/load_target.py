@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lowprec_check.engine.model.batch import BatchMaker
 from lowprec_check.engine.model.calibration import check_calibration
 from lowprec_check.engine.model.huggingface_zoo import load_folder, load_transformers
 from lowprec_check.engine.model.inputs import (
     PASTE_INPUTS,
     accepts,
     bind,
-    call_with_number,
     inputs_code,
     is_function,
     parse_inputs,
@@ -247,10 +247,8 @@ def _given_inputs(module: types.ModuleType, inputs: tuple[str, ...]) -> Any:
 def _make_batch(module: types.ModuleType, inputs: tuple[str, ...]) -> Callable[[int], Any] | None:
     if inputs:
         return lambda index: parse_inputs(inputs, seed=index)
-    given = attribute_of(module, "inputs")
-    if not is_function(given):
-        return None
-    return lambda index: call_function("inputs", lambda: call_with_number(given, index))
+    maker = BatchMaker.of(attribute_of(module, "inputs"))
+    return maker and (lambda index: call_function("inputs", lambda: maker(index)))
 
 
 def _optional(module: types.ModuleType, name: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -16,9 +15,9 @@ from lowprec_check.engine.core.seed import kept_generators
 from lowprec_check.engine.core.source_location import traceback_line
 from lowprec_check.engine.model import torchvision_ops
 from lowprec_check.engine.model.application import converted_dtypes
-from lowprec_check.engine.model.batch import take_batch
+from lowprec_check.engine.model.batch import BatchMaker, take_batch
 from lowprec_check.engine.model.calibration import calibration_calls, check_calibration
-from lowprec_check.engine.model.inputs import Arguments, as_call, call_with_number, is_function
+from lowprec_check.engine.model.inputs import Arguments, as_call, is_function
 from lowprec_check.engine.model.source_lines import class_line
 from lowprec_check.errors import UsageError, message_of, type_name
 from lowprec_check.schema.backends import Call
@@ -59,6 +58,8 @@ class Target(NamedTuple):
     """Whether the inputs were made for a model by name, without being asked for."""
     calibrate: Any = None
     """The file's ``calibration``: a function that returns batches, or the batches; ``None`` if it defines none."""
+    calibration_inputs: Call | None = None
+    """What a quantized model is calibrated on without ``calibrate``, if not on the inputs: those of the first batch."""
     compiled: nn.Module | None = None
     """The model as its user compiled it, by ``torch.compile(model)``: what the plain part calls."""
 
@@ -73,7 +74,7 @@ class Target(NamedTuple):
         Raises :class:`UsageError` while they are read, if they are empty or not like the inputs.
         """
         if self.calibrate is None:
-            return [self.inputs]
+            return [self.calibration_inputs or self.inputs]
         return calibration_calls(self.calibrate, Arguments(self.args, self.kwargs, self.form), forward_of(self.model))
 
     @property
@@ -86,13 +87,13 @@ class Target(NamedTuple):
         if index == 0:
             return self
         if self.make_batch is None:
-            raise UsageError("`inputs` is not a function, so there is only one batch.", _PASTE_BATCHES)
+            raise UsageError("`inputs` is neither a function nor a loader, so there is only one batch.", _PASTE_BATCHES)
         batch = take_batch(self.make_batch(index), forward_of(self.model))
         args, kwargs, _ = as_call(batch.inputs, forward_of(self.model))
         mine, others = (list(leaves(given)) for given in ((self.args, self.kwargs), (args, kwargs)))
         if len(mine) == len(others) and all(torch.equal(a, b) for (_, a), (_, b) in zip(mine, others, strict=True)):
             raise UsageError(f"`inputs` returns the same values for batch {index} as for batch 0.", _PASTE_BATCHES)
-        return self._replace(args=args, kwargs=kwargs)
+        return self._replace(args=args, kwargs=kwargs, calibration_inputs=self.calibration_inputs or self.inputs)
 
     def call(self, model: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """The function to call: ``model`` (by default the target's, as compiled), followed by the loss if there is one."""
@@ -113,7 +114,7 @@ def make_target(
     model: nn.Module, inputs: Any, *, loss: Any = None, metric: Any = None, calibration: Any = None
 ) -> Target:
     """A target from a model and its inputs, of the API; raises :class:`UsageError` if it cannot be scanned."""
-    make_batch = functools.partial(call_with_number, inputs) if is_function(inputs) else None
+    make_batch = BatchMaker.of(inputs)
     given = inputs if make_batch is None else make_batch(0)
     calibrate = check_calibration(calibration, "calibration")
     return check(unchecked_target(model, given, loss=loss, metric=metric, make_batch=make_batch, calibrate=calibrate))

@@ -272,7 +272,7 @@ def make_plan(
 
 
 def plan_for_scan(
-    target_runs: TargetRuns,
+    batches: Sequence[TargetRuns],
     runs: Sequence[Run],
     machine: dict[str, Any],
     name: str,
@@ -280,7 +280,7 @@ def plan_for_scan(
     wanted: bool | None,
     on_progress: OnProgress | None,
 ) -> tuple[Run, Plan] | None:
-    """The best plan for the failing runs of a scan; the first run must be the fp32 one.
+    """The best plan for the failing runs of a scan, which must pass on all ``batches``; the first run must be the fp32 one.
 
     If ``wanted`` is ``None``, the search is quick, happens only if no run passed, and ends at the first plan.
     """
@@ -290,7 +290,7 @@ def plan_for_scan(
         return None
     backends = dict.fromkeys(run.backend for run in tried)
     bases = [(base.name, backend) for backend in backends for base in plan_bases()]
-    proposer = Proposer([target_runs], Objective(runs[0]), Limits() if wanted else QUICK, on_progress)
+    proposer = Proposer(batches, Objective(runs[0]), Limits() if wanted else QUICK, on_progress)
     proposals: list[Proposal] = []
     for proposal in proposer.propose_each([failing[base]] for base in bases if base in failing):
         proposals.append(proposal)
@@ -299,4 +299,4 @@ def plan_for_scan(
     winner = best(proposals)
     if winner is None or winner.run is None:
         return None
-    return winner.run, make_plan(winner, target_runs.target, runs[0], proposer, machine, name)
+    return winner.run, make_plan(winner, batches[0].target, runs[0], proposer, machine, name)

@@ -106,13 +106,16 @@ class TargetRuns:
 
     # -- the reference
 
-    def reference(self) -> Run:
-        """Run fp32; raises :class:`UsageError` if the model fails, hangs, or has NaN or Inf in its output."""
-        budget = self.options.budget or REFERENCE_BUDGET
-        job = self._job(REFERENCE, budget=budget)
+    def reference(self, timed_as: Run | None = None) -> Run:
+        """Run fp32; raises :class:`UsageError` if the model fails, hangs, or has NaN or Inf in its output.
+
+        ``timed_as`` is its run on another batch, whose time is taken instead of measuring it, and which was analyzed.
+        """
+        budget, first = self.options.budget or REFERENCE_BUDGET, timed_as is None
+        job = self._job(REFERENCE, budget=budget, measured=first, instrumented=first)
         outcome = self._launcher.execute_reference(job, self._op_limit())
         if self._learns_of_changes(outcome):
-            job = self._job(REFERENCE, budget=budget)
+            job = dataclasses.replace(job, changes_parameters=True)
             outcome = self._launcher.execute_reference(job, self._op_limit())
         plain, measures = outcome.plain, outcome.measures
         if plain is None:
@@ -128,7 +131,7 @@ class TargetRuns:
         run = make_run(job, outcome, None)
         notes = [*run.notes, *([HIDDEN_STATE] if self._hidden_state else [])]
         run = msgspec.structs.replace(run, nondeterministic=self._self_error > 0, notes=notes)
-        self.fp32 = self._timed(run, job)
+        self.fp32 = self._timed(run, job) if timed_as is None else _timed_as(run, timed_as)
         self._eager[run.key] = self.fp32
         return self.fp32
 
@@ -182,8 +185,10 @@ class TargetRuns:
         keep_fp32: tuple[str, ...] = (),
         measured: bool = True,
         instrumented: bool = True,
+        errors: Errors | None = None,
     ) -> Run:
-        """Run ``precision`` on ``backend``. ``measured`` adds time and memory, ``instrumented`` explains every op.
+        """Run ``precision`` on ``backend``. ``measured`` adds time and memory, ``instrumented`` explains every op, with the
+        ``errors`` of the options unless others are given.
 
         A crash, a hang or an exception is reported as the status. A run on another backend is explained by the eager run of
         the same precision and memory format, if there was one.
@@ -198,6 +203,7 @@ class TargetRuns:
             "memory_format": memory_format,
             "keep_fp32": keep_fp32,
             "measured": measured,
+            "errors": errors or self.options.errors,
             "setup_budget": 0.0 if self.options.budget else BACKENDS.get(backend).setup_budget,
             "tolerance": self.tolerance(precision, backend),
         }
@@ -276,6 +282,10 @@ class TargetRuns:
 
     def _execute(self, job: Job) -> JobOutcome:
         return self._launcher.execute(job, self._op_limit())
+
+
+def _timed_as(run: Run, other: Run) -> Run:
+    return msgspec.structs.replace(run, latency_ms=other.latency_ms, peak_memory_bytes=other.peak_memory_bytes)
 
 
 def _self_error(measures: Measures | None) -> float:

@@ -52,6 +52,11 @@ class DispatchedCall:
         """The op and where it was called."""
         return self.traits.name, encodable(self.module), self.source
 
+    @property
+    def narrows_inside(self) -> bool:
+        """Whether autocast applies to ops inside its kernel."""
+        return self.traits.calls_ops and bool(self.autocast_keys)
+
     def run(self) -> Any:
         """Run the op as given."""
         return run_op(self.func, self.args, self.kwargs, self.autocast_keys)

@@ -57,7 +57,7 @@ class _Node:
         """Module and op of the calls that read its results; those that the model returns: ``("", "")``."""
 
 
-class Change(NamedTuple):
+class OutputChange(NamedTuple):
     """What an op changes in each direction of the output, to first order; tensors of shape (directions,)."""
 
     row: OpCall
@@ -164,14 +164,14 @@ class ErrorTape:
 
     # -- following errors to the output
 
-    def backward(self, seeds: Sequence[tuple[Tensor, Tensor]]) -> list[Change]:
+    def backward(self, seeds: Sequence[tuple[Tensor, Tensor]]) -> list[OutputChange]:
         """For each op that adds an error, what this changes in each direction of the output.
 
         ``seeds`` pairs tensors of the output (of the run) with directions, of shape (directions, *shape of the tensor): a
         change is the scalar product of the first-order change of the output with the direction. The tape is empty afterwards.
         """
         buffers = GradientBuffers(len(seeds[0][1]) if seeds else 0)
-        found: list[Change] = []
+        found: list[OutputChange] = []
         for tensor, directions in seeds:
             twin = self._twins.find(tensor)
             if twin is not None:
@@ -186,7 +186,7 @@ class ErrorTape:
                 added = _sum(_products(gradient, out.added) for gradient, out in pairs)
                 rounding = _sum(_products(gradient, out.rounding) for gradient, out in pairs)
                 if added is not None or rounding is not None:
-                    found.append(Change(node.row, frozenset(node.readers), added, rounding))
+                    found.append(OutputChange(node.row, frozenset(node.readers), added, rounding))
                 self._pass_on(node, gradients, buffers)
         return found[::-1]
 

@@ -17,8 +17,8 @@ from lowprec_check.engine.trace.wide_run import run_wide
 
 
 def has_local_error(call: DispatchedCall) -> bool:
-    """Whether the op can add an error: not if it moves, casts or draws values, or if no input is narrow."""
-    return call.traits.computes and any(map(is_narrow, call.inputs))
+    """Whether the op can add an error: not if it moves, casts or draws values, or if nothing that it computes with is narrow."""
+    return call.traits.computes and (call.narrows_inside or any(map(is_narrow, call.inputs)))
 
 
 def widened_arguments(call: DispatchedCall, wide: torch.dtype) -> tuple[Args, Kwargs]:

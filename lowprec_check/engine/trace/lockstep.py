@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float, widened_dtype
+from lowprec_check.engine.trace.differentiable import run_differentiable
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.draws import GeneratorState, followed, rerun
 from lowprec_check.engine.trace.error_tape import ErrorTape, Leaf
@@ -128,7 +129,8 @@ class Lockstep:
 
     def _results(self, call: DispatchedCall, args: Args, kwargs: Kwargs, outputs: list[Tensor]) -> list[Tensor]:
         """The results of the op on the reference's ``args``; if it selects, at the indices chosen in low precision."""
-        references = run_wide(call, args, kwargs)
+        references = (run_wide if self.tape is None else run_differentiable)(call, args, kwargs)
+        references = references[: len(outputs)]  # with gradients, some ops return what only their derivative needs
         references += [self.twins.reference_of(out) for out in outputs[max(1, len(references)) :]]
         if call.traits.selects and len(references) == len(outputs):
             references[0] = _selected(call, args, kwargs, outputs, references)

@@ -78,7 +78,7 @@ class OpErrors:
                 compared = compare_tensor(out, against, count_flushed=self.facts.count_flushed and index == 0)
                 self.facts.store(out, facts_in(compared))
                 if call.input_facts.nonfinite:
-                    compared = compared._replace(introduced_inf=0, introduced_nan=0, flushed=None)
+                    compared = compared._replace(introduced_inf=0, introduced_nan=0, flushed=None, subnormal=None)
                 if several:
                     self.facts.add_when_used(out, compared, row)
                 else:

@@ -102,6 +102,11 @@ _UNDECLARED_WRITES = {
     "aten::batch_norm_update_stats": (1, 2),
 }
 
+# Ops with the tag of those that change how a tensor shows its storage, which give it another one.
+_RESIZES = frozenset({"aten::resize_", "aten::resize_as_", "aten::set_", "aten::rename_"})
+
+_FUSED = frozenset({"aten::_transformer_encoder_layer_fwd", "aten::_native_multi_head_attention"})
+
 TRAINING = 5
 
 # Ops that return (values, indices): the reference's values are gathered along ``dim`` by the indices chosen here.
@@ -121,7 +126,7 @@ class OpTraits(NamedTuple):
     skipped: bool
     """Allocates without writing, or reads metadata: nothing to compare."""
     view: bool
-    """Returns an alias and writes nothing."""
+    """Returns an alias and writes nothing; or changes how a tensor shows its storage (``transpose_``)."""
     mutable: bool
     written: tuple[int | str, ...]
     """Positions and names of the arguments that the op writes to."""
@@ -135,6 +140,8 @@ class OpTraits(NamedTuple):
     casts: bool
     """``_to_copy`` and the like: the local error is what the cast loses."""
     selects: bool
+    calls_ops: bool
+    """Its kernel calls other ops, to which autocast applies."""
     computes: bool
     """Can add an error: does not only move, cast or draw values."""
 
@@ -151,22 +158,29 @@ def traits(func: OpOverload) -> OpTraits:
     )
     moves, casts = packet in _MOVES, packet in _CASTS
     random = torch.Tag.nondeterministic_seeded in func.tags
+    in_place_view = torch.Tag.inplace_view in func.tags and packet not in _RESIZES
     aliased = any(returned.alias_info is not None for returned in schema.returns)
     return OpTraits(
         name=str(func),
         packet=packet,
         skipped=packet in _SKIPPED,
-        view=aliased and not written,
-        mutable=bool(written),
-        written=written,
+        view=in_place_view or (aliased and not written),
+        mutable=bool(written) and not in_place_view,
+        written=() if in_place_view else written,
         random=random,
         may_draw=random or not packet.startswith(("aten::", "prims::")),
         in_training=packet in _UNDECLARED_WRITES and packet != "aten::batch_norm_update_stats",
         moves=moves,
         casts=casts,
         selects=packet in _SELECTIONS and len(schema.returns) == 2,
+        calls_ops=not packet.startswith(("aten::", "prims::")) or packet in _FUSED or _is_explicit(func),
         computes=not (moves or casts or random),
     )
+
+
+def _is_explicit(func: OpOverload) -> bool:
+    """Whether one kernel, made of other ops, serves all devices."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeExplicitAutograd"))
 
 
 def draws(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:

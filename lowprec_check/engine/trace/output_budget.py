@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float
-from lowprec_check.engine.trace.error_tape import Change, ErrorTape
+from lowprec_check.engine.trace.error_tape import ErrorTape, OutputChange
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.schema.error_budget import ErrorBudget, Share
 from lowprec_check.schema.module_paths import common_module
@@ -136,7 +136,7 @@ class _Budget:
             output_rms=rms,
         )
 
-    def _entries(self, change: Change) -> Iterator[tuple[OpCall, str, bool, Tensor]]:
+    def _entries(self, change: OutputChange) -> Iterator[tuple[OpCall, str, bool, Tensor]]:
         """Row, module, whether it is rounding where results leave the module of the op, and the change along the directions."""
         row = change.row
         if change.added is not None:

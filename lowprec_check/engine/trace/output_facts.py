@@ -90,6 +90,8 @@ def add_to_row(row: OpCall, compared: TensorComparison) -> None:
     if compared.introduced_inf or compared.introduced_nan:
         row.compared_values += compared.elements
     row.flushed = max(compared.flushed or 0.0, row.flushed or 0.0)
+    if compared.subnormal is not None:
+        row.subnormal = max(compared.subnormal, row.subnormal or 0.0)
     row.rms = compared.rms if row.rms is None else row.rms
 
 

@@ -139,7 +139,7 @@ class Recorder(DispatchMode):
     def _is_involved(self, call: DispatchedCall) -> bool:
         """Whether low-precision values reach this op; if not, it is its own reference."""
         twins = self.lockstep.twins
-        involved = twins.wide == torch.float64 or has_narrow_dtype(call.args, call.kwargs)
+        involved = twins.wide == torch.float64 or has_narrow_dtype(call.args, call.kwargs) or call.narrows_inside
         for tensor in call.inputs:
             key = storage_key(tensor)
             self.input_storages.add(key)

@@ -61,6 +61,7 @@ def _row_of_cast(lockstep: Lockstep, name: str, wide: Tensor, low: Tensor) -> Op
         introduced_inf=compared.introduced_inf,
         introduced_nan=compared.introduced_nan,
         flushed=compared.flushed,
+        subnormal=compared.subnormal,
         compared_values=compared.elements if lost else 0,
     )
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from lowprec_check.analysis.error_origin import origin
+from lowprec_check.analysis.error_origin import Origin, origin
+from lowprec_check.analysis.error_shares import fails_by_error, trusted_budget
 from lowprec_check.report.escape import visible
 from lowprec_check.report.summary import label
 from lowprec_check.schema.base import encoded
@@ -59,6 +60,8 @@ def _run(run: Run, limit: int, numbers: dict[str, dict[str, int]]) -> dict[str, 
     for name in ("local_error", "accumulated_error", "absmax"):
         column = getattr(run.op_calls, name)
         columns[name] = [_three_digits(column[index]) for index in kept]
+    shares = run.op_calls.share if trusted_budget(run) else [None] * len(rows)
+    columns["share"] = [_three_digits(shares[index]) for index in kept] if any(shares) else []
     columns["nonfinite"] = [rows[index].introduced_inf + rows[index].introduced_nan for index in kept]
     columns["rescued"] = [int(rows[index].outcome == "rescued") for index in kept]
     return {
@@ -67,14 +70,21 @@ def _run(run: Run, limit: int, numbers: dict[str, dict[str, int]]) -> dict[str, 
         "tolerance": run.tolerance,
         "roundoff": run.basis.format.roundoff if run.basis else None,
         "total": len(rows),
-        "origin": {"call": found.position, "sentence": found.sentence(), "kind": found.kind} if found else None,
+        "origin": _origin(found, run),
         "calls": columns,
         "ranges": _ranges(rows),
     }
 
 
+def _origin(found: Origin | None, run: Run) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    calm = not fails_by_error(run)
+    return {"call": found.position, "title": found.title, "sentence": found.sentence(), "calm": calm}
+
+
 def _thin(rows: list[OpCall], limit: int, origin_index: int) -> list[int]:
-    """Indices to draw: all, or the worst of each segment and the origin of the error."""
+    """Indices to draw: all, or the worst of each segment and the one that is marked."""
     if len(rows) <= limit:
         return list(range(len(rows)))
     size = -(-len(rows) // (limit - 1))
@@ -89,21 +99,25 @@ def _weight(row: OpCall) -> tuple[int, float]:
     return row.introduced_inf + row.introduced_nan, row.accumulated_error or 0.0
 
 
+_NO_RANGE = {"low": None, "high": 0.0, "flushed": 0.0, "small": 0.0, "calls": 0, "overflow": 0}
+
+
 def _ranges(rows: list[OpCall]) -> dict[str, list[Any]]:
-    """Per module, in the order of execution: typical and largest magnitude of its outputs, share flushed to zero."""
+    """Per module, in the order of execution: typical and largest magnitude of its outputs, shares flushed and subnormal."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         if not row.absmax and not row.rms:
             continue
-        known = found.setdefault(row.module, {"low": None, "high": 0.0, "flushed": 0.0, "calls": 0, "overflow": 0})
+        known = found.setdefault(row.module, dict(_NO_RANGE))
         known["high"] = max(known["high"], row.absmax or 0.0)
         typical = row.rms or row.absmax
         known["low"] = typical if known["low"] is None else min(known["low"], typical)
         known["flushed"] = max(known["flushed"], row.flushed or 0.0)
+        known["small"] = max(known["small"], row.subnormal or 0.0)
         known["overflow"] += row.introduced_inf
         known["calls"] += 1
     columns: dict[str, list[Any]] = {"module": [visible(module) or "(model)" for module in found]}
-    for name in ("low", "high", "flushed", "calls", "overflow"):
+    for name in _NO_RANGE:
         columns[name] = [_three_digits(known[name]) for known in found.values()]
     return columns
 

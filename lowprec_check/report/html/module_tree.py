@@ -1,10 +1,11 @@
-"""The heat map of modules and precisions: each cell holds the worst op call in a module and its submodules."""
+"""The heat map of modules and precisions: each cell holds the worst op call in a module and its submodules, or their sum."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from lowprec_check.analysis.error_shares import BETWEEN, module_shares, share_text, trusted_budget
 from lowprec_check.report.escape import visible
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run
@@ -32,6 +33,8 @@ class ModuleCell(NamedTuple):
     accumulated: Shade
     local: Shade
     time: Shade
+    share: Shade
+    """The sum over its ops."""
     gaps: int
 
 
@@ -58,11 +61,12 @@ class Tree(NamedTuple):
 
 
 class _Worst:
-    __slots__ = ("accumulated", "calls", "gaps", "local", "nonfinite", "reference_ms", "time_ms")
+    __slots__ = ("accumulated", "calls", "gaps", "local", "nonfinite", "reference_ms", "share", "time_ms")
 
     def __init__(self) -> None:
         self.accumulated: float | None = None
         self.local: float | None = None
+        self.share: float | None = None
         self.time_ms = self.reference_ms = 0.0
         self.nonfinite = False
         self.gaps = self.calls = 0
@@ -78,7 +82,8 @@ class _Worst:
 
     def cell(self) -> ModuleCell:
         accumulated = Shade("Inf/NaN", NONFINITE) if self.nonfinite else error_shade(self.accumulated)
-        return ModuleCell(accumulated, error_shade(self.local), _time_shade(self.time_ms, self.reference_ms), self.gaps)
+        time = _time_shade(self.time_ms, self.reference_ms)
+        return ModuleCell(accumulated, error_shade(self.local), time, _share_shade(self.share), self.gaps)
 
 
 def _larger(known: float | None, value: float | None) -> float | None:
@@ -98,7 +103,7 @@ def error_shade(error: float | None) -> Shade:
     return Shade(f"{error:.1e}", 1 + sum(error > limit for limit in _LIMITS))
 
 
-_SLOWER = (0.5, 0.8, 1.25, 2.0, 5.0, 10.0, 50.0)
+SLOWER = (0.5, 0.8, 1.25, 2.0, 5.0, 10.0, 50.0)
 
 
 def _time_shade(here: float, reference: float) -> Shade:
@@ -106,7 +111,16 @@ def _time_shade(here: float, reference: float) -> Shade:
         return Shade("–", 0)
     ratio = here / reference
     text = f"{ratio:.2f} ×" if ratio < 10 else f"{ratio:.0f} ×"
-    return Shade(text, 1 + sum(ratio > limit for limit in _SLOWER))
+    return Shade(text, 1 + sum(ratio > limit for limit in SLOWER))
+
+
+SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
+
+
+def _share_shade(share: float | None) -> Shade:
+    if share is None:
+        return Shade("–", 0)
+    return Shade(share_text(share), 0 if abs(share) < 0.005 else 1 + sum(share > limit for limit in SHARES))
 
 
 def build(runs: Sequence[Run]) -> Tree:
@@ -146,6 +160,10 @@ def _worst_by_path(run: Run) -> dict[str, _Worst]:
     for row in run.op_calls.rows():
         for path in lineage(row.module):
             found.setdefault(path, _Worst()).add(row)
+    for part in module_shares(run) if trusted_budget(run) else ():
+        for path in lineage("" if part.name == BETWEEN else part.name):
+            known = found.setdefault(path, _Worst())
+            known.share = (known.share or 0.0) + part.share
     for gap in run.gaps:
         for path in lineage(gap.module):
             found.setdefault(path, _Worst()).gaps += gap.calls

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from lowprec_check.analysis.error_shares import trusted_budget
 from lowprec_check.analysis.run_summary import memory_ratio, time_ratio
-from lowprec_check.report import summary
+from lowprec_check.report import error_budget, summary
 from lowprec_check.report.escape import visible
 from lowprec_check.report.html import bokeh_files as bokeh
 from lowprec_check.report.html import charts, module_tree
@@ -17,7 +18,16 @@ from lowprec_check.report.layer_errors import worst_layers
 from lowprec_check.report.summary import Group, RunRow
 from lowprec_check.schema.scan_result import Run, ScanResult
 
-SCALE = ("≤1e-5", "≤1e-4", "≤1e-3", "≤5e-3", "≤2e-2", "≤0.1", ">0.1", "Inf")
+SCALE = [
+    {"error": error, "time": time, "share": share}
+    for error, time, share in zip(
+        ("≤1e-5", "≤1e-4", "≤1e-3", "≤5e-3", "≤2e-2", "≤0.1", ">0.1", "Inf"),
+        (*(f"≤{limit:g} ×" for limit in module_tree.SLOWER), f">{module_tree.SLOWER[-1]:g} ×"),
+        (*(f"≤{limit:.0%}" for limit in module_tree.SHARES), f">{module_tree.SHARES[-1]:.0%}"),
+        strict=True,
+    )
+]
+"""The text of each colour of the tree, by what it shows."""
 MOST_PLACES = 100
 MOST_GROUPS = 500
 """Groups of findings shown; more would make the file too large."""
@@ -44,7 +54,7 @@ def render(result: ScanResult) -> str:
         "code": summary.code_lines(result),
         "kept": summary.kept(result),
         "failures": summary.failures(result),
-        "runs": list(_runs(result)),
+        "runs": list(_runs(result, shown)),
         "layers_title": LAYERS,
         "layers": list(worst_layers(result)),
         "ratio_tick": 100 / _widest(result),
@@ -53,6 +63,10 @@ def render(result: ScanResult) -> str:
         "nodes": modules.nodes,
         "left_out": modules.left_out,
         "scale": SCALE,
+        "has_shares": any(trusted_budget(run) for run in drawn),
+        "budgets_title": error_budget.TITLE,
+        "budgets": error_budget.all_tables(result),
+        "no_effect": summary.no_effect(groups),
         "findings": [_finding(item) for item in groups[:MOST_GROUPS]],
         "groups": len(groups),
         "groups_left_out": max(0, len(groups) - MOST_GROUPS),
@@ -84,28 +98,20 @@ def _widest(result: ScanResult) -> float:
     return min(3.0, max([1.25, *(1.1 * ratio for ratio in ratios if ratio)]))
 
 
-def _runs(result: ScanResult) -> Iterator[dict[str, Any]]:
+def _runs(result: ScanResult, shown: Sequence[RunRow]) -> Iterator[dict[str, Any]]:
     widest = _widest(result)
-    for row in summary.rows(result):
+    for row in shown:
         time, memory = time_ratio(row.run, result.runs), memory_ratio(row.run, result.runs)
         yield {
             **row._asdict(),
             **_error_bar(row),
             "kind": _KIND.get(row.status, "bad"),
-            "recommended": _is_recommended(row.run, result),
+            "recommended": summary.is_recommended(row.run, result),
             "time_width": min(100.0, 100 * (time or 0) / widest),
             "time_kind": _ratio_kind(time, worse=1.05, better=0.95),
             "memory_width": min(100.0, 100 * (memory or 0) / widest),
             "memory_kind": _ratio_kind(memory, worse=1.05, better=0.95),
         }
-
-
-def _is_recommended(run: Run, result: ScanResult) -> bool:
-    advice = result.recommendation
-    if advice is None or run.status not in ("ok", "unjudged"):
-        return False
-    recommended = (advice.precision, advice.backend, advice.memory_format, advice.keep_fp32)
-    return (run.base or run.precision, run.backend, run.memory_format, run.keep_fp32) == recommended
 
 
 def _error_bar(row: RunRow) -> dict[str, Any]:
@@ -145,6 +151,7 @@ def _finding(item: Group) -> dict[str, Any]:
     places = [(module or "the model", source) for module, source in item.places]
     return {
         "severity": first.severity,
+        "harmless": summary.is_harmless(first),
         "code": first.code,
         "name": first.name,
         "op": first.op,

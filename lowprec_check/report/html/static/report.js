@@ -13,6 +13,9 @@ async function unpack(text) {
 }
 
 const digits = (value) => (value === null ? "–" : value === 0 ? "0" : value.toExponential(1));
+const percent = (share) => `${(share * 100).toFixed(1)} %`;
+
+const percent = (share) => (share === null ? "–" : Math.abs(share) < 0.005 ? "< 1 %" : `${(share * 100).toFixed(0)} %`);
 
 function callsOf(data, run) {
   if (run.table) return run.table;
@@ -24,6 +27,7 @@ function callsOf(data, run) {
   }
   table.local_text = packed.local_error.map(digits);
   table.accumulated_text = packed.accumulated_error.map((value, i) => (packed.nonfinite[i] ? "Inf/NaN" : digits(value)));
+  table.share_text = packed.index.map((_, i) => (packed.share.length ? percent(packed.share[i]) : "–"));
   table.note = packed.index.map((_, i) => {
     if (packed.nonfinite[i]) return `${packed.nonfinite[i]} values are Inf or NaN`;
     return packed.rescued[i] ? "no kernel: computed in fp32" : "";
@@ -105,18 +109,18 @@ class ErrorChart extends Chart {
     remark.textContent = "";
     band.visible = Boolean(origin);
     this.label("origin-label", 0, top, "");
-    if (!origin) { remark.textContent = run.total ? "No error was measured in this run." : ""; return; }
+    remark.classList.toggle("fine", !origin || origin.calm);
+    if (!origin) { remark.textContent = run.total ? "No op stands out: none is over the tolerance." : ""; return; }
     const row = run.calls.index.indexOf(origin.call), wide = Math.max(0.5, last / 400);
     band.setv({ left: origin.call + 1 - wide, right: origin.call + 1 + wide });
     const right = origin.call > last * 0.6;
     this.get("origin-label").setv({ text_align: right ? "right" : "left", x_offset: right ? -8 : 8, y_offset: -16 });
-    this.calm = origin.kind === "step";
-    this.label("origin-label", origin.call + 1, top, `${this.calm ? "largest step" : "origin"}: ${table.op[row]}`);
+    this.calm = origin.calm;
+    this.label("origin-label", origin.call + 1, top, `${origin.title}: ${table.op[row]}`);
     this.colour();
     const where = `${table.op[row]} in ${table.module[row]}` + (table.source[row] === "–" ? "" : ` at ${table.source[row]}`);
-    remark.classList.toggle("fine", this.calm);
-    const start = this.calm ? "No op stands out: " : "The error originates in ";
-    remark.textContent = `${start}${where} (call ${origin.call + 1}): ${origin.sentence}.`;
+    const title = origin.title[0].toUpperCase() + origin.title.slice(1);
+    remark.textContent = `${title}: ${where} (call ${origin.call + 1}), ${origin.sentence}.`;
     if (run.total > table.x.length) remark.textContent += ` The chart shows ${table.x.length} of ${run.total} calls, the worst of each segment.`;
   }
 }
@@ -144,7 +148,7 @@ class RangeChart extends Chart {
     const columns = {
       x, low, high, module: ranges.module, calls: ranges.calls,
       low_text: ranges.low.map(digits), high_text: ranges.high.map(digits),
-      flushed_text: ranges.flushed.map((share) => `${(share * 100).toFixed(1)} %`),
+      flushed_text: ranges.flushed.map(percent),
       note: ranges.overflow.map((n) => (n ? `${n} values overflow to Inf` : "")),
     };
     this.source("ranges", columns);
@@ -171,13 +175,18 @@ class RangeChart extends Chart {
     const remark = byId("range-remark");
     if (!order.length) { remark.textContent = "No value ranges were measured in this run."; return; }
     const worst = order[0], over = ranges.overflow[worst];
-    remark.classList.toggle("fine", !over && room(worst) > 16);
+    const small = ranges.small.indexOf(Math.max(...ranges.small)), most = ranges.small[small];
+    remark.classList.toggle("fine", !over && room(worst) > 16 && most < 0.1);
     const margin = room(worst) >= 1e4 ? room(worst).toExponential(0) : room(worst).toFixed(1);
-    remark.textContent = over
+    const zero = ranges.flushed[small] ? `; ${percent(ranges.flushed[small])} become zero` : "";
+    const bottom = most >= 0.001
+      ? ` Closest to the minimum: ${ranges.module[small]}. ${percent(most)} of its non-zeros are below the smallest normal number of ${run.format}, ${digits(limits.normal)}${zero}.`
+      : "";
+    remark.textContent = (over
       ? `${ranges.module[worst]} overflows: ${over} values exceed the maximum of ${run.format}.`
-      : `Closest to the maximum: ${ranges.module[worst]}. Its largest value is ${digits(ranges.high[worst])}; ${margin} times as much would overflow.`;
+      : `Closest to the maximum: ${ranges.module[worst]}. Its largest value is ${digits(ranges.high[worst])}; ${margin} times as much would overflow.`) + bottom;
     fillTable("nearest", order.slice(0, 20).map((i) => [
-      ranges.module[i], ranges.overflow[i] ? "Inf" : digits(ranges.high[i]), digits(ranges.low[i]), `${(ranges.flushed[i] * 100).toFixed(1)} %`,
+      ranges.module[i], ranges.overflow[i] ? "Inf" : digits(ranges.high[i]), digits(ranges.low[i]), percent(ranges.small[i]), percent(ranges.flushed[i]),
     ]));
   }
 }
@@ -194,27 +203,30 @@ function fillTable(id, rows) {
 
 function stepThrough(chart, data) {
   const slider = byId("call-slider"), details = byId("call-details");
-  let table = null;
+  let table = null, run_ = null;
   slider.addEventListener("input", () => {
     const i = Number(slider.value), cursor = chart.get("cursor");
     cursor.setv({ visible: true, location: table.x[i] });
     const text = `Call ${table.index[i]}: ${table.op[i]} in ${table.module[i]}, line ${table.source[i]}, ${table.dtypes[i]}, ${table.shape[i]}; `
-      + `local ${table.local_text[i]}, accumulated ${table.accumulated_text[i]}${table.note[i] ? "; " + table.note[i] : ""}`;
+      + `local ${table.local_text[i]}, accumulated ${table.accumulated_text[i]}${run_.calls.share.length ? `, share ${table.share_text[i]}` : ""}${table.note[i] ? "; " + table.note[i] : ""}`;
     details.textContent = text;
     slider.setAttribute("aria-valuetext", text);
   });
   return (run) => {
     table = callsOf(data, run);
+    run_ = run;
     chart.get("cursor").visible = false;
     slider.disabled = !table.x.length;
     slider.max = Math.max(0, table.x.length - 1);
     slider.value = run.origin ? Math.max(0, run.calls.index.indexOf(run.origin.call)) : 0;
     details.textContent = "";
-    const errors = run.calls.accumulated_error;
-    const steps = errors.map((e, i) => [run.calls.nonfinite[i] ? Infinity : (e || 0) - (i ? errors[i - 1] || 0 : 0), i]);
+    const errors = run.calls.accumulated_error, shares = run.calls.share;
+    const grows = (e, i) => (run.calls.nonfinite[i] ? Infinity : (e || 0) - (i ? errors[i - 1] || 0 : 0));
+    const steps = errors.map((e, i) => [shares.length ? shares[i] || 0 : grows(e, i), i]);
+    byId("steps-title").textContent = shares.length ? "The 20 calls with the largest shares (table)" : "The 20 largest increases (table)";
     steps.sort((a, b) => b[0] - a[0] || a[1] - b[1]);
     fillTable("steps", steps.slice(0, 20).map(([, i]) => [
-      table.index[i], table.op[i], table.module[i], table.source[i], table.local_text[i], table.accumulated_text[i],
+      table.index[i], table.op[i], table.module[i], table.source[i], table.local_text[i], table.accumulated_text[i], table.share_text[i],
     ]));
   };
 }
@@ -274,6 +286,7 @@ function moduleTree() {
   byId("open-all").addEventListener("click", () => all(true));
   byId("close-all").addEventListener("click", () => all(false));
   byId("heat-metric").addEventListener("change", (event) => {
+    for (const step of document.querySelectorAll(".scale [data-a]")) step.textContent = step.dataset[event.target.value];
     for (const cell of body.querySelectorAll("td")) {
       const value = cell.dataset[event.target.value], bar = value.indexOf("|");
       cell.className = `h${value.slice(0, bar)}`;
@@ -287,6 +300,7 @@ function findings() {
   byId("filter").addEventListener("input", (event) => {
     const wanted = event.target.value.toLowerCase();
     for (const item of items) item.hidden = !item.textContent.toLowerCase().includes(wanted);
+    if (wanted && byId("no-effect")) byId("no-effect").open = true;
     count.textContent = wanted ? `${items.filter((item) => !item.hidden).length} of ${items.length} groups` : all;
   });
 }

@@ -1,0 +1,144 @@
+"""Which modules and lines cause the error of a run's output, from its error budget. Never imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from lowprec_check.schema.error_budget import MATTERS, ErrorBudget, Share
+from lowprec_check.schema.scan_result import Run
+
+TRUSTED = 0.5
+"""The first order names causes only if what it does not explain is at most this part of the squared error."""
+
+THE_MODEL = "the model itself"
+"""How the op calls outside any submodule are named."""
+
+BETWEEN = "rounding between modules"
+"""How the rounding of results that one submodule of the model passes to another is named: no submodule in fp32 avoids it."""
+
+Place = tuple[str, str, str | None]
+"""Module, op and line."""
+
+
+class PartShare(NamedTuple):
+    """The share of the output error that a module or a line causes, over all its ops."""
+
+    name: str
+    """The path of the module, or the line."""
+    share: float
+    largest: Share
+    """The op in it with the largest share."""
+    calls: int
+
+
+def fails_by_error(run: Run) -> bool:
+    """Whether its output is too far from fp32's; of a run without a kernel, the output with the kernel replaced."""
+    if run.status in ("inaccurate", "nonfinite"):
+        return True
+    return run.status not in ("ok", "unjudged", "skipped") and is_over_tolerance(run)
+
+
+def is_over_tolerance(run: Run) -> bool:
+    """Whether the error that the budget is about exceeds the tolerance."""
+    budget = run.budget
+    return budget is not None and budget.known and (budget.measured or 0.0) > (run.tolerance or 0.0)
+
+
+def trusted_budget(run: Run) -> ErrorBudget | None:
+    """The budget of ``run``, if it names causes: the first order explains at least half of the squared error."""
+    budget = run.budget
+    if budget is None or not budget.known or abs(budget.unexplained or 0.0) > TRUSTED:
+        return None
+    return budget
+
+
+def is_tiny(run: Run) -> bool:
+    """Whether the fp32 output is below the smallest normal number of the run's format."""
+    rms = run.budget.output_rms if run.budget else None
+    return bool(rms) and run.basis is not None and (rms or 0.0) < run.basis.format.smallest_normal
+
+
+def place_shares(run: Run) -> dict[Place, Share]:
+    """The share of each op where it ran, with the rounding of its results, as far as the op calls tell."""
+    totals: dict[Place, float] = {}
+    counts: dict[Place, int] = {}
+    calls = run.op_calls
+    for module, op, source, share in zip(calls.module, calls.op, calls.source, calls.share, strict=True):
+        if share is not None:
+            place = module, op, source
+            totals[place] = totals.get(place, 0.0) + share
+            counts[place] = counts.get(place, 0) + 1
+    found = {
+        (module, op, source): Share(module=module, op=op, source=source, share=total, calls=counts[module, op, source])
+        for (module, op, source), total in totals.items()
+    }
+    counted = {(module, op) for module, op, _ in found}
+    for listed in run.budget.shares if run.budget else ():
+        if not listed.rounding and (listed.module, listed.op) not in counted:  # the rounding of the inputs
+            found[(listed.module, listed.op, listed.source)] = listed
+    return found
+
+
+def unlisted(run: Run, shown: Iterable[PartShare]) -> float:
+    """What is explained, but not by ``shown``."""
+    budget = run.budget
+    explained = 1.0 - (budget.unexplained or 0.0) if budget and budget.known else 0.0
+    return explained - sum(part.share for part in shown)
+
+
+def module_shares(run: Run) -> list[PartShare]:
+    """A share per module, submodules apart, the largest first: what goes if the module is kept in fp32 with all inside."""
+    listed = run.budget.shares if run.budget else []
+    return _parts(listed, lambda share: BETWEEN if share.rounding and not share.module else share.module)
+
+
+def line_shares(run: Run) -> list[PartShare]:
+    """A share per line of the user's code, the largest first; ops without a known line are left out."""
+    return _parts(place_shares(run).values(), lambda place: place.source)
+
+
+def _parts(shares: Iterable[Share], name_of: Callable[[Share], str | None]) -> list[PartShare]:
+    places: dict[str, list[Share]] = {}
+    for place in shares:
+        name = name_of(place)
+        if name is not None:
+            places.setdefault(name, []).append(place)
+    parts = [
+        PartShare(name, sum(p.share for p in inside), max(inside, key=lambda p: p.share), sum(p.calls for p in inside))
+        for name, inside in places.items()
+    ]
+    return sorted(parts, key=lambda part: -part.share)
+
+
+def cumulative(parts: Sequence[PartShare]) -> list[float]:
+    """What the parts up to each one cause together."""
+    return list(accumulate(part.share for part in parts))
+
+
+def main_causes(modules: Sequence[PartShare], most: int) -> list[PartShare]:
+    """At most ``most`` of ``modules``, of :func:`module_shares`, that matter."""
+    return [part for part in modules[:most] if part.share >= MATTERS]
+
+
+def share_text(share: float) -> str:
+    """``46 %``; ``< 1 %`` for less."""
+    return "< 1 %" if abs(share) < 0.005 else f"{share * 100:.0f} %".replace("-", "−")
+
+
+def module_name(path: str) -> str:
+    """The path, or words for the model."""
+    return path or THE_MODEL
+
+
+def causes_in_brief(run: Run) -> str:
+    """``46 % from lm_head, 12 % from ln_f``; empty if nothing is known, or no part of the model stands out."""
+    budget = run.budget
+    if budget is None or run.status != "inaccurate" or not is_over_tolerance(run):
+        return ""
+    modules = module_shares(run) if trusted_budget(run) else []
+    parts = [f"{share_text(part.share)} from {module_name(part.name)}" for part in main_causes(modules, 2)]
+    if budget.decisions >= MATTERS:
+        parts.append(f"{share_text(budget.decisions)} from choices that differ")
+    return ", ".join(parts)

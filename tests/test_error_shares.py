@@ -1,0 +1,437 @@
+"""What follows from an error budget: severities, causes that reports name, the op to look at first. Results made by hand."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import msgspec
+import pytest
+from shared_result import ENVIRONMENT, budgeted_result, run
+
+from lowprec_check.analysis.baseline import accept, baseline_of, fingerprint
+from lowprec_check.analysis.diff import diff_scans
+from lowprec_check.analysis.error_origin import origin
+from lowprec_check.analysis.error_shares import (
+    causes_in_brief,
+    cumulative,
+    fails_by_error,
+    line_shares,
+    module_shares,
+    place_shares,
+    trusted_budget,
+    unlisted,
+)
+from lowprec_check.analysis.recommend import recommend
+from lowprec_check.analysis.rules.registry import diagnose
+from lowprec_check.analysis.run_summary import explain_status
+from lowprec_check.report import text
+from lowprec_check.report.error_budget import budget_lines, module_bars, tables, told_runs
+from lowprec_check.report.html.module_tree import build
+from lowprec_check.report.registry import render
+from lowprec_check.report.summary import group, no_effect, tally
+from lowprec_check.schema.error_budget import ErrorBudget, Share
+from lowprec_check.schema.op_calls import OpCall, to_columns
+from lowprec_check.schema.scan_result import Diagnostic, ModelInfo, Run, ScanResult
+
+INFO = ModelInfo(name="Net", parameters=1, inputs=["(1, 1)"], modules=9, training=False)
+FP32 = run("fp32", tolerance=None)
+
+
+def a_result(*runs: Run) -> ScanResult:
+    result = ScanResult(tool="t 1", target="t.py", model=INFO, environment=ENVIRONMENT, runs=[FP32, *runs])
+    result = msgspec.structs.replace(result, recommendation=recommend(result.runs, INFO))
+    return msgspec.structs.replace(result, diagnostics=diagnose(result))
+
+
+def calls(*rows: OpCall) -> Any:
+    return to_columns(rows)
+
+
+def underflow(module: str, share: float | None = None, **more: Any) -> OpCall:
+    """A call of which LP202 reports something."""
+    return OpCall("aten.mul.Tensor", module, "net.py:3", flushed=0.5, input_flushed=0.0, share=share, **more)
+
+
+def a_run(*rows: OpCall, status: str = "inaccurate", budget: ErrorBudget | None = None, **more: Any) -> Run:
+    rel_l2 = None if status in ("nonfinite", "error") else 1e-3 if status == "ok" else 0.5
+    return run("half", status, rel_l2, op_calls=calls(*rows), budget=budget, **more)
+
+
+def a_budget(unexplained: float = 0.1, *shares: Share, **more: Any) -> ErrorBudget:
+    fields: dict[str, Any] = {"predicted": 0.4, "measured": 0.5, "unexplained": unexplained, "output_rms": 1.0}
+    return ErrorBudget(**fields | {"shares": list(shares)} | more)
+
+
+def found(result: ScanResult, *codes: str) -> list[Diagnostic]:
+    return [d for d in result.diagnostics if d.code.startswith(codes)]
+
+
+NUMERICS = ("LP201", "LP202", "LP203", "LP302", "LP303", "LP304")
+
+
+# -- shares by module and line
+
+
+def test_shares_are_summed_by_module_and_line() -> None:
+    rows = [
+        OpCall("aten.mm.default", "a", "net.py:1", share=0.2),
+        OpCall("aten.mm.default", "a", "net.py:1", share=0.3),
+        OpCall("aten.add.Tensor", "a", "net.py:2", share=0.1),
+        OpCall("aten.mm.default", "b", "net.py:1", share=-0.05),
+        OpCall("aten.relu.default", "c", None, share=None),
+    ]
+    cast = Share(module="", op="cast input", share=0.25)
+    shown = a_run(*rows, budget=a_budget(0.2, Share(module="a", op="aten.mm.default", share=0.5), cast))
+    modules = module_shares(shown)
+    assert [(part.name, pytest.approx(part.share), part.calls) for part in modules] == [
+        ("a", 0.6, 3), ("", 0.25, 1), ("b", -0.05, 1),
+    ]  # fmt: skip
+    assert (modules[0].largest.op, modules[0].largest.calls) == ("aten.mm.default", 2)
+    assert cumulative(modules) == pytest.approx([0.6, 0.85, 0.8])
+    assert [(part.name, pytest.approx(part.share)) for part in line_shares(shown)] == [
+        ("net.py:1", 0.45), ("net.py:2", 0.1),
+    ]  # fmt: skip
+    assert unlisted(shown, modules) == pytest.approx(0.0)
+
+
+def test_without_shares_of_calls_the_listed_ones_count() -> None:
+    listed = [Share(module="a", op="aten.mm.default", source="net.py:1", share=0.6, calls=4)]
+    shown = a_run(OpCall("aten.mm.default", "a", "net.py:1"), budget=a_budget(0.1, *listed, others=0.3))
+    assert list(place_shares(shown).values()) == listed
+    bars = module_bars(shown)
+    assert [(bar.name, bar.text, bar.total) for bar in bars] == [
+        ("a", "60 %", "60 %"), ("others", "30 %", ""), ("not explained", "10 %", ""),
+    ]  # fmt: skip
+
+
+def test_bars_add_up_and_keep_what_cancels() -> None:
+    shares = {f"layers.{n}": 0.1 for n in range(10)} | {"cancels": -0.2}
+    rows = [OpCall("aten.mm.default", module, share=share) for module, share in shares.items()]
+    bars = module_bars(a_run(*rows, budget=a_budget(0.2, decisions=0.15)))
+    assert sum(bar.share for bar in bars) == pytest.approx(1.0)
+    assert [bar.name for bar in bars[-4:]] == ["cancels", "3 other modules", "choices that differ", "not explained"]
+    assert (bars[-4].text, bars[-1].text) == ("−20 %", "5 %")
+
+
+# -- severity
+
+
+@pytest.mark.parametrize(
+    ("share", "severity", "matters"), [(0.46, "warning", True), (0.03, "warning", True), (0.029, "note", False)]
+)
+def test_a_finding_is_a_warning_only_where_it_causes_the_error(share: float, severity: str, matters: bool) -> None:
+    result = a_result(a_run(underflow("a", share), OpCall("aten.mm.default", "b", share=0.3), budget=a_budget()))
+    [finding] = found(result, "LP202")
+    assert (finding.severity, finding.matters, finding.share) == (severity, matters, share)
+    caused = "; this op causes 46 % of the output error" if share == 0.46 else None
+    assert caused is None or finding.message.endswith(caused)
+    assert ("causes" in finding.message) == matters
+
+
+def test_the_calls_at_a_place_count_together() -> None:
+    rows = [underflow("a", 0.01)] * 4
+    [finding] = found(a_result(a_run(*rows, budget=a_budget(0.96))), "LP202")
+    assert finding.severity == "warning"  # first order explains too little to say that it does not matter
+    assert finding.matters is None
+    [finding] = found(a_result(a_run(*rows, OpCall("b", share=0.9), budget=a_budget(0.06))), "LP202")
+    assert (finding.severity, finding.share, finding.calls) == ("warning", pytest.approx(0.04), 4)
+
+
+def test_the_largest_share_comes_first() -> None:
+    result = a_result(a_run(underflow("a", 0.1), underflow("b", 0.01), underflow("c", 0.7), budget=a_budget(0.19)))
+    assert [finding.module for finding in found(result, "LP202")] == ["c", "a", "b"]
+
+
+EVERY = [
+    OpCall("aten.exp.default", "a", introduced_inf=3, compared_values=8),
+    OpCall("aten.mul.Tensor", "a", flushed=0.5, input_flushed=0.0),
+    OpCall("aten.div.Tensor", "a", introduced_nan=3, compared_values=8),
+    OpCall("aten.prod.default", "a", local_error=0.3),
+    OpCall("aten.sub.Tensor", "a", input_error=1e-3, accumulated_error=0.5, local_error=1e-4),
+    OpCall("aten.argmax.default", "a", flips=3, compared_choices=8),
+]
+
+
+def test_everything_is_a_note_in_a_run_that_passes() -> None:
+    for budget in (None, a_budget(0.0, Share(module="a", op="aten.mul.Tensor", share=1.0), measured=1e-3)):
+        diagnostics = found(a_result(a_run(*EVERY, status="ok", budget=budget)), *NUMERICS)
+        assert {d.code for d in diagnostics} == set(NUMERICS) - {"LP303"}
+        assert {(d.severity, d.matters) for d in diagnostics} == {("note", False)}
+        assert all(d.message.endswith("; the output passes") for d in diagnostics)
+
+
+def test_without_a_budget_severities_are_those_of_the_rules_and_nothing_is_a_cause() -> None:
+    for budget in (None, ErrorBudget(reason="too little memory")):
+        diagnostics = found(a_result(a_run(*EVERY, budget=budget)), *NUMERICS)
+        assert {d.code: d.severity for d in diagnostics} == {
+            "LP201": "error", "LP202": "warning", "LP203": "error", "LP302": "warning", "LP303": "warning", "LP304": "note",
+        }  # fmt: skip
+        assert {d.matters for d in diagnostics} == {None}
+        assert not any("cause" in d.message or "originate" in d.message for d in diagnostics)
+
+
+def test_of_a_nonfinite_run_only_the_first_inf_or_nan_keeps_its_severity() -> None:
+    rows = [*EVERY, OpCall("aten.exp.default", "b", introduced_inf=1, introduced_nan=1, compared_values=8)]
+    for order in (rows, rows[::-1]):
+        diagnostics = found(a_result(a_run(*order, status="nonfinite")), *NUMERICS)
+        severe = {(d.code, d.module) for d in diagnostics if d.severity != "note"}
+        assert severe == ({("LP201", "a")} if order is rows else {("LP201", "b"), ("LP203", "b")})
+        assert {(d.code, d.module) for d in diagnostics if "the first op with Inf or NaN" in d.message} == severe
+        assert {d.matters for d in diagnostics} == {None}
+
+
+def test_a_constant_that_was_replaced_is_not_the_first_inf() -> None:
+    rescued = OpCall("aten.masked_fill.Scalar", "a", introduced_inf=1, compared_values=8, outcome="rescued")
+    [finding] = found(a_result(a_run(rescued, EVERY[0], status="nonfinite")), "LP201")
+    assert (finding.severity, finding.op) == ("error", "aten.exp.default")
+
+
+@pytest.mark.parametrize(("measured", "severity"), [(0.5, "warning"), (1e-3, "note")])
+def test_a_run_without_a_kernel_is_judged_by_its_error_with_the_kernel_replaced(measured: float, severity: str) -> None:
+    one = a_run(underflow("a", 0.9), status="error", budget=a_budget(measured=measured))
+    [finding] = found(a_result(one), "LP202")
+    assert finding.severity == severity
+    assert fails_by_error(one) == (severity == "warning")
+
+
+def test_what_a_compiler_breaks_is_not_blamed_on_an_op() -> None:
+    budget = a_budget(measured=1e-3)
+    [finding] = found(a_result(a_run(underflow("a", 0.9), backend="jit", budget=budget)), "LP202")
+    assert (finding.severity, finding.matters) == ("note", False)
+    assert "causes" not in explain_status(a_run(underflow("a", 0.9), backend="jit", budget=budget))
+    [later] = found(a_result(a_run(underflow("a", 0.9), failed_call=2, budget=budget)), "LP202")
+    assert (later.severity, later.matters) == ("warning", None)  # nothing is known of the second call
+    assert "causes" not in later.message
+
+
+def test_an_op_whose_share_is_not_known_may_matter_if_something_is_not_explained() -> None:
+    for unexplained, matters in ((0.2, None), (0.01, False)):
+        rows = [underflow("a", None), OpCall("aten.mm.default", "b", share=1 - unexplained)]
+        [finding] = found(a_result(a_run(*rows, budget=a_budget(unexplained))), "LP202")
+        assert (finding.severity, finding.matters) == ("note" if matters is False else "warning", matters)
+
+
+@pytest.mark.parametrize(("before", "matters"), [(0.9, None), (0.01, False)])
+def test_an_amplifier_is_a_note_that_names_the_share_of_what_it_may_magnify(
+    before: float, matters: bool | None
+) -> None:
+    rows = [OpCall("aten.add.Tensor", "a", share=before), msgspec.structs.replace(EVERY[4], share=0.0)]
+    rows.append(OpCall("aten.mm.default", "b", share=0.9 - before))
+    [finding] = found(a_result(a_run(*rows, budget=a_budget(0.1))), "LP303")
+    assert (finding.severity, finding.matters) == ("note", matters)
+    assert finding.message.startswith("the op magnifies the error of its inputs from 1.0e-03 to 5.0e-01")
+    assert finding.message.endswith("all ops up to it cause 90 % of the output error") == (matters is None)
+
+
+def test_the_rounding_of_the_inputs_reaches_an_amplifier() -> None:
+    rows = [msgspec.structs.replace(EVERY[4], share=0.0), OpCall("aten.mm.default", "b", share=0.1)]
+    cast = Share(module="", op="cast input", share=0.8)
+    [finding] = found(a_result(a_run(*rows, budget=a_budget(0.1, cast))), "LP303")
+    assert finding.message.endswith("all ops up to it cause 80 % of the output error")
+
+
+@pytest.mark.parametrize(("decisions", "severity"), [(0.3, "warning"), (0.02, "note")])
+def test_choices_that_cause_the_error_are_a_warning(decisions: float, severity: str) -> None:
+    pool = OpCall("aten.max_pool2d_with_indices.default", "a", flips=3, compared_choices=8)
+    for rows, op in (([EVERY[5], pool], "aten.argmax.default"), ([pool], pool.op)):
+        result = a_result(a_run(*rows, budget=a_budget(0.4, decisions=decisions)))
+        by_op = {d.op: d for d in found(result, "LP304")}
+        assert by_op[op].severity == severity
+        assert ("such choices cause 30 % of the output error" in by_op[op].message) == (severity == "warning")
+        assert op == pool.op or by_op[pool.op].severity == "note"
+
+
+def test_choices_count_where_the_first_order_fails() -> None:
+    result = a_result(a_run(EVERY[5], budget=a_budget(0.9, decisions=0.8)))
+    assert [d.severity for d in found(result, "LP304")] == ["warning"]
+    assert "80 % from choices that differ" in explain_status(result.runs[1])
+    assert budget_lines(result) == [
+        "half: not known: first order explains only 10 % of the error; 80 % choices that differ from fp32"
+    ]
+
+
+# -- what a run is said to fail for
+
+
+def test_the_reason_names_the_modules_that_cause_most() -> None:
+    shown = budgeted_result().run("bfloat16")
+    assert explain_status(shown) == (
+        "error over the tolerance 5e-02: 46 % from head.out, 12 % from encoder.blocks.0.norm"
+    )
+    assert "46 % from head.out" in render(budgeted_result(), "junit")
+    assert causes_in_brief(msgspec.structs.replace(shown, budget=None)) == ""
+
+
+@pytest.mark.parametrize("unexplained", [0.6, -0.6, 1.0])
+def test_no_cause_is_named_if_the_first_order_fails(unexplained: float) -> None:
+    rows = [OpCall("aten.mm.default", "a", "net.py:1", share=1 - unexplained, accumulated_error=0.5)]
+    shown = a_run(*rows, budget=a_budget(unexplained))
+    assert trusted_budget(shown) is None
+    assert explain_status(shown) == "error over the tolerance 1e-02"
+    [line] = budget_lines(a_result(shown))
+    words = "predicts an error 1.3 times as large" if unexplained < 0 else "explains only"
+    assert line.startswith(f"half: not known: first order {words}")
+    assert "a" not in {bar.name for bar in module_bars(shown)}
+    assert build([shown]).nodes[0].cells[0].share.text == "–"
+    found_first = origin(shown)
+    assert found_first is not None
+    assert (found_first.kind, found_first.title) == ("tolerance", "first to leave the tolerance")
+
+
+# -- the lines of the screen
+
+
+def with_shares(name: str, status: str, **shares: float) -> Run:
+    made = [OpCall("aten.addmm.default", module, "model.py:41", share=share) for module, share in shares.items()]
+    rel_l2 = 1e-3 if status == "ok" else 0.5
+    budget = a_budget(1 - sum(shares.values()), measured=rel_l2)
+    return run(name, status, rel_l2, op_calls=calls(*made), budget=budget)
+
+
+def test_a_line_names_three_modules_and_what_is_not_explained() -> None:
+    one = with_shares("half", "inaccurate", lm_head=0.46, ln_f=0.12, attn=0.09, small=0.28)
+    assert budget_lines(a_result(one)) == [
+        "half: 46 % lm_head (addmm, model.py:41), 28 % small, 12 % ln_f; 5 % not explained"
+    ]
+    calm = msgspec.structs.replace(one, budget=msgspec.structs.replace(one.budget, unexplained=-0.1))
+    assert budget_lines(a_result(calm))[0].endswith("; first order predicts 10 % too much")
+
+
+def test_failing_runs_come_first_and_equal_answers_share_a_line() -> None:
+    good = with_shares("autocast-bf16", "ok", a=0.9)
+    bad = with_shares("half", "inaccurate", a=0.5, b=0.4)
+    like = with_shares("bfloat16", "inaccurate", a=0.53, b=0.38)
+    other = with_shares("autocast-fp16", "inaccurate", b=0.9)
+    result = a_result(good, bad, like, other)
+    assert [found.precision for found in told_runs(result)] == ["half", "bfloat16", "autocast-fp16", "autocast-bf16"]
+    assert [line.partition(" (")[0] for line in budget_lines(result)] == [
+        "half, bfloat16: about 50 % a", "autocast-fp16: 90 % b", "autocast-bf16: 90 % a",
+    ]  # fmt: skip
+    assert len(budget_lines(a_result(good, bad, *(with_shares("half", "inaccurate", **{m: 0.9}) for m in "cdef")))) == 3
+
+
+def test_an_error_of_many_small_parts_is_spread() -> None:
+    one = with_shares("half", "inaccurate", **{f"h{n}": 0.0198 for n in range(50)})
+    assert budget_lines(a_result(one)) == ["half: spread over 50 modules; the largest is 2 % h0"]
+    assert explain_status(one) == "error over the tolerance 1e-02"
+    assert origin(one) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "budget", "line"),
+    [
+        ({}, {"output_rms": 3e-12}, "the output is tiny (rms 3e-12): fp16 flushes it to zero; usual with random weights"),
+        ({}, {"output_rms": 3e-6}, "the output is tiny (rms 3e-06): fp16 has few digits for it; usual with random weights"),
+        ({"status": "unjudged", "output_is_zero": True}, None, "the fp32 output is all zeros, so a relative error has no meaning"),
+        ({}, {"output_rms": 0.0}, "the fp32 output is all zeros, so a relative error has no meaning"),
+    ],
+)  # fmt: skip
+def test_odd_outputs_are_told(changes: dict[str, Any], budget: dict[str, Any] | None, line: str) -> None:
+    known = ErrorBudget(reason="the output is zero") if budget is None else a_budget(0.1, **budget)
+    one = msgspec.structs.replace(a_run(OpCall("aten.mm.default", "a", share=0.9), budget=known), **changes)
+    assert budget_lines(a_result(one)) == [f"half: {line}"]
+
+
+def test_bf16_holds_tiny_outputs() -> None:
+    one = msgspec.structs.replace(with_shares("bfloat16", "inaccurate", a=0.9))
+    one = msgspec.structs.replace(one, budget=msgspec.structs.replace(one.budget, output_rms=3e-12))
+    assert budget_lines(a_result(one))[0].startswith("bfloat16: 90 % a (")
+
+
+def test_a_failing_run_without_a_budget_has_a_reason() -> None:
+    off = ErrorBudget(reason="--budget-error off")
+    assert budget_lines(a_result(a_run(budget=off))) == ["half: not known: --budget-error off"]
+    assert budget_lines(a_result(a_run(status="ok", budget=off))) == []
+    assert budget_lines(a_result(a_run(budget=None))) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"), [({"backend": "jit"}, "in eager mode"), ({"failed_call": 2}, "in the first call")]
+)
+def test_shares_of_another_error_than_the_one_that_fails_are_marked(changes: dict[str, Any], where: str) -> None:
+    one = with_shares("half", "inaccurate", a=1.0)
+    one = msgspec.structs.replace(one, budget=msgspec.structs.replace(one.budget, measured=1e-3), **changes)
+    [line] = budget_lines(a_result(one))
+    assert line.endswith(f"100 % a (addmm, model.py:41); {where}, where the error of 1.0e-03 is within the tolerance")
+    assert "%" not in explain_status(one)
+
+
+@pytest.mark.parametrize("width", [40, 60, 100, 200])
+def test_the_lines_fit_the_screen(width: int) -> None:
+    shown = text.render(budgeted_result(), width=width)
+    block = shown.partition("Where the error comes from\n")[2].partition("\n\n")[0]
+    assert "12 % encoder.blocks.0.norm" in " ".join(block.split())
+    assert max(map(len, block.splitlines())) <= width
+    assert "Where the error comes from" not in text.render(a_result(a_run(status="ok")))
+
+
+# -- reports
+
+
+def test_notes_without_an_effect_are_one_line() -> None:
+    rows = [underflow(f"m{n}") for n in range(24)]
+    result = a_result(a_run(*rows, status="ok"))
+    assert tally(result.diagnostics) == "24 findings: 24 notes"
+    shown = text.render(result)
+    assert "24 findings with no effect on the output · -v lists them" in shown
+    assert "LP202" not in shown.replace("explain LP202", "")
+    assert "LP202 underflow" in text.render(result, verbose=True)
+    assert "24 findings with no effect on the output: LP202 underflow (half) ×24" in render(result, "md")
+    assert render(result, "html").count("24 findings with no effect on the output") == 1
+    assert render(result, "concise").count("LP202 note") == 24
+
+
+def test_findings_that_matter_are_not_merged_with_those_that_do_not() -> None:
+    rows = [underflow("a", 0.5), underflow("b", 0.0), underflow("c", 0.0)]
+    result = a_result(a_run(*rows, OpCall("aten.mm.default", "d", share=0.45), budget=a_budget(0.05)))
+    shown = [item for item in group(result.diagnostics) if item.first.code == "LP202"]
+    assert [(item.first.severity, item.modules) for item in shown] == [("warning", ["a"]), ("note", ["b", "c"])]
+    assert no_effect(group(result.diagnostics)) == "2 more with no effect on the output"
+
+
+def test_a_place_has_the_severity_of_its_worst_run() -> None:
+    passes = run("autocast-fp16", "ok", 1e-3, op_calls=calls(underflow("a", 1.0)))
+    fails = a_run(underflow("a", 0.9), budget=a_budget(0.1))
+    for runs in itertools.permutations([passes, fails]):
+        [line] = [line for line in render(a_result(*runs), "concise").splitlines() if "LP202" in line]
+        assert line.startswith("net.py:3: LP202 warning")
+        assert "causes 90 % of the output error" in line
+
+
+def test_a_healthy_network_has_no_warning() -> None:
+    rows = [msgspec.structs.replace(row, module=f"layers.{n}") for n in range(20) for row in EVERY]
+    result = a_result(a_run(*rows, status="ok"))
+    assert len(result.diagnostics) == 20 * (len(EVERY) - 1)
+    assert {d.severity for d in result.diagnostics} == {"note"}
+
+
+def test_tables_and_the_tree_show_the_same_shares() -> None:
+    result = budgeted_result()
+    [first, *_] = tables(told_runs(result))
+    assert first.predicted == "error 3.1e-01 measured op by op, 2.8e-01 predicted to first order"
+    assert [(bar.name, bar.text, bar.total) for bar in first.bars[:2]] == [
+        ("head.out", "46 %", "46 %"), ("encoder.blocks.0.norm", "12 %", "58 %"),
+    ]  # fmt: skip
+    tree = {node.path: node.cells[0].share.text for node in build([result.run("bfloat16")]).nodes}
+    assert (tree["head"], tree["encoder.blocks"], tree["(model)"]) == ("46 %", "21 %", "74 %")
+
+
+# -- baselines and differences
+
+
+def test_a_budget_changes_no_fingerprint_and_no_difference() -> None:
+    rows = [underflow("a", 0.001), underflow("b", 0.9)]
+    without, with_budget = a_result(a_run(*rows)), a_result(a_run(*rows, budget=a_budget(0.099)))
+    assert {d.severity for d in found(without, "LP202")} == {"warning"}
+    assert {d.module: d.severity for d in found(with_budget, "LP202")} == {"a": "note", "b": "warning"}
+    assert {fingerprint(d) for d in without.diagnostics} == {fingerprint(d) for d in with_budget.diagnostics}
+    marked, stale = accept(with_budget, baseline_of(without))
+    assert all(d.accepted for d in marked.diagnostics)
+    assert not stale
+    assert diff_scans(without, with_budget).changes == []
+
+
+def test_shares_and_causes_survive_saving() -> None:
+    result = budgeted_result()
+    assert ScanResult.from_json(result.to_json()) == result
