@@ -226,7 +226,7 @@ def main() -> None:
     first = statistics.median(found[0].first or math.inf for found in results)
     medians = [statistics.median(result.trials for result in column) for column in zip(*results, strict=True)]
     rows.append(["**median of trials**", "", first, medians[0], *[""] * 5, *medians[1:]])
-    table = tabulate(rows, [*HEAD, *names], tablefmt="github")
+    table = tabulate(rows, [*HEAD, *names], tablefmt="github", disable_numparse=True)
     lines = generated_lines(options.generated)
     print(table, *lines, sep="\n")
     if options.output is not None:

@@ -150,18 +150,25 @@ def planned(model: nn.Module, dtype: str, base: str, *, predict: bool = True) ->
 
 
 def test_several_faults_are_found_in_one_trial_and_the_error_is_as_predicted() -> None:
-    model, x = lossy(0, 2, 4, length=6), inputs()
-    planning = find_plan(model, x, dtype="bf16", base="cast")
+    class Coarse(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + 32) - 32
+
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(8, 8), Coarse() if index % 2 == 0 else nn.Identity()) for index in range(6)]
+    planning = find_plan(nn.Sequential(*layers).eval(), inputs(64), dtype="bf16", base="cast")
     plan, [attempt] = planning.plan, planning.attempts
     assert plan is not None
+    assert plan.keep_fp32 == ["2.1", "4.1"]
     assert plan.first_pass == 1
+    assert plan.trials == 3
     assert (attempt.predicted, attempt.proven) == (plan.predicted, plan.rel_l2)
     assert plan.predicted is not None
     assert plan.rel_l2 is not None
-    assert plan.predicted / 3 <= plan.rel_l2 <= 3 * plan.predicted
-    assert f"predicted {plan.predicted:.1e}, proven {plan.rel_l2:.1e}" in render(planning)
+    assert plan.predicted / 2 <= plan.rel_l2 <= 2 * plan.predicted
+    assert f"predicted {plan.predicted:.1e}, proven {plan.rel_l2:.1e}" in " ".join(render(planning).split())
     assert all(blame.why.startswith("causes ") for blame in plan.blame)
-    assert sum(float(blame.why.split()[1]) for blame in plan.blame) == pytest.approx(100, abs=10)
+    assert 90 <= sum(float(blame.why.split()[1]) for blame in plan.blame) <= 101
 
 
 @pytest.mark.parametrize(
