@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import itertools
 import random
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import msgspec
 import pytest
 import torch
 from conftest import EXAMPLES, ROOT, run_bare
-from generated import FAULTS, GAPS, STEPS, Norm, Overflow, Project, Quantile, Residual, build, inputs
+from generated import FAULTS, GAPS, STEPS, Fault, Norm, Overflow, Project, Quantile, Residual, build, inputs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -23,10 +24,13 @@ from torch import Tensor, nn
 from lowprec_check import Plan, UsageError, apply, find_plan
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.engine.load import TargetSpec
+from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.model.torchvision_zoo import import_torchvision
 from lowprec_check.engine.plan.apply import describe_modules
-from lowprec_check.engine.plan.planner import PlanOptions
+from lowprec_check.engine.plan.planner import PlanOptions, plan_target
+from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.session import plan_file
+from lowprec_check.report.plan import render
 from lowprec_check.schema.plan import Planning
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo
@@ -103,6 +107,68 @@ def test_plans_pass_are_minimal_and_no_larger_than_needed(seed: int) -> None:
     assert len(leaves) <= 12
     for count in range(len(kept) - 1):
         assert not any(passes(model, x, plan, keep) for keep in itertools.combinations(leaves, count))
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(st.sampled_from([*STEPS, *[Project] * 6]), min_size=1, max_size=6),
+    st.sampled_from(FAULTS),
+    st.integers(0, 5),
+    st.data(),
+)
+def test_plans_by_prediction_are_no_larger_and_take_few_trials(
+    kinds: list[type[nn.Module]], fault: Fault, place: int, data: st.DataObject
+) -> None:
+    kinds = [Project, *kinds]
+    kinds.insert(1 + place % len(kinds), fault.make)
+    dtype, base = BASES[data.draw(st.sampled_from(fault.precisions))]
+    predicted, without = (planned(build(kinds), dtype, base, predict=predict) for predict in (True, False))
+    assert (predicted.plan is None) == (without.plan is None)
+    if predicted.plan is not None and without.plan is not None:
+        assert len(predicted.plan.keep_fp32) <= len(without.plan.keep_fp32)
+        assert predicted.plan.minimal
+
+
+def test_the_median_of_trials_is_two_for_one_planted_fault() -> None:
+    trials = []
+    for seed in range(12):
+        rng = random.Random(seed)
+        kinds = [Project, *(rng.choice([*STEPS, *[Project] * 6]) for _ in range(rng.randint(1, 6)))]
+        fault = rng.choice(FAULTS)
+        kinds.insert(rng.randint(1, len(kinds)), fault.make)
+        [attempt] = planned(build(kinds), *BASES[rng.choice(fault.precisions)]).attempts
+        if attempt.kept:
+            trials.append(attempt.trials)
+    assert len(trials) >= 5
+    assert statistics.median(trials) <= 2
+
+
+def planned(model: nn.Module, dtype: str, base: str, *, predict: bool = True) -> Planning:
+    """The plan for one base, with or without the error budget."""
+    options = PlanOptions(dtype=dtype, base=base, predict=predict)
+    return plan_target(TargetSource(make_target(model, inputs())), "none", options)
+
+
+def test_several_faults_are_found_in_one_trial_and_the_error_is_as_predicted() -> None:
+    class Coarse(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + 32) - 32
+
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(8, 8), Coarse() if index % 2 == 0 else nn.Identity()) for index in range(6)]
+    planning = find_plan(nn.Sequential(*layers).eval(), inputs(64), dtype="bf16", base="cast")
+    plan, [attempt] = planning.plan, planning.attempts
+    assert plan is not None
+    assert plan.keep_fp32 == ["2.1", "4.1"]
+    assert plan.first_pass == 1
+    assert plan.trials == 3
+    assert (attempt.predicted, attempt.proven) == (plan.predicted, plan.rel_l2)
+    assert plan.predicted is not None
+    assert plan.rel_l2 is not None
+    assert plan.predicted / 2 <= plan.rel_l2 <= 2 * plan.predicted
+    assert f"predicted {plan.predicted:.1e}, proven {plan.rel_l2:.1e}" in " ".join(render(planning).split())
+    assert all(blame.why.startswith("causes ") for blame in plan.blame)
+    assert 90 <= sum(float(blame.why.split()[1]) for blame in plan.blame) <= 101
 
 
 @pytest.mark.parametrize(
@@ -214,7 +280,7 @@ def test_a_torchvision_model_gets_a_plan(name: str) -> None:
     assert plan is not None
     target = spec.load(0)
     assert passes(target.model, target.args[0], plan, plan.keep_fp32)
-    assert plan.minimal or plan.stopped == "after 40 trials (--max-trials)"
+    assert plan.minimal or plan.unconfirmed or plan.stopped == "after 40 trials (--max-trials)"
 
 
 # -- objectives
@@ -317,7 +383,13 @@ def test_a_stopped_search_returns_the_best_plan_so_far() -> None:
     assert not stopped.plan.minimal
     assert stopped.plan.stopped == "after 3 trials (--max-trials)"
     assert passes(model, x, stopped.plan, stopped.plan.keep_fp32)
-    assert find_plan(model, x, dtype="bf16", base="cast", max_trials=1).plan is None
+    first = find_plan(model, x, dtype="bf16", base="cast", max_trials=1).plan
+    assert first is not None
+    assert not first.minimal
+    assert passes(model, x, first, first.keep_fp32)
+    reference = run_bare(copy.deepcopy(model), (x,), "fp32")
+    unpredicted = closeness(x, reference)
+    assert find_plan(model, x, dtype="bf16", base="cast", max_trials=1, metric=unpredicted, max_drop=0.1).plan is None
 
 
 def test_no_search_if_a_base_passes() -> None:

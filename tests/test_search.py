@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Mapping
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowprec_check.analysis.blame import Suspects
-from lowprec_check.analysis.minimize import Keep, ModuleTree, SearchResult, Trials, Verdict, search
+from lowprec_check.analysis.minimize import SearchResult, Trials, Verdict, search
+from lowprec_check.analysis.module_tree import Keep, ModuleTree
+from lowprec_check.analysis.predicted_rest import Causes, PredictedRest, causes_of
+from lowprec_check.schema.error_budget import ErrorBudget, Share
+from lowprec_check.schema.module_paths import module_around
+from lowprec_check.schema.scan_result import ErrorStats, Run
 
 NOTHING = Suspects([], [], False)
 
@@ -135,3 +144,166 @@ def test_nested_modules_count_once() -> None:
     tree = stack(2)
     assert tree.normalized(["blocks.1.l0", "blocks.1", "elsewhere"]) == ("blocks.1",)
     assert tree.leaves(["blocks.0"]) == {"blocks.0.l0", "blocks.0.l1", "blocks.0.l2"}
+
+
+# -- plans by prediction
+
+
+def left(shares: Mapping[str, float], keep: Keep) -> float:
+    """What is left of the squared error, without :class:`PredictedRest`."""
+    return math.fsum(share for path, share in shares.items() if module_around(path, set(keep)) is None)
+
+
+def test_the_largest_shares_are_kept_until_the_rest_is_within_the_goal() -> None:
+    shares = {"blocks.0.l0": 0.5, "blocks.1.l1": 0.3, "blocks.2.l2": 0.15, "": 0.05}
+    prediction = PredictedRest(stack(3), Causes(1.0, shares))
+    assert prediction.fewest(0.8) == ("blocks.0.l0",)
+    assert prediction.fewest(0.5) == ("blocks.0.l0", "blocks.1.l1")
+    assert prediction.rest(("blocks.0.l0", "blocks.1.l1")) == pytest.approx(0.2**0.5)
+    assert prediction.removed("blocks.1") == pytest.approx(0.3)
+
+
+def test_a_container_is_kept_for_its_own_share() -> None:
+    prediction = PredictedRest(stack(3), Causes(1.0, {"blocks.1": 0.9, "blocks.2.l0": 0.1}))
+    assert prediction.fewest(0.5) == ("blocks.1",)
+    assert prediction.fewest(0.95) == ("blocks.2.l0",)
+
+
+def test_shares_of_a_list_that_is_not_called_belong_to_the_module_above() -> None:
+    prediction = PredictedRest(stack(2), Causes(1.0, {"blocks": 0.9, "blocks.0.l0": 0.1}))
+    assert prediction.rest(("blocks.0", "blocks.1")) == pytest.approx(0.9**0.5)
+
+
+def test_if_the_goal_cannot_be_reached_nearly_all_that_can_go_is_proposed() -> None:
+    shares = {"": 0.5, "blocks.0.l0": 0.3, "blocks.1.l1": 0.199, "blocks.2.l2": 0.001}
+    prediction = PredictedRest(stack(3), Causes(1.0, shares))
+    assert prediction.fewest(1e-3) == ("blocks.0.l0", "blocks.1.l1")
+
+
+def test_a_measured_error_scales_the_prediction() -> None:
+    prediction = PredictedRest(stack(3), Causes(1.0, {"blocks.0.l0": 0.75, "blocks.1.l1": 0.24, "blocks.2.l2": 0.01}))
+    assert prediction.fewest(0.5) == ("blocks.0.l0",)
+    prediction.learn(0.5, 0.75)
+    assert prediction.rest(("blocks.0.l0",)) == pytest.approx(0.75)
+    assert prediction.fewest(0.5) == ("blocks.0.l0", "blocks.1.l1")
+
+
+def test_what_was_kept_in_an_analyzed_run_keeps_its_share_and_the_others_are_replaced() -> None:
+    prediction = PredictedRest(stack(3), Causes(1.0, {"blocks.0.l0": 0.9, "blocks.1.l1": 0.1}))
+    prediction.learn_causes(Causes(0.5, {"blocks.2.l2": 0.8, "blocks.0.l0": 0.2}), ("blocks.0.l0",))
+    assert prediction.rest(()) == pytest.approx((0.9 + 0.25) ** 0.5)
+    assert prediction.rest(("blocks.0.l0", "blocks.2.l2")) == pytest.approx(0.05**0.5)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_no_smaller_set_reaches_the_goal(data: st.DataObject) -> None:
+    tree = stack(data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2)))
+    weights = {path: data.draw(st.integers(0, 20)) for path in ["", *tree.types]}
+    shares = {path: weight / max(1, sum(weights.values())) for path, weight in weights.items()}
+    goal = data.draw(st.floats(0.1, 1.0))
+    found = PredictedRest(tree, Causes(1.0, shares)).fewest(goal)
+    sets = {tree.normalized(some) for size in range(10) for some in itertools.combinations(tree.types, size)}
+    reaching = [len(tree.leaves(keep)) for keep in sets if left(shares, keep) <= goal**2]
+    if reaching:
+        assert left(shares, found) <= goal**2 + 1e-9
+        assert len(tree.leaves(found)) == min(reaching)
+
+
+def additive(shares: Mapping[str, float], wrong_by: float = 1.0) -> tuple[ModuleTree, Trials, Suspects]:
+    """A base with an error of 1 that adds up from ``shares``; kept modules leave ``wrong_by`` times what this predicts."""
+    tree = stack(12)
+
+    def run(keep: Keep) -> Verdict:
+        error = wrong_by * left(shares, keep) ** 0.5
+        return Verdict(error <= 0.2, error=error)
+
+    order = sorted((path for path in shares if path), key=lambda path: -shares[path])
+    return tree, Trials(tree, run, lambda count: None), Suspects([], order, False, Causes(1.0, shares))
+
+
+def test_the_first_trial_passes_and_then_each_module_is_tried_alone() -> None:
+    tree, trials, suspects = additive(
+        {"blocks.0.l0": 0.6, "blocks.5.l1": 0.3, "blocks.7.l2": 0.09, "blocks.9.l0": 0.01}
+    )
+    found = search(tree, suspects, trials, lambda keep: NOTHING, 0.2)
+    assert found == SearchResult(("blocks.0.l0", "blocks.5.l1", "blocks.7.l2"), True)
+    assert trials.first_pass == 1
+    assert trials.count == 4
+    assert trials.predicted[("blocks.0.l0", "blocks.5.l1", "blocks.7.l2")] == pytest.approx(0.1)
+    assert list(trials.verdicts)[2] == ("blocks.0.l0", "blocks.5.l1")
+
+
+def test_a_trial_that_fails_corrects_the_prediction() -> None:
+    shares = {"blocks.0.l0": 0.6, "blocks.5.l1": 0.37, "blocks.7.l2": 0.02, "blocks.9.l0": 0.01}
+    tree, trials, suspects = additive(shares, 1.4)
+    found = search(tree, suspects, trials, lambda keep: NOTHING, 0.2)
+    assert found == SearchResult(("blocks.0.l0", "blocks.5.l1", "blocks.7.l2"), True)
+    assert trials.first_pass == 2
+
+
+def test_a_set_that_is_far_worse_than_predicted_is_analyzed() -> None:
+    hidden = {"blocks.3.l0": 0.5, "blocks.4.l0": 0.5}
+    tree = stack(12)
+
+    def run(keep: Keep) -> Verdict:
+        error = left({"blocks.0.l0": 1.0}, keep) or left(hidden, keep)
+        return Verdict(error <= 0.04, error=error**0.5)
+
+    trials = Trials(tree, run, lambda count: None)
+    first = Suspects([], [], False, Causes(1.0, {"blocks.0.l0": 1.0}))
+    second = Suspects([], [], False, Causes(1.0, hidden))
+    found = search(tree, first, trials, lambda keep: second, 0.2)
+    assert found == SearchResult(("blocks.0.l0", "blocks.3.l0", "blocks.4.l0"), True)
+    assert trials.first_pass == 3
+
+
+def test_modules_predicted_to_be_needed_by_far_are_not_all_confirmed() -> None:
+    tree, trials, suspects = additive({f"blocks.{block}.l0": 1 / 12 for block in range(12)})
+    found = search(tree, suspects, trials, lambda keep: NOTHING, 0.05)
+    assert found.keep is not None
+    assert len(found.keep) == 12
+    assert (found.minimal, found.unconfirmed) == (False, 4)
+    assert trials.count == 9
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.floats(0.4, 2.5))
+def test_predictions_that_are_wrong_still_give_a_set_from_which_nothing_can_return(
+    data: st.DataObject, wrong_by: float
+) -> None:
+    paths = data.draw(st.lists(st.sampled_from(sorted(stack(12).types)), min_size=1, max_size=7, unique=True))
+    weights = {path: data.draw(st.integers(1, 100)) for path in paths}
+    shares = {path: weight / sum(weights.values()) for path, weight in weights.items()}
+    tree, trials, suspects = additive(shares, wrong_by)
+    found = search(tree, suspects, trials, lambda keep: NOTHING, 0.2)
+    assert found.keep is not None
+    assert trials.passes(found.keep)
+    if found.minimal:
+        for path in found.keep:
+            assert not trials.verdicts[tree.normalized(other for other in found.keep if other != path)].passes
+    _, again, unpredicted = additive(shares, wrong_by)
+    without = search(tree, unpredicted._replace(causes=None), again, lambda keep: NOTHING)
+    assert without.keep is not None
+    assert len(tree.leaves(found.keep)) <= len(tree.leaves(without.keep))
+
+
+def test_a_budget_that_explains_little_gives_no_causes() -> None:
+    shares = [Share(module="a", op="aten.mm.default", share=0.5), Share(module="b", op="aten.mm.default", share=-0.1)]
+
+    def run(**changes: float | None) -> Run:
+        known = {"predicted": 0.1, "measured": 0.1, "unexplained": 0.0, "others": 0.0} | changes
+        stats = ErrorStats(rel_l2=0.1, max_abs=0.1, cosine=None, sqnr_db=None)
+        return Run(
+            precision="half",
+            device="cpu",
+            status="inaccurate",
+            output_error=stats,
+            budget=ErrorBudget(shares=shares, **known),
+        )
+
+    causes = causes_of(run(unexplained=0.2, others=0.4))
+    assert causes is not None
+    assert causes.shares == pytest.approx({"a": 0.5, "b": 0.1, "": 0.4})
+    assert causes_of(run(unexplained=0.6)) is None
+    assert causes_of(run(unexplained=None)) is None

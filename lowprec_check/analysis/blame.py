@@ -6,11 +6,17 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
+from lowprec_check.analysis.hidden_errors import guess_causes
+from lowprec_check.analysis.predicted_rest import Causes, causes_of
 from lowprec_check.analysis.run_summary import percent, shorten
+from lowprec_check.schema.error_budget import MATTERS, ErrorBudget
 from lowprec_check.schema.module_paths import is_inside, module_around
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.plan import Blame, Constant
 from lowprec_check.schema.scan_result import Gap, Run
+
+LEAST_CAUSE = 0.001
+"""A module with a smaller share of the error is not said to cause it."""
 
 
 class Suspects(NamedTuple):
@@ -19,9 +25,13 @@ class Suspects(NamedTuple):
     certain: list[str]
     """Contain an op that has no kernel, raises, or turns finite values into NaN or Inf."""
     likely: list[str]
-    """All with ops of their own, those that add the most error first."""
+    """All with ops of their own: the largest shares of the output's error first, then those that add the most error."""
     root: bool
     """Whether such an op is in the model's own ``forward``, outside any submodule."""
+    causes: Causes | None = None
+    """What the error of the output comes from, if there is a budget."""
+    guess: Causes | None = None
+    """The same with errors that others seem to hide; ``None`` if none seems hidden."""
 
 
 def suspects(run: Run) -> Suspects:
@@ -34,8 +44,10 @@ def suspects(run: Run) -> Suspects:
     for row in run.op_calls.rows():
         added[row.module] = max(added.get(row.module, 0.0), _added_error(row))
     certain = list(dict.fromkeys(failing))
-    likely = sorted((path for path in added if path), key=lambda path: -added[path])
-    return Suspects([path for path in certain if path], likely, "" in certain)
+    causes = causes_of(run)
+    shares = causes.shares if causes is not None else {}
+    likely = sorted((path for path in added if path), key=lambda path: (-shares.get(path, 0.0), -added[path]))
+    return Suspects([path for path in certain if path], likely, "" in certain, causes, guess_causes(run))
 
 
 def blame(runs: Sequence[Run], keep: Sequence[str]) -> list[Blame]:
@@ -68,13 +80,22 @@ def _blame(module: str, inside: Sequence[tuple[Run, list[Gap], list[OpCall]]]) -
         found = _first_fault(run, module, gaps, rows)
         if found is not None:
             return found
-    worst = max((row for _, _, rows in inside for row in rows), key=_added_error, default=None)
-    if worst is None or _added_error(worst) == 0.0:
-        return Blame(module=module, why="needed to pass, found by trial")
-    why = f"adds the most error ({_added_error(worst):.1e})"
-    if worst.flushed:
-        why = f"turns {percent(worst.flushed)} of the non-zero values into zero"
-    return Blame(module=module, why=why, op=worst.op, source=worst.source)
+    found = _largest_cause(module, [run.budget for run, _, _ in inside if run.budget is not None])
+    return found or Blame(module=module, why="needed to pass, found by trial")
+
+
+def _largest_cause(module: str, budgets: Iterable[ErrorBudget]) -> Blame | None:
+    """The largest share inside ``module``, from the first budget in which it matters, else from that in which it is largest."""
+    shares = [[share for share in budget.shares if is_inside(share.module, module)] for budget in budgets]
+    sums = [sum(share.share for share in its) for its in shares]
+    index = next((index for index, total in enumerate(sums) if total >= MATTERS), None)
+    if index is None:
+        index = max(range(len(sums)), key=sums.__getitem__, default=None)
+    if index is None or sums[index] < LEAST_CAUSE:
+        return None
+    largest = max(shares[index], key=lambda share: share.share)
+    why = f"causes {percent(sums[index])} of the error{' that is left by the others' if index else ''}"
+    return Blame(module=module, why=why, op=largest.op, source=largest.source)
 
 
 def at_fault(run: Run, module: str) -> Blame | None:

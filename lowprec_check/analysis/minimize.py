@@ -1,16 +1,24 @@
 """The search for the fewest modules to keep in fp32. It handles names and verdicts only, no model. Never imports torch.
 
-Delta debugging over the module tree. First, sets of suspects are kept in fp32, doubling until one passes. Then chunks of
-the set return to low precision: a half, a quarter, at last single modules. Then each container is replaced by its children
-if that passes. In the last round no single module could return to low precision: the plan is 1-minimal.
+If an error budget says where the error of the output comes from, the fewest modules are tried whose predicted rest is under the
+tolerance; a trial that disagrees corrects the prediction. Then the modules return to low precision one by one, the smallest share first;
+several at once where that is predicted to pass.
+
+Without a budget: delta debugging over the module tree. First, sets of suspects are kept in fp32, doubling until one passes. Then chunks of
+the set return to low precision: a half, a quarter, at last single modules.
+
+Both end so: each container is replaced by its children if that passes. In the last round no single module could return to low precision:
+the plan is 1-minimal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from lowprec_check.analysis.blame import Suspects
+from lowprec_check.analysis.module_tree import Keep, ModuleTree
+from lowprec_check.analysis.predicted_rest import PredictedRest
 from lowprec_check.schema.module_paths import paths_above
 
 ROUNDS = 12
@@ -19,57 +27,21 @@ ROUNDS = 12
 FEW = 16
 """If at most this many modules are left and chunks do not help, they are tried one by one."""
 
-Keep = tuple[str, ...]
-"""Paths of modules kept in fp32, none inside another, in the model's order."""
+MARGIN = 0.9
+"""A set is proposed if its predicted error is at most this part of the tolerance."""
+
+MISSED = 2.0
+"""If the measured error is this many times the predicted one, the run is analyzed: the first failure hid others."""
+
+CONFIRMED = 8
+"""Kept modules that are tried in low precision, each alone, even if they are predicted to be needed by a wide margin."""
+
+WIDE = 2.0
+"""Such a margin: the predicted error without the module is at least this many times the tolerance."""
 
 
 class LimitReachedError(Exception):
     """The search has used up its trials or its time."""
-
-
-class ModuleTree:
-    """The modules that are called, by path, below the model itself (``""``)."""
-
-    def __init__(self, types: Mapping[str, str]) -> None:
-        """``types``: path to type name of every called module but the root, parents before children."""
-        self.types = dict(types)
-        self._order = {path: index for index, path in enumerate(types)}
-        self._children: dict[str, list[str]] = {}
-        for path in types:
-            self._children.setdefault(self._parent(path), []).append(path)
-
-    def _parent(self, path: str) -> str:
-        """The nearest called module above; a ``ModuleList`` is not called."""
-        above = path.rpartition(".")[0]
-        while above and above not in self._order:
-            above = above.rpartition(".")[0]
-        return above
-
-    def children(self, path: str) -> list[str]:
-        """The called modules directly below."""
-        return self._children.get(path, [])
-
-    def leaves(self, keep: Iterable[str]) -> set[str]:
-        """The modules inside ``keep`` that have no called module below them."""
-        found: set[str] = set()
-        pending = list(keep)
-        while pending:
-            path = pending.pop()
-            below = self.children(path)
-            pending += below
-            if not below:
-                found.add(path)
-        return found
-
-    def normalized(self, keep: Iterable[str]) -> Keep:
-        """``keep`` without modules that are inside others of it, in the model's order."""
-        unique = {path for path in keep if path in self._order}
-        outer = (p for p in unique if not any(above in unique for above in paths_above(p)))
-        return tuple(sorted(outer, key=self._order.__getitem__))
-
-    def role(self, path: str) -> tuple[str, str]:
-        """What a module has in common with its counterparts in a stack: its path without indices, and its type."""
-        return ".".join("*" if part.isdigit() else part for part in path.split(".")), self.types[path]
 
 
 class Verdict(NamedTuple):
@@ -80,6 +52,8 @@ class Verdict(NamedTuple):
     """Whether any op still runs in low precision; if none does, passing proves nothing."""
     own_fault: bool = True
     """Whether the trial failed otherwise than by an exception inside a submodule."""
+    error: float | None = None
+    """rel_l2 of the output, of the batch that fails or has the largest; ``None`` if there is none."""
 
 
 class Trials:
@@ -93,6 +67,10 @@ class Trials:
         self.verdicts: dict[Keep, Verdict] = {(): Verdict(False)}
         self.count = 0
         self.best: Keep | None = None
+        self.first_pass: int | None = None
+        """The number of the first trial that passed."""
+        self.predicted: dict[Keep, float] = {}
+        """The error that was predicted for a set before it was tried."""
         self.stopped: str | None = None
 
     def count_run(self) -> None:
@@ -108,6 +86,8 @@ class Trials:
         if normalized not in self.verdicts:
             self.count_run()
             verdict = self.verdicts[normalized] = self._run(normalized)
+            if verdict.passes and self.first_pass is None:
+                self.first_pass = self.count
             if (
                 verdict.passes
                 and verdict.any_low
@@ -129,20 +109,36 @@ class SearchResult(NamedTuple):
 
     keep: Keep | None
     minimal: bool
+    unconfirmed: int = 0
+    """Modules of ``keep`` that were not tried in low precision, as they are predicted to be needed, or only
+    with more modules in fp32."""
 
 
-def search(tree: ModuleTree, suspects: Suspects, trials: Trials, explain: Callable[[Keep], Suspects]) -> SearchResult:
+def search(
+    tree: ModuleTree,
+    suspects: Suspects,
+    trials: Trials,
+    explain: Callable[[Keep], Suspects],
+    tolerance: float | None = None,
+) -> SearchResult:
     """The fewest modules with which a trial passes; if the limits end the search, the best set found.
 
-    ``suspects`` are those of the base without kept modules, which fails; ``explain`` returns those with modules kept.
+    ``suspects`` are those of the base without kept modules, which fails; ``explain`` returns those with modules kept. A trial passes
+    if the error of the output is at most ``tolerance``; without it nothing is predicted.
     """
-    return _Search(tree, trials, explain).run(suspects)
+    return _Search(tree, trials, explain, tolerance or 0.0).run(suspects)
 
 
 class _Search:
-    def __init__(self, tree: ModuleTree, trials: Trials, explain: Callable[[Keep], Suspects]) -> None:
-        self.tree, self.passes, self.trials, self.explain = tree, trials.passes, trials, explain
+    def __init__(self, tree: ModuleTree, trials: Trials, explain: Callable[[Keep], Suspects], tolerance: float) -> None:
+        self.tree, self.trials, self.explain, self.tolerance = tree, trials, explain, tolerance
         self.rank: dict[str, int] = {}
+        self.certain: set[str] = set()
+        self.needed: set[str] = set()
+        """Modules without which a set failed that passed with them."""
+        self.prediction: PredictedRest | None = None
+        self.guessed = False
+        """Whether the prediction contains guesses of hidden errors."""
 
     def run(self, suspects: Suspects) -> SearchResult:
         try:
@@ -150,14 +146,24 @@ class _Search:
             if keep is None:
                 return SearchResult(None, False)
             while True:
-                smaller = self._refine(self._shrink(keep))
+                smaller = self._refine(self._smaller(keep))
                 if self.tree.normalized(smaller) == self.tree.normalized(keep):
                     break
                 keep = smaller
             found = self.tree.normalized(keep)
-            return SearchResult(found, True) if self.trials.verdict(found).any_low else SearchResult(None, False)
+            if not self.trials.verdict(found).any_low:
+                return SearchResult(None, False)
+            unconfirmed = len(self._untried(found))
+            return SearchResult(found, not unconfirmed, unconfirmed)
         except LimitReachedError:
             return SearchResult(self.trials.best, False)
+
+    def passes(self, keep: Iterable[str]) -> bool:
+        """Whether the base passes with ``keep`` in fp32; notes the error that is predicted for it without guesses."""
+        normalized = self.tree.normalized(keep)
+        if self.prediction is not None and not self.guessed and normalized not in self.trials.verdicts:
+            self.trials.predicted[normalized] = self.prediction.rest(normalized)
+        return self.trials.passes(normalized)
 
     # -- growing: find a set that passes
 
@@ -168,7 +174,7 @@ class _Search:
         keep: list[str] = []
         for number in range(ROUNDS):
             known = set(keep)
-            new = [path for path in suspects.certain if path in self.tree.types and path not in known]
+            new = self._new_certain(suspects, known)
             if not new:
                 break
             keep += self._counterparts(new, keep) if number else new
@@ -178,10 +184,61 @@ class _Search:
             self.trials.count_run()
             suspects = self.explain(self.tree.normalized(keep))
         self._rank(keep, suspects)
+        found = self._passing_by_prediction(keep, suspects)
+        if found is not None:
+            return found
         for candidates in self._growing(keep, suspects):
             if self.passes(candidates):
                 return candidates
         return everything if self.passes(everything) else None
+
+    def _new_certain(self, suspects: Suspects, known: Collection[str]) -> list[str]:
+        new = [path for path in suspects.certain if path in self.tree.types and path not in known]
+        self.certain.update(new)
+        return new
+
+    def _passing_by_prediction(self, certain: Sequence[str], suspects: Suspects) -> list[str] | None:
+        """A set that passes, the certain suspects in it; ``None`` if there is no budget, or its predictions lead nowhere.
+
+        Each trial that fails teaches: its error scales the prediction. If that is far off, the first failures hid others: these are guessed,
+        then shown by the budget of another analyzed run.
+        """
+        if not self.tolerance or suspects.causes is None:
+            return None
+        kept, analyzed = self.tree.normalized(certain), self.tree.normalized(certain)
+        prediction = self.prediction = PredictedRest(self.tree, suspects.causes, kept)
+        for _ in range(ROUNDS):
+            keep = prediction.fewest(MARGIN * self.tolerance, kept)
+            if keep not in self.trials.verdicts:
+                if self.passes(keep):
+                    self._settle(keep)
+                    return list(keep)
+                predicted, error = prediction.rest(keep), self.trials.verdict(keep).error
+                if error is not None and predicted < error <= MISSED * predicted:
+                    prediction.learn(predicted, error)
+                    continue
+            if suspects.guess is not None and not self.guessed:
+                self.guessed = True
+                prediction.learn_causes(suspects.guess, kept)
+                continue
+            if keep == analyzed:
+                break
+            self.trials.count_run()
+            suspects, analyzed = self.explain(keep), keep
+            kept = self.tree.normalized([*keep, *self._new_certain(suspects, keep)])
+            causes = (suspects.guess if self.guessed else None) or suspects.causes
+            if causes is not None:
+                prediction.learn_causes(causes, kept)
+            elif kept == keep:
+                break
+        self.prediction = None
+        return None
+
+    def _settle(self, keep: Keep) -> None:
+        """Make the prediction for ``keep``, which passes, what was measured."""
+        error = self.trials.verdict(keep).error
+        if self.prediction is not None and error is not None:
+            self.prediction.settle(keep, error)
 
     def _counterparts(self, paths: Sequence[str], known: Sequence[str]) -> list[str]:
         """The counterparts of ``paths`` in their stacks: if two of a stack fail one after the other, more will."""
@@ -197,12 +254,9 @@ class _Search:
 
     def _growing(self, certain: list[str], suspects: Suspects) -> Iterator[list[str]]:
         """The certain ones plus the likeliest module, plus its counterparts, plus two, four, … such groups, plus all."""
-        groups: dict[tuple[str, str], list[str]] = {}
         known = set(certain)
-        for path in suspects.likely:
-            if path in self.tree.types and path not in known:
-                groups.setdefault(self.tree.role(path), []).append(path)
-        ordered = list(groups.values())
+        likely = (path for path in suspects.likely if path in self.tree.types and path not in known)
+        ordered = list(self.tree.by_role(likely).values())
         if not ordered:
             return
         yield [*certain, ordered[0][0]]
@@ -213,6 +267,72 @@ class _Search:
         yield [*certain, *(path for group in ordered for path in group)]
 
     # -- shrinking: find what can return to low precision
+
+    def _smaller(self, keep: Sequence[str]) -> list[str]:
+        """What is left of ``keep`` after modules returned to low precision until no other one can."""
+        if self.prediction is None:
+            return self._shrink(keep)
+        items, most = list(self.tree.normalized(keep)), len(keep)
+        if self.guessed:
+            items = self._needed_groups(items)
+        while chunk := self._next_chunk(items, most):
+            smaller = [path for path in items if path not in chunk]
+            if self.passes(smaller):
+                items = smaller
+                self._settle(self.tree.normalized(items))
+            elif len(chunk) > 1:
+                most = max(1, len(chunk) // 2)
+            else:
+                self.needed.update(chunk)
+        return items
+
+    def _next_chunk(self, items: Sequence[str], most: int) -> list[str]:
+        """What to return to low precision next: the smallest shares first, and together what is predicted to pass; at last nothing.
+
+        A module that failed once is tried again, with fewer others in fp32, only if few are kept.
+        """
+        untried = self._untried(items)
+        fresh = [path for path in untried if path not in self.needed]
+        if not fresh:
+            return untried[:1] if len(items) <= CONFIRMED else []
+        assert self.prediction is not None
+        expected = self.prediction.rest({*items}.difference(fresh[:1]))
+        clearly = expected >= WIDE * self.tolerance and not self.guessed and fresh[0] not in self.certain
+        if clearly and len(self.needed.intersection(items)) >= CONFIRMED:
+            return []
+        return self._surplus(items, fresh, most)
+
+    def _needed_groups(self, keep: Sequence[str]) -> list[str]:
+        """What is left after all counterparts of a stack returned to low precision together, where that passes."""
+        items = list(keep)
+        for group in self.tree.by_role(keep).values():
+            smaller = [path for path in items if path not in group]
+            if smaller and len(group) > 1 and self.certain.isdisjoint(group) and self.passes(smaller):
+                items = smaller
+                self._settle(self.tree.normalized(items))
+        return items
+
+    def _untried(self, items: Sequence[str]) -> list[str]:
+        """The modules that were not tried in low precision, each alone; those that fail for certain last, then the largest share."""
+        prediction = self.prediction
+        shares = {path: prediction.removed(path) if prediction is not None else 0.0 for path in items}
+        found = [
+            path
+            for path in items
+            if self.tree.normalized(other for other in items if other != path) not in self.trials.verdicts
+        ]
+        return sorted(found, key=lambda path: (path in self.certain, shares[path]))
+
+    def _surplus(self, items: Sequence[str], fresh: Sequence[str], most: int) -> list[str]:
+        """The first of ``fresh`` and at most ``most`` that are predicted to pass in low precision together; at least one."""
+        chunk = [fresh[0]]
+        assert self.prediction is not None
+        for path in fresh[1:most]:
+            left = {*items}.difference(chunk, [path])
+            if path in self.certain or self.prediction.rest(left) > self.tolerance:
+                break
+            chunk.append(path)
+        return chunk
 
     def _shrink(self, keep: Sequence[str], fixed: Sequence[str] = ()) -> list[str]:
         """Return halves, quarters, … of ``keep`` to low precision, the least suspect first, at last each one alone.

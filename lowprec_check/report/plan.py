@@ -70,16 +70,23 @@ def _proof(plan: Plan) -> str:
     if plan.fp32_metric is not None:
         parts = [f"metric {plan.metric:.4g} (fp32 {plan.fp32_metric:.4g}, may drop {plan.max_drop:.2g})"]
     else:
-        parts = [f"error {plan.rel_l2 or 0:.1e}, tolerance {plan.tolerance or 0:.0e}"]
+        predicted = f"predicted {plan.predicted:.1e}, proven " if plan.predicted is not None else ""
+        parts = [f"error {predicted}{plan.rel_l2 or 0:.1e}, tolerance {plan.tolerance or 0:.0e}"]
     if plan.batches > 1:
         parts.append(f"on each of {plan.batches} batches")
     if plan.speedup is not None:
         slower = " (here fp32 is faster)" if plan.speedup < 1 / NOISE else ""
         parts.append(f"{plan.speedup:.2f} × fp32's speed{slower}")
     if plan.trials:
-        parts.append(f"{counted(plan.trials, 'trial')} in {plan.seconds:.1f} s")
+        first = f" (number {plan.first_pass} was the first to pass)" if (plan.first_pass or 1) < plan.trials else ""
+        parts.append(f"{counted(plan.trials, 'trial')} in {plan.seconds:.1f} s{first}")
     if plan.stopped is not None:
         parts.append(f"the search stopped {plan.stopped}; fewer modules may suffice")
+    elif plan.unconfirmed:
+        tried = len(plan.keep_fp32) - plan.unconfirmed
+        parts.append(
+            f"moving any of {tried} of them to 16 bits fails; {plan.unconfirmed} were not tried alone, as predicted to be needed"
+        )
     elif plan.keep_fp32:
         parts.append("moving any of them to 16 bits fails")
     return "; ".join(parts) + "."

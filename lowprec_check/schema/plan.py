@@ -63,17 +63,24 @@ class Plan(Struct, frozen=True, kw_only=True):
     """Shared parameters of kept modules that get their own copy, since a parameter cannot have two dtypes."""
     minimal: bool
     """Whether moving any one kept module to low precision was tried and failed."""
+    unconfirmed: int = 0
+    """Number of kept modules that were not tried in low precision, as they are predicted to be needed or were tried only with more
+    modules in fp32."""
     stopped: str | None = None
     """Why the search ended early, if it did: the plan is verified, but a smaller one may exist."""
     tolerance: float | None = None
     rel_l2: float | None = None
     """Error of the output against fp32, the worst over the batches."""
+    predicted: float | None = None
+    """``rel_l2`` that the error budget predicted for these modules before they were tried; ``None`` if nothing was predicted."""
     metric: float | None = None
     fp32_metric: float | None = None
     max_drop: float | None = None
     batches: int = 1
     trials: int
     """Number of trial runs in the search."""
+    first_pass: int | None = None
+    """The number of the first trial that passed; those after it look for fewer modules."""
     seconds: float
     latency_ms: float | None = None
     speedup: float | None = None
@@ -150,8 +157,14 @@ class Attempt(Struct, frozen=True, kw_only=True):
     rel_l2: float | None = None
     kept: int | None = None
     """Number of modules in fp32 in the plan; ``None`` if no plan was found."""
+    predicted: float | None = None
+    """rel_l2 of the output that the error budget predicted for the plan before it was tried."""
+    proven: float | None = None
+    """rel_l2 of the output with the plan, measured."""
     speedup: float | None = None
     trials: int = 0
+    first_pass: int | None = None
+    """The number of the first trial that passed."""
     seconds: float = 0.0
     outcome: str
     """In words: the plan found, or why none was."""

@@ -53,6 +53,8 @@ class PlanOptions:
     tolerance: float | None = None
     seed: int = 0
     without_kernel: str | Sequence[str] = ()
+    predict: bool = True
+    """Whether sets are proposed by the error budget; otherwise each is found by trials alone, which takes more of them."""
 
     def bases(self) -> list[str]:
         """The precisions to start from, in the order of the search."""
@@ -185,6 +187,7 @@ def growing_planning(
         tolerance=options.tolerance,
         seed=options.seed,
         without_kernel=tuple(words_in(options.without_kernel)),
+        budget_error=options.predict,
     )
     name = encodable(spec or target.name)
     with contextlib.ExitStack() as stack:
@@ -246,14 +249,17 @@ def make_plan(
         keep_fp32=run.keep_fp32,
         untied=run.untied,
         minimal=proposal.minimal,
+        unconfirmed=proposal.unconfirmed,
         stopped=proposal.stopped,
         tolerance=run.tolerance if objective.fp32_metric is None else None,
         rel_l2=run.output_error.rel_l2 if run.output_error else None,
+        predicted=proposal.attempt.predicted,
         metric=run.metric,
         fp32_metric=objective.fp32_metric,
         max_drop=objective.max_drop,
         batches=len(proposer.batches),
         trials=proposal.attempt.trials,
+        first_pass=proposal.attempt.first_pass,
         seconds=proposal.attempt.seconds,
         latency_ms=run.latency_ms,
         speedup=proposal.attempt.speedup,

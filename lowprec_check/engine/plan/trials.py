@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,7 +12,8 @@ import msgspec
 from torch import nn
 
 from lowprec_check.analysis.blame import Suspects, at_fault, constants, suspects
-from lowprec_check.analysis.minimize import Keep, ModuleTree, SearchResult, Trials, Verdict, search
+from lowprec_check.analysis.minimize import SearchResult, Trials, Verdict, search
+from lowprec_check.analysis.module_tree import Keep, ModuleTree
 from lowprec_check.analysis.run_summary import NOISE, SHORT_MS, error_of, explain_status, short_op, some, speedup
 from lowprec_check.engine.model.keep_fp32 import shared_weights
 from lowprec_check.engine.run.target_runs import TargetRuns
@@ -74,6 +76,7 @@ class Proposal:
     run: Run | None = None
     """The base with modules kept, measured and analyzed, as a ``plan`` run; its error is the worst of all batches."""
     minimal: bool = False
+    unconfirmed: int = 0
     stopped: str | None = None
     evidence: tuple[Run, ...] = ()
     """The runs of the search that were analyzed op by op, first that of the base without kept modules."""
@@ -154,12 +157,15 @@ class _Search:
 
     def propose(self) -> Proposal:
         started = time.monotonic()
-        found = search(self.tree, suspects(self.failing), self.trials, self._explain)
+        found = search(self.tree, suspects(self.failing), self.trials, self._explain, self._tolerance())
         run = self._measure(found.keep) if found.keep is not None else None
         fp32 = self.proposer.batches[0].run(REFERENCE, instrumented=False) if run is not None else None
         attempt = _attempt(
             self.failing,
             kept=len(found.keep) if found.keep is not None else None,
+            predicted=self.trials.predicted.get(found.keep) if found.keep is not None else None,
+            proven=_error(run) if run is not None else None,
+            first_pass=self.trials.first_pass,
             speedup=_speedup(run, fp32) if run and fp32 else None,
             trials=self.trials.count,
             seconds=round(time.monotonic() - started, 2),
@@ -170,6 +176,7 @@ class _Search:
             attempt=attempt,
             run=run,
             minimal=found.minimal,
+            unconfirmed=found.unconfirmed,
             stopped=self.trials.stopped,
             evidence=tuple(self.evidence),
         )
@@ -184,9 +191,14 @@ class _Search:
                 self.order.remove(batch)
                 self.order.insert(0, batch)
                 self.failed[keep] = run
-                return Verdict(False, own_fault=run.exception is None or not run.exception.module)
+                own_fault = run.exception is None or not run.exception.module
+                return Verdict(False, own_fault=own_fault, error=_error(run))
             runs.append(run)
-        return Verdict(True, any_low=self._leaves_low(keep, runs))
+        return Verdict(True, any_low=self._leaves_low(keep, runs), error=_error(max(runs, key=error_of)))
+
+    def _tolerance(self) -> float | None:
+        """What an error must not exceed; ``None`` if nothing is to be predicted, or the objective is a metric."""
+        return self.failing.tolerance if self.proposer.objective.fp32_metric is None else None
 
     def _leaves_low(self, keep: Keep, runs: Sequence[Run]) -> bool:
         """Whether anything runs in low precision with ``keep`` in fp32; if unclear, a run is analyzed op by op."""
@@ -234,7 +246,9 @@ class _Search:
 
     def _outcome(self, found: SearchResult) -> str:
         if found.keep is not None:
-            return f"passes with {some(found.keep)} in fp32" + ("" if found.minimal else " (search stopped early)")
+            return f"passes with {some(found.keep)} in fp32" + (
+                " (search stopped early)" if self.trials.stopped is not None else ""
+            )
         if self.trials.stopped is not None:
             return f"{STOPPED_WITHOUT_PLAN} {self.trials.stopped}"
         failed = self.failed.get(self.tree.normalized(self.tree.children("")))
@@ -258,6 +272,12 @@ def _attempt(run: Run, **known: object) -> Attempt:
     error = run.output_error.distance if run.output_error else None
     why = "" if run.status == "ok" else explain_status(run)
     return msgspec.convert({"base": run.precision, "status": run.status, "why": why, "rel_l2": error, **known}, Attempt)
+
+
+def _error(run: Run) -> float | None:
+    """rel_l2 of the output, if it is finite."""
+    error = run.output_error.rel_l2 if run.output_error else None
+    return error if error is not None and math.isfinite(error) else None
 
 
 def _speedup(run: Run, fp32: Run) -> float | None:

@@ -1,0 +1,166 @@
+"""What the error of the output would be with modules kept in fp32, and the fewest that bring it down. Never imports torch.
+
+An error budget splits the squared error of the output into shares of modules. If modules are kept in fp32, their shares go, and the
+root of the others is the error that is left, to first order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from lowprec_check.analysis.module_tree import Keep, ModuleTree
+from lowprec_check.schema.module_paths import is_inside, module_around
+from lowprec_check.schema.scan_result import Run
+
+EXPLAINED = 0.5
+"""A budget that leaves more than this part of the squared error unexplained is not used."""
+
+LARGEST_STEP = 100.0
+"""If no set reaches the goal, one is proposed that lowers what sets can remove of the squared error by this factor."""
+
+
+class Causes(NamedTuple):
+    """What the budget of a run says."""
+
+    error: float
+    """rel_l2 of the output."""
+    shares: Mapping[str, float]
+    """The share of the squared error that goes if a module is kept in fp32, without those of the modules inside it. They add up
+    to 1; those of ``""`` stay."""
+
+
+def causes_of(run: Run) -> Causes | None:
+    """The causes of the output's error in ``run``; ``None`` if there is no budget that explains most of it."""
+    budget, error = run.budget, run.output_error.rel_l2 if run.output_error else None
+    if budget is None or budget.unexplained is None or abs(budget.unexplained) > EXPLAINED:
+        return None
+    if error is None or not math.isfinite(error):
+        error = budget.measured
+    shares: dict[str, float] = defaultdict(float)
+    for share in budget.shares:
+        shares[share.module] += abs(share.share)
+    shares[""] += abs(budget.others)
+    total = math.fsum(shares.values())
+    if not error or not total or not math.isfinite(error):
+        return None
+    return Causes(error, {module: share / total for module, share in shares.items()})
+
+
+class PredictedRest:
+    """Predicts the error of the output for a set of modules in fp32, and learns from what is measured."""
+
+    def __init__(self, tree: ModuleTree, causes: Causes, kept: Keep = ()) -> None:
+        """``causes`` are those of a run with ``kept`` in fp32."""
+        self._tree = tree
+        self._parts: dict[str, float] = {}
+        """By module, the squared error that goes if it is kept in fp32."""
+        self.learn_causes(causes, kept)
+
+    def learn_causes(self, causes: Causes, kept: Keep) -> None:
+        """Replace what is known of modules outside ``kept`` by the causes of a run with these in fp32."""
+        around = frozenset(kept)
+        self._parts = {path: part for path, part in self._parts.items() if module_around(path, around) is not None}
+        self._fixed = 0.0
+        """The squared error that no set of modules removes."""
+        for module, share in causes.shares.items():
+            path, part = self._tree.around(module) if module else "", share * causes.error**2
+            if not path or module_around(path, around) is not None:
+                self._fixed += part
+            else:
+                self._parts[path] = self._parts.get(path, 0.0) + part
+
+    def settle(self, keep: Keep, error: float) -> None:
+        """Predict ``error``, which was measured, for ``keep``; other sets differ from it by the parts that they remove."""
+        self._fixed += error**2 - self._square(keep)
+
+    def learn(self, predicted: float, measured: float) -> None:
+        """Scale what is left in further predictions by the ratio of an error that was measured to the predicted one."""
+        ratio = (measured / predicted) ** 2
+        self._parts = {path: part * ratio for path, part in self._parts.items()}
+        self._fixed *= ratio
+
+    def rest(self, keep: Collection[str]) -> float:
+        """The error of the output with the modules of ``keep`` in fp32."""
+        return math.sqrt(max(0.0, self._square(keep)))
+
+    def _square(self, keep: Collection[str]) -> float:
+        around = frozenset(keep)
+        left = (part for path, part in self._parts.items() if module_around(path, around) is None)
+        return self._fixed + math.fsum(left)
+
+    def removed(self, module: str) -> float:
+        """The squared error that goes if ``module`` with all inside is kept in fp32."""
+        return math.fsum(part for path, part in self._parts.items() if is_inside(path, module))
+
+    def fewest(self, goal: float, kept: Keep = ()) -> Keep:
+        """The set with the fewest leaves, ``kept`` in it, whose predicted error is at most ``goal``.
+
+        If there is none: one that gets nearly as low as any; another analysis must tell how to continue.
+        """
+        sets = _Sets(self._tree, self._parts, kept)
+        left = self._square(kept)
+        lowest = left - sets.best[-1].removed
+        wanted = goal**2 if lowest <= goal**2 else lowest + (left - lowest) / LARGEST_STEP
+        chosen = next(found for found in sets.best if left - found.removed <= wanted or found is sets.best[-1])
+        return self._tree.normalized([*kept, *chosen.paths])
+
+
+class _Set(NamedTuple):
+    """Modules to keep: the leaves that they cost, the squared error that they remove."""
+
+    leaves: int
+    removed: float
+    paths: Keep
+
+
+class _Sets:
+    """The sets that remove the most for each number of leaves, by dynamic programming up the tree."""
+
+    def __init__(self, tree: ModuleTree, parts: Mapping[str, float], kept: Keep) -> None:
+        self._tree, self._parts = tree, parts
+        self._kept, self._free = frozenset(kept), tree.leaves(kept)
+        self._inside: dict[str, list[str]] = defaultdict(list)
+        """The modules directly below that have a part, or something below them has."""
+        for path, part in parts.items():
+            if part and module_around(path, self._kept) is None:
+                self._insert(path)
+        self.best = self._combined("")
+        """By growing number of leaves and error removed; the first is empty."""
+
+    def _insert(self, path: str) -> None:
+        while path:
+            above = self._tree.parent(path)
+            if path in self._inside[above]:
+                return
+            self._inside[above].append(path)
+            path = above
+
+    def _combined(self, path: str) -> list[_Set]:
+        """The best sets of modules below ``path``."""
+        best = [_Set(0, 0.0, ())]
+        for child in self._inside.get(path, []):
+            inside = self._best_at(child)
+            sums = (
+                _Set(a.leaves + b.leaves, a.removed + b.removed, (*a.paths, *b.paths)) for a in best for b in inside
+            )
+            best = list(_undominated(sums))
+        return best
+
+    def _best_at(self, path: str) -> list[_Set]:
+        """The best sets of modules at or below ``path``."""
+        below = self._combined(path)
+        removed = self._parts.get(path, 0.0) + below[-1].removed
+        whole = _Set(len(self._tree.leaves([path]) - self._free), removed, (path,))
+        return list(_undominated([*below, whole]))
+
+
+def _undominated(sets: Iterable[_Set]) -> Iterator[_Set]:
+    """Those that no other set equals or beats with as few leaves; of equals, the first."""
+    most = -1.0
+    for found in sorted(sets, key=lambda found: (found.leaves, -found.removed)):
+        if found.removed > most:
+            most = found.removed
+            yield found
