@@ -171,12 +171,16 @@ def cost(case: Case, device: str) -> dict[str, Any]:
     }
 
 
-def examine(case: Case, device: str = "cpu", number: int = 0, with_cost: bool = False) -> dict[str, Any]:
+def examine(
+    case: Case, device: str = "cpu", number: int = 0, with_cost: bool = False, largest: float = math.inf
+) -> dict[str, Any]:
     """All that is measured about one model."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     model, inputs = case.build()
     started = time.perf_counter()
+    if sum(parameter.numel() for parameter in model.parameters()) > largest:
+        return {"rows": [], "refused": f"{case.name}: left out, more than {largest:.0e} parameters"}
     try:
         result = scan(model, inputs, precisions=list(PRECISIONS), plan=False, budget=300, device=device)
     except UsageError as error:
@@ -280,6 +284,7 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--device", default="cpu", help="cpu or cuda; a GPU is used in one process")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no other model after this time")
+    parser.add_argument("--largest", type=float, default=math.inf, help="leave out models with more parameters")
     parser.add_argument("--cost", action="store_true", help="also measure what budgets cost")
     options = parser.parse_args()
     torch.set_num_threads(1)  # processes that are forked cannot use a pool of threads
@@ -289,7 +294,7 @@ def main() -> None:
     started = time.monotonic()
 
     def work(case: Case) -> dict[str, Any]:
-        return examine(case, options.device, numbers[case.name], options.cost)
+        return examine(case, options.device, numbers[case.name], options.cost, options.largest)
 
     found: dict[str, dict[str, Any]] = {}
     problems = [f"skipped: {library}" for library in missing]
