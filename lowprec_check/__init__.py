@@ -39,6 +39,8 @@ if TYPE_CHECKING:
         Run,
         ScanResult,
     )
+    from lowprec_check.schema.what_if_formats import OperandFormat, WhatIfFormat
+    from lowprec_check.schema.predictions import WhatIf
 
 _MODULES = {
     "Application": "engine.model.application",
@@ -56,6 +58,7 @@ _MODULES = {
     "ModelInfo": "schema.scan_result",
     "OpCall": "schema.op_calls",
     "OpCalls": "schema.op_calls",
+    "OperandFormat": "schema.what_if_formats",
     "Plan": "schema.plan",
     "Planning": "schema.plan",
     "Precision": "schema.precisions",
@@ -69,6 +72,8 @@ _MODULES = {
     "ScanResult": "schema.scan_result",
     "Share": "schema.error_budget",
     "UsageError": "errors",
+    "WhatIf": "schema.predictions",
+    "WhatIfFormat": "schema.what_if_formats",
     "apply": "engine.plan.apply",
     "diff_scans": "analysis.diff",
     "find_plan": "engine.plan.planner",
@@ -95,6 +100,7 @@ __all__ = [
     "ModelInfo",
     "OpCall",
     "OpCalls",
+    "OperandFormat",
     "Plan",
     "Planning",
     "Precision",
@@ -108,6 +114,8 @@ __all__ = [
     "ScanResult",
     "Share",
     "UsageError",
+    "WhatIf",
+    "WhatIfFormat",
     "apply",
     "catalog",
     "diff_scans",

@@ -16,6 +16,7 @@ from lowprec_check.schema.precisions import formats, low_precisions
 from lowprec_check.schema.registry import Registry, choices
 from lowprec_check.schema.run_matrices import RUN_MATRICES
 from lowprec_check.schema.target_forms import FORMS
+from lowprec_check.schema.what_if_formats import WHAT_IF_FORMATS
 
 
 def completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
@@ -84,6 +85,16 @@ Matrix = Annotated[
         autocompletion=completing(RUN_MATRICES.names),
         help=f"Set of runs: {'; '.join(f'{matrix.name} ({matrix.summary})' for matrix in RUN_MATRICES)}. "
         "-p, --backend and --memory-format replace its parts.",
+    ),
+]
+WhatIfFormats = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--what-if",
+        metavar="NAME",
+        autocompletion=completing(WHAT_IF_FORMATS.names),
+        help="Predict the output error of a format without running it: "
+        f"{', '.join(f'{format.name} ({format.summary})' for format in WHAT_IF_FORMATS)}; repeatable or comma-separated.",
     ),
 ]
 Backend = Annotated[str, typer.Option("--backend", metavar="NAME", help=f"How to execute the model: {_BACKENDS}.")]

@@ -35,6 +35,7 @@ from lowprec_check.cli.options import (
     Target,
     Tolerance,
     Weights,
+    WhatIfFormats,
     WithoutKernel,
     names_of,
 )
@@ -47,6 +48,7 @@ from lowprec_check.schema.memory_formats import MEMORY_FORMATS
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.registry import choices, words_in
 from lowprec_check.schema.run_matrices import RUN_MATRICES
+from lowprec_check.schema.what_if_formats import WHAT_IF_FORMATS
 
 if TYPE_CHECKING:
     from lowprec_check.schema.scan_result import ScanResult
@@ -111,6 +113,7 @@ def scan(
             "instances of at most 4 cores at a time)."
         ),
     ] = None,
+    what_if: WhatIfFormats = None,
     save_plan: Annotated[
         Path | None, typer.Option("--save-plan", help="Save the plan found, for lowprec_check.apply.")
     ] = None,
@@ -142,7 +145,7 @@ def scan(
 ) -> None:
     """Run a model in fp32, half, bfloat16 and autocast. Shows which of them run, how accurate and fast they are, and what to do."""
     precisions, backends = names_of(PRECISIONS, precision), names_of(BACKENDS, backend)
-    memory_formats = names_of(MEMORY_FORMATS, memory_format)
+    memory_formats, predicted = names_of(MEMORY_FORMATS, memory_format), names_of(WHAT_IF_FORMATS, what_if)
     matrix = RUN_MATRICES.get(matrix).name if matrix is not None else None
     check_writable(json, "--json")
     check_reports(report or [])
@@ -175,6 +178,7 @@ def scan(
             ignore=ignore or (),
             plan=plan,
             scenario=scenario,
+            what_if=predicted,
         )
         spec = TargetSpec(target, tuple(inputs or ()), weights)
         result, ended_by = last_before_end(scan_file(spec, options, isolation, shown.step), shown.done)

@@ -35,6 +35,7 @@ from lowprec_check.schema.registry import Registry, words_in
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE
 from lowprec_check.schema.run_matrices import RUN_MATRICES, RunMatrix
 from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.schema.what_if_formats import WHAT_IF_FORMATS
 
 Reference = Literal["fp32", "fp64"]
 OnOff = Literal["on", "off"]
@@ -61,6 +62,7 @@ class ScanOptions:
     batches: int = 1
     plan: bool | None = None
     scenario: Scenario | None = None
+    what_if: Names = None
     select: str | Sequence[str] = ()
     ignore: str | Sequence[str] = ()
 
@@ -87,6 +89,10 @@ class ScanOptions:
         """Names of the memory formats to run in; raises :class:`UsageError` for an unknown one."""
         return _names(MEMORY_FORMATS, self.memory_formats) or self._matrix.memory_formats()
 
+    def chosen_what_if(self) -> list[str]:
+        """Names of the formats whose error is predicted; raises :class:`UsageError` for an unknown one."""
+        return _names(WHAT_IF_FORMATS, self.what_if)
+
     @property
     def _matrix(self) -> RunMatrix:
         return RUN_MATRICES.get(self.matrix or RUN_MATRICES.names()[0])
@@ -98,6 +104,7 @@ class ScanOptions:
         chosen = (self.chosen_precisions(), self.chosen_backends(), self.chosen_formats())
         if chosen == ([REFERENCE], [EAGER], [CONTIGUOUS]):
             raise UsageError("fp32 is the reference that every scan runs.", "Add a lower precision, such as half.")
+        self.chosen_what_if()
         parse_withheld(words_in(self.without_kernel))
         check_codes([*words_in(self.select), *words_in(self.ignore)])
         self.for_runs("cpu")
@@ -145,6 +152,7 @@ class ScanOptions:
             "seed": self.seed,
             "batches": self.batches,
             "scenario": self.scenario,
+            "what_if": self.chosen_what_if(),
             "without_kernel": words_in(self.without_kernel),
         }
 
@@ -174,6 +182,7 @@ def scan(
     batches: int = 1,
     plan: bool | None = None,
     scenario: Scenario | None = None,
+    what_if: Names = None,
     select: str | Sequence[str] = (),
     ignore: str | Sequence[str] = (),
     loss: Callable[[Any], Tensor] | None = None,
@@ -206,6 +215,8 @@ def scan(
         batches: number of batches that ``inputs`` (a function, loader or generator) gives; what passes on the first must pass on all.
         plan: whether to search for modules to keep in fp32 for each precision that fails; by default only if none passes.
         scenario: also time every run: ``offline`` (on all cores) or ``realtime`` (several instances with batches of 1).
+        what_if: formats whose output error to predict, without running them: ``fp8-e4m3``, ``fp8-e5m2``, ``tf32``,
+            ``int8-weights``, ``bf16-accumulate``.
         select: report only diagnostics whose code starts with one of these prefixes.
         ignore: omit those whose code starts with one of these.
         loss: ``loss(output) -> tensor``; it is run and checked as part of the model.
@@ -278,6 +289,10 @@ def growing_scan(
             result = msgspec.structs.replace(
                 result, runs=[*result.runs, run], options=options.saved(target_runs.isolation)
             )
+            yield result
+        if options.what_if is not None:
+            predicted = target_runs.what_if(tuple(options.chosen_what_if()))
+            result = msgspec.structs.replace(result, what_if=predicted)
             yield result
         batches = [target_runs, *further.batches]
         planned = plan_for_scan(batches, result.runs, machine, name, wanted=options.plan, on_progress=on_progress)

@@ -58,7 +58,7 @@ def added_by_packages() -> tuple[Added, ...]:
         if isinstance(item, type) or not isinstance(getattr(item, "name", None), str):
             raise UsageError(
                 f"{package} registers {entry.name!r} with lowprec-check, which is {_kind_of(item)}.",
-                "Register a Precision, a Backend, a Device or a ReportFormat: an object, not its class.",
+                "Register a Precision, a Backend, a Device, a ReportFormat or a WhatIfFormat: an object, not its class.",
             )
         found.append(Added(package, item))
     return tuple(found)

@@ -23,6 +23,7 @@ from lowprec_check.schema.measures import LayerError, Timing
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Plan
 from lowprec_check.schema.precisions import PRECISIONS, Precision
+from lowprec_check.schema.predictions import WhatIf
 from lowprec_check.schema.run_key import EAGER, REFERENCE, MemoryFormat, Phase, RunKey, qualified
 
 SCHEMA = 1
@@ -332,6 +333,8 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     recommendation: Recommendation | None = None
     plan: Plan | None = None
     """The plan of the ``plan`` run, if there is one."""
+    what_if: list[WhatIf] = []
+    """The output errors predicted for the formats of ``--what-if``, none of which was run."""
 
     def __repr__(self) -> str:
         """Three lines: what was scanned, the status of each run, the recommendation."""

@@ -80,6 +80,8 @@ class Job:
     """Whether this fp32 run is compared with an earlier one, in another process."""
     changes_parameters: bool = False
     """Whether calls write to parameters, whose values are then saved and restored."""
+    what_if: tuple[str, ...] = ()
+    """Formats whose output error is predicted."""
 
     @property
     def is_reference(self) -> bool:

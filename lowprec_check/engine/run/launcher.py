@@ -99,7 +99,9 @@ class Launcher:
 
     def _report_position(self, job: Job, position: Position | None) -> None:
         if self._on_progress is not None:
-            self._on_progress(job.key.label, describe_position(position) if position else "plain run")
+            otherwise = "predicting output errors" if job.what_if else "plain run"
+            name = "what if" if job.what_if else job.key.label
+            self._on_progress(name, describe_position(position) if position else otherwise)
 
     def _can_be_sent(self) -> bool:
         """Whether a fresh interpreter can get the model; raises :class:`UsageError` if not and it may wait for a thread."""

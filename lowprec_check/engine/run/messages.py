@@ -12,6 +12,7 @@ from lowprec_check.schema.base import Struct, encoded
 from lowprec_check.schema.compiler_check import CompilerCheck
 from lowprec_check.schema.measures import LayerError
 from lowprec_check.schema.op_calls import OpCalls
+from lowprec_check.schema.predictions import WhatIf
 from lowprec_check.schema.scan_result import ErrorStats, Gap
 
 
@@ -70,6 +71,12 @@ class Explained(Struct, frozen=True, tag="explained"):
     result: Instrumented
 
 
+class Predicted(Struct, frozen=True, tag="predicted"):
+    """The output errors of formats that are not run."""
+
+    entries: list[WhatIf]
+
+
 class InstrumentFault(Struct, frozen=True, tag="fault"):
     """The tool failed after the plain run: the run has no explanation, but keeps its status."""
 
@@ -112,6 +119,7 @@ FromJob = (
     | GapFound
     | OpCallsFound
     | Explained
+    | Predicted
     | InstrumentFault
     | InstanceReady
     | InstanceTimed

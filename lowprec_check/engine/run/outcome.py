@@ -16,12 +16,14 @@ from lowprec_check.engine.run.messages import (
     MeasuresDone,
     OpCallsFound,
     PlainDone,
+    Predicted,
 )
 from lowprec_check.engine.trace.emulation import Place
 from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.process.breadcrumb import Position
 from lowprec_check.process.exit_code import signal_name
 from lowprec_check.schema.op_calls import OpCalls, concatenate
+from lowprec_check.schema.predictions import WhatIf
 from lowprec_check.schema.scan_result import Gap
 
 FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGALRM", "SIGXCPU")
@@ -41,6 +43,8 @@ class JobOutcome:
     """Gaps in the order they were found, for an instrumented part that did not finish."""
     op_calls_found: list[OpCalls] = dataclasses.field(default_factory=list)
     """Op calls in the order they were found, for an instrumented part that did not finish."""
+    what_if: list[WhatIf] | None = None
+    """The output errors of formats that are not run, if they were predicted."""
     faults: list[str] = dataclasses.field(default_factory=list)
     """Failures of the tool after the plain run."""
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -75,6 +79,8 @@ class JobOutcome:
             self.gaps.append(message.gap)
         elif isinstance(message, OpCallsFound):
             self.op_calls_found.append(message.op_calls)
+        elif isinstance(message, Predicted):
+            self.what_if = message.entries
         elif isinstance(message, InstrumentFault):
             self.faults.append(message.message)
 

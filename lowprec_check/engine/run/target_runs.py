@@ -31,6 +31,7 @@ from lowprec_check.process import Isolation
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.measures import Scenario
 from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.predictions import WhatIf
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, MemoryFormat, RunKey
 from lowprec_check.schema.scan_result import Run, skipped
 
@@ -211,6 +212,16 @@ class TargetRuns:
         if backend == EAGER and instrumented and not keep_fp32:
             self._eager[key] = run
         return run if eager is None else explained_by(run, eager)
+
+    def what_if(self, formats: tuple[str, ...]) -> list[WhatIf]:
+        """The output error that each of ``formats`` would cause, predicted from fp32: none of them is run."""
+        budget = self.options.budget or REFERENCE_BUDGET
+        job = self._job(REFERENCE, plain=False, instrumented=False, what_if=formats, explain_budget=budget)
+        outcome = self._execute(job)
+        if outcome.what_if is not None:
+            return outcome.what_if
+        why = why_incomplete(outcome, budget) or "; ".join(outcome.faults)
+        return [WhatIf(format=name, note=why) for name in formats]
 
     def _run(self, job: Job, *, instrumented: bool) -> Run:
         job = dataclasses.replace(job, instrumented=instrumented and not self._hidden_state)

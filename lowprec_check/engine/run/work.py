@@ -14,17 +14,19 @@ from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.model.plain_run import reraise_interrupt, run_once
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.job import Job, Send
-from lowprec_check.engine.run.messages import Explained, GapFound, InstrumentFault, OpCallsFound
+from lowprec_check.engine.run.messages import Explained, GapFound, InstrumentFault, OpCallsFound, Predicted
 from lowprec_check.engine.run.plain_part import Fp32Outputs, PlainPart
 from lowprec_check.engine.run.preparation import in_eager_mode, on_backend, on_device, prepared_for
 from lowprec_check.engine.run.same_draws import judge_with_same_draws
 from lowprec_check.engine.trace.emulation import Emulation
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
 from lowprec_check.engine.trace.instrumented import Instrumented
+from lowprec_check.engine.trace.what_if import predict
 from lowprec_check.engine.trace.withheld_kernels import withholding
 from lowprec_check.errors import message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.op_calls import OpCalls
+from lowprec_check.schema.predictions import WhatIf
 from lowprec_check.schema.run_key import CONTIGUOUS, REFERENCE
 from lowprec_check.schema.scan_result import Gap
 
@@ -36,6 +38,9 @@ def run_job(job: Job, target: Target, send: Send) -> None:
         if job.instrumented:
             with _report_faults("instrumenting", send):
                 send(Explained(_instrument(job, target, outputs, send, too_slow)))
+        if job.what_if:
+            with _report_faults("predicting", send):
+                send(Predicted(_predict(job, target)))
 
 
 def _run_plain(job: Job, target: Target, send: Send) -> tuple[list[Tensor] | None, bool]:
@@ -112,3 +117,11 @@ def _instrument(job: Job, target: Target, outputs: list[Tensor] | None, send: Se
     fp32 = fp32_state(target.model)
     with prepared_for(job, target) as ready, withholding(job.without_kernel):
         return run_instrumented(in_eager_mode(ready, target), target.args, target.kwargs, fp32, options, outputs)
+
+
+def _predict(job: Job, target: Target) -> list[WhatIf]:
+    """The output errors of the formats of ``job``, from one instrumented run of the model in fp32."""
+    breadcrumb = Breadcrumb(job.files.breadcrumb)
+    with prepared_for(job, target) as ready, withholding(job.without_kernel):
+        ready = in_eager_mode(ready, target)
+        return predict(ready, target.args, target.kwargs, job.what_if, seed=job.seed, breadcrumb=breadcrumb)

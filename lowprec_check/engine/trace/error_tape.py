@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,12 @@ from lowprec_check.engine.trace.op_arguments import Args, Kwargs
 from lowprec_check.engine.trace.twins import Twin, Twins
 from lowprec_check.errors import message_of
 from lowprec_check.schema.op_calls import OpCall
+
+Errors = tuple[Tensor | None, ...]
+"""What an op adds to the error of one of its results, its own inputs being given: each part, or for each format; ``None``: nothing.
+
+All ops of a tape have the same errors in the same order; empty: none at all.
+"""
 
 _NOT_ENOUGH_MEMORY = "the activations of the model and their errors need more than {:.1f} GiB, half of the free memory"
 
@@ -40,10 +46,7 @@ class _Output(NamedTuple):
     part: Part
     values: Tensor | None
     """The reference values with the graph of the op; ``None`` if no derivative leads there."""
-    added: Tensor | None
-    """What the op adds to the error, its own inputs being given, before its result is rounded; ``None`` if nothing."""
-    rounding: Tensor | None
-    """What rounding the result to its dtype adds."""
+    errors: Errors
 
 
 class _Node:
@@ -63,10 +66,8 @@ class OutputChange(NamedTuple):
     row: OpCall
     readers: frozenset[tuple[str, str]]
     """Module and op of the calls that read its results; those that the model returns: ``("", "")``."""
-    added: Tensor | None
-    """By the error that the op adds before its result is rounded."""
-    rounding: Tensor | None
-    """By rounding its result."""
+    by: tuple[Tensor | None, ...]
+    """By each of its errors, in the order in which they were recorded."""
 
 
 class ErrorTape:
@@ -113,7 +114,7 @@ class ErrorTape:
         return args, [result.detach() for result in self._call.results]
 
     def add(self, call: DispatchedCall, row: OpCall, outputs: Sequence[Tensor], errors: Sequence[Errors]) -> None:
-        """Record the results of the last :meth:`run`: ``errors`` are what the op and rounding add to each of ``outputs``."""
+        """Record the results of the last :meth:`run`: each of ``outputs`` has its ``errors``."""
         taped, self._call = self._call, None
         if self.stopped is not None:
             return
@@ -126,18 +127,18 @@ class ErrorTape:
             graph = values[index] if index < len(values) and values[index].shape == out.shape else None
             if graph is not None and not graph.requires_grad:
                 graph = None
-            added, rounding = errors[index] if index < len(errors) else (None, None)
-            found.append(_Output(self._part(twin, out), graph, _compact(added), _compact(rounding)))
+            its = errors[index] if index < len(errors) else ()
+            found.append(_Output(self._part(twin, out), graph, tuple(map(_compact, its))))
         inputs = taped.inputs if taped is not None else []
         if inputs and any(map(is_float, outputs)) and all(out.values is None for out in found):
             self.blocked[call.traits.name] = None
         self._append(_Node(row, inputs, found))
 
-    def add_source(self, row: OpCall, low: Tensor, error: Tensor) -> None:
-        """Record an error that no op adds: that of a rounded input."""
+    def add_source(self, row: OpCall, low: Tensor, errors: Errors) -> None:
+        """Record errors that no op adds: those of a rounded input."""
         twin = self._twins.find(low)
         if twin is not None and self.stopped is None:
-            self._append(_Node(row, [], [_Output(self._part(twin, low), None, None, _compact(error))]))
+            self._append(_Node(row, [], [_Output(self._part(twin, low), None, tuple(map(_compact, errors)))]))
 
     @contextlib.contextmanager
     def _gradients(self) -> Iterator[None]:
@@ -160,7 +161,7 @@ class ErrorTape:
             self._read(given.part.storage, node.row)
         for out in node.outputs:
             self._writers[out.part.storage] = node
-            self._bytes += sum(its.nbytes for its in (out.values, out.added, out.rounding) if its is not None)
+            self._bytes += sum(its.nbytes for its in (out.values, *out.errors) if its is not None)
         if self._bytes > self._limit:
             self.stopped = _NOT_ENOUGH_MEMORY.format(self._limit / 2**30)
             self._nodes.clear()
@@ -191,10 +192,9 @@ class ErrorTape:
                 node = self._nodes.pop()
                 gradients = [buffers.take(out.part) for out in node.outputs]
                 pairs = list(zip(gradients, node.outputs, strict=True))
-                added = _sum(_products(gradient, out.added) for gradient, out in pairs)
-                rounding = _sum(_products(gradient, out.rounding) for gradient, out in pairs)
-                if added is not None or rounding is not None:
-                    found.append(OutputChange(node.row, frozenset(node.readers), added, rounding))
+                by = _changes(pairs)
+                if any(change is not None for change in by):
+                    found.append(OutputChange(node.row, frozenset(node.readers), by))
                 self._pass_on(node, gradients, buffers)
         return found[::-1]
 
@@ -246,9 +246,6 @@ class _TapedCall:
         return reference.clone() if id(low) in self._written else reference
 
 
-Errors = tuple[Tensor | None, Tensor | None]
-"""What an op adds to one of its results, before rounding and by rounding; ``None``: nothing."""
-
 Leaf = Callable[[Tensor, Tensor], Tensor]
 """Maps a tensor of the run and its reference values to the argument that the op gets."""
 
@@ -272,6 +269,12 @@ def _products(gradient: Tensor | None, error: Tensor | None) -> Tensor | None:
     return gradient.reshape(len(gradient), -1) @ flat
 
 
-def _sum(products: Iterable[Tensor | None]) -> Tensor | None:
-    known = [product for product in products if product is not None]
-    return torch.stack(known).sum(0) if known else None
+def _changes(pairs: Sequence[tuple[Tensor | None, _Output]]) -> tuple[Tensor | None, ...]:
+    """What each error of the outputs changes, given the gradients of the outputs."""
+    count = max((len(out.errors) for _, out in pairs), default=0)
+    found: list[Tensor | None] = []
+    for index in range(count):
+        products = [_products(gradient, out.errors[index]) for gradient, out in pairs if out.errors]
+        known = [product for product in products if product is not None]
+        found.append(torch.stack(known).sum(0) if known else None)
+    return tuple(found)

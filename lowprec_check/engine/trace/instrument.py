@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager
+from lowprec_check.engine.core.dispatch_mode import DispatchMode
 from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.free_memory import free_memory
 from lowprec_check.engine.core.output_comparison import compare_outputs, same_bits
@@ -122,8 +123,9 @@ def _pass(
             counter=counter,
             timed=ready.device.type == "cpu",
         )
+        rescue = FunctionRescue(recorder) if function_mode else None
         with kept_output(ready.model, options.probe) as probed:
-            output, error = _call(ready, inputs, named, recorder, options.seed, function_mode)
+            output, error = call_under(recorder, ready, inputs, named, options.seed, rescue)
         recorder.finish(output_tensors(output) if error is None else [])
     held = probed if options.probe is not None else [tensor for _, tensor in leaves(output)]
     budget = _budget(held, error, lockstep, options, recorder.drew) if options.budget else None
@@ -178,16 +180,25 @@ def _with_output(
     )
 
 
-def _call(
-    ready: Prepared, inputs: Any, named: Any, recorder: Recorder, seed: int, function_mode: bool
+def call_under(
+    mode: DispatchMode,
+    ready: Prepared,
+    inputs: tuple[Any, ...],
+    named: dict[str, Any],
+    seed: int,
+    inner: contextlib.AbstractContextManager[Any] | None = None,
 ) -> tuple[Any, BaseException | None]:
+    """The output of the model under ``mode``, and in it ``inner``, in eager mode; or the exception that it raises."""
     seed_everything(seed)
     try:
-        with ready.context(), compiled_code_in_eager(), _without_warning_of_hooks(), recorder:
-            if not function_mode:
-                return call_model(ready.call, inputs, named), None
-            with FunctionRescue(recorder):
-                return call_model(ready.call, inputs, named), None
+        with (
+            ready.context(),
+            compiled_code_in_eager(),
+            _without_warning_of_hooks(),
+            mode,
+            inner or contextlib.nullcontext(),
+        ):
+            return call_model(ready.call, inputs, named), None
     except BaseException as error:
         reraise_interrupt(error)
         return None, error

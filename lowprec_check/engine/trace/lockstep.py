@@ -64,7 +64,7 @@ class Lockstep:
         twins = map(self.twins.find, filter(is_float, call.inputs))
         return any(twin is not None and twin.constant and twin.tensor is not None for twin in twins)
 
-    def _gives_constant(self, call: DispatchedCall) -> bool:
+    def gives_constant(self, call: DispatchedCall) -> bool:
         """Whether the op copies or casts constants: what this loses counts where the result is used."""
         if call.traits.mutable or not (call.traits.casts or call.traits.packet in _COPIES):
             return False
@@ -141,7 +141,7 @@ class Lockstep:
     ) -> None:
         """Make ``references`` the twins of ``outputs``; tensors that the op wrote to already have one."""
         written = {id(tensor) for tensor in call.written()} - call.before.keys() if call.traits.mutable else ()
-        constant = self._gives_constant(call)
+        constant = self.gives_constant(call)
         for out, reference in zip(outputs, references, strict=True):
             if not is_float(out) or out.shape != reference.shape:
                 continue

@@ -120,7 +120,7 @@ class _Budget:
         shares = self._shares(along, explained)
         for (row, *_), share in zip(entries, shares, strict=True):
             row.share = (row.share or 0.0) + share
-        listed, others = _by_place(
+        listed, others = by_place(
             [
                 ((module, row.op, row.source, rounds), share)
                 for (row, module, rounds, _), share in zip(entries, shares, strict=True)
@@ -141,12 +141,12 @@ class _Budget:
 
     def _entries(self, change: OutputChange) -> Iterator[tuple[OpCall, str, bool, Tensor]]:
         """Row, module, whether it is rounding where results leave the module of the op, and the change along the directions."""
-        row = change.row
-        if change.added is not None:
-            yield row, row.module, False, change.added
-        if change.rounding is not None:
+        row, (added, rounding) = change.row, change.by
+        if added is not None:
+            yield row, row.module, False, added
+        if rounding is not None:
             around = common_module([row.module, *(module for module, op in change.readers if self._narrows(op))])
-            yield row, around, around != row.module, change.rounding
+            yield row, around, around != row.module, rounding
 
     def _narrows(self, op: str) -> bool:
         """Whether the result of an op in fp32 is still rounded for this reader of it (an empty ``op``: for the caller)."""
@@ -176,8 +176,8 @@ class _Budget:
         return [float(share) for share in energy / energy.sum() * max(0.0, min(1.0, explained))]
 
 
-def _by_place(found: Iterable[tuple[Place, float]]) -> tuple[list[Share], float]:
-    """Shares added up by place, largest first; and the sum of those too small to list."""
+def by_place(found: Iterable[tuple[Place, float]]) -> tuple[list[Share], float]:
+    """Shares added up by place, largest first; and the sum of those too small to list, or too many."""
     grouped: dict[Place, list[float]] = defaultdict(list)
     for place, share in found:
         grouped[place].append(share)

@@ -73,4 +73,4 @@ def seed_inputs(lockstep: Lockstep, cast: Any, original: Any, device: torch.devi
             exact = wide.detach().to(device)
             lockstep.twins.seed(low, exact)
             if lockstep.tape is not None:
-                lockstep.tape.add_source(OpCall("cast input"), low, low.to(exact.dtype) - exact)
+                lockstep.tape.add_source(OpCall("cast input"), low, (None, low.to(exact.dtype) - exact))

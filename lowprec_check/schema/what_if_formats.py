@@ -1,0 +1,109 @@
+"""The formats of ``scan --what-if``: how hardware computes a matrix product in each. Never imports torch.
+
+To add one, add an entry to :func:`_built_in`, or register it from another package (CONTRIBUTING.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from lowprec_check.schema.registry import Registry
+
+Scale = Literal["none", "tensor", "channel"]
+"""What shares a factor that maps its largest magnitude to the largest number: nothing (no factor), a tensor, or an output channel."""
+
+
+@dataclass(frozen=True)
+class OperandFormat:
+    """How an operand of a product is rounded."""
+
+    dtype: str
+    """A floating dtype of torch, ``float8_e4m3fn``; ``tf32``; or a symmetric integer of a number of bits, ``int8``."""
+    scale: Scale = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIfFormat:
+    """A way to compute matrix products and convolutions that this device may not have; all other ops stay in fp32."""
+
+    name: str
+    summary: str
+    """In a few words, for ``--help``."""
+    aliases: tuple[str, ...] = ()
+    activations: OperandFormat | None = None
+    """How operands that are not weights are rounded; ``None``: not at all."""
+    weights: OperandFormat | None = None
+    """How weights are rounded."""
+    block: int | None = None
+    """Products whose sum is exact before it is added to the running sum, which is rounded to ``result``; ``None``: all of them."""
+    result: str | None = None
+    """The dtype that the result is rounded to, the bias included, ``bfloat16``; ``None``: fp32."""
+    weights_only: bool = False
+    """Whether it applies to layers only, which have weights, and not to products of two activations."""
+
+
+def _built_in() -> Iterator[WhatIfFormat]:
+    """The formats of this package, each with the source of what it models.
+
+    * ``fp8-e4m3``: torchao's ``Float8DynamicActivationFloat8WeightConfig`` with its default granularity, one scale per
+      tensor, amax / 448, found from the values of the call; ``torch._scaled_mm`` multiplies, adds up in fp32 and returns
+      bf16. Like there, and in Transformer Engine's recipes, layers are in fp8, and products of two activations are not.
+    * ``fp8-e5m2``: the same with activations in e5m2, amax / 57344. Weights stay in e4m3: ``torch._scaled_mm`` and cuBLASLt
+      multiply no two e5m2 matrices.
+    * ``tf32``: ``torch.backends.cuda.matmul.allow_tf32`` and ``torch.backends.cudnn.allow_tf32``. Both operands are rounded to
+      10 bits of mantissa, to nearest, halves away from zero, as PTX's ``cvt.rna.tf32.f32`` does; sums and result are fp32.
+    * ``int8-weights``: torchao's ``Int8WeightOnlyConfig``: symmetric int8 with a scale per output channel, amax / 127.
+      Activations and results stay in fp32 here, so that the error is that of the weights alone.
+    * ``bf16-accumulate``: operands in bf16 and a running sum that is rounded to bf16 after every 32 products, the depth of one
+      tile instruction (AMX's ``TDPBF16PS``). ``allow_bf16_reduced_precision_reduction`` permits sums in bf16 on CUDA; this is
+      a pessimistic model of it, since its kernels round the sums of larger parts.
+    """
+    e4m3, e5m2 = OperandFormat("float8_e4m3fn", "tensor"), OperandFormat("float8_e5m2", "tensor")
+    tf32, bf16 = OperandFormat("tf32"), OperandFormat("bfloat16")
+    yield WhatIfFormat(
+        name="fp8-e4m3",
+        summary="layers in 8 bits, e4m3",
+        aliases=("fp8", "e4m3", "float8_e4m3fn", "torch.float8_e4m3fn"),
+        activations=e4m3,
+        weights=e4m3,
+        result="bfloat16",
+        weights_only=True,
+    )
+    yield WhatIfFormat(
+        name="fp8-e5m2",
+        summary="layers in 8 bits, activations e5m2",
+        aliases=("e5m2", "float8_e5m2", "torch.float8_e5m2"),
+        activations=e5m2,
+        weights=e4m3,
+        result="bfloat16",
+        weights_only=True,
+    )
+    yield WhatIfFormat(
+        name="tf32",
+        summary="matrix products and convolutions in TF32",
+        aliases=("tensorfloat32", "tensor-float-32"),
+        activations=tf32,
+        weights=tf32,
+    )
+    yield WhatIfFormat(
+        name="int8-weights",
+        summary="weights of layers in int8",
+        aliases=("int8-weight-only", "w8", "w8a16"),
+        weights=OperandFormat("int8", "channel"),
+        weights_only=True,
+    )
+    yield WhatIfFormat(
+        name="bf16-accumulate",
+        summary="bf16 with sums in bf16",
+        aliases=("bf16-accumulation", "bfloat16-accumulate"),
+        activations=bf16,
+        weights=bf16,
+        block=32,
+        result="bfloat16",
+    )
+
+
+WHAT_IF_FORMATS: Registry[WhatIfFormat] = Registry("what-if format", WhatIfFormat, _built_in)
+"""All formats, in the order of reports."""
