@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lowprec_check.schema.op_calls import OpCall, OpCalls
     from lowprec_check.schema.plan import Plan, Planning
     from lowprec_check.schema.precisions import FloatFormat, Precision
+    from lowprec_check.schema.predictions import WhatIf
     from lowprec_check.schema.run_key import RunKey
     from lowprec_check.schema.scan_result import (
         Diagnostic,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
         ScanResult,
     )
     from lowprec_check.schema.what_if_formats import OperandFormat, WhatIfFormat
-    from lowprec_check.schema.predictions import WhatIf
 
 _MODULES = {
     "Application": "engine.model.application",

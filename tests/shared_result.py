@@ -14,6 +14,7 @@ from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.schema.error_budget import ErrorBudget, Share
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Blame, Plan
+from lowprec_check.schema.predictions import WhatIf
 from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo, Gap, ModelInfo, Recommendation, Run, ScanResult
 
 ENVIRONMENT: dict[str, Any] = {
@@ -223,5 +224,18 @@ def budgeted_result(text: str = "") -> ScanResult:
         elif found.status == "nonfinite":
             reason = text or "the output has NaN or Inf"
             runs[index] = msgspec.structs.replace(found, budget=ErrorBudget(reason=reason))
-    result = msgspec.structs.replace(base, runs=runs, recommendation=base.recommendation)
+    result = msgspec.structs.replace(base, runs=runs, what_if=predictions(text))
     return msgspec.structs.replace(result, diagnostics=diagnose(result))
+
+
+def predictions(text: str = "") -> list[WhatIf]:
+    """One with causes, one with a remark, one without a figure."""
+    shares = [
+        Share(module=text or "head.out", op=text or "aten.addmm.default", source=text or "net.py:9", share=0.61),
+        Share(module="encoder", op="aten.addmm.default", source=None, share=0.3),
+    ]
+    return [
+        WhatIf(format=text or "fp8-e4m3", predicted=0.0412, shares=shares, note=text or None),
+        WhatIf(format="tf32", predicted=3.1e-4, note=text or "left in fp32: scaled_dot_product_efficient_attention"),
+        WhatIf(format="int8-weights", note=text or "the budget of 20 s ended"),
+    ]

@@ -13,7 +13,9 @@ import pytest
 TOY = '''
 """The axes of another package: two precisions, a backend, a device and a report format."""
 
-from lowprec_check import Backend, Code, Device, FloatFormat, Precision, ReportFormat
+from lowprec_check import (
+    Backend, Code, Device, FloatFormat, OperandFormat, Precision, ReportFormat, WhatIfFormat,
+)
 
 FP12 = FloatFormat("float16", "fp12", "f16", 7, -14, 15, tolerance=0.2)
 
@@ -89,6 +91,9 @@ class Shout(ReportFormat):
 
 BACKEND, SAME, HALVED, NOTHING = Doubled(), Same(), Halved(), Nothing()
 FORMAT, DEVICE = Shout(), Device(name="tpu")
+INT4 = WhatIfFormat(
+    name="int4-weights", summary="weights in int4", weights=OperandFormat("int4", "channel"), weights_only=True
+)
 '''
 
 TOY_TORCH = '''
@@ -119,6 +124,7 @@ halved = toy:HALVED
 nothing = toy:NOTHING
 shout = toy:FORMAT
 tpu = toy:DEVICE
+int4 = toy:INT4
 """
 
 MODEL = """
@@ -236,6 +242,15 @@ def test_a_scan_runs_every_precision_on_every_backend(scanned: Path) -> None:
     assert doubled["explained_by"] == "rounded"  # the eager run beside it
     mismatch = [d for d in saved["diagnostics"] if d["code"] == "LP301" and d["backend"] == "doubled"]
     assert {d["precision"] for d in mismatch} == {"rounded", "strict-half"}
+
+
+@pytest.mark.slow
+def test_a_what_if_format_is_predicted(folder: Path) -> None:
+    options = ("-p", "strict-half", "--what-if", "int8-weights,int4-weights", "--json", "-", "--no-plan")
+    done = call(folder, "scan", "mymodel.py", *options)
+    int8, int4 = json.loads(done.stdout)["what_if"]
+    assert (int8["format"], int4["format"]) == ("int8-weights", "int4-weights")
+    assert 8 < int4["predicted"] / int8["predicted"] < 40  # 127 / 7 levels
 
 
 @pytest.mark.slow

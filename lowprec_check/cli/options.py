@@ -94,7 +94,7 @@ WhatIfFormats = Annotated[
         metavar="NAME",
         autocompletion=completing(WHAT_IF_FORMATS.names),
         help="Predict the output error of a format without running it: "
-        f"{', '.join(f'{format.name} ({format.summary})' for format in WHAT_IF_FORMATS)}; repeatable or comma-separated.",
+        f"{', '.join(f'{chosen.name} ({chosen.summary})' for chosen in WHAT_IF_FORMATS)}; repeatable or comma-separated.",
     ),
 ]
 Backend = Annotated[str, typer.Option("--backend", metavar="NAME", help=f"How to execute the model: {_BACKENDS}.")]

@@ -15,6 +15,9 @@ from lowprec_check.report.escape import visible, visible_lines
 from lowprec_check.report.layer_errors import TITLE as LAYERS
 from lowprec_check.report.layer_errors import worst_layers
 from lowprec_check.report.summary import Group, and_more
+from lowprec_check.report.what_if_table import HEADS as WHAT_IF_HEADS
+from lowprec_check.report.what_if_table import TITLE as WHAT_IF
+from lowprec_check.report.what_if_table import what_if_hint, what_if_rows
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 LONGEST = 60_000
@@ -59,6 +62,9 @@ def _head(result: ScanResult) -> Iterator[str]:
     layers = [f"- {escape(line)}" for line in worst_layers(result)]
     if layers:
         yield fold(LAYERS, "\n".join(layers[:60]))
+    predicted = [[*map(escape, row)] for row in what_if_rows(result)]
+    if predicted:
+        yield fold(WHAT_IF, f"{escape(what_if_hint(result))}\n\n{table(predicted, WHAT_IF_HEADS, 'llrl')}")
 
 
 def _runs(result: ScanResult) -> str:

@@ -16,6 +16,8 @@ from lowprec_check.report.layer_errors import TITLE as LAYERS
 from lowprec_check.report.layer_errors import worst_layers
 from lowprec_check.report.plan import kept_lines
 from lowprec_check.report.summary import Group, and_more, group
+from lowprec_check.report.what_if_table import HEADS, what_if_hint, what_if_rows
+from lowprec_check.report.what_if_table import TITLE as WHAT_IF
 from lowprec_check.schema.scan_result import ScanResult
 
 SHOWN_FINDINGS = 12
@@ -40,6 +42,7 @@ def render(
         print_runs(console, result)
         _print_lines(console, error_budget.TITLE, error_budget.budget_lines(result))
         _print_lines(console, LAYERS, list(worst_layers(result)))
+        _print_what_if(console, result)
         console.print()
         _print_findings(console, result, findings, verbose)
         _print_advice(console, result)
@@ -67,6 +70,14 @@ def _print_lines(console: Console, title: str, lines: Sequence[str]) -> None:
         console.print(Text(f"\n{title}", style="bold"))
     for line in lines:
         console.print(Padding(Text(line), (0, 0, 0, 2)))
+
+
+def _print_what_if(console: Console, result: ScanResult) -> None:
+    rows = what_if_rows(result)
+    if rows:
+        console.print(Text(f"\n{WHAT_IF}", style="bold"))
+        console.print(Text(what_if_hint(result), style="dim"))
+        print_table(console, HEADS, rows, right=["output error"], sentences=True)
 
 
 def _print_findings(console: Console, result: ScanResult, limit: int, verbose: bool) -> None:

@@ -2,7 +2,8 @@
 
 Other packages add to an axis through the entry-point group ``lowprec_check.axes``: each entry point names a
 :class:`~lowprec_check.schema.precisions.Precision`, a :class:`~lowprec_check.schema.backends.Backend`, a
-:class:`~lowprec_check.schema.devices.Device` or a :class:`~lowprec_check.report.registry.ReportFormat`.
+:class:`~lowprec_check.schema.devices.Device`, a :class:`~lowprec_check.report.registry.ReportFormat` or a
+:class:`~lowprec_check.schema.what_if_formats.WhatIfFormat`.
 """
 
 from __future__ import annotations

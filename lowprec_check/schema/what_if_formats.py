@@ -5,6 +5,7 @@ To add one, add an entry to :func:`_built_in`, or register it from another packa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -105,5 +106,16 @@ def _built_in() -> Iterator[WhatIfFormat]:
     )
 
 
-WHAT_IF_FORMATS: Registry[WhatIfFormat] = Registry("what-if format", WhatIfFormat, _built_in)
+def _problem(format: WhatIfFormat) -> str | None:
+    """What is wrong with a format of another package."""
+    operands = [operand.dtype for operand in (format.activations, format.weights) if operand is not None]
+    unknown = [dtype for dtype in operands if not re.fullmatch(r"tf32|int\d+|b?float\d\w*", dtype)]
+    if unknown:
+        return f"its dtype {unknown[0]!r} is neither a floating dtype of torch nor tf32 or an integer such as int8"
+    if format.block is not None and (format.block < 1 or format.result is None):
+        return "a block needs at least one product and a result dtype"
+    return None
+
+
+WHAT_IF_FORMATS: Registry[WhatIfFormat] = Registry("what-if format", WhatIfFormat, _built_in, _problem)
 """All formats, in the order of reports."""

@@ -123,5 +123,5 @@ def _predict(job: Job, target: Target) -> list[WhatIf]:
     """The output errors of the formats of ``job``, from one instrumented run of the model in fp32."""
     breadcrumb = Breadcrumb(job.files.breadcrumb)
     with prepared_for(job, target) as ready, withholding(job.without_kernel):
-        ready = in_eager_mode(ready, target)
-        return predict(ready, target.args, target.kwargs, job.what_if, seed=job.seed, breadcrumb=breadcrumb)
+        eager = in_eager_mode(ready, target)
+        return predict(eager, target.args, target.kwargs, job.what_if, seed=job.seed, breadcrumb=breadcrumb)

@@ -50,6 +50,8 @@ SHOWN_SHARES = 10
 LARGE = 0.3
 """Above this predicted error, the first order is a rough guess."""
 
+TOO_LARGE = "an order of magnitude: errors this large do not add up to first order"
+
 
 def unknown(names: Sequence[str], why: str) -> list[WhatIf]:
     """Entries without a prediction, for the reason ``why``."""
@@ -162,7 +164,7 @@ class _Emulating(DispatchMode):
             if is_fused(call):
                 self.fused[call.traits.packet.partition("::")[2].strip("_")] = None
             return None
-        results = [emulated(product, format) for format in self.formats]
+        results = [emulated(product, each) for each in self.formats]
         for index, result in enumerate(results):
             self.counts[index] += result is not None
         return results
@@ -209,7 +211,7 @@ class _Prediction:
 
     def entries(self) -> list[WhatIf]:
         """One for each format."""
-        names = [format.name for format in self._mode.formats]
+        names = [each.name for each in self._mode.formats]
         if self._all_zero:
             return unknown(names, "the output of fp32 is all zeros")
         tape = self._mode.lockstep.full_tape
@@ -236,9 +238,10 @@ class _Prediction:
 
     def _entry(self, index: int, changes: Sequence[OutputChange], blocked: list[str]) -> WhatIf:
         """The prediction for one format: that of the tensor with the largest relative error."""
-        format = self._mode.formats[index]
+        name = self._mode.formats[index].name
         if not self._mode.counts[index]:
-            return WhatIf(format=format.name, note=self._note(format, None, blocked) or "no op in fp32 is of its kind")
+            note = "; ".join(["the model has no op in fp32 that it applies to", *self._left_out(())])
+            return WhatIf(format=name, note=note)
         found = [(change.row, change.by[index]) for change in changes if len(change.by) > index]
         rows = [(row, by.double().cpu()) for row, by in found if by is not None]
         along = torch.stack([by for _, by in rows]) if rows else torch.zeros(0, self._probes * len(self._leaves))
@@ -254,24 +257,20 @@ class _Prediction:
             for (row, _), its in zip(rows, energy, strict=True)
         )
         return WhatIf(
-            format=format.name,
+            format=name,
             predicted=sizes[worst],
             shares=shares[:SHOWN_SHARES],
-            note=self._note(format, sizes[worst], blocked) or None,
+            note="; ".join([*([TOO_LARGE] if sizes[worst] > LARGE else []), *self._left_out(blocked)]) or None,
         )
 
-    def _note(self, format: WhatIfFormat, predicted: float | None, blocked: Sequence[str]) -> str:
+    def _left_out(self, blocked: Sequence[str]) -> Iterator[str]:
         """What the prediction does not cover."""
-        notes = []
-        if predicted is not None and predicted > LARGE:
-            notes.append("errors this large are no longer small: take the figure as an order of magnitude")
         if self._mode.fused:
-            notes.append(f"left in fp32: {', '.join(self._mode.fused)}")
+            yield f"left in fp32: {', '.join(self._mode.fused)}"
         if blocked:
-            notes.append(f"errors before {', '.join(blocked)} are not seen")
+            yield f"errors before {', '.join(blocked)} are not seen"
         if self._omitted:
-            notes.append(f"only the first {MOST_LEAVES} tensors of the output are followed")
-        return "; ".join(notes)
+            yield f"only the first {MOST_LEAVES} tensors of the output are followed"
 
 
 def _norm(tensor: Tensor) -> float:

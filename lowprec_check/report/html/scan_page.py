@@ -8,7 +8,7 @@ from typing import Any
 
 from lowprec_check.analysis.error_shares import trusted_budget
 from lowprec_check.analysis.run_summary import memory_ratio, time_ratio
-from lowprec_check.report import error_budget, summary
+from lowprec_check.report import error_budget, summary, what_if_table
 from lowprec_check.report.escape import visible
 from lowprec_check.report.html import bokeh_files as bokeh
 from lowprec_check.report.html import charts, module_tree
@@ -16,6 +16,7 @@ from lowprec_check.report.html.page import render_page, static
 from lowprec_check.report.layer_errors import TITLE as LAYERS
 from lowprec_check.report.layer_errors import worst_layers
 from lowprec_check.report.summary import Group, RunRow
+from lowprec_check.report.what_if_table import what_if_rows
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 SCALE = [
@@ -57,6 +58,10 @@ def render(result: ScanResult) -> str:
         "runs": list(_runs(result, shown)),
         "layers_title": LAYERS,
         "layers": list(worst_layers(result)),
+        "what_if": what_if_rows(result),
+        "what_if_title": what_if_table.TITLE,
+        "what_if_hint": what_if_table.what_if_hint(result),
+        "what_if_heads": what_if_table.HEADS,
         "ratio_tick": 100 / _widest(result),
         "charts": [{"label": summary.label(run), "status": run.status} for run in drawn],
         "first": _first_shown(drawn),
