@@ -252,13 +252,13 @@ def ratios(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
     return [row["predicted"] / row[key] for row in rows if row["predicted"] and row[key]]
 
 
-def markdown(rows: Sequence[dict[str, Any]], device: str) -> str:
+def markdown(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> str:
     """The report: totals first."""
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     lines = [
         f"# What if, torch {torch.__version__}, {name}",
         "",
-        f"Made by `python benchmarks/what_if.py {' '.join(sys.argv[1:])}`.",
+        f"Made by `python benchmarks/what_if.py --device {options.device}{' --full' if options.full else ''}`. Random weights.",
         "",
     ]
     for key in ("emulated", "hardware"):
@@ -314,12 +314,11 @@ def main() -> None:
     for case in cases(full=options.full):
         if not options.only or case.name in options.only:
             rows += examine(case, formats, options.device)
-    text = markdown(rows, options.device)
-    print(text)
-    if options.output is not None:
-        options.output.with_suffix(".md").write_text(text, encoding="utf-8")
-        data = {"torch": torch.__version__, "rows": rows}
-        options.output.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            if options.output is not None:
+                options.output.with_suffix(".md").write_text(markdown(rows, options), encoding="utf-8")
+                data = {"torch": torch.__version__, "rows": rows}
+                options.output.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    print(markdown(rows, options))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from lowprec_check.schema.predictions import WhatIf
 from lowprec_check.schema.what_if_formats import WHAT_IF_FORMATS, WhatIfFormat
 
 PROBES = 32
-"""Random directions of the output. The mean square of n of them has a relative standard error of √(2/n), whatever the output:
+"""Random directions of the output. The mean square of n of them has a relative variance of 2/n, whatever the output:
 12 % of the predicted error for 32, and 35 % for 4."""
 
 LEAST_PROBES = 16
