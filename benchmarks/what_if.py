@@ -126,12 +126,13 @@ class Fp8Layer(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.bias, self._dtype, self.outputs = bias, dtype, weight.shape[0]
-        self.weight, self.scale = in_fp8(padded(weight.detach(), 16), torch.float8_e4m3fn)
+        self.weight = weight  # models read its dtype
+        self._rounded, self.scale = in_fp8(padded(weight.detach(), 16), torch.float8_e4m3fn)
 
     def product(self, x: Tensor) -> Tensor:
         """``x @ weight.T`` with the bias, rounded to bf16."""
         rows, scale = in_fp8(padded(x.reshape(-1, x.shape[-1]), 16), self._dtype)
-        out = torch._scaled_mm(rows, self.weight.t(), scale, self.scale, out_dtype=torch.float32)
+        out = torch._scaled_mm(rows, self._rounded.t(), scale, self.scale, out_dtype=torch.float32)
         out = out[: x[..., 0].numel(), : self.outputs]
         out = out if self.bias is None else out + self.bias
         return out.bfloat16().float().reshape(*x.shape[:-1], self.outputs)
