@@ -51,10 +51,7 @@ def with_exact_constants(
 
 
 def added_errors(call: DispatchedCall, outputs: list[Tensor], exact: Sequence[Tensor | None] | None) -> list[Errors]:
-    """What the op adds to each of ``outputs`` before rounding, and by rounding; ``exact`` are the outputs without either.
-
-    Rounding is that of the result on rounded parameters: that on exact ones is as large, but independent of it.
-    """
+    """What the op adds to each of ``outputs`` before rounding, and by rounding; ``exact`` are the outputs without either."""
     errors: list[Errors] = []
     for index, out in enumerate(outputs):
         known = exact[index] if exact is not None and index < len(exact) else None
@@ -66,9 +63,18 @@ def added_errors(call: DispatchedCall, outputs: list[Tensor], exact: Sequence[Te
             errors.append((error, None))
             continue
         widened = call.widened_outputs[index] if index < len(call.widened_outputs or ()) else known  # type: ignore[index]
-        rounding = widened.to(out.dtype).to(widened.dtype) - widened if widened.shape == out.shape else error
+        rounding = _rounding(widened if widened.shape == out.shape else known, known, out.dtype)
         errors.append((error - rounding, rounding))
     return errors
+
+
+def _rounding(widened: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """What rounding the result to ``dtype`` adds; given the results on rounded and on exact parameters, without rounding.
+
+    The former, unless it needs almost no rounding: a bias that is rounded already. Then the latter is as large as the error.
+    """
+    mine, its = (values.to(dtype).to(values.dtype) - values for values in (widened, exact))
+    return its if float(mine.norm()) < float(its.norm()) / 2 else mine
 
 
 def _widened(value: Any, wide: torch.dtype, *, copy: bool) -> Any:
