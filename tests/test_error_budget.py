@@ -349,6 +349,39 @@ def test_no_cause_is_named_where_the_error_is_not_linear() -> None:
     assert abs(budget.unexplained or 0.0) > TRUSTED
 
 
+def test_weights_in_fp64_and_inputs_in_fp32_have_shares() -> None:
+    """The run casts both to one dtype, so its reference does too."""
+
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x.to(self.layers[0].weight.dtype))
+
+    for x in (inputs(), inputs().double()):
+        budget = budget_of(Casts(), x, "half")
+        assert explained(budget) == pytest.approx(1.0, abs=0.02)
+        assert not budget.blocked
+        assert {share.module for share in budget.shares} >= {"layers.0", "layers.1"}
+
+
+def test_shares_add_up_where_errors_cancel_and_the_first_order_predicts_too_much() -> None:
+    class SharpAttention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.query(x) * 40 @ (self.key(x) * 40).T).softmax(-1) @ x
+
+    for seed in range(8):
+        torch.manual_seed(seed)
+        budget = budget_of(SharpAttention(), torch.randn(8, 16), "half")
+        assert explained(budget) + (budget.unexplained or 0.0) == pytest.approx(1.0, abs=1e-6)
+
+
 # -- choices, and outputs without a budget
 
 
@@ -499,6 +532,32 @@ def test_a_budget_can_be_left_out(options: dict[str, Any]) -> None:
     assert all(share is None for run_ in result.runs for share in run_.op_calls.share)
     for key, value in options.items():
         assert result.options[key] == value
+
+
+def test_a_weight_that_the_reference_does_not_follow_is_no_choice() -> None:
+    class SparseWeight(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("weight", torch.randn(8, 8).relu().to_sparse())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sparse.mm(self.weight.to(x.dtype), x.T)
+
+    options: dict[str, Any] = {"plan": False, "isolation": "none", "tolerance": 1e-5}
+    result = lowprec_check.scan(SparseWeight(), inputs(), precisions=["half"], **options)
+    budget = result.runs[1].budget
+    assert budget is not None
+    assert (budget.unexplained or 0.0) > 0.1
+    assert budget.decisions == 0.0
+    assert not [finding for finding in result.diagnostics if finding.code == "LP304"]
+
+
+def test_without_errors_of_ops_nothing_is_said_about_choices() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Returns(lambda y: y * 100 + 2e4 - 2e4))
+    result = lowprec_check.scan(model, inputs(), precisions=["bfloat16"], plan=False, isolation="none", errors="none")
+    assert result.runs[1].status == "inaccurate"
+    assert result.runs[1].lockstep_error is None
+    assert not [finding for finding in result.diagnostics if finding.code == "LP304"]
 
 
 # -- what is saved

@@ -311,11 +311,11 @@ def test_the_reason_names_the_modules_that_cause_most() -> None:
 @pytest.mark.parametrize("unexplained", [0.6, -0.6, 1.0])
 def test_no_cause_is_named_if_the_first_order_fails(unexplained: float) -> None:
     rows = [OpCall("aten.mm.default", "a", "net.py:1", share=1 - unexplained, accumulated_error=0.5)]
-    shown = a_run(*rows, budget=a_budget(unexplained))
+    shown = a_run(*rows, budget=a_budget(unexplained, predicted=0.5 * (1 - unexplained)))
     assert trusted_budget(shown) is None
     assert explain_status(shown) == "error over the tolerance 1e-02"
     [line] = budget_lines(a_result(shown))
-    words = "predicts an error 1.3 times as large" if unexplained < 0 else "explains only"
+    words = "predicts an error 1.6 times as large" if unexplained < 0 else "explains only"
     assert line.startswith(f"half: not known: first order {words}")
     assert "a" not in {bar.name for bar in module_bars(shown)}
     assert build([shown]).nodes[0].cells[0].share.text == "–"
@@ -354,6 +354,35 @@ def test_failing_runs_come_first_and_equal_answers_share_a_line() -> None:
         "half, bfloat16: about 50 % a", "autocast-fp16: 90 % b", "autocast-bf16: 90 % a",
     ]  # fmt: skip
     assert len(budget_lines(a_result(good, bad, *(with_shares("half", "inaccurate", **{m: 0.9}) for m in "cdef")))) == 3
+
+
+def test_runs_share_a_line_only_if_all_of_it_is_true_of_both() -> None:
+    half, bf16 = with_shares("half", "inaccurate", a=0.9), with_shares("bfloat16", "inaccurate", a=0.9)
+    tiny = [
+        msgspec.structs.replace(one, budget=msgspec.structs.replace(one.budget, output_rms=2e-7))
+        for one in (half, bf16)
+    ]
+    lines = budget_lines(a_result(*tiny))
+    assert [line.partition(":")[0] for line in lines] == ["half", "bfloat16"]
+    assert "fp16" not in lines[1]
+
+
+def test_an_exact_output_has_no_line() -> None:
+    exact = a_run(status="ok", budget=ErrorBudget(predicted=0.0, measured=0.0, unexplained=0.0))
+    assert budget_lines(a_result(exact)) == []
+
+
+def test_the_ratio_of_the_errors_is_that_of_the_saved_figures() -> None:
+    one = a_run(budget=a_budget(-0.64, predicted=0.82))
+    assert budget_lines(a_result(one)) == [
+        "half: not known: first order predicts an error 1.6 times as large as the measured one"
+    ]
+
+
+def test_what_a_finding_causes_is_not_cut() -> None:
+    row = OpCall("aten.sub.Tensor", "a", "model.py:4", local_error=0.4, accumulated_error=0.4, share=1.0)
+    shown = text.render(a_result(a_run(row, budget=a_budget(0.0))), width=100)
+    assert "this op causes 100 % of the output error" in " ".join(shown.split())
 
 
 def test_an_error_of_many_small_parts_is_spread() -> None:

@@ -41,6 +41,7 @@ ALIKE = 0.05
 class _Answer(NamedTuple):
     runs: list[Run]
     causes: list[PartShare]
+    remarks: list[str]
     texts: list[str]
 
 
@@ -52,12 +53,13 @@ def budget_lines(result: ScanResult) -> list[str]:
     answers: list[_Answer] = []
     for run in told_runs(result):
         text, causes = _told(run)
-        known = next((answer for answer in answers if _same(answer, causes, text)), None)
+        remarks = _remarks(run)
+        known = next((answer for answer in answers if _same(answer, causes, remarks, text)), None)
         if known is not None:
             known.runs.append(run)
             known.texts.append(text)
         elif text:
-            answers.append(_Answer([run], causes, [text]))
+            answers.append(_Answer([run], causes, remarks, [text]))
     return [_line(answer) for answer in answers[:SHOWN_LINES]]
 
 
@@ -72,12 +74,22 @@ def _is_empty(run: Run) -> bool:
     return run.status == "unjudged" and run.output_is_zero
 
 
-def _same(answer: _Answer, causes: Sequence[PartShare], text: str) -> bool:
+def _same(answer: _Answer, causes: Sequence[PartShare], remarks: Sequence[str], text: str) -> bool:
     if text in answer.texts:
         return True
+    if list(remarks) != answer.remarks:
+        return False
     pairs = list(zip(answer.causes, causes, strict=False))
     is_alike = all(one.name == other.name and abs(one.share - other.share) <= ALIKE for one, other in pairs)
     return len(answer.causes) == len(causes) > 0 and is_alike
+
+
+def _remarks(run: Run) -> list[str]:
+    """What the answer of ``run`` says beside shares: runs share a line only if it is true of all."""
+    budget = run.budget
+    if budget is None or not fails_by_error(run):
+        return []
+    return [*filter(None, (_degenerate(run, budget), _not_the_failure(run, budget)))]
 
 
 def _line(answer: _Answer) -> str:
@@ -92,8 +104,10 @@ def _told(run: Run) -> tuple[str, list[PartShare]]:
     if budget is None:
         return "", []
     odd = _degenerate(run, budget)
+    fails = fails_by_error(run) or _is_empty(run)
+    if budget.measured == 0.0 and not fails:
+        return "", []
     if trusted_budget(run) is None:
-        fails = fails_by_error(run) or _is_empty(run)
         return (odd or _unknown(run, budget), []) if fails else ("", [])
     modules = module_shares(run)
     causes = main_causes(modules, NAMED_MODULES)
@@ -124,7 +138,7 @@ def _unknown(run: Run, budget: ErrorBudget) -> str:
     choices = f"; {share_text(budget.decisions)} choices that differ from fp32" if budget.decisions >= MATTERS else ""
     if unexplained > 0:
         return f"not known: first order explains only {share_text(1 - unexplained)} of the error{choices}"
-    ratio = (1 - unexplained) ** 0.5
+    ratio = (budget.predicted or 0.0) / (budget.measured or 1.0)
     return f"not known: first order predicts an error {ratio:.1f} times as large as the measured one{choices}"
 
 

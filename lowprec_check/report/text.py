@@ -21,6 +21,8 @@ from lowprec_check.report.what_if_table import TITLE as WHAT_IF
 from lowprec_check.schema.scan_result import ScanResult
 
 SHOWN_FINDINGS = 12
+_LONGEST_MESSAGE = 140
+"""Characters of a finding's message; what it causes is at the end."""
 _STATUS_STYLE = {"ok": "green", "inaccurate": "yellow", "unjudged": "yellow", "skipped": "dim", "reference": ""}
 _SEVERITY_STYLE = {"error": "red", "warning": "yellow", "note": "cyan"}
 
@@ -111,7 +113,8 @@ def print_group(console: Console, item: Group) -> None:
     console.print(first_line)
     for line in others:
         console.print(Padding(line, (0, 0, 0, 6)))
-    message = shorten(first.message) if first.help is None else f"{shorten(first.message)} → {first.help}"
+    message = shorten(first.message, _LONGEST_MESSAGE)
+    message = message if first.help is None else f"{message} → {first.help}"
     console.print(Padding(Text(message, style="dim"), (0, 0, 0, 6)))
 
 

@@ -42,7 +42,8 @@ class ErrorBudget(Struct, frozen=True, kw_only=True):
     unexplained: float | None = None
     """1 less the sum of all shares: what the first order does not explain. Negative if it predicts too much."""
     decisions: float = 0.0
-    """The part of ``unexplained`` that is due to decisions (indices, comparisons) that differ from those of fp32."""
+    """The part of ``unexplained`` that is due to decisions (indices, comparisons) that differ from those of fp32; 0 if no op
+    shows one."""
     shares: list[Share] = []
     """The largest shares, largest first."""
     others: float = 0.0

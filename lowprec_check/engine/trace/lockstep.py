@@ -34,6 +34,8 @@ class Lockstep:
         self._tape = None if tape_limit is None else ErrorTape(self.twins, tape_limit)
         self.parameters: set[int] = set()
         """Storages of the model's parameters and buffers."""
+        self.is_partial = False
+        """Whether it has low-precision values of a weight or an input: sparse tensors have no twins."""
 
     @property
     def wide(self) -> torch.dtype:

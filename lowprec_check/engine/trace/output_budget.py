@@ -173,7 +173,7 @@ class _Budget:
         if not len(signed) or float(signed.abs().sum()) <= _CANCELLING * abs(explained):
             return [float(share) for share in signed]
         energy = along[:, 0].square() + (along[:, 1:].square().mean(1) if PROBES else 0.0)
-        return [float(share) for share in energy / energy.sum() * max(0.0, min(1.0, explained))]
+        return [float(share) for share in energy / energy.sum() * explained]
 
 
 def by_place(found: Iterable[tuple[Place, float]]) -> tuple[list[Share], float]:

@@ -28,6 +28,7 @@ def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor]) ->
     rows = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.layout != torch.strided:
+            lockstep.is_partial |= name in fp32 and fp32[name].dtype != tensor.dtype
             continue
         lockstep.parameters.add(storage_key(tensor))
         if name not in fp32 or not is_float(tensor):
@@ -70,6 +71,7 @@ def seed_inputs(lockstep: Lockstep, cast: Any, original: Any, device: torch.devi
     """Set the twins of the tensors in ``cast`` from those at the same positions in ``original``."""
     for (_, low), (_, wide) in zip(leaves(cast), leaves(original), strict=True):
         if is_float(low) and low.dtype != wide.dtype:
+            lockstep.is_partial |= low.layout != torch.strided
             exact = wide.detach().to(device)
             lockstep.twins.seed(low, exact)
             if lockstep.tape is not None:

@@ -86,13 +86,16 @@ class Twins:
         """By :func:`storage_key`."""
 
     def seed(self, low: Tensor, reference: Tensor) -> None:
-        """Make ``reference`` (any wider dtype, owned by the caller, never written to) the twin of ``low``."""
+        """Make ``reference`` (any wider dtype, owned by the caller, never written to) the twin of ``low``, in its widened dtype.
+
+        So fp64 weights and fp32 inputs of a model that is cast to 16 bits meet in one dtype, as they do in the run.
+        """
         if (
             is_float(low)
             and low.layout == torch.strided
             and (low.data_ptr() != reference.data_ptr() or self.wide != reference.dtype)
         ):
-            self.set_reference(low, widen(reference.detach(), self.wide), shared=True)
+            self.set_reference(low, reference.detach().to(widened_dtype(low.dtype, self.wide)), shared=True)
 
     def find(self, tensor: Tensor) -> Twin | None:
         """The twin of the storage of ``tensor``, if it has one."""
