@@ -253,6 +253,27 @@ def test_a_bad_module_has_the_largest_share_and_without_it_the_error_is_as_predi
     assert 1 / 1.5 < reduction / predicted < 1.5
 
 
+class BetweenLayers(nn.Module):
+    """What it computes between its layers is narrow under autocast only because the first layer is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.sin(self.first(x) * 5 + 30))
+
+
+@pytest.mark.parametrize("precision", ["autocast-fp16", "autocast-bf16"])
+def test_under_autocast_an_op_between_layers_is_as_narrow_as_the_layer_before_it(precision: str) -> None:
+    torch.manual_seed(0)
+    model, x = BetweenLayers().eval(), torch.randn(16, 32)
+    share = inside(budget_of(model, x, precision), "first")
+    before, after = (plain_error(model, x, precision, keep) for keep in ((), ("first",)))
+    assert 1 - (after / before) ** 2 == pytest.approx(share, abs=0.03)
+    assert share > 0.9
+
+
 def test_the_same_with_the_runs_of_a_scan() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), Cancelling(), nn.Tanh(), nn.Linear(8, 8)).eval(), inputs()
     source = TargetSource(Target("test", model, (x,), {}))

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.floating_dtypes import is_float
+from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.gradient_buffers import GradientBuffers, Part, pulled_back
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs
 from lowprec_check.engine.trace.twins import Twin, Twins
 from lowprec_check.errors import message_of
+from lowprec_check.schema.module_paths import common_module
 from lowprec_check.schema.op_calls import OpCall
 
 Errors = tuple[Tensor | None, ...]
@@ -32,12 +34,18 @@ All ops of a tape have the same errors in the same order; empty: none at all.
 _NOT_ENOUGH_MEMORY = "the activations of the model and their errors need more than {:.1f} GiB, half of the free memory"
 
 
+PRODUCTS = re.compile(r"mm\.|conv|scaled_dot_product|linear|rnn|lstm|gru")
+"""Names of the ops that are narrow under autocast whatever their inputs: matrix products, convolutions, attention."""
+
+
 class _Input(NamedTuple):
     """A floating tensor that an op read."""
 
     part: Part
     leaf: Tensor
     """Its reference values, where the graph of the op starts."""
+    narrow: bool
+    """Whether its dtype in the run is narrower than fp32."""
 
 
 class _Output(NamedTuple):
@@ -52,10 +60,12 @@ class _Output(NamedTuple):
 class _Node:
     """One op call."""
 
-    __slots__ = ("inputs", "outputs", "readers", "row")
+    __slots__ = ("inputs", "narrowed_in", "outputs", "readers", "row")
 
     def __init__(self, row: OpCall, inputs: list[_Input], outputs: list[_Output]) -> None:
         self.row, self.inputs, self.outputs = row, inputs, outputs
+        self.narrowed_in = row.module
+        """The innermost module that holds the casts and products that made its inputs narrow; else its own."""
         self.readers: set[tuple[str, str]] = set()
         """Module and op of the calls that read its results; those that the model returns: ``("", "")``."""
 
@@ -66,6 +76,8 @@ class OutputChange(NamedTuple):
     row: OpCall
     readers: frozenset[tuple[str, str]]
     """Module and op of the calls that read its results; those that the model returns: ``("", "")``."""
+    narrowed_in: str
+    """The innermost module that holds the casts and products that made its inputs narrow; else its own."""
     by: tuple[Tensor | None, ...]
     """By each of its errors, in the order in which they were recorded."""
 
@@ -130,7 +142,8 @@ class ErrorTape:
             its = errors[index] if index < len(errors) else ()
             found.append(_Output(self._part(twin, out), graph, tuple(map(_compact, its))))
         inputs = taped.inputs if taped is not None else []
-        if inputs and any(map(is_float, outputs)) and all(out.values is None for out in found):
+        reads_values = not call.traits.packet.endswith("_like")
+        if inputs and reads_values and any(map(is_float, outputs)) and all(out.values is None for out in found):
             self.blocked[call.traits.name] = None
         self._append(_Node(row, inputs, found))
 
@@ -157,6 +170,7 @@ class ErrorTape:
 
     def _append(self, node: _Node) -> None:
         self._nodes.append(node)
+        node.narrowed_in = self._narrowed_in(node)
         for given in node.inputs:
             self._read(given.part.storage, node.row)
         for out in node.outputs:
@@ -165,6 +179,12 @@ class ErrorTape:
         if self._bytes > self._limit:
             self.stopped = _NOT_ENOUGH_MEMORY.format(self._limit / 2**30)
             self._nodes.clear()
+
+    def _narrowed_in(self, node: _Node) -> str:
+        writers = [self._writers.get(given.part.storage) for given in node.inputs if given.narrow]
+        sources = [writer.narrowed_in for writer in writers if writer is not None]
+        itself = not sources or PRODUCTS.search(node.row.op) or "_to_copy" in node.row.op
+        return node.row.module if itself else common_module(sources)
 
     def _read(self, storage: int, row: OpCall | None) -> None:
         writer = self._writers.get(storage)
@@ -194,7 +214,7 @@ class ErrorTape:
                 pairs = list(zip(gradients, node.outputs, strict=True))
                 by = _changes(pairs)
                 if any(change is not None for change in by):
-                    found.append(OutputChange(node.row, frozenset(node.readers), by))
+                    found.append(OutputChange(node.row, frozenset(node.readers), node.narrowed_in, by))
                 self._pass_on(node, gradients, buffers)
         return found[::-1]
 
@@ -242,7 +262,7 @@ class _TapedCall:
         twin = self._twins.find(low) if is_float(low) else None
         if twin is not None and not twin.constant and twin.serial is not None:
             reference = reference.detach().requires_grad_()
-            self.inputs.append(_Input(Part.of(twin.serial, low), reference))
+            self.inputs.append(_Input(Part.of(twin.serial, low), reference, is_narrow(low)))
         return reference.clone() if id(low) in self._written else reference
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -13,10 +12,10 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float
-from lowprec_check.engine.trace.error_tape import ErrorTape, OutputChange
+from lowprec_check.engine.trace.error_tape import PRODUCTS, ErrorTape, OutputChange
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.schema.error_budget import ErrorBudget, Share
-from lowprec_check.schema.module_paths import common_module
+from lowprec_check.schema.module_paths import common_module, is_inside
 from lowprec_check.schema.op_calls import OpCall
 
 PROBES = 1
@@ -29,9 +28,6 @@ LEAST_SHARE = 1e-4
 _CANCELLING = 3.0
 """If the sizes of the shares add up to this many times their sum, errors cancel each other, and shares are those of energy."""
 
-
-_PRODUCTS = re.compile(r"mm\.|conv|scaled_dot_product|linear|rnn|lstm|gru")
-"""Names of the ops that autocast casts the inputs of to 16 bits: matrix products, convolutions, attention."""
 
 Place = tuple[str, str, str | None, bool]
 """Module, op, source line, and whether it is rounding where results leave the module of the op."""
@@ -142,15 +138,25 @@ class _Budget:
     def _entries(self, change: OutputChange) -> Iterator[tuple[OpCall, str, bool, Tensor]]:
         """Row, module, whether it is rounding where results leave the module of the op, and the change along the directions."""
         row, (added, rounding) = change.row, change.by
+        home = self._home(change)
         if added is not None:
-            yield row, row.module, False, added
+            yield row, home, False, added
         if rounding is not None:
-            around = common_module([row.module, *(module for module, op in change.readers if self._narrows(op))])
-            yield row, around, around != row.module, rounding
+            around = common_module([home, *(module for module, op in change.readers if self._narrows(op))])
+            yield row, around, around != home, rounding
+
+    def _home(self, change: OutputChange) -> str:
+        """The module that makes the op wide if it is kept in fp32: its own.
+
+        Under autocast an op is narrow because its inputs are: for one outside the submodules of its module, it is the submodule that
+        made them narrow.
+        """
+        own, source = change.row.module, change.narrowed_in
+        return source if self.autocast and source != own and (not own or is_inside(source, own)) else own
 
     def _narrows(self, op: str) -> bool:
         """Whether the result of an op in fp32 is still rounded for this reader of it (an empty ``op``: for the caller)."""
-        return not self.autocast or _PRODUCTS.search(op) is not None
+        return not self.autocast or PRODUCTS.search(op) is not None
 
     def _directions(self) -> Tensor:
         """Directions of the output: that of its error, of length 1; then random ones, orthogonal to it, for its other changes."""
