@@ -21,7 +21,6 @@ from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.gradient_buffers import GradientBuffers, Part, pulled_back
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs
 from lowprec_check.engine.trace.twins import Twin, Twins
-from lowprec_check.errors import message_of
 from lowprec_check.schema.module_paths import common_module
 from lowprec_check.schema.op_calls import OpCall
 
@@ -32,7 +31,6 @@ All ops of a tape have the same errors in the same order; empty: none at all.
 """
 
 _NOT_ENOUGH_MEMORY = "the activations of the model and their errors need more than {:.1f} GiB, half of the free memory"
-
 
 PRODUCTS = re.compile(r"mm\.|conv|scaled_dot_product|linear|rnn|lstm|gru")
 """Names of the ops that are narrow under autocast whatever their inputs: matrix products, convolutions, attention."""
@@ -179,6 +177,7 @@ class ErrorTape:
         if self._bytes > self._limit:
             self.stopped = _NOT_ENOUGH_MEMORY.format(self._limit / 2**30)
             self._nodes.clear()
+            self._writers.clear()
 
     def _narrowed_in(self, node: _Node) -> str:
         writers = [self._writers.get(given.part.storage) for given in node.inputs if given.narrow]
@@ -237,8 +236,7 @@ class ErrorTape:
                     [gradient[direction] for _, gradient in reached],
                     retain_graph=direction + 1 < buffers.directions,
                 )
-            except (RuntimeError, NotImplementedError) as error:
-                message_of(error)
+            except RuntimeError:  # it has no derivative
                 self.blocked[node.row.op] = None
                 return
             for given, gradient in zip(node.inputs, back, strict=True):

@@ -28,7 +28,6 @@ LEAST_SHARE = 1e-4
 _CANCELLING = 3.0
 """If the sizes of the shares add up to this many times their sum, errors cancel each other, and shares are those of energy."""
 
-
 Place = tuple[str, str, str | None, bool]
 """Module, op, source line, and whether it is rounding where results leave the module of the op."""
 
