@@ -15,7 +15,7 @@ async function unpack(text) {
 const digits = (value) => (value === null ? "–" : value === 0 ? "0" : value.toExponential(1));
 const percent = (share) => `${(share * 100).toFixed(1)} %`;
 
-const percent = (share) => (share === null ? "–" : Math.abs(share) < 0.005 ? "< 1 %" : `${(share * 100).toFixed(0)} %`);
+const shareText = (share) => (share === null ? "–" : Math.abs(share) < 0.005 ? "< 1 %" : `${(share * 100).toFixed(0)} %`);
 
 function callsOf(data, run) {
   if (run.table) return run.table;
@@ -27,7 +27,7 @@ function callsOf(data, run) {
   }
   table.local_text = packed.local_error.map(digits);
   table.accumulated_text = packed.accumulated_error.map((value, i) => (packed.nonfinite[i] ? "Inf/NaN" : digits(value)));
-  table.share_text = packed.index.map((_, i) => (packed.share.length ? percent(packed.share[i]) : "–"));
+  table.share_text = packed.index.map((_, i) => (packed.share.length ? shareText(packed.share[i]) : "–"));
   table.note = packed.index.map((_, i) => {
     if (packed.nonfinite[i]) return `${packed.nonfinite[i]} values are Inf or NaN`;
     return packed.rescued[i] ? "no kernel: computed in fp32" : "";
