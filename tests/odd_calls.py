@@ -353,7 +353,7 @@ OPTIONS = [
     OddCall("plan model.py --base amp", 2, "Unknown base 'amp'"),
     OddCall("plan model.py --metric", 2, "defines no metric"),
     OddCall("plan model.py --max-drop 0.1", 2, "--max-drop needs a metric"),
-    OddCall("plan model.py --inputs-from 2", 2, "`inputs` is not a function"),
+    OddCall("plan model.py --inputs-from 2", 2, "`inputs` is neither a function"),
     OddCall("plan missing.py", 2, "No such file: missing.py"),
 ]
 

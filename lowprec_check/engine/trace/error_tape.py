@@ -147,7 +147,7 @@ class ErrorTape:
 
     def add_source(self, row: OpCall, low: Tensor, errors: Errors) -> None:
         """Record errors that no op adds: those of a rounded input."""
-        twin = self._twins.find(low)
+        twin = self._twins.find(low) if low.layout == torch.strided else None
         if twin is not None and self.stopped is None:
             self._append(_Node(row, [], [_Output(self._part(twin, low), None, tuple(map(_compact, errors)))]))
 
@@ -257,7 +257,7 @@ class _TapedCall:
         """The argument in place of ``reference``, the reference values of ``low``; what the op writes to is a copy."""
         if reference.is_inference():
             reference = reference.clone()
-        twin = self._twins.find(low) if is_float(low) else None
+        twin = self._twins.find(low) if is_float(low) and low.layout == torch.strided else None
         if twin is not None and not twin.constant and twin.serial is not None:
             reference = reference.detach().requires_grad_()
             self.inputs.append(_Input(Part.of(twin.serial, low), reference, is_narrow(low)))

@@ -40,7 +40,7 @@ def with_exact_constants(
         if isinstance(low, (list, tuple)):
             found = [exact(*pair) for pair in zip(low, widened, strict=True)]
             return found if isinstance(low, list) else tuple(found)
-        if not isinstance(low, Tensor) or not is_float(low):
+        if not isinstance(low, Tensor) or not is_float(low) or low.layout != torch.strided:
             return widened
         twin = lockstep.twins.find(low)
         if twin is None or not twin.constant or twin.tensor is None:
