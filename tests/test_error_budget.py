@@ -559,16 +559,16 @@ def test_a_weight_that_the_reference_does_not_follow_is_no_choice() -> None:
     class SparseWeight(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.register_buffer("weight", torch.randn(8, 8).relu().to_sparse())
+            self.register_buffer("weight", (torch.eye(8) * (1 + 2**-12)).to_sparse())
 
         def forward(self, x: Tensor) -> Tensor:
             return torch.sparse.mm(self.weight.to(x.dtype), x.T)
 
     options: dict[str, Any] = {"plan": False, "isolation": "none", "tolerance": 1e-5}
-    result = lowprec_check.scan(SparseWeight(), inputs(), precisions=["half"], **options)
+    result = lowprec_check.scan(SparseWeight(), lambda: torch.ones(2, 8), precisions=["half"], **options)
     budget = result.runs[1].budget
     assert budget is not None
-    assert (budget.unexplained or 0.0) > 0.1
+    assert (budget.unexplained or 0.0) > 0.9
     assert budget.decisions == 0.0
     assert not [finding for finding in result.diagnostics if finding.code == "LP304"]
 

@@ -49,9 +49,8 @@ def is_over_tolerance(run: Run) -> bool:
 def trusted_budget(run: Run) -> ErrorBudget | None:
     """The budget of ``run``, if it names causes: the first order explains at least half of the squared error."""
     budget = run.budget
-    if budget is None or not budget.known or abs(budget.unexplained or 0.0) > TRUSTED:
-        return None
-    return budget
+    trusted = budget is not None and budget.unexplained is not None and abs(budget.unexplained) <= TRUSTED
+    return budget if trusted else None
 
 
 def is_tiny(run: Run) -> bool:

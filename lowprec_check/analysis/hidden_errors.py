@@ -1,7 +1,7 @@
 """Errors that an analyzed run does not show, because earlier ones hide them. Never imports torch.
 
-Where a module turns its values into zero, later ones that would do the same get zeros, and add no error. The typical magnitude of
-the reference's values tells what they would add. That is a guess, good enough to propose modules for a trial.
+If a module flushes its values to zero, later modules get zeros and add no error, although they would flush the original values too. How
+much they would add is guessed from the typical magnitude of the fp32 values; the guess only proposes modules, which a trial then tests.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ from collections.abc import Iterator
 
 from lowprec_check.analysis.predicted_rest import Causes, causes_of
 from lowprec_check.schema.module_paths import is_inside
-from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.schema.op_calls import PRODUCTS, OpCall
 from lowprec_check.schema.scan_result import Run
-
-_PRODUCTS = re.compile(r"mm\.|conv|scaled_dot_product|linear|rnn|lstm|gru")
-"""Names of the ops that autocast runs in 16 bits; most others run in the dtype of their inputs."""
 
 _LEAST = 1e-3
 """Smaller relative errors of an op are not guessed."""
@@ -49,7 +46,7 @@ def _hidden(run: Run) -> dict[str, float]:
         if (
             not row.rms
             or mark not in re.split("[+→]", row.dtypes)
-            or (_is_autocast(run) and not _PRODUCTS.search(row.op))
+            or (_is_autocast(run) and not PRODUCTS.search(row.op))
         ):
             continue
         guessed = min(1.0, step / math.sqrt(12) / row.rms)
@@ -85,6 +82,6 @@ def _with_producers(run: Run) -> Iterator[tuple[OpCall, str]]:
     """Each row with the module of the last op before it that autocast runs in 16 bits."""
     producer = ""
     for row in run.op_calls.rows():
-        if _PRODUCTS.search(row.op):
+        if PRODUCTS.search(row.op):
             producer = row.module
         yield row, producer

@@ -11,12 +11,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from lowprec_check.analysis.error_shares import trusted_budget
 from lowprec_check.analysis.module_tree import Keep, ModuleTree
 from lowprec_check.schema.module_paths import is_inside, module_around
 from lowprec_check.schema.scan_result import Run
-
-EXPLAINED = 0.5
-"""A budget that leaves more than this part of the squared error unexplained is not used."""
 
 LARGEST_STEP = 100.0
 """If no set reaches the goal, one is proposed that lowers what sets can remove of the squared error by this factor."""
@@ -34,8 +32,8 @@ class Causes(NamedTuple):
 
 def causes_of(run: Run) -> Causes | None:
     """The causes of the output's error in ``run``; ``None`` if there is no budget that explains most of it."""
-    budget, error = run.budget, run.output_error.rel_l2 if run.output_error else None
-    if budget is None or budget.unexplained is None or abs(budget.unexplained) > EXPLAINED:
+    budget, error = trusted_budget(run), run.output_error.rel_l2 if run.output_error else None
+    if budget is None:
         return None
     if error is None or not math.isfinite(error):
         error = budget.measured

@@ -6,6 +6,7 @@ add a field with a default (older files lack it) and set it when it is measured.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from math import copysign, isfinite
 from operator import attrgetter
@@ -14,6 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from lowprec_check.schema.base import Struct
+
+PRODUCTS = re.compile(r"mm\.|conv|scaled_dot_product|linear|rnn|lstm|gru")
+"""Names of the ops that autocast runs in 16 bits whatever their inputs: matrix products, convolutions, attention."""
 
 CallOutcome = Literal["ok", "rescued", "emulated"]
 

@@ -96,7 +96,8 @@ def _instrument(job: Job, target: Target, outputs: list[Tensor] | None, send: Se
     def on_op_calls(op_calls: OpCalls) -> None:
         send(OpCallsFound(op_calls))
 
-    saved = None if job.is_reference else Fp32Outputs.load(job)
+    budget = job.budget_error and job.errors == "both" and not job.is_reference
+    saved = Fp32Outputs.load(job) if budget else None
     options = Options(
         errors="none" if job.is_reference else job.errors,
         wide=torch.float64 if job.reference == "fp64" else torch.float32,
@@ -107,7 +108,7 @@ def _instrument(job: Job, target: Target, outputs: list[Tensor] | None, send: Se
         seed=job.seed,
         count_memory=too_slow,
         changes_parameters=job.changes_parameters,
-        budget=job.budget_error and job.errors == "both" and not job.is_reference,
+        budget=budget,
         autocast=job.uses_autocast,
         fp32_outputs=None if saved is None else saved.probe.tensors if saved.probe else saved.outputs[0],
         probe=saved.probe if saved is not None else None,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from lowprec_check.engine.trace.gradient_buffers import GradientBuffers, Part, p
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs
 from lowprec_check.engine.trace.twins import Twin, Twins
 from lowprec_check.schema.module_paths import common_module
-from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.schema.op_calls import PRODUCTS, OpCall
 
 Errors = tuple[Tensor | None, ...]
 """What an op adds to the error of one of its results, its own inputs being given: each part, or for each format; ``None``: nothing.
@@ -31,9 +30,6 @@ All ops of a tape have the same errors in the same order; empty: none at all.
 """
 
 _NOT_ENOUGH_MEMORY = "the activations of the model and their errors need more than {:.1f} GiB, half of the free memory"
-
-PRODUCTS = re.compile(r"mm\.|conv|scaled_dot_product|linear|rnn|lstm|gru")
-"""Names of the ops that are narrow under autocast whatever their inputs: matrix products, convolutions, attention."""
 
 
 class _Input(NamedTuple):

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float
-from lowprec_check.engine.trace.error_tape import PRODUCTS, ErrorTape, OutputChange
+from lowprec_check.engine.trace.error_tape import ErrorTape, OutputChange
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.schema.error_budget import ErrorBudget, Share
 from lowprec_check.schema.module_paths import common_module, is_inside
-from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.schema.op_calls import PRODUCTS, OpCall
 
 PROBES = 1
 """Random directions in which errors are followed, beside the direction of the output's own error."""
@@ -74,7 +74,7 @@ def error_budget(
 
 
 def _relative_error(leaf: OutputLeaf) -> float:
-    size, error = _norm(leaf.fp32), _norm(_difference(leaf.low, leaf.fp32))
+    size, error = norm_of(leaf.fp32), norm_of(_difference(leaf.low, leaf.fp32))
     return error / size if size else math.inf if error else 0.0
 
 
@@ -88,7 +88,8 @@ def _real(tensor: Tensor) -> Tensor:
     return tensor.double()
 
 
-def _norm(tensor: Tensor) -> float:
+def norm_of(tensor: Tensor) -> float:
+    """The 2-norm of the finite values, in fp64."""
     return float(_real(tensor).nan_to_num(0.0, 0.0, 0.0).norm())
 
 
@@ -98,7 +99,7 @@ class _Budget:
     def __init__(self, tape: ErrorTape, leaf: OutputLeaf, autocast: bool, seed: int) -> None:
         self.tape, self.leaf, self.autocast, self.seed = tape, leaf, autocast, seed
         self.error = _difference(leaf.low, leaf.fp32)
-        self.error_norm, self.size = float(self.error.norm()), _norm(leaf.fp32)
+        self.error_norm, self.size = float(self.error.norm()), norm_of(leaf.fp32)
 
     def compute(self) -> ErrorBudget:
         rms = self.size / math.sqrt(self.error.numel())

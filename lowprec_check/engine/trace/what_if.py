@@ -28,7 +28,7 @@ from lowprec_check.engine.trace.local_error import widened_arguments
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.matrix_products import is_fused, product_of
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs
-from lowprec_check.engine.trace.output_budget import by_place
+from lowprec_check.engine.trace.output_budget import by_place, norm_of
 from lowprec_check.engine.trace.seeding import seed_state
 from lowprec_check.errors import message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
@@ -205,7 +205,7 @@ class _Prediction:
         self._mode, self._seed = mode, seed
         floating = [out.detach() for out in outputs if is_float(out) and out.layout == torch.strided and out.numel()]
         self._omitted = max(0, len(floating) - MOST_LEAVES)
-        self._leaves = [out for out in floating[:MOST_LEAVES] if _norm(out) > 0]
+        self._leaves = [out for out in floating[:MOST_LEAVES] if norm_of(out) > 0]
         self._all_zero = bool(floating) and not self._leaves
         self._probes = max(min(probes, LEAST_PROBES), probes // max(1, len(self._leaves)))
 
@@ -246,7 +246,7 @@ class _Prediction:
         rows = [(row, by.double().cpu()) for row, by in found if by is not None]
         along = torch.stack([by for _, by in rows]) if rows else torch.zeros(0, self._probes * len(self._leaves))
         sizes = [
-            math.sqrt(float(along[:, self._columns(leaf)].sum(0).square().mean())) / _norm(out)
+            math.sqrt(float(along[:, self._columns(leaf)].sum(0).square().mean())) / norm_of(out)
             for leaf, out in enumerate(self._leaves)
         ]
         worst = max(range(len(sizes)), key=sizes.__getitem__)
@@ -271,8 +271,3 @@ class _Prediction:
             yield f"errors before {', '.join(blocked)} are not seen"
         if self._omitted:
             yield f"only the first {MOST_LEAVES} tensors of the output are followed"
-
-
-def _norm(tensor: Tensor) -> float:
-    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return float(real.double().nan_to_num(0.0, 0.0, 0.0).norm())
