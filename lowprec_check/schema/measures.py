@@ -1,4 +1,4 @@
-"""What some scans measure besides: times in a scenario, errors of quantized layers. Never imports torch."""
+"""Times, and what some scans measure besides: times in a scenario, errors of quantized layers. Never imports torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,40 @@ from lowprec_check.schema.base import Struct
 
 Scenario = Literal["offline", "realtime"]
 """``offline``: the inputs as they are, on all cores; ``realtime``: batches of 1 in several instances of at most 4 cores."""
+
+
+class Speedup(Struct, frozen=True, kw_only=True):
+    """How many times as fast as fp32 a run is: both are called in turns, and each round gives one ratio."""
+
+    median: float
+    low: float
+    high: float
+    """``low`` to ``high`` contains the median of all possible rounds with a probability of at least 95 % (order statistics)."""
+    rounds: int
+
+
+class Latency(Struct, frozen=True, kw_only=True):
+    """How long calls took, in rounds over all runs, so that a change of the machine's speed meets each of them."""
+
+    median_ms: float
+    quartiles_ms: tuple[float, float]
+    """The first and the third."""
+    samples: int
+    """Calls timed."""
+    noisy: bool = False
+    """Whether the quartiles are further apart than a quarter of the median, after a second attempt too."""
+    speedup: Speedup | None = None
+    """``None`` for fp32 itself, and for a run that was not timed in rounds with it."""
+
+
+class TimingConditions(Struct, frozen=True, kw_only=True):
+    """What may have disturbed the times of a scan."""
+
+    waited: float | None = None
+    """The share of the time that threads of the model waited for a processor core that something else used; ``None`` if
+    the system does not tell."""
+    speed_change: float | None = None
+    """The largest ratio, above 1, between the speeds of the processor in two rounds, by a fixed piece of work."""
 
 
 class Timing(Struct, frozen=True, kw_only=True):

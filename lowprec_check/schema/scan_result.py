@@ -19,7 +19,7 @@ from lowprec_check.schema.batch_ranges import BatchRanges
 from lowprec_check.schema.compiler_check import CompilerCheck
 from lowprec_check.schema.error_budget import ErrorBudget
 from lowprec_check.schema.files import write_file
-from lowprec_check.schema.measures import LayerError, Timing
+from lowprec_check.schema.measures import LayerError, Latency, Timing, TimingConditions
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Plan
 from lowprec_check.schema.precisions import PRECISIONS, Precision
@@ -127,6 +127,8 @@ class Run(Struct, frozen=True, kw_only=True):
     lockstep_error: ErrorStats | None = None
     """Error of the instrumented part's output against its reference, which takes the decisions of the run."""
     latency_ms: float | None = None
+    """``latency.median_ms``; of a run that was not timed, the calls of its plain part."""
+    latency: Latency | None = None
     peak_memory_bytes: int | None = None
     timing: Timing | None = None
     """Times in the scenario that the scan was asked for."""
@@ -329,6 +331,8 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     environment: dict[str, Any]
     options: dict[str, Any] = {}
     runs: list[Run]
+    timing_conditions: TimingConditions | None = None
+    """What may have disturbed the times of the runs; ``None`` if they were not timed in rounds."""
     diagnostics: list[Diagnostic] = []
     recommendation: Recommendation | None = None
     plan: Plan | None = None
