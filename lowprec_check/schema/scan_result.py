@@ -19,7 +19,7 @@ from lowprec_check.schema.batch_ranges import BatchRanges
 from lowprec_check.schema.compiler_check import CompilerCheck
 from lowprec_check.schema.error_budget import ErrorBudget
 from lowprec_check.schema.files import write_file
-from lowprec_check.schema.measures import LayerError, Latency, Timing, TimingConditions
+from lowprec_check.schema.measures import Latency, LayerError, Timing, TimingConditions
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Plan
 from lowprec_check.schema.precisions import PRECISIONS, Precision
