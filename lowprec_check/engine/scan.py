@@ -290,6 +290,9 @@ def growing_scan(
                 result, runs=[*result.runs, run], options=options.saved(target_runs.isolation)
             )
             yield result
+        runs, conditions = target_runs.time(result.runs[1:])
+        result = msgspec.structs.replace(result, runs=runs, timing_conditions=conditions)
+        yield result
         if options.what_if is not None:
             predicted = target_runs.what_if(tuple(options.chosen_what_if()))
             result = msgspec.structs.replace(result, what_if=predicted)

@@ -18,6 +18,8 @@ class Speedup(Struct, frozen=True, kw_only=True):
     high: float
     """``low`` to ``high`` contains the median of all possible rounds with a probability of at least 95 % (order statistics)."""
     rounds: int
+    one_core: bool = False
+    """Whether it rests on calls that used one core, less the time that they waited for it: other programs used the cores."""
 
 
 class Latency(Struct, frozen=True, kw_only=True):

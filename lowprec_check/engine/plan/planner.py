@@ -227,6 +227,8 @@ def _search_bases(batches: Sequence[TargetRuns], proposer: Proposer, options: Pl
         for name in options.bases()
     }
     if any(proposer.passes_as_it_is(of_base) for of_base in runs.values()):
+        timed = batches[0].time([of_base[0] for of_base in runs.values()]).runs[1:]
+        runs = {name: [first, *of_base[1:]] for (name, of_base), first in zip(runs.items(), timed, strict=True)}
         return (proposer.without_search(of_base) for of_base in runs.values())
     return proposer.propose_each(runs.values())
 

@@ -21,7 +21,7 @@ from lowprec_check.schema.module_paths import module_around
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.plan import STOPPED_WITHOUT_PLAN, Attempt
 from lowprec_check.schema.precisions import PRECISIONS, formats
-from lowprec_check.schema.run_key import PLAN, REFERENCE
+from lowprec_check.schema.run_key import PLAN
 from lowprec_check.schema.scan_result import Run
 
 SLOWER = 1.5
@@ -158,8 +158,9 @@ class _Search:
     def propose(self) -> Proposal:
         started = time.monotonic()
         found = search(self.tree, suspects(self.failing), self.trials, self._explain, self._tolerance())
-        run = self._measure(found.keep) if found.keep is not None else None
-        fp32 = self.proposer.batches[0].run(REFERENCE, instrumented=False) if run is not None else None
+        run = fp32 = None
+        if found.keep is not None:
+            fp32, run = self.proposer.batches[0].time([self._measure(found.keep)]).runs
         attempt = _attempt(
             self.failing,
             kept=len(found.keep) if found.keep is not None else None,

@@ -94,6 +94,29 @@ class InstanceTimed(Struct, frozen=True, tag="instance-timed"):
     """Of each call."""
 
 
+class TurnTimed(Struct, frozen=True, kw_only=True, tag="turn-timed"):
+    """What the calls of a run took in one round."""
+
+    row: int
+    """The position of the run among those that are timed."""
+    round: int
+    seconds: list[float]
+    """Of each call."""
+    waited: float | None
+    """The part of the time in which a thread waited for a core; ``None`` if the system does not tell."""
+    on_one_core: list[float] = []
+    """Seconds of further calls, less those in which they waited for their core."""
+    fixed_work: float
+    """Seconds of a fixed piece of work."""
+
+
+class TurnFailed(Struct, frozen=True, tag="turn-failed"):
+    """A run failed while it was timed."""
+
+    row: int
+    reason: str
+
+
 class Finished(Struct, frozen=True, tag="finished"):
     """The job is done."""
 
@@ -123,6 +146,8 @@ FromJob = (
     | InstrumentFault
     | InstanceReady
     | InstanceTimed
+    | TurnTimed
+    | TurnFailed
     | Finished
     | UsageFailed
     | ToolFailed

@@ -17,7 +17,6 @@ from torch.nn.parameter import is_lazy
 from lowprec_check.engine.core.compiled import compiled_code_in_eager
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.output_comparison import compare_outputs, same_bits
-from lowprec_check.engine.model.latency import measure_latency
 from lowprec_check.engine.model.memory import measure_memory
 from lowprec_check.engine.model.module_probe import ModuleOutput, last_informative_module, module_output
 from lowprec_check.engine.model.plain_run import (
@@ -142,7 +141,7 @@ class PlainPart:
         job, result = self.job, self.result
         if result.status == "error":
             return
-        self._add(latency_ms=self._latency() if job.measured else None)
+        self._add(latency_ms=result.seconds * 1e3 if job.measured else None)
         if result.status in ("inaccurate", "nonfinite") and not (job.saves_reference or self.too_slow):
             self.draws = self._record_draws()
         if result.status == "inaccurate" and result.random and self._is_compiled and not self.draws:
@@ -199,22 +198,6 @@ class PlainPart:
     def _replaced(self) -> Callable[..., Any] | None:
         """What is called in place of the model: what its user or a backend prepared; ``None`` for the model itself."""
         return self.ready.call.prepared if isinstance(self.ready.call, OnBackend) else self.target.compiled
-
-    def _latency(self) -> float:
-        """Median milliseconds of further calls, or those of the fastest if it is too slow."""
-        number = len(self.outputs)
-
-        def call() -> float:
-            nonlocal number
-            number += 1
-            self._report_call(number)
-            return run_once(*self._call, self.job.seed)[1]
-
-        seconds = min(2.0, self.job.budget / 5)
-        if self.too_slow or self.result.seconds > seconds / len(self.outputs):  # the calls compared are samples enough
-            return self.result.seconds * 1e3
-        self._snapshot.rewind()
-        return measure_latency(call, self._snapshot.rewind, in_a_row=len(self.outputs), seconds=seconds)
 
     def _as_reference(self, result: PlainResult) -> PlainResult:
         """Save the outputs for the other runs. NaN in one is ``nonfinite``; infinities are taken as meant."""

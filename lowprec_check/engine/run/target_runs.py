@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -25,6 +25,7 @@ from lowprec_check.engine.run.reference_errors import (
 )
 from lowprec_check.engine.run.scenario import NotTimedError, time_in_scenario
 from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.timed_runs import TimedRuns, time_runs
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
@@ -91,6 +92,7 @@ class TargetRuns:
         self.target, self.options, self._files = source.target, options, files
         self._source = source
         self._launcher = Launcher(source, isolation, on_progress)
+        self._on_progress = on_progress
         self.fp32: Run | None = None
         self._self_error = 0.0
         self._first_seconds = 0.0
@@ -212,6 +214,24 @@ class TargetRuns:
         if backend == EAGER and instrumented and not keep_fp32:
             self._eager[key] = run
         return run if eager is None else explained_by(run, eager)
+
+    def time(self, runs: Sequence[Run]) -> TimedRuns:
+        """fp32 and ``runs``, with the times of calls in rounds over all of them."""
+        assert self.fp32 is not None
+        return time_runs(self.fp32, runs, self._timing_job, self._source, self.isolation, self._report_round)
+
+    def _timing_job(self, run: Run) -> Job:
+        return self._job(
+            run.base or run.precision,
+            backend=run.backend,
+            memory_format=run.memory_format,
+            keep_fp32=tuple(run.keep_fp32),
+            setup_budget=BACKENDS.get(run.backend).setup_budget,
+        )
+
+    def _report_round(self, number: int) -> None:
+        if self._on_progress is not None:
+            self._on_progress("times", f"round {number + 1}")
 
     def what_if(self, formats: tuple[str, ...]) -> list[WhatIf]:
         """The output error that each of ``formats`` would cause, predicted from fp32: none of them is run."""

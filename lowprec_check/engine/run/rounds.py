@@ -1,0 +1,275 @@
+"""Times runs in rounds: fp32, half, bf16, … and again, so that what disturbs the machine meets all of them.
+
+Forks each prepare one run, wait for their turn, and keep what they compiled. Elsewhere (one fresh interpreter, this process, an
+accelerator, whose memory holds one model) the model is cast in place and back for each turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from lowprec_check.engine.core.compiled import own_compiled_code
+from lowprec_check.engine.core.exceptions import first_line
+from lowprec_check.engine.model.plain_run import reraise_interrupt
+from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.run.isolation import WorkerError
+from lowprec_check.engine.run.job import Job, Send
+from lowprec_check.engine.run.messages import (
+    Finished,
+    FromJob,
+    InstanceReady,
+    Loaded,
+    ToolFailed,
+    TurnFailed,
+    TurnTimed,
+    UsageFailed,
+    decode,
+    encode,
+)
+from lowprec_check.engine.run.preparation import on_backend, on_device, prepared_for
+from lowprec_check.engine.run.round_schedule import RoundSchedule
+from lowprec_check.engine.run.target_source import FreshLoad, Load, TargetSource
+from lowprec_check.engine.run.turns import TimedCalls
+from lowprec_check.engine.run.worker_task import LOAD_SECONDS, work_on
+from lowprec_check.errors import message_of, type_name
+from lowprec_check.process import Isolation
+from lowprec_check.process.fork import WHOLE_PROCESS
+from lowprec_check.process.function_worker import FunctionWorker, Method, SendBytes, end_if_forked
+from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor
+from lowprec_check.schema.measures import Latency, TimingConditions
+
+OnRound = Callable[[int], None]
+"""Called with the number of the round that starts, from 0."""
+
+_Worker = FunctionWorker[FromJob]
+_Event = MessageEvent[_Worker, FromJob] | StateEvent[_Worker]
+
+
+class RoundTimes(NamedTuple):
+    """What the rounds found, by the position of the job."""
+
+    latencies: list[Latency | None]
+    failures: dict[int, str]
+    """Why a run could not be timed, though it had run before."""
+    conditions: TimingConditions
+
+
+def time_in_rounds(
+    jobs: Sequence[Job],
+    source: TargetSource,
+    isolation: Isolation,
+    on_round: OnRound,
+    *,
+    in_place: bool = False,
+) -> RoundTimes:
+    """Time ``jobs``, the first of which is fp32, for about ``seconds``. ``in_place``: one process, even if forks are possible."""
+    schedule, failures = RoundSchedule(len(jobs)), dict[int, str]()
+    if isolation == "none":
+        found = _InPlace(jobs, schedule, on_round)
+        with WHOLE_PROCESS:
+            found.run(source.forked(), _noting(schedule, failures))
+    elif isolation == "fork" and not in_place:
+        with _Forks(jobs, source, failures) as forks:
+            forks.run(schedule, on_round)
+    else:
+        _in_one_worker(jobs, source, isolation, schedule, failures, on_round)
+    latencies = [schedule.latency(row) for row in range(len(jobs))]
+    return RoundTimes(latencies, failures, schedule.conditions())
+
+
+def _noting(schedule: RoundSchedule, failures: dict[int, str]) -> Send:
+    """Take the messages about turns."""
+
+    def note(message: FromJob) -> None:
+        if isinstance(message, TurnTimed):
+            schedule.add(message)
+        elif isinstance(message, TurnFailed):
+            schedule.lose(message.row)
+            failures[message.row] = message.reason
+
+    return note
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type_name(error)}: {first_line(message_of(error))}"
+
+
+# -- in one process, the model cast in place for each turn
+
+
+class _InPlace:
+    def __init__(self, jobs: Sequence[Job], schedule: RoundSchedule, on_round: OnRound | None = None) -> None:
+        self._jobs, self._schedule, self._on_round = jobs, schedule, on_round
+
+    def run(self, target: Target, send: Send) -> None:
+        """Take all turns; the schedule must learn what is sent."""
+        device = torch.device(self._jobs[0].device)
+        autocast = any(job.uses_autocast for job in self._jobs)
+        with own_compiled_code(autocast=autocast), on_device(target, device):
+            for row in self._schedule:
+                if self._on_round is not None and row == 0:
+                    self._on_round(self._schedule.number)
+                send(self._turn(row, target))
+
+    def _turn(self, row: int, target: Target) -> TurnTimed | TurnFailed:
+        job = self._jobs[row]
+        try:
+            with prepared_for(job, target) as in_precision:
+                calls = TimedCalls(job, target, on_backend(job, target, in_precision))
+                calls.warm_up()
+                return calls.turn(row, self._schedule.number, on_one_core=self._schedule.is_disturbed)
+        except BaseException as error:
+            reraise_interrupt(error)
+            return TurnFailed(row, _reason(error))
+
+
+def _in_one_worker(
+    jobs: Sequence[Job],
+    source: TargetSource,
+    method: Method,
+    schedule: RoundSchedule,
+    failures: dict[int, str],
+    on_round: OnRound,
+) -> None:
+    """What was timed before the worker died is kept."""
+    fresh = FreshLoad(source.forked) if method == "fork" else source.fresh()
+    worker: _Worker = FunctionWorker(
+        functools.partial(_work_in_place, tuple(jobs), fresh.load),
+        decode,
+        method=method,
+        descriptors=(*fresh.descriptors, *jobs[0].files),
+    )
+    worker.set_timeout(LOAD_SECONDS)
+    note = _noting(schedule, failures)
+    supervisor: Supervisor[_Worker, FromJob] = Supervisor([worker])
+    with supervisor:
+        for event in supervisor.events():
+            if isinstance(event, StateEvent):
+                continue
+            message = event.message
+            if isinstance(message, ToolFailed):
+                raise WorkerError(message.traceback)
+            if isinstance(message, (Finished, UsageFailed)):
+                break
+            if isinstance(message, TurnTimed) and message.row == 0:
+                on_round(message.round)
+            note(message)
+            worker.set_timeout(3 * max(job.call_budget for job in jobs))
+
+
+def _work_in_place(jobs: tuple[Job, ...], load: Load, send_bytes: SendBytes) -> None:
+    schedule = RoundSchedule(len(jobs))
+    note = _noting(schedule, {})
+
+    def send(message: FromJob) -> None:
+        note(message)
+        send_bytes(encode(message))
+
+    work_on(load, lambda target: _InPlace(jobs, schedule).run(target, send), send)
+
+
+# -- in forks, each with one run
+
+
+class _Fork(NamedTuple):
+    worker: _Worker
+    start: int
+    """The pipe through which it gets, when it is its turn, the number of the round and whether others use the cores."""
+
+
+class _Forks:
+    """One fork for each job; a context manager that ends them."""
+
+    def __init__(self, jobs: Sequence[Job], source: TargetSource, failures: dict[int, str]) -> None:
+        self._jobs, self._source, self._failures = jobs, source, failures
+        self._stack = contextlib.ExitStack()
+        self._forks: list[_Fork] = []
+        self._events: Iterator[_Event] = iter(())
+
+    def __enter__(self) -> _Forks:
+        with contextlib.ExitStack() as stack:
+            supervisor: Supervisor[_Worker, FromJob] = stack.enter_context(Supervisor())
+            for row, job in enumerate(self._jobs):
+                waits, start = os.pipe()
+                stack.callback(os.close, start)
+                stack.callback(os.close, waits)
+                task = functools.partial(_work_in_turns, job, row, waits, self._source.forked)
+                worker: _Worker = FunctionWorker(task, decode, method="fork")
+                worker.set_timeout(LOAD_SECONDS)
+                supervisor.add(worker)
+                self._forks.append(_Fork(worker, start))
+                if row == 0:
+                    self._events = supervisor.events()
+                self._wait_for(row, InstanceReady)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def run(self, schedule: RoundSchedule, on_round: OnRound) -> None:
+        """Give the turns."""
+        for row in self._failures:
+            schedule.lose(row)
+        for row in schedule:
+            if row == 0:
+                on_round(schedule.number)
+            fork = self._forks[row]
+            fork.worker.set_timeout(3 * self._jobs[row].call_budget)
+            with contextlib.suppress(BrokenPipeError):
+                os.write(fork.start, bytes([schedule.number, schedule.is_disturbed]))
+            turn = self._wait_for(row, TurnTimed)
+            if isinstance(turn, TurnTimed):
+                schedule.add(turn)
+            else:
+                schedule.lose(row)
+            fork.worker.deadline = float("inf")
+
+    def _wait_for(self, row: int, kind: type[FromJob]) -> FromJob | None:
+        """The next message of a ``kind`` from the fork of ``row``; ``None`` if it failed, or ended."""
+        worker = self._forks[row].worker
+        for event in self._events:
+            if event.worker is not worker:
+                continue
+            if isinstance(event, StateEvent):
+                if event.state != "running":
+                    self._failures[row] = "its process ended while it was timed"
+                    return None
+            elif isinstance(event.message, ToolFailed):
+                raise WorkerError(event.message.traceback)
+            elif isinstance(event.message, (UsageFailed, TurnFailed)):
+                message = event.message
+                self._failures[row] = message.message if isinstance(message, UsageFailed) else message.reason
+                return None
+            elif isinstance(event.message, Loaded):
+                worker.set_timeout(3 * self._jobs[row].call_budget)
+            elif isinstance(event.message, kind):
+                return event.message
+        return None
+
+
+def _work_in_turns(job: Job, row: int, waits: int, load: Load, send_bytes: SendBytes) -> None:
+    """In a fork: prepare the run, then a turn for each pair of bytes: the number of the round, and whether others use the cores."""
+
+    def send(message: FromJob) -> None:
+        send_bytes(encode(message))
+
+    def work(target: Target) -> None:
+        try:
+            with own_compiled_code(autocast=job.uses_autocast), prepared_for(job, target) as in_precision:
+                calls = TimedCalls(job, target, on_backend(job, target, in_precision))
+                calls.warm_up()
+                send(InstanceReady())
+                while turn := os.read(waits, 2):
+                    send(calls.turn(row, turn[0], on_one_core=bool(turn[1])))
+        except BaseException as error:
+            end_if_forked(error)
+            send(TurnFailed(row, _reason(error)))
+
+    work_on(load, work, send)

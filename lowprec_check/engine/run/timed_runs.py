@@ -1,0 +1,104 @@
+"""Adds times to runs: which of them are timed in rounds, and which are too slow to be called again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from lowprec_check.analysis.round_times import latency_outside_rounds
+from lowprec_check.engine.core.free_memory import free_memory
+from lowprec_check.engine.run.job import Job
+from lowprec_check.engine.run.rounds import OnRound, time_in_rounds
+from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.process import Isolation
+from lowprec_check.schema.measures import Latency, TimingConditions
+from lowprec_check.schema.run_key import EAGER
+from lowprec_check.schema.scan_result import Run
+
+SLOW_SECONDS, SLOW_RATIO = 0.3, 10.0
+"""A run whose calls take longer, and are so many times slower than those of fp32, is not called again to time it."""
+
+AT_ONCE = 5
+"""Runs timed beside fp32 in the same rounds."""
+
+MEMORY = 0.25
+"""The part of the free memory that copies of the weights may take while runs are timed."""
+
+
+class TimedRuns(NamedTuple):
+    """Runs with their times."""
+
+    runs: list[Run]
+    conditions: TimingConditions | None
+    """``None`` if nothing was timed in rounds."""
+
+
+def time_runs(
+    fp32: Run,
+    runs: Sequence[Run],
+    job_of: Callable[[Run], Job],
+    source: TargetSource,
+    isolation: Isolation,
+    on_round: OnRound,
+) -> TimedRuns:
+    """``fp32`` and ``runs`` with the times of calls in rounds; the others of ``runs`` have those of their plain part."""
+    timed = [run for run in runs if _is_timed(run, fp32)]
+    found: dict[int, Latency] = {}
+    notes: dict[int, str] = {}
+    conditions: list[TimingConditions] = []
+    reference: Latency | None = None
+    for start in range(0, max(1, len(timed)), AT_ONCE):
+        group = timed[start : start + AT_ONCE]
+        jobs = [job_of(run) for run in (fp32, *group)]
+        in_place = jobs[0].device != "cpu" or not _copies_fit(jobs, source)
+        times = time_in_rounds(jobs, source, isolation, on_round, in_place=in_place)
+        reference = reference or times.latencies[0]
+        conditions.append(times.conditions)
+        for row, run in enumerate(group, start=1):
+            latency = times.latencies[row]
+            if latency is not None:
+                found[id(run)] = latency
+            if row in times.failures:
+                notes[id(run)] = times.failures[row]
+    answers = []
+    for run in runs:
+        if run.latency_ms is None:
+            answers.append(run)
+            continue
+        latency = found.get(id(run)) or latency_outside_rounds(run.latency_ms / 1e3, reference, run.calls)
+        note = [f"not timed in rounds: {notes[id(run)]}"] if id(run) in notes else []
+        answers.append(_with(run, latency, note))
+    return TimedRuns([_with(fp32, reference, []), *answers], _worst(conditions))
+
+
+def _with(run: Run, latency: Latency | None, notes: list[str]) -> Run:
+    if latency is None:
+        return run
+    return msgspec.structs.replace(run, latency=latency, latency_ms=latency.median_ms, notes=[*run.notes, *notes])
+
+
+def _is_timed(run: Run, fp32: Run) -> bool:
+    """Whether ``run`` gave an output, and is not known to be slow."""
+    mine, reference = run.latency_ms, fp32.latency_ms
+    if mine is None or reference is None or run.status in ("error", "crashed", "timeout", "skipped"):
+        return False
+    return mine <= max(SLOW_SECONDS * 1e3, SLOW_RATIO * reference)
+
+
+def _copies_fit(jobs: Sequence[Job], source: TargetSource) -> bool:
+    """Whether each run can have its own copy of the weights, where it casts them."""
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in source.target.model.parameters())
+    copies = sum(1 for job in jobs if not job.is_reference and not (job.uses_autocast and job.backend == EAGER))
+    return weights * copies <= MEMORY * free_memory(torch.device("cpu"))
+
+
+def _worst(found: Sequence[TimingConditions]) -> TimingConditions | None:
+    if not found:
+        return None
+    return TimingConditions(
+        waited=max((known.waited for known in found if known.waited is not None), default=None),
+        speed_change=max((known.speed_change for known in found if known.speed_change is not None), default=None),
+    )

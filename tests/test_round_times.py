@@ -1,0 +1,217 @@
+"""Times in rounds: what is concluded from seconds, and which turns are taken. No clock is involved."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowprec_check.analysis.round_times import (
+    ONE_CALL,
+    Rounds,
+    Turn,
+    latency_of,
+    latency_outside_rounds,
+    speedup_of,
+)
+from lowprec_check.engine.run.messages import TurnTimed
+from lowprec_check.engine.run.round_schedule import ENOUGH, FEW, MORE, MOST, RoundSchedule
+from lowprec_check.schema.measures import Speedup
+
+ratios = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=40)
+
+
+@given(ratios)
+def test_the_interval_contains_the_median_of_its_ratios(found: list[float]) -> None:
+    speedup = speedup_of(found)
+    assert speedup.low <= speedup.median <= speedup.high
+    assert speedup.rounds == len(found)
+    assert speedup.low >= min(found) / ONE_CALL
+    assert speedup.high <= max(found) * ONE_CALL
+    if len(found) >= 6:
+        assert min(found) <= speedup.low
+        assert speedup.high <= max(found)
+
+
+@pytest.mark.parametrize("rounds", [2, 3, 5, 6, 9, 15, 30])
+def test_the_interval_contains_the_true_ratio_as_often_as_it_says(rounds: int) -> None:
+    draw, inside = random.Random(rounds), 0
+    for _ in range(1000):
+        speedup = speedup_of([1.7 * math.exp(draw.gauss(0, 0.1)) for _ in range(rounds)])
+        inside += speedup.low <= 1.7 <= speedup.high
+    assert inside >= 935  # 950 expected, three standard deviations less
+
+
+@pytest.mark.parametrize(("rounds", "low", "high"), [(6, 1, 6), (8, 1, 8), (9, 2, 8), (12, 3, 10), (15, 4, 12)])
+def test_the_interval_of_many_ratios_is_between_order_statistics(rounds: int, low: int, high: int) -> None:
+    """The ranks that tables of the sign test give for 95 %."""
+    found = speedup_of([float(number) for number in range(1, rounds + 1)])
+    assert (found.low, found.high) == (low, high)
+
+
+@given(st.lists(st.floats(1e-5, 10), min_size=1, max_size=30), st.floats(0.1, 10))
+def test_a_run_that_is_always_so_many_times_as_fast_is_told_exactly(fp32: list[float], factor: float) -> None:
+    speedup = latency_of(
+        {number: Turn([second / factor]) for number, second in enumerate(fp32)},
+        {number: Turn([second]) for number, second in enumerate(fp32)},
+    ).speedup
+    assert speedup is not None
+    assert speedup.median == pytest.approx(factor)
+
+
+def rounds(*seconds: float, disturbed: bool = False, alone: float | None = None) -> Rounds:
+    return {
+        number: Turn([each], [alone] if alone is not None else [], disturbed) for number, each in enumerate(seconds)
+    }
+
+
+def test_what_the_load_does_to_calls_on_several_cores_is_left_out() -> None:
+    """bf16 waits 30 ms for its second thread; alone on one core it takes twice as long as fp32."""
+    latency = latency_of(rounds(*[0.03] * 7, disturbed=True, alone=2e-5), rounds(*[1e-5] * 7, alone=1e-5))
+    assert latency.speedup == Speedup(median=0.5, low=0.5, high=0.5, rounds=7, one_core=True)
+
+
+def test_rounds_that_nothing_disturbed_are_preferred() -> None:
+    fp32, mine = dict(rounds(*[1.0] * 6)), dict(rounds(*[0.5] * 6))
+    fp32[6] = mine[6] = Turn([9.0], [1.0], disturbed=True)
+    latency = latency_of(mine, fp32)
+    assert latency.speedup == Speedup(median=2.0, low=2.0, high=2.0, rounds=6)
+
+
+def test_without_undisturbed_calls_nothing_is_compared() -> None:
+    assert latency_of(rounds(0.5, 0.5, disturbed=True), rounds(1.0, 1.0)).speedup is None
+
+
+def test_rounds_of_one_run_only_are_not_compared() -> None:
+    assert latency_of({1: Turn([1.0])}, {0: Turn([1.0])}).speedup is None
+
+
+def test_median_quartiles_and_noise_are_those_of_all_calls() -> None:
+    latency = latency_of({0: Turn([0.001, 0.002, 0.003]), 1: Turn([0.004, 0.005])})
+    assert (latency.median_ms, latency.quartiles_ms, latency.samples) == (3.0, (2.0, 4.0), 5)
+    assert latency.noisy
+    assert not latency_of({0: Turn([0.0030, 0.0031, 0.0032])}).noisy
+
+
+def test_a_run_too_slow_for_rounds_is_known_within_a_factor() -> None:
+    fp32 = latency_of({0: Turn([0.03])})
+    latency = latency_outside_rounds(1.8, fp32, samples=3)
+    assert latency.samples == 3
+    assert latency.median_ms == pytest.approx(1800)
+    assert latency.speedup is not None
+    assert latency.speedup.median == pytest.approx(1 / 60)
+    assert latency.speedup.high < 1
+
+
+# -- the schedule
+
+
+def turn(row: int, number: int, seconds: float, *, waited: float = 0.0, alone: bool = False) -> TurnTimed:
+    return TurnTimed(
+        row=row,
+        round=number,
+        seconds=[seconds],
+        waited=waited,
+        on_one_core=[seconds] if alone else [],
+        fixed_work=1e-3,
+    )
+
+
+def taken(schedule: RoundSchedule, seconds: list[float], noise: float = 0.0) -> list[list[int]]:
+    """The rows timed in each round, if each call of a row takes its ``seconds``, times a random factor."""
+    draw, order = random.Random(0), list[list[int]]()
+    for row in schedule:
+        if len(order) <= schedule.number:
+            order.append([])
+        order[-1].append(row)
+        schedule.add(turn(row, schedule.number, seconds[row] * math.exp(draw.gauss(0, noise))))
+    return order
+
+
+def test_rounds_go_forth_and_back_until_every_ratio_is_known() -> None:
+    order = taken(RoundSchedule(3, seconds=60), [1.0, 0.5, 1.02])
+    assert order[:2] == [[0, 1, 2], [2, 1, 0]]
+    assert len(order) == ENOUGH
+    assert order[FEW:] == [[2, 0], [0, 2], [2, 0]]  # 2.0 is far from 1, 1.02 is not
+
+
+def test_what_varies_is_timed_longer_but_not_forever() -> None:
+    order = taken(RoundSchedule(2, seconds=60), [1.0, 1.0], noise=0.5)
+    assert len(order) == MOST
+
+
+@pytest.mark.parametrize(("seconds_of_a_round", "noise", "rounds"), [(100, 0.0, FEW), (1, 0.0, 4), (1, 0.4, 4 * MORE)])
+def test_rounds_are_timed_as_long_as_time_is_left_and_longer_if_they_are_noisy(
+    monkeypatch: pytest.MonkeyPatch, seconds_of_a_round: int, noise: float, rounds: float
+) -> None:
+    schedule = RoundSchedule(2, seconds=4)
+    clock = "lowprec_check.engine.run.round_schedule.time.monotonic"
+    monkeypatch.setattr(clock, lambda: schedule.number * seconds_of_a_round)
+    assert len(taken(schedule, [1.0, 1.02], noise)) == rounds
+
+
+def test_a_run_that_fails_is_left_out_and_without_fp32_nothing_is_timed() -> None:
+    schedule = RoundSchedule(3, seconds=60)
+    found = []
+    for row in schedule:
+        found.append(row)
+        if row == 1:
+            schedule.lose(row)
+        else:
+            schedule.add(turn(row, schedule.number, 1.0))
+    assert found.count(1) == 1
+    assert schedule.latency(1) is None
+    assert schedule.latency(2) is not None
+    schedule = RoundSchedule(2, seconds=60)
+    for row in schedule:
+        schedule.lose(row)
+    assert [schedule.latency(row) for row in range(2)] == [None, None]
+
+
+def test_load_is_noticed_and_the_rounds_after_it_use_one_core() -> None:
+    schedule = RoundSchedule(2, seconds=60)
+    flags = []
+    for row in schedule:
+        flags.append(schedule.is_disturbed)
+        schedule.add(turn(row, schedule.number, 1.0, waited=0.5, alone=schedule.is_disturbed))
+    assert flags[0] is False
+    assert all(flags[1:])
+    conditions = schedule.conditions()
+    assert conditions.waited == pytest.approx(0.5)
+    assert conditions.speed_change == pytest.approx(1.0)
+    latency = schedule.latency(1)
+    assert latency is not None
+    assert latency.speedup is not None
+    assert latency.speedup.one_core
+
+
+def test_a_processor_that_changes_its_speed_is_noticed() -> None:
+    schedule = RoundSchedule(2, seconds=60)
+    for number in range(8):
+        for row in range(2):
+            made = turn(row, number, 1.0)
+            schedule.add(
+                TurnTimed(row=row, round=number, seconds=made.seconds, waited=None, fixed_work=1e-3 * (1 + number // 4))
+            )
+    assert schedule.conditions().speed_change == pytest.approx(2.0)
+    assert schedule.conditions().waited is None
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10_000), st.floats(0.3, 3.0))
+def test_the_ratio_survives_a_machine_that_changes_its_speed(seed: int, factor: float) -> None:
+    """The speed drifts by a factor of 3 in the course of the rounds: as each round meets both runs, the ratio stays."""
+    draw, schedule = random.Random(seed), RoundSchedule(2, seconds=60)
+    for row in schedule:
+        slower = 1 + 2 * schedule.number / MOST
+        seconds = (1.0, 1 / factor)[row] * slower * math.exp(abs(draw.gauss(0, 0.03)))
+        schedule.add(turn(row, schedule.number, seconds))
+    latency = schedule.latency(1)
+    assert latency is not None
+    assert latency.speedup is not None
+    assert latency.speedup.median == pytest.approx(factor, rel=0.15)
+    assert statistics.fmean([latency.speedup.low, latency.speedup.high]) == pytest.approx(factor, rel=0.2)

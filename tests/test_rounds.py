@@ -1,0 +1,190 @@
+"""Runs timed in rounds, in forks and in one process: what is timed, what fails, what is left behind."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowprec_check import Run, scan
+from lowprec_check.engine.model.target import make_target
+from lowprec_check.engine.run import timed_runs, turns
+from lowprec_check.engine.run.target_runs import RunOptions, open_runs
+from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.timed_runs import TimedRuns
+from lowprec_check.process import Isolation
+
+ISOLATIONS = get_args(Isolation)
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without load, in forks and this process."""
+    monkeypatch.setattr(turns, "longest_wait", lambda: None)
+
+
+def timed(
+    model: nn.Module, inputs: Any, *precisions: str, isolation: Isolation = "fork", progress: list[str] | None = None
+) -> tuple[list[Run], TimedRuns]:
+    """The runs as their plain parts leave them, and with times."""
+
+    def on_progress(name: str, doing: str) -> None:
+        if progress is not None:
+            progress.append(f"{name}: {doing}")
+
+    source = TargetSource(make_target(model, inputs))
+    with open_runs(source, RunOptions(errors="none"), isolation, on_progress) as target_runs:
+        target_runs.reference()
+        runs = [target_runs.run(name, instrumented=False) for name in precisions]
+        return runs, target_runs.time(runs)
+
+
+class Counts(nn.Module):
+    """Appends the dtype of each call to a file, across processes; ``fails`` from a call on, in half."""
+
+    def __init__(self, file: Path, fails_after: int | None = None, *, dies: bool = False) -> None:
+        super().__init__()
+        self.linear, self.file, self.fails_after, self.dies = nn.Linear(8, 8), str(file), fails_after, dies
+
+    def forward(self, x: Tensor) -> Tensor:
+        with open(self.file, "a", encoding="ascii") as file:
+            file.write(f"{str(x.dtype).removeprefix('torch.')}\n")
+        if self.fails_after is not None and x.dtype == torch.half and self._calls_in_half() > self.fails_after:
+            if self.dies:
+                os._exit(3)
+            raise RuntimeError("enough of it")
+        return self.linear(x)
+
+    def _calls_in_half(self) -> int:
+        return Path(self.file).read_text(encoding="ascii").split().count("float16")
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_all_runs_are_called_in_the_same_rounds(isolation: Isolation, tmp_path: Path) -> None:
+    progress: list[str] = []
+    model = Counts(tmp_path / "calls")
+    weight, threads = model.linear.weight.detach().clone(), torch.get_num_threads()
+    _, found = timed(model, torch.randn(4, 8), "half", "bfloat16", isolation=isolation, progress=progress)
+    assert [run.precision for run in found.runs] == ["fp32", "half", "bfloat16"]
+    for run in found.runs:
+        assert run.latency is not None
+        assert run.latency_ms == run.latency.median_ms
+        low, high = run.latency.quartiles_ms
+        assert 0 < low <= run.latency_ms <= high
+        assert run.latency.samples >= 9
+    assert found.runs[0].latency is not None
+    assert found.runs[0].latency.speedup is None
+    assert found.conditions is not None
+    assert "times: round 1" in progress
+    calls = (tmp_path / "calls").read_text(encoding="ascii").split()
+    changes = sum(1 for before, after in itertools.pairwise(calls) if before != after)
+    assert changes > 6  # in turns, not one run after the other
+    assert torch.get_num_threads() == threads
+    assert torch.equal(model.linear.weight, weight)
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize(
+    ("isolation", "dies"), [*((isolation, False) for isolation in ISOLATIONS), ("fork", True), ("spawn", True)]
+)
+def test_a_run_that_fails_while_it_is_timed_costs_only_its_own_times(
+    isolation: Isolation, dies: bool, tmp_path: Path
+) -> None:
+    """In one process, what comes after a death is lost too, but each run keeps the time of its plain part."""
+    model = Counts(tmp_path / "calls", fails_after=4, dies=dies)
+    runs, found = timed(model, torch.randn(4, 8), "bfloat16", "half", isolation=isolation)
+    assert [run.status for run in found.runs] == ["ok", "ok", "ok"]
+    fp32, bfloat16, half = found.runs
+    assert fp32.latency is not None
+    assert bfloat16.latency is not None
+    assert half.latency_ms == runs[1].latency_ms
+    if isolation == "none" or (isolation == "spawn" and not dies):
+        assert "not timed in rounds: RuntimeError: enough of it" in half.notes
+    if isolation == "fork":
+        reason = "its process ended while it was timed" if dies else "RuntimeError: enough of it"
+        assert f"not timed in rounds: {reason}" in half.notes
+        assert bfloat16.latency.speedup is not None
+        assert bfloat16.latency.speedup.rounds >= 3
+
+
+def test_a_run_that_is_much_slower_is_not_called_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timed_runs, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(timed_runs, "SLOW_RATIO", 0.0)
+    model = Counts(tmp_path / "calls")
+    runs, found = timed(model, torch.randn(4, 8), "half")
+    half = found.runs[1]
+    assert (tmp_path / "calls").read_text(encoding="ascii").split().count("float16") == half.calls + 1  # for memory
+    assert half.latency is not None
+    assert half.latency.samples == half.calls
+    assert half.latency.speedup is not None
+    assert half.latency.speedup.rounds == 1
+    assert half.latency_ms == runs[0].latency_ms
+
+
+def test_runs_that_gave_no_output_are_not_timed(tmp_path: Path) -> None:
+    model = Counts(tmp_path / "calls", fails_after=0)
+    _, found = timed(model, torch.randn(4, 8), "half", "bfloat16")
+    assert [run.status for run in found.runs] == ["ok", "error", "ok"]
+    assert found.runs[1].latency is None
+    assert found.runs[2].latency is not None
+
+
+@pytest.mark.usefixtures("quiet")
+def test_many_runs_are_timed_in_groups_each_beside_fp32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(timed_runs, "AT_ONCE", 1)
+    _, found = timed(Counts(tmp_path / "calls"), torch.randn(4, 8), "half", "bfloat16", "autocast-bf16")
+    assert all(run.latency is not None and run.latency.speedup is not None for run in found.runs[1:])
+
+
+@pytest.mark.usefixtures("quiet")
+def test_weights_too_large_for_copies_are_cast_in_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = []
+    rounds = timed_runs.time_in_rounds
+
+    def spy(*args: Any, in_place: bool) -> Any:
+        seen.append(in_place)
+        return rounds(*args, in_place=in_place)
+
+    monkeypatch.setattr(timed_runs, "time_in_rounds", spy)
+    for free in (10_000, 100):
+        monkeypatch.setattr(timed_runs, "free_memory", lambda device, free=free: free)
+        _, found = timed(Counts(tmp_path / "calls"), torch.randn(4, 8), "half")
+        assert found.runs[1].latency is not None
+        assert found.runs[1].latency.speedup is not None
+    assert seen == [False, True]
+
+
+class Grows(nn.Module):
+    """Keeps what it was called with: a model that survives few calls in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.seen = nn.Linear(8, 8), list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x)
+        if len(self.seen) > 8:
+            raise RuntimeError("called too often")
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("isolation", ["fork", "none"])
+def test_the_state_is_rewound_between_calls(isolation: Isolation) -> None:
+    model = Grows()
+    _, found = timed(model, torch.randn(4, 8), "half", isolation=isolation)
+    assert found.runs[1].latency is not None
+    assert found.runs[1].latency.samples >= 9
+    assert not found.runs[1].notes
+    assert not model.seen
+
+
+def test_a_scan_saves_times_and_what_disturbed_them() -> None:
+    result = scan(nn.Linear(8, 8), torch.randn(2, 8), precisions="half", plan=False)
+    assert result.timing_conditions is not None
+    assert all(run.latency is not None for run in result.runs)
+    assert type(result).from_json(result.to_json()) == result
