@@ -68,7 +68,8 @@ def time_runs(
         if run.latency_ms is None:
             answers.append(run)
             continue
-        latency = found.get(id(run)) or latency_outside_rounds(run.latency_ms / 1e3, reference, run.calls)
+        beside = None if id(run) in {id(known) for known in timed} else reference
+        latency = found.get(id(run)) or latency_outside_rounds(run.latency_ms / 1e3, beside, run.calls)
         note = [f"not timed in rounds: {notes[id(run)]}"] if id(run) in notes else []
         answers.append(_with(run, latency, note))
     return TimedRuns([_with(fp32, reference, []), *answers], _worst(conditions))

@@ -85,14 +85,13 @@ class TimedCalls:
         That includes waits shortly before and after a call: short calls count only if there were none.
         """
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)
         try:
-            self._call()
+            self._call_alone()
             seconds: list[float] = []
             deadline = time.monotonic() + ONE_CORE_SECONDS
             while sum(seconds) < TURN_SECONDS and len(seconds) < MOST_CALLS and time.monotonic() < deadline:
                 before = own_wait()
-                taken, after = self._call(), own_wait()
+                taken, after = self._call_alone(), own_wait()
                 if before is None or after is None:
                     break
                 waited = after - before
@@ -101,6 +100,12 @@ class TimedCalls:
             return seconds
         finally:
             torch.set_num_threads(threads)
+
+    def _call_alone(self) -> float:
+        self._snapshot.rewind()  # which restores the number of threads, too
+        self._calls = 0
+        torch.set_num_threads(1)
+        return self._call()
 
     def _call(self) -> float:
         if self._calls and self._calls % IN_A_ROW == 0:
