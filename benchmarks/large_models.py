@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 import lowprec_check
 from lowprec_check.engine.model.load_target import load_target
+from lowprec_check.engine.model.torchvision_ops import torchvision_works
 
 SAMPLE_SECONDS = 0.02
 LLAMA = {
@@ -55,7 +56,8 @@ def bert() -> tuple[nn.Module, Tensor]:
 
 def llama(name: str, tokens: int) -> tuple[nn.Module, Tensor]:
     """A Llama-like model with random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    with torchvision_works():
+        from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**LLAMA[name], vocab_size=32000, use_cache=False)
     return LlamaForCausalLM(config).eval(), torch.randint(32000, (1, tokens))
