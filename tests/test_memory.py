@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -215,3 +217,27 @@ def test_sizes_are_short(count: int) -> None:
     text = gibibytes(count)
     assert text.endswith(" GiB")
     assert float(text.removesuffix(" GiB")) == pytest.approx(count / 2**30, rel=0.05, abs=1e-12)
+
+
+class Allocates(nn.Module):
+    """Asks for more memory than there is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.empty(1 << 50).sum()
+
+
+def test_a_model_that_runs_out_of_memory_in_fp32_says_so() -> None:
+    with pytest.raises(UsageError, match="fails in fp32 on cpu") as caught:
+        lowprec_check.scan(Allocates(), torch.ones(2), precisions="half", isolation="fork")
+    assert "Memory ran out: use a smaller batch" in str(caught.value.hint)
+
+
+def test_a_killed_model_may_have_run_out_of_memory() -> None:
+    class Killed(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            os.kill(os.getpid(), signal.SIGKILL)
+            return x
+
+    with pytest.raises(UsageError, match="SIGKILL") as caught:
+        lowprec_check.scan(Killed(), torch.ones(2), precisions="half", isolation="fork")
+    assert "If memory ran out" in str(caught.value.hint)
