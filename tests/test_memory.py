@@ -19,6 +19,7 @@ from lowprec_check.engine.model.memory_need import MOST_TIMES_FP32, SMALL, Model
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.run import memory_limits
 from lowprec_check.engine.run.memory_limits import check_weights_fit, why_too_large
+from lowprec_check.engine.run.plain_part import _fingerprint
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.precisions import PRECISIONS
@@ -241,3 +242,20 @@ def test_a_killed_model_may_have_run_out_of_memory() -> None:
     with pytest.raises(UsageError, match="SIGKILL") as caught:
         lowprec_check.scan(Killed(), torch.ones(2), precisions="half", isolation="fork")
     assert "If memory ran out" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("count", [1, 7, 2_000, 300_000])
+def test_the_checksum_of_parameters_sees_changed_and_moved_values(count: int) -> None:
+    layer = nn.ParameterList([torch.randn(count), torch.zeros(0)])
+    values = layer[0].data
+    before = _fingerprint(layer)
+    assert _fingerprint(layer) == before
+    for place in {0, count // 2, count - 1}:
+        old = values[place].clone()
+        values[place] += 1
+        assert _fingerprint(layer) != before
+        values[place] = old
+    assert _fingerprint(layer) == before
+    if count > 1:
+        values.copy_(values.flip(0))
+        assert _fingerprint(layer) != before

@@ -272,6 +272,8 @@ def _fingerprint(model: nn.Module) -> int:
             continue
         seen.add(storage_key(parameter))
         storage = parameter.untyped_storage()
+        if not storage.nbytes():  # its address is none, for which zlib starts anew
+            continue
         if storage.device.type == "cpu":
             found = zlib.crc32((c_char * storage.nbytes()).from_address(storage.data_ptr()), found)
         else:
