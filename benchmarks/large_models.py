@@ -4,7 +4,8 @@ Prints the peak memory of a whole scan (PSS, where shared pages are divided amon
 on an accelerator the memory that it reports as used) over that of a process that calls the model three times in fp32, with the
 run and the part in which each peak was, next to what the scan expected.
 
-Models: ``layers`` (linear layers of 64 MiB), ``few`` (linear layers of 256 MiB), ``resnet50`` (batch 16), ``bert`` (12 layers,
+Models: ``layers`` (linear layers of 64 MiB), ``few`` (linear layers of 256 MiB), ``pointwise`` (activations of 768 MiB, hardly
+any weights), ``resnet50`` (batch 16), ``bert`` (12 layers,
 batch 16, 256 tokens), ``llama`` (random weights from a config of transformers, 0.8 billion parameters),
 ``llama-7b`` (6.7 billion).
 """
@@ -43,6 +44,12 @@ def linear_layers(width: int, gibibytes: float = 1.0) -> tuple[nn.Module, Tensor
     return layers.eval(), torch.randn(8, width)
 
 
+def pointwise() -> tuple[nn.Module, Tensor]:
+    """Layers of 16 features, applied to 12 million points."""
+    layers = [layer for _ in range(3) for layer in (nn.Linear(16, 16), nn.GELU())]
+    return nn.Sequential(*layers).eval(), torch.randn(12 << 20, 16)
+
+
 def resnet50() -> tuple[nn.Module, Tensor]:
     """ResNet-50 with a batch of 16."""
     return load_target("torchvision:resnet50", ()).model, torch.randn(16, 3, 224, 224)
@@ -71,6 +78,7 @@ def model_of(name: str, tokens: int) -> tuple[nn.Module, Tensor]:
     makers = {
         "layers": lambda: linear_layers(4096),
         "few": lambda: linear_layers(8192),
+        "pointwise": pointwise,
         "resnet50": resnet50,
         "bert": bert,
     }
@@ -180,7 +188,7 @@ def in_fresh_process(work: Callable[[argparse.Namespace, Any], None], options: a
 def main() -> None:
     """Measure one model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=["layers", "few", "resnet50", "bert", *LLAMA])
+    parser.add_argument("model", choices=["layers", "few", "pointwise", "resnet50", "bert", *LLAMA])
     parser.add_argument("-p", "--precision", default=None)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tokens", type=int, default=64)
