@@ -4,7 +4,7 @@ Prints the peak memory of a whole scan (PSS, where shared pages are divided amon
 on an accelerator the memory that it reports as used) over that of a process that calls the model three times in fp32, with the
 run and the part in which each peak was, next to what the scan expected.
 
-Models: ``layers`` (linear layers of 64 MiB), ``few`` (linear layers of 256 MiB), ``pointwise`` (activations of 768 MiB, hardly
+Models: ``layers`` (linear layers of 64 MiB), ``few`` (linear layers of 256 MiB), ``pointwise`` (activations of 512 MiB, hardly
 any weights), ``resnet50`` (batch 16), ``bert`` (12 layers,
 batch 16, 256 tokens), ``llama`` (random weights from a config of transformers, 0.8 billion parameters),
 ``llama-7b`` (6.7 billion).
@@ -45,9 +45,9 @@ def linear_layers(width: int, gibibytes: float = 1.0) -> tuple[nn.Module, Tensor
 
 
 def pointwise() -> tuple[nn.Module, Tensor]:
-    """Layers of 16 features, applied to 12 million points."""
+    """Layers of 16 features, applied to 8 million points."""
     layers = [layer for _ in range(3) for layer in (nn.Linear(16, 16), nn.GELU())]
-    return nn.Sequential(*layers).eval(), torch.randn(12 << 20, 16)
+    return nn.Sequential(*layers, nn.Linear(16, 1)).eval(), torch.randn(8 << 20, 16)
 
 
 def resnet50() -> tuple[nn.Module, Tensor]:

@@ -18,6 +18,7 @@ from lowprec_check.engine.model import memory_need
 from lowprec_check.engine.model.memory_need import MOST_TIMES_FP32, SMALL, ModelBytes, Part, gibibytes
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.run import memory_limits
+from lowprec_check.engine.run.job import open_job_files
 from lowprec_check.engine.run.memory_limits import check_weights_fit, why_too_large
 from lowprec_check.engine.run.plain_part import _fingerprint
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
@@ -54,7 +55,8 @@ def allocated_by(layers: nn.Module, precision: str, errors: Part, *, budget: boo
 def run_with(
     monkeypatch: pytest.MonkeyPatch, free: Callable[[], int] | int, **options: object
 ) -> tuple[Run, ScanResult]:
-    """The bfloat16 run of a scan in which that much memory is free for it."""
+    """The bfloat16 run of a scan in which that much memory is free for it, beside the outputs that are compared."""
+    monkeypatch.setattr(memory_limits, "_outputs", lambda _: 0)
     monkeypatch.setattr(memory_limits, "free_memory", lambda _: free() if callable(free) else free)
     given_options = {"precisions": "bfloat16", "plan": False, "isolation": "fork", **options}
     result = lowprec_check.scan(model(), torch.randn(8, 64), **given_options)  # type: ignore[arg-type]
@@ -208,9 +210,12 @@ def test_a_fresh_interpreter_needs_memory_for_the_weights(monkeypatch: pytest.Mo
     with pytest.raises(UsageError, match="again"):
         check_weights_fit(model(), torch.device("cpu"), "spawn")
     monkeypatch.setattr(memory_limits, "free_memory", lambda _: size.cast)
-    assert why_too_large(model(), "cpu", "fork", None) is None
-    assert why_too_large(model(), "cpu", "spawn", None) is not None
-    assert why_too_large(model(), "cuda", "spawn", None) is None
+    with open_job_files() as files:
+        assert why_too_large(model(), "cpu", "fork", None, files) is None
+        assert why_too_large(model(), "cpu", "spawn", None, files) is not None
+        assert why_too_large(model(), "cuda", "spawn", None, files) is None
+        os.write(files.reference, b"outputs")
+        assert why_too_large(model(), "cpu", "fork", None, files) is not None
 
 
 @given(st.integers(0, 1 << 50))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from lowprec_check.engine.core.free_memory import MemoryLimit, free_memory
 from lowprec_check.engine.model.memory_need import MOST_TIMES_FP32, ModelBytes, gibibytes
-from lowprec_check.engine.run.job import Job
+from lowprec_check.engine.run.job import Job, JobFiles
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
@@ -49,7 +50,7 @@ def allowance(job: Job, model: nn.Module) -> Allowance:
         return Allowance("none" if job.is_reference else job.errors, None, None)
     size, free = ModelBytes.of(model), free_memory(torch.device(job.device))
     most = size.most(peak) - size.held if job.limits_memory else None
-    saved = size.held + size.cast if job.changes_parameters else 0
+    saved = (size.held + size.cast if job.changes_parameters else 0) + _outputs(job.files)
     for errors in _FEWER[_FEWER.index(job.errors) :]:
         need = size.beyond(errors, peak) + saved
         if need <= free and (most is None or need <= most or errors == "none"):
@@ -76,7 +77,14 @@ def _cannot_run(need: int, free: int) -> str:
     )
 
 
-def why_too_large(model: nn.Module, device: str, isolation: Isolation, fp32_peak: int | None) -> str | None:
+def _outputs(files: JobFiles) -> int:
+    """Bytes of the outputs that are kept for comparisons: those of fp32, which a file holds, and as many of the run."""
+    return 2 * os.fstat(files.reference).st_size
+
+
+def why_too_large(
+    model: nn.Module, device: str, isolation: Isolation, fp32_peak: int | None, files: JobFiles
+) -> str | None:
     """Why the plain part of a low-precision run does not fit into memory; ``None`` if it does, or cannot be known here.
 
     An accelerator reports what does not fit as an exception of the run; on a CPU, the kernel would kill a process.
@@ -84,7 +92,7 @@ def why_too_large(model: nn.Module, device: str, isolation: Isolation, fp32_peak
     if device != "cpu":
         return None
     size, free = ModelBytes.of(model), free_memory(torch.device("cpu"))
-    need = size.beyond("plain", fp32_peak) + _loaded_again(size, isolation)
+    need = size.beyond("plain", fp32_peak) + _loaded_again(size, isolation) + _outputs(files)
     if need <= free:
         return None
     return f"too little memory: it needs about {gibibytes(need)} more, and {gibibytes(free)} are free. {_SMALLER}"

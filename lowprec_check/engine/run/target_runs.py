@@ -260,7 +260,7 @@ class TargetRuns:
         reason = backend.skip_reason(PRECISIONS.get(key.precision), key.device, key.memory_format)
         reason = reason or format_problem(key.memory_format, target.model, target.inputs)
         peak = self.fp32.peak_memory_bytes if self.fp32 else None
-        return reason or why_too_large(target.model, key.device, self.isolation, peak)
+        return reason or why_too_large(target.model, key.device, self.isolation, peak, self._files)
 
     def _explain(self, job: Job, outcome: JobOutcome) -> None:
         """Repeat the instrumented part until it reaches the end; what was found is stored in ``outcome``."""
