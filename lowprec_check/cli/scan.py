@@ -78,12 +78,12 @@ def scan(
         typer.Option(help="Errors to compute for each op; accumulated and none are faster."),
     ] = "both",
     budget_error: Annotated[
-        Literal["on", "off"],
+        Literal["auto", "on", "off"],
         typer.Option(
             help="Find out which ops the error of the output comes from; takes time, and memory for all activations. Needs "
-            "--errors both."
+            "--errors both. auto: within 2.2 times the memory of fp32, or 4 GiB."
         ),
-    ] = "on",
+    ] = "auto",
     reference: Annotated[
         Literal["fp32", "fp64"], typer.Option(help="Precision of the reference for the errors of each op.")
     ] = "fp32",

@@ -38,7 +38,7 @@ from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.what_if_formats import WHAT_IF_FORMATS
 
 Reference = Literal["fp32", "fp64"]
-OnOff = Literal["on", "off"]
+BudgetError = Literal["auto", "on", "off"]
 Names = str | Sequence[str] | None
 """One name, several, or ``None`` for the default."""
 
@@ -54,7 +54,7 @@ class ScanOptions:
     device: str | None = None
     budget: float | None = None
     errors: Errors = "both"
-    budget_error: OnOff = "on"
+    budget_error: BudgetError = "auto"
     reference: Reference = "fp32"
     tolerance: float | None = None
     seed: int = 0
@@ -112,7 +112,7 @@ class ScanOptions:
             raise UsageError(f"batches is {self.batches!r}.", "Give the number of batches, at least 1.")
         for name, allowed in (
             ("errors", ("both", "accumulated", "none")),
-            ("budget_error", get_args(OnOff)),
+            ("budget_error", get_args(BudgetError)),
             ("reference", ("fp32", "fp64")),
             ("scenario", (None, *get_args(Scenario))),
         ):
@@ -127,7 +127,8 @@ class ScanOptions:
             device=device,
             budget=self.budget,
             errors=self.errors,
-            budget_error=self.budget_error == "on",
+            budget_error=self.budget_error != "off",
+            limits_memory=self.budget_error != "on",
             reference=self.reference,
             tolerance=self.tolerance,
             seed=self.seed,
@@ -174,7 +175,7 @@ def scan(
     device: str | torch.device | None = None,
     budget: float | None = None,
     errors: Errors = "both",
-    budget_error: OnOff = "on",
+    budget_error: BudgetError = "auto",
     reference: Reference = "fp32",
     tolerance: float | None = None,
     seed: int = 0,
@@ -206,8 +207,9 @@ def scan(
         device: ``cpu``, ``cuda``, ``xpu`` or ``mps``; by default an accelerator if there is one, else the CPU.
         budget: seconds for each part of a run; by default 20, or ten fp32 forwards if that is more.
         errors: errors to compute for each op: ``both`` (local and accumulated); ``accumulated`` and ``none`` are faster.
-        budget_error: ``on`` finds out which ops the error of the output comes from; it needs both errors. ``off`` takes less
-            time, and memory for all activations.
+        budget_error: ``auto`` and ``on`` find out which ops the error of the output comes from, which needs both errors and memory
+            for all activations. ``auto`` leaves it out if the scan would take more than 2.2 times the memory of fp32 (and more
+            than 4 GiB); ``on`` takes what is free. ``off`` takes less time.
         reference: dtype of the reference that each op is compared with, ``fp32`` or ``fp64``.
         tolerance: the largest rel_l2 of the output that passes; by default the tolerance of the precision.
         seed: random seed of every run.

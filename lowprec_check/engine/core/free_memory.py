@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -13,6 +14,19 @@ _GROUP_FILES = (
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
 """The limit and the use of memory of a container, in both versions of control groups."""
+
+
+class MemoryLimit(NamedTuple):
+    """Bytes that something may take."""
+
+    size: float
+    why: str
+    """What the limit is, in words."""
+
+    @classmethod
+    def half_of(cls, free: int) -> MemoryLimit:
+        """Half of the free memory."""
+        return cls(free / 2, "half of the free memory")
 
 
 def free_memory(device: torch.device) -> int:

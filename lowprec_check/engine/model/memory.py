@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,25 +19,36 @@ from lowprec_check.engine.model import device as devices
 from lowprec_check.engine.model.prepared import Prepared
 
 
-def measure_memory(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], *, seed: int) -> int:
-    """Peak bytes of one call: weights, buffers, inputs, and all tensors alive at the peak.
+class MeasuredCall(NamedTuple):
+    """The memory of a call of a model."""
+
+    peak: int
+    """Peak bytes: weights, buffers, inputs, and all tensors alive at the peak.
 
     Copies of weights that a backend made before are not counted on a CPU.
     """
+    output: Any
+    """Its output, if the call was one as its user makes it; else ``None``."""
+
+
+def measure_memory(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], *, seed: int) -> MeasuredCall:
+    """Call the model once, with ``seed`` as always, and measure the memory that it takes."""
     inputs, named = ready.inputs(args, kwargs)
-    counter = StorageCounter(ready, inputs, named)
+    counter, output = StorageCounter(ready, inputs, named), None
 
     def work() -> None:
+        nonlocal output
         with ready.context():
-            call_model(ready.call, inputs, named)
+            output = call_model(ready.call, inputs, named)
 
     seed_everything(seed)
     peak = _peak_on_cpu(work) if ready.device.type == "cpu" else devices.peak_memory(ready.device, work)
     if peak is not None:
-        return counter.resident + peak
+        return MeasuredCall(counter.resident + peak, output)
+    output = None
     with compiled_code_in_eager(), _Counting(counter):
         work()
-    return counter.peak
+    return MeasuredCall(counter.peak, None)
 
 
 def _peak_on_cpu(work: Callable[[], Any]) -> int | None:

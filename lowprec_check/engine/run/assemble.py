@@ -50,11 +50,11 @@ def make_run(job: Job, outcome: JobOutcome, tolerance: float | None) -> Run:
         function_mode=explained.function_mode if explained else False,
         complete=explained.complete if explained else not job.instrumented,
         stopped_by=explained.exception if explained else None,
-        incomplete_because=outcome.incomplete_because,
+        incomplete_because=outcome.incomplete_because or (explained.incomplete_because if explained else None),
         emulated=explained.emulated if explained else {},
         notes=[
             *(plain.notes if plain else ()),
-            *(explained.faults if explained else ()),
+            *((*explained.faults, *explained.notes) if explained else ()),
             *outcome.faults,
             *outcome.notes,
         ],

@@ -69,7 +69,11 @@ class Job:
     """Seconds that the first calls may take beyond the budget, to prepare and compile the model."""
     explain_budget: float = 20.0
     """Seconds for the instrumented part."""
+    limits_memory: bool = True
+    """Whether the instrumented part takes a limited multiple of fp32's memory, not all that is free."""
     fp32_ms: float | None = None
+    fp32_peak: int | None = None
+    """Peak memory of the fp32 run in bytes, weights included."""
     without_kernel: tuple[str, ...] = ()
     slow: tuple[tuple[str, str], ...] = ()
     """Ops that are not run, and why."""

@@ -147,20 +147,24 @@ class PlainPart:
         if result.status == "inaccurate" and result.random and self._is_compiled and not self.draws:
             self.result = without_verdict(result, OTHER_DRAWS)
             self._send(PlainDone(self.result))
+        again = self._measure_memory() if job.measured and not self.too_slow else None
         if job.saves_reference:
-            self._snapshot.rewind()
-            again, _ = run_once(*self._call, job.seed)
+            if again is None:
+                self._snapshot.rewind()
+                again, _ = run_once(*self._call, job.seed)
             compared = compare_outputs(output_tensors(again), self.outputs[0])
             if compared.compared and compared.distance > 0:
                 self._add(self_error=compared.error)
             if result.status == "nonfinite":
                 self._snapshot.rewind()
                 self._add(nonfinite_at=first_nonfinite(*self._call, job.seed))
-        if self.too_slow:
-            return
-        if job.measured:
-            self._snapshot.rewind()
-            self._add(peak_memory_bytes=measure_memory(*self._call, seed=job.seed))
+
+    def _measure_memory(self) -> Any:
+        """Send the peak memory of one more call; returns its output, if nothing was attached that could change it."""
+        self._snapshot.rewind()
+        measured = measure_memory(*self._call, seed=self.job.seed)
+        self._add(peak_memory_bytes=measured.peak)
+        return measured.output
 
     def compute_metric(self) -> None:
         """Send the value of the user's metric, if there is one and the model ran."""
@@ -255,6 +259,8 @@ def _fingerprint(model: nn.Module) -> int:
             continue
         seen.add(storage_key(parameter))
         storage = parameter.untyped_storage()
+        if not storage.nbytes():  # its address is none, for which zlib starts anew
+            continue
         if storage.device.type == "cpu":
             found = zlib.crc32((c_char * storage.nbytes()).from_address(storage.data_ptr()), found)
         else:

@@ -11,6 +11,7 @@ from lowprec_check.engine.model.prepared import Prepared, prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.job import Job
+from lowprec_check.engine.run.memory_limits import check_weights_fit
 from lowprec_check.engine.run.on_backend import OnBackend
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.precisions import PRECISIONS
@@ -23,6 +24,7 @@ def on_device(target: Target, device: torch.device) -> Iterator[None]:
     if device.type == "cpu":
         yield
         return
+    check_weights_fit(target.model, device)
     snapshot = Snapshot(target.model, target.inputs)
     try:
         target.model.to(device)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
+
 from lowprec_check.engine.model.inputs import describe_inputs
 from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.messages import Measures
 from lowprec_check.engine.run.outcome import JobOutcome
+from lowprec_check.process.exit_code import signal_name
 from lowprec_check.schema.devices import device_of
 
 FORK_WAITED = (
     "a forked process stopped using the processor, perhaps because of a thread or lock that is not copied: "
     "the runs used fresh interpreters"
 )
+
+
+_SMALLER = "use a smaller batch or shorter inputs, or free some memory"
+_OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory|can't allocate memory|not enough memory")
 
 
 def failed_in_fork(outcome: JobOutcome) -> str:
@@ -40,6 +47,8 @@ def missing_reference(outcome: JobOutcome, budget: float) -> tuple[str, str]:
             f"The model did not finish in fp32 within {budget:g} s{where}.",
             "Increase --budget, or use smaller inputs.",
         )
+    if signal_name(outcome.exit_code) == "SIGKILL":
+        return f"The model crashed in fp32: {outcome.reason}.", f"If memory ran out: {_SMALLER}."
     return (
         f"The model crashed in fp32: {outcome.reason}.",
         "Run the model without this tool first: a scan needs a model that works in fp32.",
@@ -54,6 +63,8 @@ def failed_reference(plain: PlainResult, target: Target, device: str) -> tuple[s
     source = f" at {error.source}" if error.source else ""
     shapes = ", ".join(describe_inputs(target.args, target.kwargs)) or "none"
     message = f"The model fails in fp32 on {device}{place}{source}: {error.text}"
+    if _OUT_OF_MEMORY.search(f"{error.type} {error.message}"):
+        return message, f"Memory ran out: {_SMALLER}."
     if device != "cpu" and error.type == "NotImplementedError":
         variable = device_of(device).fallback_variable
         fallback = f"set {variable}=1 to run it on the CPU, or " if variable else ""

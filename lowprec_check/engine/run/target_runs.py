@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
+import torch
 
 from lowprec_check.engine.model.memory_format import format_problem
 from lowprec_check.engine.run.assemble import explained_by, make_run
 from lowprec_check.engine.run.explanation import Attempts, why_incomplete
 from lowprec_check.engine.run.job import Job, JobFiles, open_job_files
 from lowprec_check.engine.run.launcher import Launcher, OnProgress
+from lowprec_check.engine.run.memory_limits import check_weights_fit, why_too_large
 from lowprec_check.engine.run.messages import Measures
 from lowprec_check.engine.run.outcome import JobOutcome
 from lowprec_check.engine.run.reference_errors import (
@@ -56,6 +58,7 @@ class RunOptions:
     budget: float | None = None
     errors: Errors = "both"
     budget_error: bool = True
+    limits_memory: bool = True
     reference: str = "fp32"
     tolerance: float | None = None
     seed: int = 0
@@ -115,6 +118,8 @@ class TargetRuns:
         ``timed_as`` is its run on another batch, whose time is taken instead of measuring it, and which was analyzed.
         """
         budget, first = self.options.budget or REFERENCE_BUDGET, timed_as is None
+        if self.options.device == "cpu":
+            check_weights_fit(self.target.model, torch.device("cpu"), self.isolation)
         job = self._job(REFERENCE, budget=budget, measured=first, instrumented=first)
         outcome = self._launcher.execute_reference(job, self._op_limit())
         if self._learns_of_changes(outcome):
@@ -273,7 +278,9 @@ class TargetRuns:
                 f"{backend.name} changes its process for good, so it runs in a worker only (--isolation fork or spawn)"
             )
         reason = backend.skip_reason(PRECISIONS.get(key.precision), key.device, key.memory_format)
-        return reason or format_problem(key.memory_format, target.model, target.inputs)
+        reason = reason or format_problem(key.memory_format, target.model, target.inputs)
+        peak = self.fp32.peak_memory_bytes if self.fp32 else None
+        return reason or why_too_large(target.model, key.device, self.isolation, peak, self._files)
 
     def _explain(self, job: Job, outcome: JobOutcome) -> None:
         """Repeat the instrumented part until it reaches the end; what was found is stored in ``outcome``."""
@@ -300,12 +307,14 @@ class TargetRuns:
             "files": self._files,
             "errors": options.errors,
             "budget_error": options.budget_error,
+            "limits_memory": options.limits_memory,
             "reference": options.reference,
             "tolerance": self.tolerance(precision),
             "seed": options.seed,
             "budget": self.budget,
             "explain_budget": self._explain_budget,
             "fp32_ms": self.fp32.latency_ms if self.fp32 else None,
+            "fp32_peak": self.fp32.peak_memory_bytes if self.fp32 else None,
             "without_kernel": options.without_kernel,
             "changes_parameters": self._changes_parameters,
         }

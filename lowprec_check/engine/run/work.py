@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.model.plain_run import reraise_interrupt, run_once
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.job import Job, Send
+from lowprec_check.engine.run.memory_limits import allowance
 from lowprec_check.engine.run.messages import Explained, GapFound, InstrumentFault, OpCallsFound, Predicted
 from lowprec_check.engine.run.plain_part import Fp32Outputs, PlainPart
 from lowprec_check.engine.run.preparation import in_eager_mode, on_backend, on_device, prepared_for
@@ -96,10 +98,14 @@ def _instrument(job: Job, target: Target, outputs: list[Tensor] | None, send: Se
     def on_op_calls(op_calls: OpCalls) -> None:
         send(OpCallsFound(op_calls))
 
-    budget = job.budget_error and job.errors == "both" and not job.is_reference
+    allowed = allowance(job, target.model)
+    notes = () if allowed.note is None else (allowed.note,)
+    if allowed.errors is None:
+        return Instrumented.not_run(allowed.note or "")
+    budget = job.budget_error and allowed.errors == "both"
     saved = Fp32Outputs.load(job) if budget else None
     options = Options(
-        errors="none" if job.is_reference else job.errors,
+        errors=allowed.errors,
         wide=torch.float64 if job.reference == "fp64" else torch.float32,
         emulation=Emulation(dict(job.slow), dict(job.crashed), measure_once=too_slow),
         breadcrumb=Breadcrumb(job.files.breadcrumb),
@@ -109,6 +115,7 @@ def _instrument(job: Job, target: Target, outputs: list[Tensor] | None, send: Se
         count_memory=too_slow,
         changes_parameters=job.changes_parameters,
         budget=budget,
+        budget_limit=allowed.tape,
         autocast=job.uses_autocast,
         fp32_outputs=None if saved is None else saved.probe.tensors if saved.probe else saved.outputs[0],
         probe=saved.probe if saved is not None else None,
@@ -117,7 +124,8 @@ def _instrument(job: Job, target: Target, outputs: list[Tensor] | None, send: Se
         _warm_up(job, target)
     fp32 = fp32_state(target.model)
     with prepared_for(job, target) as ready, withholding(job.without_kernel):
-        return run_instrumented(in_eager_mode(ready, target), target.args, target.kwargs, fp32, options, outputs)
+        found = run_instrumented(in_eager_mode(ready, target), target.args, target.kwargs, fp32, options, outputs)
+    return msgspec.structs.replace(found, notes=notes)
 
 
 def _predict(job: Job, target: Target) -> list[WhatIf]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow
+from lowprec_check.engine.core.free_memory import MemoryLimit
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.gradient_buffers import GradientBuffers, Part, pulled_back
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs
@@ -29,7 +30,7 @@ Errors = tuple[Tensor | None, ...]
 All ops of a tape have the same errors in the same order; empty: none at all.
 """
 
-_NOT_ENOUGH_MEMORY = "the activations of the model and their errors need more than {:.1f} GiB, half of the free memory"
+_NOT_ENOUGH_MEMORY = "the activations of the model and their errors need more than {:.1f} GiB, {}"
 
 
 class _Input(NamedTuple):
@@ -77,9 +78,9 @@ class OutputChange(NamedTuple):
 
 
 class ErrorTape:
-    """The ops of one run on its reference; ``limit`` is the memory in bytes that the tape may hold."""
+    """The ops of one run on its reference; ``limit`` is the memory that the tape may hold."""
 
-    def __init__(self, twins: Twins, limit: float) -> None:
+    def __init__(self, twins: Twins, limit: MemoryLimit) -> None:
         self._twins, self._limit = twins, limit
         self._nodes: list[_Node] = []
         self._bytes = 0
@@ -170,8 +171,8 @@ class ErrorTape:
         for out in node.outputs:
             self._writers[out.part.storage] = node
             self._bytes += sum(its.nbytes for its in (out.values, *out.errors) if its is not None)
-        if self._bytes > self._limit:
-            self.stopped = _NOT_ENOUGH_MEMORY.format(self._limit / 2**30)
+        if self._bytes > self._limit.size:
+            self.stopped = _NOT_ENOUGH_MEMORY.format(self._limit.size / 2**30, self._limit.why)
             self._nodes.clear()
             self._writers.clear()
 

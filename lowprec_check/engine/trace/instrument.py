@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lowprec_check.engine.core.compiled import compiled_code_in_eager
 from lowprec_check.engine.core.dispatch_mode import DispatchMode
 from lowprec_check.engine.core.exceptions import first_line
-from lowprec_check.engine.core.free_memory import free_memory
+from lowprec_check.engine.core.free_memory import MemoryLimit, free_memory
 from lowprec_check.engine.core.output_comparison import compare_outputs, same_bits
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.seed import seed_everything
@@ -56,6 +56,8 @@ class Options(NamedTuple):
     """Whether calls write to parameters."""
     budget: bool = False
     """Whether to find out which ops the error of the output comes from; needs both errors of each op."""
+    budget_limit: MemoryLimit | None = None
+    """Memory that this may take, beside half of what is free."""
     fp32_outputs: list[Tensor] | None = None
     """The tensors in the output of the plain fp32 run, or of ``probe``."""
     probe: ModuleOutput | None = None
@@ -106,7 +108,7 @@ def _pass(
     """One pass; the second value is true if an exception came from above dispatch."""
     ready = model_call.ready
     journal = Journal(options.on_gap, options.on_op_calls)
-    lockstep = Lockstep(options.wide, free_memory(ready.device) / 2 if options.budget else None)
+    lockstep = Lockstep(options.wide, _tape_limit(ready, options) if options.budget else None)
     inputs, named = ready.inputs(model_call.args, model_call.kwargs)
     journal.rows += seed_state(lockstep, ready.model, model_call.fp32)
     seed_inputs(lockstep, (inputs, named), (model_call.args, model_call.kwargs), ready.device)
@@ -148,6 +150,12 @@ def _pass(
     comparable = plain_outputs if not (found.gaps or found.emulated or function_mode) else None
     found = _with_output(found, output, comparable, lockstep if options.errors != "none" else None)
     return msgspec.structs.replace(found, peak_memory_bytes=counter.peak if counter is not None else None), False
+
+
+def _tape_limit(ready: Prepared, options: Options) -> MemoryLimit:
+    """Memory for the tape of the error budget."""
+    half = MemoryLimit.half_of(free_memory(ready.device))
+    return min(half, options.budget_limit or half, key=lambda limit: limit.size)
 
 
 def _budget(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.error_budget import ErrorBudget
-from lowprec_check.schema.op_calls import OpCalls
+from lowprec_check.schema.op_calls import OpCalls, to_columns
 from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo, Gap
 
 
@@ -28,3 +28,20 @@ class Instrumented(Struct, frozen=True, kw_only=True):
     """Peak of the run's own tensors, if requested."""
     faults: tuple[str, ...] = ()
     """Failures of the instruments themselves."""
+    notes: tuple[str, ...] = ()
+    """What was left out, and why."""
+    incomplete_because: str | None = None
+    """Why it did not run, if it did not."""
+
+    @classmethod
+    def not_run(cls, why: str) -> Instrumented:
+        """The result where nothing could be run."""
+        nothing: list[str] = []
+        return cls(
+            gaps=[],
+            op_calls=to_columns([]),
+            uncalled_modules=nothing,
+            called_modules=nothing,
+            complete=False,
+            incomplete_because=why,
+        )

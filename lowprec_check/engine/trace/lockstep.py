@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float, widened_dtype
+from lowprec_check.engine.core.free_memory import MemoryLimit
 from lowprec_check.engine.trace.differentiable import run_differentiable
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.draws import GeneratorState, followed, rerun
@@ -27,9 +28,9 @@ _COPIES = frozenset({"aten::clone", "aten::contiguous", "aten::permute_copy", "a
 
 
 class Lockstep:
-    """The reference run; ``wide`` is its dtype, fp32 or fp64. ``tape_limit``: bytes that an error tape may hold, if one is wanted."""
+    """The reference run; ``wide`` is its dtype, fp32 or fp64. ``tape_limit``: memory that an error tape may hold, if one is wanted."""
 
-    def __init__(self, wide: torch.dtype = torch.float32, tape_limit: float | None = None) -> None:
+    def __init__(self, wide: torch.dtype = torch.float32, tape_limit: MemoryLimit | None = None) -> None:
         self.twins = Twins(wide)
         self._tape = None if tape_limit is None else ErrorTape(self.twins, tape_limit)
         self.parameters: set[int] = set()

@@ -202,7 +202,9 @@ class Recorder(DispatchMode):
         self, call: DispatchedCall, outputs: list[Tensor], row: OpCall, exact: Sequence[Tensor | None] | None
     ) -> None:
         if self.lockstep.tape is not None:
-            self.lockstep.tape.add(call, row, outputs, added_errors(call, outputs, exact))
+            # The error of a constant counts where it is used.
+            errors = [] if self.lockstep.gives_constant(call) else added_errors(call, outputs, exact)
+            self.lockstep.tape.add(call, row, outputs, errors)
 
 
 def _milliseconds(seconds: float) -> float:

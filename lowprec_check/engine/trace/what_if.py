@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode
 from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.floating_dtypes import is_float
-from lowprec_check.engine.core.free_memory import free_memory
+from lowprec_check.engine.core.free_memory import MemoryLimit, free_memory
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.source_location import ModuleStack, source_line
 from lowprec_check.engine.model.prepared import Prepared
@@ -69,7 +69,7 @@ def predict(
     probes: int = PROBES,
 ) -> list[WhatIf]:
     """An entry for each of the formats ``names``; ``ready`` is the fp32 model, which runs once, unchanged."""
-    lockstep = Lockstep(tape_limit=free_memory(ready.device) / 2)
+    lockstep = Lockstep(tape_limit=MemoryLimit.half_of(free_memory(ready.device)))
     seed_state(lockstep, ready.model, {})
     formats = [WHAT_IF_FORMATS.get(name) for name in names]
     inputs, named = ready.inputs(args, kwargs)

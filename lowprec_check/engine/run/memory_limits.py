@@ -1,0 +1,133 @@
+"""Keeps a scan within the memory that is free, and within its share of it: what does not fit is left out, with a note."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from lowprec_check.engine.core.free_memory import MemoryLimit, free_memory
+from lowprec_check.engine.model.memory_need import MOST_TIMES_FP32, ModelBytes, gibibytes
+from lowprec_check.engine.run.job import Job, JobFiles
+from lowprec_check.engine.trace.recorder import Errors
+from lowprec_check.errors import UsageError
+from lowprec_check.process import Isolation
+
+_FEWER: tuple[Errors, ...] = ("both", "accumulated", "none")
+"""The errors that an instrumented part can compute; each needs less memory than the one before."""
+
+_LEFT_OUT: dict[Errors, str] = {
+    "accumulated": "the error of each op on its own inputs was not computed (as with --errors accumulated)",
+    "none": "the errors of ops were not computed (as with --errors none)",
+}
+
+_SMALLER = "Use a smaller batch or shorter inputs, or fewer precisions at a time (-p bfloat16), or free some memory"
+
+
+_TAPE_LIMIT = (
+    f"what is left of {MOST_TIMES_FP32} times the memory of fp32; --budget-error on allows half of the free memory"
+)
+
+
+class Allowance(NamedTuple):
+    """What the instrumented part of a job may do with the memory there is."""
+
+    errors: Errors | None
+    """The errors to compute; ``None``: it cannot run."""
+    tape: MemoryLimit | None
+    """Limit of the memory for the shares of the output error, beside half of what is free."""
+    note: str | None
+    """What was left out and what would help, for the report."""
+
+
+def allowance(job: Job, model: nn.Module) -> Allowance:
+    """What the instrumented part of ``job`` may compute. ``model`` is on the device of the job, in fp32."""
+    peak = job.fp32_peak
+    if job.is_reference or peak is None:
+        return Allowance("none" if job.is_reference else job.errors, None, None)
+    size, free = ModelBytes.of(model), free_memory(torch.device(job.device))
+    most = size.most(peak) - size.held if job.limits_memory else None
+    saved = (size.held + size.cast if job.changes_parameters else 0) + _outputs(job.files)
+    for errors in _FEWER[_FEWER.index(job.errors) :]:
+        need = size.beyond(errors, peak) + saved
+        if need <= free and (most is None or need <= most or errors == "none"):
+            tape = None if most is None else MemoryLimit(max(0, most - need), _TAPE_LIMIT)
+            wanted = size.beyond(job.errors, peak) + saved
+            note = None if errors == job.errors else _note(errors, size.held, wanted, free)
+            return Allowance(errors, tape, note)
+    return Allowance(None, None, _cannot_run(size.beyond("none", peak) + saved, free))
+
+
+def _note(errors: Errors, held: int, need: int, free: int) -> str:
+    if need > free:
+        why = f"they need about {gibibytes(need)}, and {gibibytes(free)} are free. {_SMALLER}"
+    else:
+        total = gibibytes(held + need)
+        why = f"a scan would take about {total}, more than {MOST_TIMES_FP32} times fp32; --budget-error on allows all that is free"
+    return f"memory: {_LEFT_OUT[errors]}: {why}"
+
+
+def _cannot_run(need: int, free: int) -> str:
+    return (
+        f"too little memory to run op by op: about {gibibytes(need)} are needed beside the fp32 weights, and "
+        f"{gibibytes(free)} are free. {_SMALLER}"
+    )
+
+
+def _outputs(files: JobFiles) -> int:
+    """Bytes of the outputs that are kept for comparisons: those of fp32, which a file holds, and as many of the run."""
+    return 2 * os.fstat(files.reference).st_size
+
+
+def why_too_large(
+    model: nn.Module, device: str, isolation: Isolation, fp32_peak: int | None, files: JobFiles
+) -> str | None:
+    """Why the plain part of a low-precision run does not fit into memory; ``None`` if it does, or cannot be known here.
+
+    An accelerator reports what does not fit as an exception of the run; on a CPU, the kernel would kill a process.
+    """
+    if device != "cpu":
+        return None
+    size, free = ModelBytes.of(model), free_memory(torch.device("cpu"))
+    need = size.beyond("plain", fp32_peak) + _loaded_again(size, isolation) + _outputs(files)
+    if need <= free:
+        return None
+    return f"too little memory: it needs about {gibibytes(need)} more, and {gibibytes(free)} are free. {_SMALLER}"
+
+
+def check_weights_fit(model: nn.Module, device: torch.device, isolation: Isolation = "none") -> None:
+    """Raise :class:`UsageError` if the fp32 weights do not fit where a run needs them, beside those of ``model`` itself.
+
+    On an accelerator they are moved; on a CPU a fresh interpreter loads them once more.
+    """
+    size = ModelBytes.of(model)
+    if device.type == "cpu":
+        need = _loaded_again(size, isolation)
+    else:
+        elsewhere = (
+            tensor.device.type != device.type for tensor in itertools.chain(model.parameters(), model.buffers())
+        )
+        need = size.held if all(elsewhere) else 0
+    free = free_memory(device) if need else 0
+    if need <= free:
+        return
+    weights, room = gibibytes(need), gibibytes(free)
+    if device.type == "cpu":
+        raise UsageError(
+            f"The model does not fit into memory: a fresh interpreter loads its {weights} of fp32 weights again, and "
+            f"{room} are free.",
+            "Free some memory; or use --isolation fork, which shares the weights, if the file starts no threads when it is "
+            "imported.",
+        )
+    raise UsageError(
+        f"The model does not fit on {device}: its fp32 weights need {weights}, and {room} are free.",
+        "Free memory on the device, scan a smaller variant of the model (fewer layers), or use --device cpu.",
+    )
+
+
+def _loaded_again(size: ModelBytes, isolation: Isolation) -> int:
+    """Bytes of weights that a worker holds itself: a fork shares them."""
+    return size.held if isolation == "spawn" else 0
