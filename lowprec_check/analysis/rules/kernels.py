@@ -9,6 +9,7 @@ from lowprec_check.analysis.rules.alternatives import faster, or_autocast
 from lowprec_check.analysis.rules.registry import Finding, from_gaps, low_runs, rule
 from lowprec_check.analysis.run_summary import on_which_call
 from lowprec_check.schema.devices import DEVICES, device_type
+from lowprec_check.schema.killed_ops import seconds_killed
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Gap, Run, ScanResult
 
@@ -136,9 +137,11 @@ def slow_kernel(result: ScanResult) -> Iterator[Finding]:
     Observed: in total, the calls of this op took at least 5 times as long as the same calls in fp32, each timed
     right after the other, and more than 5 ms. If there are several calls, the first is left out, since it also sets
     up the kernel. If the op is too slow for the time budget, the scan times one call and computes the others in
-    fp32 (LP903). On another backend, and for compiled code, the ops are timed in eager mode; they are listed only
-    if the run itself takes at least as long. Times depend on the load of the machine, so this finding is never part
-    of a baseline, and `--fail-on` ignores it if there is one.
+    fp32 (LP903). A call that does not end in time is ended, and tried once more: if it takes too long again, its
+    time is compared with the longest fp32 call of the op in the scan, or with all of fp32. An op in which a budget
+    only happened to end is not listed. On another backend, and for compiled code, the ops are timed in eager mode;
+    they are listed only if the run itself takes at least as long. Times depend on the load of the machine, so this
+    finding is never part of a baseline, and `--fail-on` ignores it if there is one.
 
     Usual causes: a CPU without fp16 arithmetic, which makes convolutions and matrix products slow.
 
@@ -151,7 +154,8 @@ def slow_kernel(result: ScanResult) -> Iterator[Finding]:
         # after
         y = model.bfloat16()(x.bfloat16())
     """
-    slow = [(run, _slow_ops(run)) for run in low_runs(result) if run.is_eager or run.latency_ms is not None]
+    eager = [run for run in low_runs(result) if run.is_eager or run.latency_ms is not None]
+    slow = [(run, _slow_ops(run) | _killed_ops(run, result)) for run in eager]
     for run, found in slow:
         for op, (message, calls) in found.items():
             formats = {other.basis.format for other, ops in slow if op in ops and other.basis}
@@ -172,10 +176,29 @@ def _slow_ops(run: Run) -> dict[str, tuple[str, int]]:
         figures = f"{here:.0f} ms instead of {fp32:.1f} ms"
         message = f"{here / max(fp32, 1e-6):.0f} times slower than in fp32: {figures}{where}"
         answers[op] = (message, len(times[op]))
-    for op, reason in run.emulated.items():
-        if op not in slow and not any(gap.kind == "crash" and gap.op == op for gap in run.gaps):
-            answers[op] = (reason, 1)
     return answers
+
+
+def _killed_ops(run: Run, result: ScanResult) -> dict[str, tuple[str, int]]:
+    """The same for ops with a call that was ended because it took too long, if what it took in fp32 was measured."""
+    answers = {}
+    for op, reason in run.emulated.items():
+        here, fp32 = 1e3 * (seconds_killed(reason) or 0.0), _longest_in_fp32(op, result)
+        whole = next((other.latency_ms for other in result.runs if other.is_reference), None)
+        most = fp32 if fp32 is not None else whole
+        if most and here > SLOW_RATIO * most:
+            what = f"{most:.1f} ms" + ("" if fp32 is not None else ", the time of all of fp32")
+            message = (
+                f"more than {here / most:.0f} times slower than in fp32: over {here / 1e3:.1f} s instead of {what}"
+            )
+            answers[op] = (message, 1)
+    return answers
+
+
+def _longest_in_fp32(op: str, result: ScanResult) -> float | None:
+    """Milliseconds of the longest fp32 call of the op that the scan timed."""
+    rows = [row for run in result.runs for row in run.op_calls.rows() if row.op == op]
+    return max((row.reference_ms for row in rows if row.reference_ms is not None), default=None)
 
 
 def _slow_total(calls: list[tuple[float, float]], most: float) -> tuple[float, float] | None:
