@@ -106,6 +106,20 @@ def test_a_reason_without_a_measurement_is_no_finding() -> None:
     assert found("one call took until the budget ended, for 3 s", timed(0.1)) == []
 
 
+def slow_ops(*times: tuple[float, float]) -> int:
+    calls = to_columns([OpCall(SLOW, time_ms=here, reference_ms=fp32) for here, fp32 in [(1.0, 1.0), *times]])
+    runs = [run("fp32", latency_ms=10.0, tolerance=None), run("half", latency_ms=1000.0, op_calls=calls)]
+    return len(diagnose(msgspec.structs.replace(RESULT, runs=runs), ["LP106"]))
+
+
+def test_calls_that_had_to_wait_do_not_make_an_op_slow() -> None:
+    even = (1.0, 1.0)
+    assert slow_ops(*[(10.0, 1.0)] * 5) == 1
+    assert slow_ops((200.0, 1.0), even, even, even) == 0
+    assert slow_ops((200.0, 1.0), (150.0, 1.0), even, even) == 0
+    assert slow_ops((200.0, 20.0), (0.1, 0.1), (0.1, 0.1), (0.1, 0.1)) == 1  # nearly all of its work
+
+
 @torch.library.custom_op("slow_ops::waits", mutates_args=())
 def waits(x: Tensor, seconds: float) -> Tensor:
     if x.dtype == torch.half:

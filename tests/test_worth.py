@@ -235,8 +235,8 @@ def one(median: float, low: float, high: float, memory: int, **options: Any) -> 
             "Stay in fp32 for memory; half is 1.4 times as fast as fp32",
             "➖",
         ),
-        (one(0.5, 0.4, 0.6, 8), "nothing", "Stay in fp32: half passes, but is slower and saves no memory", "➖"),
-        (one(1.0, 0.9, 1.1, 8), "nothing", "Stay in fp32: half passes, but is not faster and saves no memory", "➖"),
+        (one(0.5, 0.4, 0.6, 8), "nothing", "Stay in fp32: half is slower and saves no memory", "➖"),
+        (one(1.0, 0.9, 1.1, 8), "nothing", "Stay in fp32: half is not faster and saves no memory", "➖"),
         (one(1.0, 0.3, 3.0, 8), "unknown", "Use half", "➖"),
     ],
 )

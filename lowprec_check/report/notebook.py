@@ -29,9 +29,9 @@ def _brief(row: summary.RunRow) -> str:
 
 
 def _reason(result: ScanResult, most: int) -> str:
-    """``: passes (…)``, which follows the verdict; empty if nothing is recommended."""
+    """``: passes (…)`` or ``. It passes (…)``, which follows the verdict; empty if nothing is recommended."""
     best = result.recommendation
-    return f": {visible(best.reason, most)}" if best else ""
+    return f"{summary.joint(result)}{visible(best.reason, most)}" if best else ""
 
 
 def html(result: ScanResult) -> str:

@@ -304,7 +304,7 @@ def verdict(result: ScanResult) -> str:
         return visible(f"Use {name}")
     fp32 = "fp32" if any(run.is_low for run in result.runs) else "eager fp32"
     if best.worth in ("nothing", "unknown"):
-        return visible(f"Stay in {fp32}: {name} passes, but {_no_gain(best)}")
+        return visible(f"Stay in {fp32}: {name} {_no_gain(best)}")
     return visible(f"Stay in {fp32} for {best.prefer}; {name} {_after_name(best.gain)}")
 
 
@@ -313,6 +313,12 @@ def _no_gain(best: Recommendation) -> str:
     if best.worth == "unknown":
         return "is slower"
     return "is slower and saves no memory" if slower else "is not faster and saves no memory"
+
+
+def joint(result: ScanResult) -> str:
+    """What leads from the verdict to its reason: ``Use half: passes (…)``, ``Stay in fp32 …; half saves …. It passes (…)``."""
+    best = result.recommendation
+    return ". It " if best is not None and best.stay_in_fp32 else ": "
 
 
 def _after_name(gain: str) -> str:

@@ -158,7 +158,7 @@ def _print_advice(console: Console, result: ScanResult) -> None:
         return
     console.print(
         Text.assemble(
-            (f"{summary.verdict(result)}: ", _verdict_style(result)),
+            (f"{summary.verdict(result)}{summary.joint(result)}", _verdict_style(result)),
             visible(advice.reason, 2000),
         )
     )

@@ -135,13 +135,14 @@ def slow_kernel(result: ScanResult) -> Iterator[Finding]:
     """The op runs, but much slower than in fp32.
 
     Observed: in total, the calls of this op took at least 5 times as long as the same calls in fp32, each timed
-    right after the other, and more than 5 ms. If there are several calls, the first is left out, since it also sets
-    up the kernel. If the op is too slow for the time budget, the scan times one call and computes the others in
-    fp32 (LP903). A call that does not end in time is ended, and tried once more: if it takes too long again, its
-    time is compared with the longest fp32 call of the op in the scan, or with all of fp32. An op in which a budget
-    only happened to end is not listed. On another backend, and for compiled code, the ops are timed in eager mode;
-    they are listed only if the run itself takes at least as long. Times depend on the load of the machine, so this
-    finding is never part of a baseline, and `--fail-on` ignores it if there is one.
+    right after the other, and more than 5 ms; and so did the typical call, not only one that had to wait for a core.
+    If there are several calls, the first is left out, since it also sets up the kernel. If the op is too slow for the
+    time budget, the scan times one call and computes the others in fp32 (LP903). A call that does not end in time is
+    ended, and tried once more: if it takes too long again, its time is compared with the longest fp32 call of the op
+    in the scan, or with all of fp32. An op in which a budget only happened to end is not listed. On another backend,
+    and for compiled code, the ops are timed in eager mode; they are listed only if the run itself takes at least as
+    long. Times depend on the load of the machine, so this finding is never part of a baseline, and `--fail-on`
+    ignores it if there is one.
 
     Usual causes: a CPU without fp16 arithmetic, which makes convolutions and matrix products slow.
 
@@ -205,11 +206,27 @@ def _slow_total(calls: list[tuple[float, float]], most: float) -> tuple[float, f
     """Milliseconds here and in fp32 if the op is slow, else ``None``.
 
     The first call includes the kernel's set-up: it counts only if it is the only one, and longer than ``COLD_MS``. A total
-    over ``most`` ms (twice those of the plain run, if it ran these ops) is ignored: something else slowed it down.
+    over ``most`` ms (twice those of the plain run, if it ran these ops) is ignored: something else slowed it down. So is a
+    total that a few calls make, which had to wait for a processor: the typical call must be slow too.
     """
     counted = calls[1:] if len(calls) > 1 else [call for call in calls if call[0] > COLD_MS]
     here, fp32 = sum(here for here, _ in counted), sum(fp32 for _, fp32 in counted)
-    return (here, fp32) if here < most and here > max(SLOW_MS, SLOW_RATIO * fp32) else None
+    slow = here > max(SLOW_MS, SLOW_RATIO * fp32) and _typical_ratio(counted) > SLOW_RATIO
+    return (here, fp32) if slow and here < most else None
+
+
+def _typical_ratio(calls: list[tuple[float, float]]) -> float:
+    """The median ratio of the calls that make up 80 % of the op's time in fp32.
+
+    They are chosen by their time in fp32: by their time here, calls that had to wait would choose themselves.
+    """
+    left, ratios = 0.8 * sum(fp32 for _, fp32 in calls), list[float]()
+    for here, fp32 in sorted(calls, key=lambda call: -call[1]):
+        ratios.append(here / max(fp32, 1e-6))
+        left -= fp32
+        if left <= 0:
+            break
+    return sorted(ratios)[(len(ratios) - 1) // 2]
 
 
 @rule("LP108", "unexplained-error", "error")
