@@ -34,6 +34,9 @@ from 1 to 4: 15 rounds choose differently in 30 and 56 % of the cases with ``low
 1.25 between the medians, in 10 and 32 % with 1.5. What remains is next to the threshold, where both choices are right.
 """
 
+WAITED, CHANGED = 0.1, 1.2
+"""The share of waiting threads, and the change of the processor's speed, from which on they are said."""
+
 SHORT_MS = 1.0
 """Calls below this cannot be compared between two processes on a busy machine, only in rounds."""
 
@@ -93,15 +96,20 @@ def is_faster(mine: Speed, other: Speed, factor: float = TOLD) -> bool:
     return mine.low > other.high and mine.ratio >= factor * other.ratio
 
 
+def cores_were_used(found: TimingConditions | None) -> bool:
+    """Whether something else used the cores enough to be said, and to be part of any single time."""
+    return found is not None and (found.waited or 0.0) > WAITED
+
+
 def conditions(found: TimingConditions | None) -> list[str]:
     """What disturbed the times, as sentences."""
     said = []
-    if found is not None and (found.waited or 0.0) > 0.1:
+    if found is not None and cores_were_used(found):
         said.append(
             "Other programs used these cores while times were taken: the model's threads waited "
             f"{found.waited or 0.0:.0%} of the time.".replace("%", " %")
         )
-    if found is not None and (found.speed_change or 1.0) > 1.2:
+    if found is not None and (found.speed_change or 1.0) > CHANGED:
         said.append(f"The processor's speed changed by a factor of {found.speed_change:.1f} while times were taken.")
     return said
 
