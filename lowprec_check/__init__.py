@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lowprec_check.schema.plan import Plan, Planning
     from lowprec_check.schema.precisions import FloatFormat, Precision
     from lowprec_check.schema.predictions import WhatIf
+    from lowprec_check.schema.recommendation import Recommendation
     from lowprec_check.schema.run_key import RunKey
     from lowprec_check.schema.scan_result import (
         Diagnostic,
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
         ExceptionInfo,
         Gap,
         ModelInfo,
-        Recommendation,
         ResultError,
         Run,
         ScanResult,
@@ -62,7 +62,7 @@ _MODULES = {
     "Plan": "schema.plan",
     "Planning": "schema.plan",
     "Precision": "schema.precisions",
-    "Recommendation": "schema.scan_result",
+    "Recommendation": "schema.recommendation",
     "QuantizedModel": "engine.model.quantized_model",
     "ReportFormat": "report.registry",
     "ResultError": "schema.scan_result",

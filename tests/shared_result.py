@@ -12,10 +12,12 @@ import msgspec
 
 from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.schema.error_budget import ErrorBudget, Share
+from lowprec_check.schema.measures import Latency, Speedup, TimingConditions
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Blame, Plan
 from lowprec_check.schema.predictions import WhatIf
-from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo, Gap, ModelInfo, Recommendation, Run, ScanResult
+from lowprec_check.schema.recommendation import Recommendation
+from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo, Gap, ModelInfo, Run, ScanResult
 
 ENVIRONMENT: dict[str, Any] = {
     "torch": "2.13.0+cpu",
@@ -86,6 +88,14 @@ def run(precision: str, status: str = "ok", rel_l2: float | None = None, **more:
     return Run(precision=precision, status=status, output_error=error, **fields)  # type: ignore[arg-type]
 
 
+def latency(median: float, speedup: float | None = None, spread: float = 0.05) -> Latency:
+    """The times of a run, in rounds with fp32 if it is ``speedup`` times as fast; ``spread`` is that of the interval."""
+    ratio = None
+    if speedup is not None:
+        ratio = Speedup(median=speedup, low=speedup * (1 - spread), high=speedup * (1 + spread), rounds=15)
+    return Latency(median_ms=median, quartiles_ms=(0.96 * median, 1.04 * median), samples=30, speedup=ratio)
+
+
 def gap(text: str = "", **more: Any) -> Gap:
     """A missing kernel."""
     fields: dict[str, Any] = {
@@ -108,10 +118,16 @@ def shared_result(text: str = "") -> ScanResult:
         type="RuntimeError", message=text or "\"cholesky_cpu\" not implemented for 'Half'", module=text, source=text
     )
     runs = [
-        run("fp32", latency_ms=10.0, peak_memory_bytes=6 << 20, tolerance=None),
+        run("fp32", latency_ms=10.0, latency=latency(10.0), peak_memory_bytes=6 << 20, tolerance=None),
         run("bfloat16", "inaccurate", 0.31, tolerance=5e-2, op_calls=op_calls(48, jump=20, text=text, half=False)),
         run(
-            "autocast-bf16", "ok", 4.7e-3, tolerance=5e-2, latency_ms=7.25, op_calls=op_calls(60, text=text, half=False)
+            "autocast-bf16",
+            "ok",
+            4.7e-3,
+            tolerance=5e-2,
+            latency_ms=7.25,
+            latency=latency(7.25, 1.38),
+            op_calls=op_calls(60, text=text, half=False),
         ),
         run(
             "half",
@@ -146,10 +162,12 @@ def shared_result(text: str = "") -> ScanResult:
     advice = Recommendation(
         precision="half",
         keep_fp32=runs[-1].keep_fp32,
-        reason="passes (error 8.1e-04, tolerance 1e-02), measured here, 1.5 times as fast as fp32.",
+        reason="passes (error 8.1e-04, tolerance 1e-02), measured here, 1.5 times as fast as fp32; saves 50 % of the memory.",
         code=f"model = model.half()\n{text or '# the rest'}\nwith torch.no_grad():\n    output = model(*inputs)",
         speedup=10.0 / 6.5,
         rel_l2=8.1e-4,
+        worth="faster and smaller",
+        gain="1.5 times as fast as fp32, saves 50 % of the memory",
     )
     result = ScanResult(
         tool="lowprec-check 0.1.0",
@@ -158,6 +176,7 @@ def shared_result(text: str = "") -> ScanResult:
         environment=ENVIRONMENT | ({"device_name": text} if text else {}),
         options={"budget": 20.0, "seed": 0},
         runs=runs,
+        timing_conditions=TimingConditions(waited=0.41, speed_change=1.05),
         recommendation=advice,
         plan=Plan(
             tool="lowprec-check 0.1.0",

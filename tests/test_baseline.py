@@ -142,11 +142,19 @@ def test_findings_that_rest_on_times_fail_only_without_a_baseline(with_baseline:
 def test_findings_say_whether_they_rest_on_times() -> None:
     """Of an op that is too slow, and of a run over its budget; not of one that crashes, and not of an exception."""
     assert [code for code, rule in rules().items() if rule.timed] == ["LP106"]
-    calls = to_columns([OpCall(op=op, outcome="emulated") for op in ("a.slow.default", "a.bad.default")])
+    slow = OpCall(op="a.slow.default", time_ms=190.0, reference_ms=1.0)
+    emulated_calls = [OpCall(op=op, outcome="emulated") for op in ("a.slow.default", "a.bad.default")]
+    calls = to_columns([slow, *emulated_calls])
     emulated = {"a.slow.default": "too slow", "a.bad.default": "it crashes"}
     crash = gap(op="a.bad.default", kind="crash")
     half = run(
-        "half", op_calls=calls, emulated=emulated, gaps=[crash], complete=False, incomplete_because="over budget"
+        "half",
+        latency_ms=100.0,
+        op_calls=calls,
+        emulated=emulated,
+        gaps=[crash],
+        complete=False,
+        incomplete_because="over budget",
     )
     bf16 = run("bfloat16", "error", complete=False, stopped_by=ExceptionInfo(type="ValueError", message="no"))
     found = diagnose(msgspec.structs.replace(RESULT, runs=[half, bf16]), ("LP106", "LP9"))

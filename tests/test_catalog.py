@@ -37,6 +37,7 @@ from lowprec_check.catalog.version_diff import difference
 from lowprec_check.errors import UsageError
 from lowprec_check.report.op.document import render_report
 from lowprec_check.report.op.grid import CELLS, columns, render_grid
+from lowprec_check.schema.op_calls import OpCall, to_columns
 from lowprec_check.schema.scan_result import Gap, GapKind, ModelInfo, Run, ScanResult
 
 SHIPPED = sorted((ROOT / "catalog").glob("measured-*.jsonl"))
@@ -513,7 +514,8 @@ def test_a_scan_shows_the_release_with_a_fix() -> None:
 
 
 def test_a_finding_names_only_an_issue_about_it() -> None:
-    slow = Run(precision="half", device="cpu", status="ok", emulated={"aten.addmm.default": "slow"})
+    calls = to_columns([OpCall("aten.addmm.default", time_ms=100.0, reference_ms=1.0)] * 2)
+    slow = Run(precision="half", device="cpu", status="ok", op_calls=calls)
     [finding] = diagnose(scanned(slow), select=["LP106"])
     assert finding.url == "https://github.com/pytorch/pytorch/issues/146508"
     assert str(finding.help).endswith(f"; reported in {finding.url}")

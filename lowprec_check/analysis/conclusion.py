@@ -12,8 +12,9 @@ from lowprec_check.schema.scan_result import ScanResult, skipped
 
 def conclude(result: ScanResult) -> ScanResult:
     """The result with its recommendation and diagnostics, as its options select them."""
-    result = msgspec.structs.replace(result, recommendation=recommend(result.runs, result.model, result.environment))
     options = result.options
+    advice = recommend(result.runs, result.model, result.environment, options.get("prefer", "speed"))
+    result = msgspec.structs.replace(result, recommendation=advice)
     return msgspec.structs.replace(
         result, diagnostics=diagnose(result, options.get("select", ()), options.get("ignore", ()))
     )

@@ -6,14 +6,8 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from lowprec_check.analysis.baseline import file_of, stable_path
-from lowprec_check.analysis.run_summary import (
-    SHORT_MS,
-    explain_status,
-    in_fp32,
-    label,
-    memory_ratio,
-    time_ratio,
-)
+from lowprec_check.analysis.run_summary import explain_status, in_fp32, label, memory_ratio
+from lowprec_check.analysis.speed import SHORT_MS, is_faster, speed
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.run_key import EAGER, RunKey
 from lowprec_check.schema.scan_result import Gap, Run, ScanResult
@@ -26,9 +20,9 @@ ERROR_FACTOR = 2.0
 in another order, which changes rel_l2 by tens of per cent, but not by a factor of 2."""
 
 TIME_FACTOR = 1.5
-"""Median latencies vary by about 10 per cent between processes on a shared machine. A ratio of two ratios contains four
-of them: its standard deviation is 20 per cent, and 50 per cent is 2.5 of those. On a busy machine no factor is large
-enough: use infinity to ignore time."""
+"""The medians must differ by this factor, and the intervals of the two scans must not overlap: kernels and their order in memory
+change a little between any two builds. Older files have no intervals: their medians vary by about 10 per cent between
+processes on a shared machine, and a ratio of two ratios by 20. Use infinity to ignore time."""
 
 MEMORY_FACTOR = 1.05
 """Peak memory is counted, not sampled; allocators differ by a few per cent."""
@@ -145,8 +139,8 @@ def _pair(before: Run | None, after: Run | None, old: ScanResult, new: ScanResul
         new_status=after.status if after else None,
         old_error=_distance(before),
         new_error=_distance(after),
-        old_time=time_ratio(before, old.runs) if before else None,
-        new_time=time_ratio(after, new.runs) if after else None,
+        old_time=speed(before, old.runs).time if before else None,
+        new_time=speed(after, new.runs).time if after else None,
         old_memory=memory_ratio(before, old.runs) if before else None,
         new_memory=memory_ratio(after, new.runs) if after else None,
     )
@@ -230,31 +224,26 @@ def _error(before: Run, after: Run, factor: float) -> Iterator[ScanChange]:
 
 
 def _speed(before: Run, after: Run, old: ScanResult, new: ScanResult, factor: float) -> Iterator[ScanChange]:
-    """Slower only if the time relative to fp32 is, and on the same machine the absolute time too: a busy machine changes
-    the absolute time, a faster fp32 the relative one.
+    """Slower only if the time relative to fp32 is, beyond what is noise in both scans, and on the same machine the absolute
+    time too: a busy machine changes the absolute time, a faster fp32 the relative one.
     """
     was, is_now = before.latency_ms, after.latency_ms
-    if was is None or is_now is None or min(was, is_now) < SHORT_MS:
+    if was is None or is_now is None:
         return
     absolute = is_now / was
     if after.is_reference:
-        if _same_machine(old, new) and not 1 / factor <= absolute <= factor:
+        if _same_machine(old, new) and min(was, is_now) >= SHORT_MS and not 1 / factor <= absolute <= factor:
             what = _times(absolute, "slower", "faster")
             yield _moved("speed", after, absolute, what, f"{was:.1f} ms", f"{is_now:.1f} ms", "other")
         return
-    ratios = (time_ratio(before, old.runs), time_ratio(after, new.runs))
-    if not ratios[0] or not ratios[1] or not _fp32_is_long(old, new):
-        return
-    relative = ratios[1] / ratios[0]
-    seen = [relative, absolute] if _same_machine(old, new) else [relative]
-    if all(value > factor for value in seen) or all(value < 1 / factor for value in seen):
+    first, second = speed(before, old.runs), speed(after, new.runs)
+    slower, faster = is_faster(first, second, factor), is_faster(second, first, factor)
+    if _same_machine(old, new):
+        slower, faster = slower and absolute > factor, faster and absolute < 1 / factor
+    if (slower or faster) and first.ratio and second.ratio:
+        relative = first.ratio / second.ratio
         what = _times(relative, "slower", "faster")
-        yield _moved("speed", after, relative, what, f"{ratios[0]:.2f} × fp32", f"{ratios[1]:.2f} × fp32")
-
-
-def _fp32_is_long(old: ScanResult, new: ScanResult) -> bool:
-    latencies = [run.latency_ms or 0.0 for result in (old, new) for run in result.runs if run.is_reference]
-    return bool(latencies) and min(latencies) >= SHORT_MS
+        yield _moved("speed", after, relative, what, f"{1 / first.ratio:.2f} × fp32", f"{1 / second.ratio:.2f} × fp32")
 
 
 def _same_machine(old: ScanResult, new: ScanResult) -> bool:

@@ -1,4 +1,4 @@
-"""The recommendation: the best run that passed, and why the others were not chosen. Never imports torch."""
+"""The recommendation: the best run that passed, whether it is worth it, and why the others were not chosen. Never imports torch."""
 
 from __future__ import annotations
 
@@ -8,51 +8,62 @@ from types import MappingProxyType
 from typing import Any
 
 from lowprec_check.analysis.run_summary import (
-    NOISE,
-    SHORT_MS,
     candidates,
     error_of,
     error_phrase,
     is_cast,
     judged_by,
-    latency_of,
+    memory_ratio,
     missing_kernels,
     some,
-    speedup,
     status_reason,
 )
 from lowprec_check.analysis.snippet import snippet
+from lowprec_check.analysis.speed import CLEAR, Speed, is_faster, speed
+from lowprec_check.schema.recommendation import Prefer, Recommendation, Worth
 from lowprec_check.schema.registry import choices
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, PLAN
-from lowprec_check.schema.scan_result import ModelInfo, Recommendation, Run
+from lowprec_check.schema.scan_result import ModelInfo, Run
 
 LONG_SETUP = 1.0
 """Seconds of set-up that the reason names."""
 
+SMALLER = 0.9
+"""A run saves memory if its peak is at most this part of fp32's."""
+
+SAME_MEMORY = 1.05
+"""Peaks within this factor are the same: memory is counted, but allocators differ."""
+
 
 def recommend(
-    runs: Sequence[Run], model: ModelInfo, environment: Mapping[str, Any] = MappingProxyType({})
+    runs: Sequence[Run],
+    model: ModelInfo,
+    environment: Mapping[str, Any] = MappingProxyType({}),
+    prefer: Prefer = "speed",
 ) -> Recommendation | None:
-    """The fastest run that passed; ``None`` if none passed. Among equally fast ones the one with the least set-up (eager,
-    contiguous), then the most accurate.
+    """The best run that passed; ``None`` if none passed.
 
-    If only fp32 was run, on other backends, the best of those. If the output of no run could be compared, the fastest that
+    A time decides only where it can be told, and by a wide margin, so that a busy machine gets the advice of a quiet one:
+
+    1. With ``prefer="memory"``, those with the smallest peak; with ``"accuracy"``, the one with the smallest error.
+    2. Of these, none that is clearly slower than another (:data:`~lowprec_check.analysis.speed.CLEAR`); and none that is slower
+       than fp32, if one is faster.
+    3. Among the rest, by what does not depend on times as far as possible: the least set-up (eager, contiguous), less memory
+       than fp32, a dtype that the device accelerates, not slower than fp32, the smallest error, the order of the scan.
+
+    If only fp32 was run, on other backends, the best of those. If the output of no run could be compared, the best that
     ran; its reason says so.
 
-    If a cast of the whole model lacks kernels in any dtype, autocast is preferred to every such cast: it runs these ops
-    in fp32, and other inputs may need a kernel that the other dtype lacks.
+    If a cast of the whole model lacks kernels in any dtype, autocast is preferred for speed to every such cast: it runs these
+    ops in fp32, and other inputs may need a kernel that the other dtype lacks.
 
     ``environment`` is that of the scan; the reason says if the device does not accelerate the recommended dtype.
     """
-    low = candidates(runs)
-    passed = [run for run in low if run.status == "ok"] or [run for run in low if run.status == "unjudged"]
+    passed = _passed(runs)
     if not passed:
         return None
-    if any(missing_kernels(run) for run in runs if is_cast(run)):
-        passed = [run for run in passed if not is_cast(run)] or passed
-    fastest = min(latency_of(run) or float("inf") for run in passed)
-    equals = [run for run in passed if (latency_of(run) or float("inf")) <= max(NOISE * fastest, SHORT_MS)]
-    best = min(equals, key=_preference)
+    best = _best(passed, runs, environment, prefer)
+    found, worth = speed(best, runs), worth_of(best, runs)
     return Recommendation(
         precision=best.base or best.precision,
         backend=best.backend,
@@ -61,24 +72,99 @@ def recommend(
         evidence=best.evidence,
         reason=_reason(best, runs, environment),
         code=snippet(best.key._replace(precision=best.base or best.precision), model, best.keep_fp32, best.untied),
-        speedup=speedup(best, runs),
+        speedup=found.ratio if found.told in ("faster", "slower", "same") else None,
         rel_l2=best.output_error.rel_l2 if best.output_error else None,
+        prefer=prefer,
+        worth=worth,
+        gain=", ".join(_gains(best, runs)),
+        stay_in_fp32=best.status == "ok" and _is_fp32_better(found, worth, prefer),
     )
 
 
-def _preference(run: Run) -> tuple[bool, bool, float, float]:
-    """For sorting equally fast runs: a compiler takes time to set up, and may fail on other inputs."""
-    latency = latency_of(run) or float("inf")
-    return run.backend != EAGER, run.memory_format != CONTIGUOUS, error_of(run), latency
+def worth_of(run: Run, runs: Sequence[Run]) -> Worth:
+    """What a run gains over fp32."""
+    told, smaller = speed(run, runs).told, _is_smaller(run, runs)
+    if told == "faster":
+        return "faster and smaller" if smaller else "faster"
+    if smaller:
+        return "smaller"
+    known = told == "slower" or (told == "same" and memory_ratio(run, runs) is not None)
+    return "nothing" if known else "unknown"
+
+
+def _passed(runs: Sequence[Run]) -> list[Run]:
+    low = candidates(runs)
+    return [run for run in low if run.status == "ok"] or [run for run in low if run.status == "unjudged"]
+
+
+def _best(passed: list[Run], runs: Sequence[Run], environment: Mapping[str, Any], prefer: Prefer) -> Run:
+    if prefer == "memory":
+        least = min(run.peak_memory_bytes or float("inf") for run in passed)
+        passed = [run for run in passed if (run.peak_memory_bytes or float("inf")) <= SAME_MEMORY * least]
+    elif prefer == "accuracy":
+        least = min(map(error_of, passed))
+        passed = [run for run in passed if error_of(run) <= least]
+    elif any(missing_kernels(run) for run in runs if is_cast(run)):
+        passed = [run for run in passed if not is_cast(run)] or passed
+    passed = not_clearly_slower(passed, runs)
+
+    def preference(run: Run) -> tuple[object, ...]:
+        return (
+            run.backend != EAGER,
+            run.memory_format != CONTIGUOUS,
+            not _is_smaller(run, runs),
+            not _is_accelerated(run, environment),
+            speed(run, runs).told == "slower",
+            error_of(run),
+        )
+
+    return min(passed, key=preference)
+
+
+def not_clearly_slower(passed: Sequence[Run], runs: Sequence[Run]) -> list[Run]:
+    """Those of ``passed`` that no time speaks against: at least one, unless there are none."""
+    known = [(run, speed(run, runs)) for run in passed]
+    kept = [(run, mine) for run, mine in known if not any(is_faster(other, mine, CLEAR) for _, other in known)]
+    if any(mine.told == "faster" for _, mine in kept):
+        kept = [(run, mine) for run, mine in kept if mine.told != "slower"]
+    return [run for run, _ in kept]
+
+
+def _is_smaller(run: Run, runs: Sequence[Run]) -> bool:
+    ratio = memory_ratio(run, runs)
+    return ratio is not None and ratio <= SMALLER
+
+
+def _is_accelerated(run: Run, environment: Mapping[str, Any]) -> bool:
+    return run.basis is not None and environment.get(f"{run.basis.format.short}_accelerated") is True
+
+
+def _is_fp32_better(found: Speed, worth: Worth, prefer: Prefer) -> bool:
+    """Whether the best run in low precision loses against fp32 in what is preferred; not where that cannot be told."""
+    if prefer == "speed" and found.told == "slower":
+        return True
+    return worth == "nothing" or (prefer == "memory" and worth == "faster")
+
+
+def _gains(run: Run, runs: Sequence[Run]) -> Iterator[str]:
+    """``1.4 times as fast as fp32``, ``saves 50 % of the memory``."""
+    found = speed(run, runs)
+    if found.told == "faster":
+        yield found.text()
+    ratio = memory_ratio(run, runs)
+    if ratio is not None and ratio <= SMALLER:
+        yield f"saves {1 - ratio:.0%} of the memory".replace("%", " %")
 
 
 def _reason(best: Run, runs: Sequence[Run], environment: Mapping[str, Any]) -> str:
-    short = _is_short(best)
-    ratio = speedup(best, runs)
-    slow = _not_accelerated(best, environment) if short or (ratio is not None and ratio < NOISE) else ""
-    speed = f" (too short to compare times{slow})" if short else _speed(ratio) + slow
-    chosen_by_time = "" if short or best.status == "ok" else "; the choice rests on speed only"
-    parts = [f"{_verdict(best)}{chosen_by_time}, measured here{speed}."]
+    found = speed(best, runs)
+    slow = _not_accelerated(best, environment) if found.told in ("same", "slower", "noisy") else ""
+    memory = [gain for gain in _gains(best, runs) if gain.startswith("saves")]
+    compared = found.text() + (" on this machine" if found.told == "slower" else "")
+    says = f" ({compared}{slow})" if found.told == "noisy" else f", {compared}{slow}" if compared else ""
+    chosen_by_time = "; the choice rests on speed only" if best.status != "ok" and found.told != "noisy" else ""
+    saves = f"; {memory[0]}" if memory else ""
+    parts = [f"{_verdict(best)}{chosen_by_time}, measured here{says}{saves}."]
     if (best.setup_seconds or 0.0) >= LONG_SETUP:
         parts.append(f"Setting it up took {best.setup_seconds:.1f} s.")
     if best.keep_fp32:
@@ -98,18 +184,18 @@ def _sentence(text: str) -> str:
 
 def _faster(best: Run, runs: Sequence[Run]) -> Iterator[str]:
     """Which runs passed and are faster than the recommended one by more than noise."""
-    others = [run for run in runs if run.status == "ok" and not run.is_reference]
-    faster = [run for run in others if NOISE * (latency_of(run) or 0.0) < (latency_of(best) or 0.0)]
-    casts, fp32 = [run.key.label for run in faster if is_cast(run)], [run.key.label for run in faster if not run.is_low]
-    if fp32 and not _is_short(best):
-        yield f"{choices(fp32, 'and')} {'is' if len(fp32) == 1 else 'are'} faster."
-    if casts and not is_cast(best) and any(missing_kernels(run) for run in runs if is_cast(run)):
-        verb = "is" if len(casts) == 1 else "are"
-        yield f"{' and '.join(casts)} {verb} faster but less safe: some ops have no kernel in another dtype."
-
-
-def _is_short(run: Run) -> bool:
-    return (latency_of(run) or SHORT_MS) < SHORT_MS
+    mine = speed(best, runs)
+    others = [run for run in runs if run.status == "ok" and not run.is_reference and run.key != best.key]
+    faster = [run for run in others if is_faster(speed(run, runs), mine)]
+    lacking = not is_cast(best) and any(missing_kernels(run) for run in runs if is_cast(run))
+    unsafe = [run for run in faster if lacking and is_cast(run)]
+    names = [run.key.label for run in faster if run not in unsafe and run.precision != PLAN]
+    if names:
+        yield f"{choices(names, 'and')} {'is' if len(names) == 1 else 'are'} faster."
+    if unsafe:
+        verb = "is" if len(unsafe) == 1 else "are"
+        casts = " and ".join(run.key.label for run in unsafe)
+        yield f"{casts} {verb} faster but less safe: some ops have no kernel in another dtype."
 
 
 def _not_accelerated(best: Run, environment: Mapping[str, Any]) -> str:
@@ -124,18 +210,3 @@ def _verdict(best: Run) -> str:
     what = judged_by(best)
     judged = f"{error_phrase(best.output_error)}{f' in the {what}' if what else ''}".removeprefix("output ")
     return f"passes ({judged}, tolerance {best.tolerance or 0:.0e})"
-
-
-def _times(ratio: float) -> str:
-    """``1.4 times``, ``134 times``."""
-    return f"{ratio:.1f} times" if ratio < 10 else f"{ratio:.0f} times"
-
-
-def _speed(ratio: float | None) -> str:
-    if ratio is None:
-        return ""
-    if ratio >= NOISE:
-        return f", {_times(ratio)} as fast as fp32"
-    if ratio > 1 / NOISE:
-        return ", about as fast as fp32"
-    return f", {_times(1 / ratio)} slower than fp32 on this machine"

@@ -1,4 +1,4 @@
-"""A run in a few words and figures: its label, its time and memory against fp32, why it failed. Never imports torch."""
+"""A run in a few words and figures: its label, its memory against fp32, why it failed. Never imports torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,6 @@ from collections.abc import Sequence
 from lowprec_check.analysis.error_shares import causes_in_brief
 from lowprec_check.schema.run_key import qualified
 from lowprec_check.schema.scan_result import ErrorStats, Run
-
-NOISE = 1.05
-"""Runs whose times differ by less than this factor count as equally fast."""
-
-SHORT_MS = 1.0
-"""Latencies below this cannot be compared between two processes on a busy machine."""
 
 NOTHING_TO_COMPARE = "its output holds nothing to compare with fp32's"
 
@@ -34,26 +28,6 @@ def reference_of(runs: Sequence[Run]) -> Run | None:
 def candidates(runs: Sequence[Run]) -> list[Run]:
     """The runs that may be recommended: those in low precision; if there is none, those of fp32 on other backends."""
     return [run for run in runs if run.is_low] or [run for run in runs if not run.is_reference]
-
-
-def latency_of(run: Run) -> float | None:
-    """Median milliseconds of a call: in the scenario, if the scan was asked for one."""
-    return run.timing.median_ms if run.timing else run.latency_ms
-
-
-def speedup(run: Run, runs: Sequence[Run]) -> float | None:
-    """fp32's latency over this run's; ``None`` if they were not measured alike."""
-    reference = reference_of(runs)
-    if reference is None or (reference.timing is None) != (run.timing is None):
-        return None
-    fp32, mine = latency_of(reference), latency_of(run)
-    return fp32 / mine if fp32 and mine else None
-
-
-def time_ratio(run: Run, runs: Sequence[Run]) -> float | None:
-    """This run's latency over fp32's."""
-    ratio = speedup(run, runs)
-    return 1 / ratio if ratio else None
 
 
 def memory_ratio(run: Run, runs: Sequence[Run]) -> float | None:

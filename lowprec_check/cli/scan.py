@@ -114,6 +114,10 @@ def scan(
         ),
     ] = None,
     what_if: WhatIfFormats = None,
+    prefer: Annotated[
+        Literal["speed", "memory", "accuracy"],
+        typer.Option(help="What the recommendation is to gain, among the precisions that pass."),
+    ] = "speed",
     save_plan: Annotated[
         Path | None, typer.Option("--save-plan", help="Save the plan found, for lowprec_check.apply.")
     ] = None,
@@ -179,6 +183,7 @@ def scan(
             plan=plan,
             scenario=scenario,
             what_if=predicted,
+            prefer=prefer,
         )
         spec = TargetSpec(target, tuple(inputs or ()), weights)
         result, ended_by = last_before_end(scan_file(spec, options, isolation, shown.step), shown.done)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from lowprec_check.analysis.run_summary import label, memory_ratio, missing_kernels, time_ratio
+from lowprec_check.analysis.run_summary import label, memory_ratio, missing_kernels
+from lowprec_check.analysis.speed import speed
 from lowprec_check.compat.target_list import Request
 from lowprec_check.schema.matrix import MatrixCell, MatrixRow
+from lowprec_check.schema.recommendation import Recommendation
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 _ENVIRONMENT = ("torch", "python", "device_name", "cpu_capability", "threads", "torchvision")
@@ -26,7 +28,6 @@ def _as_given(saved: str) -> str:
 def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict[str, str]) -> MatrixRow:
     """Return the row of a scanned model."""
     advice = result.recommendation
-    kept = f" + {len(advice.keep_fp32)} in fp32" if advice and advice.keep_fp32 else ""
     return _row(
         request,
         seconds,
@@ -39,8 +40,16 @@ def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict
             key: str(result.environment[key]) for key in _ENVIRONMENT if result.environment.get(key) is not None
         },
         cells=[_cell(run, result) for run in result.runs if not run.is_reference],
-        recommended=advice.label + kept if advice else None,
+        recommended=_advice(advice) if advice else None,
     )
+
+
+def _advice(advice: Recommendation) -> str:
+    """``half``; ``fp32 (half saves 50 % of the memory)`` where fp32 is better in what is preferred."""
+    name = advice.label + (f" + {len(advice.keep_fp32)} in fp32" if advice.keep_fp32 else "")
+    if not advice.stay_in_fp32:
+        return name
+    return f"fp32 ({name}: {advice.gain})" if advice.gain else "fp32"
 
 
 def failed_row(request: Request, reason: str, seconds: float, made_with: dict[str, str]) -> MatrixRow:
@@ -61,7 +70,7 @@ def _row(request: Request, seconds: float, made_with: dict[str, str], **found: A
 
 
 def _cell(run: Run, result: ScanResult) -> MatrixCell:
-    time, memory = time_ratio(run, result.runs), memory_ratio(run, result.runs)
+    time, memory = speed(run, result.runs).time, memory_ratio(run, result.runs)
     first = run.gaps[0] if run.gaps else None
     return MatrixCell(
         precision=label(run),

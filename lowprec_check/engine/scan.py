@@ -31,6 +31,7 @@ from lowprec_check.schema.backends import BACKENDS, replaced
 from lowprec_check.schema.measures import Scenario
 from lowprec_check.schema.memory_formats import MEMORY_FORMATS
 from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.recommendation import Prefer
 from lowprec_check.schema.registry import Registry, words_in
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE
 from lowprec_check.schema.run_matrices import RUN_MATRICES, RunMatrix
@@ -63,6 +64,7 @@ class ScanOptions:
     plan: bool | None = None
     scenario: Scenario | None = None
     what_if: Names = None
+    prefer: Prefer = "speed"
     select: str | Sequence[str] = ()
     ignore: str | Sequence[str] = ()
 
@@ -115,6 +117,7 @@ class ScanOptions:
             ("budget_error", get_args(BudgetError)),
             ("reference", ("fp32", "fp64")),
             ("scenario", (None, *get_args(Scenario))),
+            ("prefer", get_args(Prefer)),
         ):
             if getattr(self, name) not in allowed:
                 raise UsageError(
@@ -154,6 +157,7 @@ class ScanOptions:
             "batches": self.batches,
             "scenario": self.scenario,
             "what_if": self.chosen_what_if(),
+            "prefer": self.prefer,
             "without_kernel": words_in(self.without_kernel),
         }
 
@@ -184,6 +188,7 @@ def scan(
     plan: bool | None = None,
     scenario: Scenario | None = None,
     what_if: Names = None,
+    prefer: Prefer = "speed",
     select: str | Sequence[str] = (),
     ignore: str | Sequence[str] = (),
     loss: Callable[[Any], Tensor] | None = None,
@@ -219,6 +224,8 @@ def scan(
         scenario: also time every run: ``offline`` (on all cores) or ``realtime`` (several instances with batches of 1).
         what_if: formats whose output error to predict, without running them: ``fp8-e4m3``, ``fp8-e5m2``, ``tf32``,
             ``int8-weights``, ``bf16-accumulate``.
+        prefer: what the recommendation is to gain: ``speed``; ``memory``, the smallest peak of what passes; ``accuracy``, the
+            smallest error.
         select: report only diagnostics whose code starts with one of these prefixes.
         ignore: omit those whose code starts with one of these.
         loss: ``loss(output) -> tensor``; it is run and checked as part of the model.

@@ -14,7 +14,11 @@ from lowprec_check.report.escape import LONGEST as LONGEST_NAME
 from lowprec_check.report.escape import visible, visible_lines
 from lowprec_check.report.layer_errors import TITLE as LAYERS
 from lowprec_check.report.layer_errors import worst_layers
-from lowprec_check.report.summary import Group, and_more
+from lowprec_check.report.summary import Group, RunRow, and_more
+from lowprec_check.report.times_table import HEADS as TIMES_HEADS
+from lowprec_check.report.times_table import HINT as TIMES_HINT
+from lowprec_check.report.times_table import TITLE as TIMES
+from lowprec_check.report.times_table import disturbances, times_rows
 from lowprec_check.report.what_if_table import HEADS as WHAT_IF_HEADS
 from lowprec_check.report.what_if_table import TITLE as WHAT_IF
 from lowprec_check.report.what_if_table import what_if_hint, what_if_rows
@@ -40,7 +44,9 @@ def render(result: ScanResult, longest: int = LONGEST) -> str:
 
 
 def _head(result: ScanResult) -> Iterator[str]:
-    sign = "✅" if summary.passes(result) else "❔" if result.recommendation else "❌"
+    sign = (
+        "✅" if summary.is_gain(result) else "➖" if summary.passes(result) else "❔" if result.recommendation else "❌"
+    )
     yield f"### {sign} {escape(summary.verdict(result))} · {code(result.model.name)}"
     yield f"{escape(summary.title(result))}  \n{escape(summary.machine(result))}  \n{summary.SCOPE}"
     for note in result.model.notes[:20]:
@@ -53,6 +59,10 @@ def _head(result: ScanResult) -> Iterator[str]:
         more = [f"- and {len(why) - 40} more"] if len(why) > 40 else []
         yield fold("Why these modules stay in fp32", "\n".join([*(f"- {escape(line)}" for line in why[:40]), *more]))
     yield _runs(result)
+    yield from map(escape, disturbances(result))
+    times = [[*map(escape, row)] for row in times_rows(result)[:SHOWN_RUNS]]
+    if times:
+        yield fold(TIMES, f"{escape(TIMES_HINT)}\n\n{table(times, TIMES_HEADS, 'lrrrrr')}")
     sources = "\n\n".join(_sources(result))
     if sources:
         yield fold(error_budget.TITLE, sources)
@@ -73,7 +83,7 @@ def _runs(result: ScanResult) -> str:
     rows = [
         [
             escape(row.label),
-            f"{_SIGNS.get(row.status, '❌')} {escape(row.status)}".strip(),
+            f"{_sign(row)} {escape(row.status)}".strip(),
             row.error,
             row.time,
             row.memory,
@@ -86,6 +96,11 @@ def _runs(result: ScanResult) -> str:
     runs = table(rows, [summary.names_head(shown), "status", *figures, "why"], f"ll{'r' * len(figures)}l")
     more = len(result.runs) - len(shown)
     return f"{runs}\n\n{counted(more, 'more run')} not shown." if more > 0 else runs
+
+
+def _sign(row: RunRow) -> str:
+    """A tick only for a run that passes and gains something."""
+    return "➖" if row.status == "ok" and not row.gains else _SIGNS.get(row.status, "❌")
 
 
 def _sources(result: ScanResult) -> Iterator[str]:

@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from lowprec_check.analysis.recommend import SMALLER
 from lowprec_check.analysis.run_summary import short_op, shorten
+from lowprec_check.analysis.speed import TOLD
 from lowprec_check.report.escape import visible
 from lowprec_check.report.markdown import code, escape, table
 from lowprec_check.report.summary import format_count, format_ratio
@@ -77,7 +79,7 @@ def describe(cell: MatrixCell | None) -> str:
     """``✅ 1.2e-03 · 0.62 ×``, or why it fails."""
     if cell is None:
         return "–"
-    sign = _SIGNS.get(cell.status, "❌")
+    sign = _SIGNS.get(cell.status, "❌") if cell.status != "ok" or _gains(cell) else "➖"
     if cell.status == "error" and cell.gaps:
         more = f" +{len(cell.gaps) - 1}" if len(cell.gaps) > 1 else ""
         return visible(f"{sign} no {short_op(cell.gaps[0])}{more}")
@@ -88,6 +90,11 @@ def describe(cell: MatrixCell | None) -> str:
     error = f"{cell.rel_l2:.1e}" if cell.rel_l2 is not None else "∞"
     speed = f" · {format_ratio(cell.time)}" if cell.time is not None else ""
     return f"{sign} {error}{speed}"
+
+
+def _gains(cell: MatrixCell) -> bool:
+    """Whether it is faster or smaller than fp32."""
+    return (cell.time or 1.0) <= 1 / TOLD or (cell.memory or 1.0) <= SMALLER
 
 
 # -- Markdown
@@ -111,7 +118,7 @@ def _name(row: MatrixRow, common: int) -> str:
 
 def _legend() -> str:
     return (
-        "✅ passes, with its error and time · ⚠️ error over tolerance · ❌ fails, with the first op that has no kernel and the "
+        "✅ passes and is faster or smaller than fp32, with its error and time · ➖ passes · ⚠️ error over tolerance · ❌ fails, with the first op that has no kernel and the "
         "number of further ones, or with another reason · error: relative L2 error of the output against fp32 · ×: time "
         "relative to fp32, measured while other work may have run"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lowprec_check.report import summary
 from lowprec_check.report.escape import visible
 from lowprec_check.report.html.page import render_fragment
+from lowprec_check.report.times_table import disturbances
 from lowprec_check.schema.scan_result import ScanResult
 
 _LONGEST = 400
@@ -28,9 +29,9 @@ def _brief(row: summary.RunRow) -> str:
 
 
 def _reason(result: ScanResult, most: int) -> str:
-    """``: passes (…)``, which follows the verdict; empty if nothing is recommended."""
+    """``: passes (…)`` or ``. It passes (…)``, which follows the verdict; empty if nothing is recommended."""
     best = result.recommendation
-    return f": {visible(best.reason, most)}" if best else ""
+    return f"{summary.joint(result)}{visible(best.reason, most)}" if best else ""
 
 
 def html(result: ScanResult) -> str:
@@ -44,6 +45,7 @@ def html(result: ScanResult) -> str:
         rows=[row._asdict() for row in shown],
         names_head=summary.names_head(shown),
         extra=summary.extra_figures(shown),
+        disturbed=disturbances(result),
         tally=summary.tally(result.diagnostics),
         verdict=summary.verdict(result),
         reason=_reason(result, 2000),

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lowprec_check.analysis import run_summary
+from lowprec_check.analysis.recommend import worth_of
 from lowprec_check.analysis.run_summary import (
     candidates,
     counted,
@@ -17,10 +18,12 @@ from lowprec_check.analysis.run_summary import (
     memory_ratio,
     short_op,
     some,
-    time_ratio,
 )
+from lowprec_check.analysis.speed import TOLD, speed
 from lowprec_check.report.escape import visible, visible_diagnostic, visible_lines
+from lowprec_check.schema.measures import Latency
 from lowprec_check.schema.precisions import LOW_FORMATS, PRECISIONS, low_precisions
+from lowprec_check.schema.recommendation import Recommendation
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, qualified
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
 
@@ -87,6 +90,8 @@ class RunRow(NamedTuple):
     metric: str
     """The value of the user's metric, of four digits."""
     why: str
+    gains: bool
+    """Whether it passed, and is faster or smaller than fp32."""
 
 
 def rows(result: ScanResult) -> list[RunRow]:
@@ -97,13 +102,14 @@ def rows(result: ScanResult) -> list[RunRow]:
             label(run),
             "reference" if run.is_reference else run.status,
             "–" if run.is_reference else _error(run),
-            format_ratio(time_ratio(run, result.runs)),
+            _time(run, result),
             format_ratio(memory_ratio(run, result.runs)),
             "–" if run.timing is None else f"{run.timing.p99_ms:.3g} ms",
             "–" if run.timing is None or run.timing.throughput is None else f"{run.timing.throughput:.3g}/s",
             "–" if run.setup_seconds is None else f"{run.setup_seconds:.1f} s",
             "–" if run.metric is None else f"{run.metric:.4g}",
             visible(_why(run, result)),
+            run.status == "ok" and worth_of(run, result.runs) not in ("nothing", "unknown"),
         )
         for run in result.runs
     ]
@@ -135,6 +141,14 @@ def _error(run: Run) -> str:
     return run_summary.error_text(run.output_error)
 
 
+def _time(run: Run, result: ScanResult) -> str:
+    """Its time over fp32's, if it can be told."""
+    found = speed(run, result.runs)
+    if found.told == "same" and not run.is_reference:
+        return "≈ 1 ×"
+    return "noisy" if found.told == "noisy" else format_ratio(found.time)
+
+
 def format_ratio(ratio: float | None) -> str:
     """``1.25 ×``."""
     if ratio is None:
@@ -145,6 +159,7 @@ def format_ratio(ratio: float | None) -> str:
 def _why(run: Run, result: ScanResult) -> str:
     if run.is_reference:
         latency = f"{run.latency_ms:.1f} ms" if run.latency_ms is not None else ""
+        latency += f" {spread(run.latency)}" if run.latency is not None else ""
         memory = _bytes(run.peak_memory_bytes) if run.peak_memory_bytes else ""
         return ", ".join(part for part in (latency, memory, _scenario(run)) if part)
     if run.base is not None:
@@ -156,6 +171,13 @@ def _why(run: Run, result: ScanResult) -> str:
         return f"error of the {judged}"
     slow = [d for d in result.diagnostics if d.code == "LP106" and d.is_about(run)]
     return f"slow: {', '.join(short_op(d.op or '') for d in slow[:3])}" if slow else ""
+
+
+def spread(latency: Latency) -> str:
+    """``±4 %``: half the distance of the quartiles, relative to the median."""
+    low, high = latency.quartiles_ms
+    share = (high - low) / 2 / latency.median_ms if latency.median_ms else 0.0
+    return f"±{max(share * 100, 1):.0f} %"
 
 
 def _scenario(run: Run) -> str:
@@ -277,7 +299,37 @@ def verdict(result: ScanResult) -> str:
     keep = f" with {in_fp32(best.keep_fp32, result.model.modules)}" if best.keep_fp32 else ""
     if not passes(result):
         return visible(f"{best.label} could not be judged")
-    return visible(f"Use {best.label}{keep}")
+    name = f"{best.label}{keep}"
+    if not best.stay_in_fp32:
+        return visible(f"Use {name}")
+    fp32 = "fp32" if any(run.is_low for run in result.runs) else "eager fp32"
+    if best.worth in ("nothing", "unknown"):
+        return visible(f"Stay in {fp32}: {name} {_no_gain(best)}")
+    return visible(f"Stay in {fp32} for {best.prefer}; {name} {_after_name(best.gain)}")
+
+
+def _no_gain(best: Recommendation) -> str:
+    slower = best.speedup is not None and best.speedup <= 1 / TOLD
+    if best.worth == "unknown":
+        return "is slower"
+    return "is slower and saves no memory" if slower else "is not faster and saves no memory"
+
+
+def joint(result: ScanResult) -> str:
+    """What leads from the verdict to its reason: ``Use half: passes (…)``, ``Stay in fp32 …; half saves …. It passes (…)``."""
+    best = result.recommendation
+    return ". It " if best is not None and best.stay_in_fp32 else ": "
+
+
+def _after_name(gain: str) -> str:
+    """``is 1.4 times as fast as fp32``, ``saves 50 % of the memory``."""
+    return gain if gain.startswith("saves") else f"is {gain}"
+
+
+def is_gain(result: ScanResult) -> bool:
+    """Whether the recommendation gains something over fp32; an older file does not say."""
+    best = result.recommendation
+    return best is not None and passes(result) and not best.stay_in_fp32 and best.worth not in ("nothing", "unknown")
 
 
 def is_recommended(run: Run, result: ScanResult) -> bool:
@@ -287,6 +339,14 @@ def is_recommended(run: Run, result: ScanResult) -> bool:
         return False
     recommended = (advice.precision, advice.backend, advice.memory_format, advice.keep_fp32)
     return (run.base or run.precision, run.backend, run.memory_format, run.keep_fp32) == recommended
+
+
+def tag(run: Run, result: ScanResult) -> str:
+    """``recommended`` beside the name of a run; ``best in low precision`` where fp32 is better in what is preferred."""
+    best = result.recommendation
+    if best is not None and best.stay_in_fp32:
+        return "recommended" if run.is_reference else "best in low precision" if is_recommended(run, result) else ""
+    return "recommended" if is_recommended(run, result) else ""
 
 
 def passes(result: ScanResult) -> bool:

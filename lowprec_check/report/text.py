@@ -9,13 +9,14 @@ from rich.padding import Padding
 from rich.text import Text
 
 from lowprec_check.analysis.run_summary import shorten
-from lowprec_check.report import error_budget, summary
+from lowprec_check.report import error_budget, summary, times_table
 from lowprec_check.report.console import print_table, screen
 from lowprec_check.report.escape import visible, visible_lines
 from lowprec_check.report.layer_errors import TITLE as LAYERS
 from lowprec_check.report.layer_errors import worst_layers
 from lowprec_check.report.plan import kept_lines
 from lowprec_check.report.summary import Group, and_more, group
+from lowprec_check.report.times_table import disturbances, times_rows
 from lowprec_check.report.what_if_table import HEADS, what_if_hint, what_if_rows
 from lowprec_check.report.what_if_table import TITLE as WHAT_IF
 from lowprec_check.schema.scan_result import ScanResult
@@ -42,6 +43,10 @@ def render(
             console.print(Text(f"note: {visible(note)}", style="yellow"))
         console.print()
         print_runs(console, result)
+        for line in disturbances(result):
+            console.print(Text(line, style="yellow"))
+        if verbose:
+            _print_times(console, result)
         _print_lines(console, error_budget.TITLE, error_budget.budget_lines(result))
         _print_lines(console, LAYERS, list(worst_layers(result)))
         _print_what_if(console, result)
@@ -58,13 +63,26 @@ def print_runs(console: Console, result: ScanResult) -> None:
     rows: list[list[str | Text]] = [
         [
             row.label,
-            Text(row.status, style=_STATUS_STYLE.get(row.status, "red")),
+            Text(row.status, style=_status_style(row)),
             *(getattr(row, name) for name in figures),
             row.why,
         ]
         for row in shown
     ]
     print_table(console, [summary.names_head(shown), "status", *figures, "why"], rows, right=figures, sentences=True)
+
+
+def _status_style(row: summary.RunRow) -> str:
+    """Green only for a run that passes and gains something."""
+    return "" if row.status == "ok" and not row.gains else _STATUS_STYLE.get(row.status, "red")
+
+
+def _print_times(console: Console, result: ScanResult) -> None:
+    rows = times_rows(result)
+    if rows:
+        console.print(Text(f"\n{times_table.TITLE}", style="bold"))
+        console.print(Text(times_table.HINT, style="dim"))
+        print_table(console, times_table.HEADS, rows, right=times_table.FIGURES)
 
 
 def _print_lines(console: Console, title: str, lines: Sequence[str]) -> None:
@@ -125,6 +143,12 @@ def _summary(result: ScanResult, groups: Sequence[Group], listed: Sequence[Group
     return Text(f"{summary.tally(result.diagnostics)}{more} · see {explain}--report FILE.html", style="dim")
 
 
+def _verdict_style(result: ScanResult) -> str:
+    if not summary.passes(result):
+        return "bold yellow"
+    return "bold green" if summary.is_gain(result) else "bold"
+
+
 def _print_advice(console: Console, result: ScanResult) -> None:
     advice = result.recommendation
     if advice is None:
@@ -134,7 +158,7 @@ def _print_advice(console: Console, result: ScanResult) -> None:
         return
     console.print(
         Text.assemble(
-            (f"{summary.verdict(result)}: ", "bold green" if summary.passes(result) else "bold yellow"),
+            (f"{summary.verdict(result)}{summary.joint(result)}", _verdict_style(result)),
             visible(advice.reason, 2000),
         )
     )

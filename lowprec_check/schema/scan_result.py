@@ -24,6 +24,7 @@ from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Plan
 from lowprec_check.schema.precisions import PRECISIONS, Precision
 from lowprec_check.schema.predictions import WhatIf
+from lowprec_check.schema.recommendation import Recommendation
 from lowprec_check.schema.run_key import EAGER, REFERENCE, MemoryFormat, Phase, RunKey, qualified
 
 SCHEMA = 1
@@ -260,25 +261,6 @@ def is_selected(code: str, select: Iterable[str], ignore: Iterable[str]) -> bool
     """Whether ``code`` starts with a prefix in ``select`` (if there is any) and with none in ``ignore``."""
     selected, ignored = tuple(select), tuple(ignore)
     return (not selected or code.startswith(selected)) and not code.startswith(ignored)
-
-
-class Recommendation(Struct, frozen=True, kw_only=True):
-    """The recommended way to run the model, which was run and passed."""
-
-    precision: str
-    backend: str = EAGER
-    memory_format: MemoryFormat = "contiguous"
-    keep_fp32: list[str] = []
-    evidence: Evidence = "measured"
-    reason: str
-    code: str
-    speedup: float | None = None
-    rel_l2: float | None = None
-
-    @property
-    def label(self) -> str:
-        """The label of its run, ``half · inductor``."""
-        return qualified(self.precision, self.backend, self.memory_format)
 
 
 class InputLayout(Struct, frozen=True, kw_only=True):

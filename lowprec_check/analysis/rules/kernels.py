@@ -8,13 +8,17 @@ from collections.abc import Iterator
 from lowprec_check.analysis.rules.alternatives import faster, or_autocast
 from lowprec_check.analysis.rules.registry import Finding, from_gaps, low_runs, rule
 from lowprec_check.analysis.run_summary import on_which_call
+from lowprec_check.analysis.speed import cores_were_used
 from lowprec_check.schema.devices import DEVICES, device_type
+from lowprec_check.schema.killed_ops import seconds_killed
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Gap, Run, ScanResult
 
 SLOW_RATIO = 5.0
 SLOW_MS = 5.0
 COLD_MS = 50.0
+WAIT_MS = 100.0
+"""What a call with threads may wait for cores that something else uses: more than 80 ms was seen, in most calls of an op."""
 
 
 @rule("LP101", "missing-kernel", "error")
@@ -134,11 +138,15 @@ def slow_kernel(result: ScanResult) -> Iterator[Finding]:
     """The op runs, but much slower than in fp32.
 
     Observed: in total, the calls of this op took at least 5 times as long as the same calls in fp32, each timed
-    right after the other, and more than 5 ms. If there are several calls, the first is left out, since it also sets
-    up the kernel. If the op is too slow for the time budget, the scan times one call and computes the others in
-    fp32 (LP903). On another backend, and for compiled code, the ops are timed in eager mode; they are listed only
-    if the run itself takes at least as long. Times depend on the load of the machine, so this finding is never part
-    of a baseline, and `--fail-on` ignores it if there is one.
+    right after the other, and more than 5 ms; and so did the typical call, not only one that had to wait for a core.
+    While other programs use the cores, every call may have to wait, and only calls of more than 100 ms count.
+    If there are several calls, the first is left out, since it also sets up the kernel. If the op is too slow for the
+    time budget, the scan times one call and computes the others in fp32 (LP903). A call that does not end in time is
+    ended, and tried once more: if it takes too long again, its time is compared with the longest fp32 call of the op
+    in the scan, or with all of fp32. An op in which a budget only happened to end is not listed. On another backend,
+    and for compiled code, the ops are timed in eager mode; they are listed only if the run itself takes at least as
+    long. Times depend on the load of the machine, so this finding is never part of a baseline, and `--fail-on`
+    ignores it if there is one.
 
     Usual causes: a CPU without fp16 arithmetic, which makes convolutions and matrix products slow.
 
@@ -151,42 +159,84 @@ def slow_kernel(result: ScanResult) -> Iterator[Finding]:
         # after
         y = model.bfloat16()(x.bfloat16())
     """
-    slow = [(run, _slow_ops(run)) for run in low_runs(result) if run.is_eager or run.latency_ms is not None]
+    eager = [run for run in low_runs(result) if run.is_eager or run.latency_ms is not None]
+    shortest = WAIT_MS if cores_were_used(result.timing_conditions) else 0.0
+    slow = [(run, _slow_ops(run, shortest) | _killed_ops(run, result)) for run in eager]
     for run, found in slow:
         for op, (message, calls) in found.items():
             formats = {other.basis.format for other, ops in slow if op in ops and other.basis}
             yield Finding(message, run=run, op=op, help=faster(run, result, formats), calls=calls)
 
 
-def _slow_ops(run: Run) -> dict[str, tuple[str, int]]:
-    """How much slower, and in how many calls, for each slow op; the one that takes the most time first."""
+def _slow_ops(run: Run, shortest: float) -> dict[str, tuple[str, int]]:
+    """How much slower, and in how many calls, for each slow op; the one that takes the most time first.
+
+    A typical call takes more than ``shortest`` ms.
+    """
     times: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in run.op_calls.rows():
         if row.time_ms is not None and row.reference_ms is not None:
             times[row.op].append((row.time_ms, row.reference_ms))
     most = 2 * (run.latency_ms or float("inf")) if run.is_eager else run.latency_ms or 0.0
     where = "" if run.is_eager else ", in eager mode"
-    slow = {op: found for op, calls in times.items() if (found := _slow_total(calls, most)) is not None}
+    slow = {op: found for op, calls in times.items() if (found := _slow_total(calls, most, shortest)) is not None}
     answers = {}
     for op, (here, fp32) in sorted(slow.items(), key=lambda item: -item[1][0]):
         figures = f"{here:.0f} ms instead of {fp32:.1f} ms"
         message = f"{here / max(fp32, 1e-6):.0f} times slower than in fp32: {figures}{where}"
         answers[op] = (message, len(times[op]))
-    for op, reason in run.emulated.items():
-        if op not in slow and not any(gap.kind == "crash" and gap.op == op for gap in run.gaps):
-            answers[op] = (reason, 1)
     return answers
 
 
-def _slow_total(calls: list[tuple[float, float]], most: float) -> tuple[float, float] | None:
+def _killed_ops(run: Run, result: ScanResult) -> dict[str, tuple[str, int]]:
+    """The same for ops with a call that was ended because it took too long, if what it took in fp32 was measured."""
+    answers = {}
+    for op, reason in run.emulated.items():
+        here, fp32 = 1e3 * (seconds_killed(reason) or 0.0), _longest_in_fp32(op, result)
+        whole = next((other.latency_ms for other in result.runs if other.is_reference), None)
+        most = fp32 if fp32 is not None else whole
+        if most and here > SLOW_RATIO * most:
+            what = f"{most:.1f} ms" + ("" if fp32 is not None else ", the time of all of fp32")
+            message = (
+                f"more than {here / most:.0f} times slower than in fp32: over {here / 1e3:.1f} s instead of {what}"
+            )
+            answers[op] = (message, 1)
+    return answers
+
+
+def _longest_in_fp32(op: str, result: ScanResult) -> float | None:
+    """Milliseconds of the longest fp32 call of the op that the scan timed."""
+    rows = [row for run in result.runs for row in run.op_calls.rows() if row.op == op]
+    return max((row.reference_ms for row in rows if row.reference_ms is not None), default=None)
+
+
+def _slow_total(calls: list[tuple[float, float]], most: float, shortest: float) -> tuple[float, float] | None:
     """Milliseconds here and in fp32 if the op is slow, else ``None``.
 
     The first call includes the kernel's set-up: it counts only if it is the only one, and longer than ``COLD_MS``. A total
-    over ``most`` ms (twice those of the plain run, if it ran these ops) is ignored: something else slowed it down.
+    over ``most`` ms (twice those of the plain run, if it ran these ops) is ignored: something else slowed it down. So is a
+    total that a few calls make, which had to wait for a processor: the typical call must be slow too.
     """
     counted = calls[1:] if len(calls) > 1 else [call for call in calls if call[0] > COLD_MS]
     here, fp32 = sum(here for here, _ in counted), sum(fp32 for _, fp32 in counted)
-    return (here, fp32) if here < most and here > max(SLOW_MS, SLOW_RATIO * fp32) else None
+    if not max(SLOW_MS, SLOW_RATIO * fp32) < here < most:
+        return None
+    typical = _typical_call(counted)
+    return (here, fp32) if typical[0] > max(shortest, SLOW_RATIO * typical[1]) else None
+
+
+def _typical_call(calls: list[tuple[float, float]]) -> tuple[float, float]:
+    """The call with the median ratio, of those that make up 80 % of the op's time in fp32.
+
+    They are chosen by their time in fp32: by their time here, calls that had to wait would choose themselves.
+    """
+    left, chosen = 0.8 * sum(fp32 for _, fp32 in calls), list[tuple[float, float]]()
+    for here, fp32 in sorted(calls, key=lambda call: -call[1]):
+        chosen.append((here, fp32))
+        left -= fp32
+        if left <= 0:
+            break
+    return sorted(chosen, key=lambda call: call[0] / max(call[1], 1e-6))[(len(chosen) - 1) // 2]
 
 
 @rule("LP108", "unexplained-error", "error")

@@ -70,7 +70,7 @@ def emulated_op(result: ScanResult) -> Iterator[Finding]:
 
     Usual causes: those of LP106 (slow kernel) and LP107 (crash).
 
-    What to do: fix that finding. If the op is only slow, raise the time budget:
+    What to do: fix that finding, if there is one for this op. If the op is only slow, raise the time budget:
 
         # before
         lowprec-check scan mymodel.py
@@ -83,7 +83,7 @@ def emulated_op(result: ScanResult) -> Iterator[Finding]:
             if counts[op]:
                 message = f"computed in fp32 and rounded: {reason}"
                 crashes = any(gap.kind == "crash" and gap.op == op for gap in run.gaps)
-                advice = "see LP106 or LP107 of this op"
+                advice = "see LP107 of this op" if crashes else "raise the time budget: --budget"
                 yield Finding(message, run=run, op=op, help=advice, calls=counts[op], timed=not crashes)
 
 

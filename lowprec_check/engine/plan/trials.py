@@ -14,7 +14,8 @@ from torch import nn
 from lowprec_check.analysis.blame import Suspects, at_fault, constants, suspects
 from lowprec_check.analysis.minimize import SearchResult, Trials, Verdict, search
 from lowprec_check.analysis.module_tree import Keep, ModuleTree
-from lowprec_check.analysis.run_summary import NOISE, SHORT_MS, error_of, explain_status, short_op, some, speedup
+from lowprec_check.analysis.run_summary import error_of, explain_status, short_op, some
+from lowprec_check.analysis.speed import CLEAR, SHORT_MS, speed
 from lowprec_check.engine.model.keep_fp32 import shared_weights
 from lowprec_check.engine.run.target_runs import TargetRuns
 from lowprec_check.schema.module_paths import module_around
@@ -282,8 +283,9 @@ def _error(run: Run) -> float | None:
 
 
 def _speedup(run: Run, fp32: Run) -> float | None:
-    """fp32's latency over that of ``run``; ``None`` if it is too short to compare."""
-    return speedup(run, [fp32]) if (run.latency_ms or 0.0) >= SHORT_MS else None
+    """How many times as fast as ``fp32`` a run is; ``None`` if that cannot be told."""
+    found = speed(run, [fp32])
+    return found.ratio if found.told in ("faster", "slower", "same") else None
 
 
 def called_modules(model: nn.Module, runs: Sequence[Run]) -> dict[str, str]:
@@ -301,7 +303,7 @@ _FUSED_CHILDREN = ("self_attn", "linear1", "linear2", "norm1", "norm2")
 
 
 def best(proposals: Sequence[Proposal]) -> Proposal | None:
-    """The fastest; among equally fast ones the one that keeps the fewest modules, then the most accurate."""
+    """None that is clearly slower than another; of these the one that keeps the fewest modules, then the most accurate."""
     passed = [proposal for proposal in proposals if proposal.run is not None]
     if not passed:
         return None
@@ -310,5 +312,5 @@ def best(proposals: Sequence[Proposal]) -> Proposal | None:
         return (proposal.run and proposal.run.latency_ms) or float("inf")
 
     fastest = min(map(latency, passed))
-    equals = [proposal for proposal in passed if latency(proposal) <= NOISE * fastest]
+    equals = [proposal for proposal in passed if latency(proposal) <= max(CLEAR * fastest, SHORT_MS)]
     return min(equals, key=lambda p: (len(p.run.keep_fp32), error_of(p.run)) if p.run else (0, 0.0))

@@ -8,12 +8,13 @@ from lowprec_check.engine.run.job import Job
 from lowprec_check.engine.run.outcome import JobOutcome
 from lowprec_check.engine.trace.emulation import Place
 from lowprec_check.process.breadcrumb import Position
+from lowprec_check.schema.killed_ops import killed_reason
 
-MAX_ATTEMPTS = 12
+MAX_ATTEMPTS = 20
 """Number of times that the instrumented part is started before it is left incomplete."""
 
 MAX_SUSPECTS = 4
-"""Number of places in which the process dies once each before the attempts end."""
+"""Number of places in which the process dies, or takes too long, once each before the attempts end."""
 
 MAX_CRASHES = 6
 """Number of places at which one op crashes before its other calls are not run any more."""
@@ -22,7 +23,8 @@ MAX_CRASHES = 6
 class Attempts:
     """The next attempt at the instrumented part of ``job``; an op that has run for ``op_limit`` seconds is too slow.
 
-    An op is blamed for a crash only if the process died in it twice: at the same place, or elsewhere in an op that is already
+    An op is blamed for its time only if it took that long twice: the budget may end in any op, and a call may be long
+    because something else had the processor. An op is blamed for a crash only if the process died in it twice: at the same place, or elsewhere in an op that is already
     blamed. What died once may have been killed from outside, or by something that an earlier op broke.
     """
 
@@ -30,6 +32,7 @@ class Attempts:
         self.job = job
         self._op_limit = op_limit
         self._suspect: Place | None = None
+        self._slow_suspect: str | None = None
         self._suspects = 0
         self._left = MAX_ATTEMPTS
         self._died_between_ops = False
@@ -45,9 +48,16 @@ class Attempts:
             return self._learn_crash(place, outcome.reason or "the process died")
         if place is None or (outcome.ended == "timeout" and outcome.seconds_in_op < self._op_limit):
             return False  # no op took long: they were too many
-        why = "more than" if outcome.ended == "stuck" else "until the budget ended, for"
-        self._emulate(place[0], f"one call took {why} {outcome.seconds_in_op:.0f} s")
-        return True
+        return self._learn_slow(place[0], outcome)
+
+    def _learn_slow(self, op: str, outcome: JobOutcome) -> bool:
+        if outcome.ended == "stuck" and op == self._slow_suspect:
+            self._suspects = 0
+            self._emulate(op, killed_reason(outcome.seconds_in_op))
+            return True
+        self._slow_suspect = op
+        self._suspects += 1
+        return self._suspects < MAX_SUSPECTS
 
     def _learn_crash(self, place: Place | None, reason: str) -> bool:
         if place is None:

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lowprec_check.analysis.error_shares import trusted_budget
-from lowprec_check.analysis.run_summary import memory_ratio, time_ratio
-from lowprec_check.report import error_budget, summary, what_if_table
+from lowprec_check.analysis.run_summary import memory_ratio
+from lowprec_check.analysis.speed import speed
+from lowprec_check.report import error_budget, summary, times_table, what_if_table
 from lowprec_check.report.escape import visible
 from lowprec_check.report.html import bokeh_files as bokeh
 from lowprec_check.report.html import charts, module_tree
@@ -16,6 +17,7 @@ from lowprec_check.report.html.page import render_page, static
 from lowprec_check.report.layer_errors import TITLE as LAYERS
 from lowprec_check.report.layer_errors import worst_layers
 from lowprec_check.report.summary import Group, RunRow
+from lowprec_check.report.times_table import times_rows
 from lowprec_check.report.what_if_table import what_if_rows
 from lowprec_check.schema.scan_result import Run, ScanResult
 
@@ -50,12 +52,18 @@ def render(result: ScanResult) -> str:
         "extra": summary.extra_figures(shown),
         "notes": [visible(note) for note in result.model.notes],
         "verdict": summary.verdict(result),
+        "verdict_kind": "good" if summary.is_gain(result) else "neutral" if advice else "bad",
         "advice": advice is not None,
         "reason": summary.reason(result, 2000),
         "code": summary.code_lines(result),
         "kept": summary.kept(result),
         "failures": summary.failures(result),
         "runs": list(_runs(result, shown)),
+        "times": times_rows(result),
+        "times_title": times_table.TITLE,
+        "times_hint": times_table.HINT,
+        "times_heads": times_table.HEADS,
+        "disturbed": times_table.disturbances(result),
         "layers_title": LAYERS,
         "layers": list(worst_layers(result)),
         "what_if": what_if_rows(result),
@@ -99,19 +107,22 @@ _KIND = {"ok": "ok", "reference": "none", "skipped": "none", "inaccurate": "warn
 
 def _widest(result: ScanResult) -> float:
     """The ratio at the full width of a bar: slightly above the largest, at most 3."""
-    ratios = [ratio(run, result.runs) for run in result.runs for ratio in (time_ratio, memory_ratio)]
+    pairs = [(speed(run, result.runs).time, memory_ratio(run, result.runs)) for run in result.runs]
+    ratios = [ratio for pair in pairs for ratio in pair]
     return min(3.0, max([1.25, *(1.1 * ratio for ratio in ratios if ratio)]))
 
 
 def _runs(result: ScanResult, shown: Sequence[RunRow]) -> Iterator[dict[str, Any]]:
     widest = _widest(result)
     for row in shown:
-        time, memory = time_ratio(row.run, result.runs), memory_ratio(row.run, result.runs)
+        time, memory = speed(row.run, result.runs).time, memory_ratio(row.run, result.runs)
+        tag = summary.tag(row.run, result)
         yield {
             **row._asdict(),
             **_error_bar(row),
-            "kind": _KIND.get(row.status, "bad"),
-            "recommended": summary.is_recommended(row.run, result),
+            "kind": "none" if row.status == "ok" and not row.gains else _KIND.get(row.status, "bad"),
+            "recommended": tag == "recommended",
+            "tag": tag,
             "time_width": min(100.0, 100 * (time or 0) / widest),
             "time_kind": _ratio_kind(time, worse=1.05, better=0.95),
             "memory_width": min(100.0, 100 * (memory or 0) / widest),

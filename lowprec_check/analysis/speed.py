@@ -1,0 +1,135 @@
+"""How fast a run is compared with fp32, or with another run, and whether that can be told. Never imports torch.
+
+A ratio counts only if it can be told apart from 1. It comes from the rounds in which a run and fp32 were called in turns
+(``run.latency.speedup``): their interval holds the true median in at least 95 % of scans, whatever else the machine does. A
+run without rounds (an older file, a plan, a scenario) has two medians; its interval is 5 % to each side, which holds for a
+quiet machine, and calls below 1 ms are anywhere between nothing and 1 ms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from lowprec_check.schema.measures import TimingConditions
+from lowprec_check.schema.scan_result import Run
+
+Told = Literal["faster", "slower", "same", "noisy", "unknown"]
+"""``same``: about the same time; ``noisy``: the interval is too wide to tell; ``unknown``: it was not timed."""
+
+TOLD = 1.05
+"""A smaller ratio is not worth naming, however well it is measured."""
+
+ALIKE = 1.25
+"""Two times are about the same if their ratio is less than this with a probability of at least 95 %."""
+
+CLEAR = 1.5
+"""A run is passed over for its time only if another is faster by this factor, and their intervals do not overlap.
+
+Load widens an interval around the same median: a rule on its ends (``low > 1.1 × high``) would choose one run on a quiet
+machine and another on a busy one, wherever the true ratio is between the two widths. A factor between the medians, wider
+than intervals get under load, moves little. Simulated rounds with 2 % of noise, then with 15 and 30 %, and true ratios
+from 1 to 4: 15 rounds choose differently in 30 and 56 % of the cases with ``low > 1.1 × high``, in 18 and 44 % with a factor of
+1.25 between the medians, in 10 and 32 % with 1.5. What remains is next to the threshold, where both choices are right.
+"""
+
+WAITED, CHANGED = 0.1, 1.2
+"""The share of waiting threads, and the change of the processor's speed, from which on they are said."""
+
+SHORT_MS = 1.0
+"""Calls below this cannot be compared between two processes on a busy machine, only in rounds."""
+
+
+class Speed(NamedTuple):
+    """How many times as fast as fp32 a run is, with an interval."""
+
+    told: Told
+    ratio: float | None = None
+    """The median; ``None`` if it was not timed."""
+    low: float = 0.0
+    high: float = math.inf
+
+    @property
+    def time(self) -> float | None:
+        """Its time over fp32's, if that can be told; 1 if it is about the same."""
+        if self.told == "same":
+            return 1.0
+        return 1 / self.ratio if self.told in ("faster", "slower") and self.ratio else None
+
+    def text(self) -> str:
+        """``1.4 times as fast as fp32``; empty if it was not timed."""
+        if self.told == "faster":
+            return f"{times(self.ratio or 0.0)} as fast as fp32"
+        if self.told == "slower":
+            return f"{times(1 / (self.ratio or 1.0))} slower than fp32"
+        if self.told == "same":
+            return "about as fast as fp32"
+        if self.told == "unknown":
+            return ""
+        return "too short to compare times" if math.isinf(self.high) else "times too noisy to compare"
+
+
+def speed(run: Run, runs: Sequence[Run]) -> Speed:
+    """How fast ``run`` is, compared with the fp32 run among ``runs``."""
+    reference = next((other for other in runs if other.is_reference), None)
+    if reference is None or (reference.timing is None) != (run.timing is None):
+        return Speed("unknown")
+    if run.is_reference:
+        return Speed("same", 1.0, 1.0, 1.0) if latency_of(run) else Speed("unknown")
+    rounds = run.latency.speedup if run.latency and run.timing is None else None
+    if rounds is not None:
+        return _judged(rounds.median, rounds.low, rounds.high)
+    fp32, mine = latency_of(reference), latency_of(run)
+    return _of_medians(fp32, mine) if fp32 and mine else Speed("unknown")
+
+
+def latency_of(run: Run) -> float | None:
+    """Median milliseconds of a call: in the scenario, if the scan was asked for one."""
+    return run.timing.median_ms if run.timing else run.latency_ms
+
+
+def is_faster(mine: Speed, other: Speed, factor: float = TOLD) -> bool:
+    """Whether ``mine`` is told to be faster: their medians differ by ``factor``, and their intervals do not overlap."""
+    if mine.ratio is None or other.ratio is None:
+        return False
+    return mine.low > other.high and mine.ratio >= factor * other.ratio
+
+
+def cores_were_used(found: TimingConditions | None) -> bool:
+    """Whether something else used the cores enough to be said, and to be part of any single time."""
+    return found is not None and (found.waited or 0.0) > WAITED
+
+
+def conditions(found: TimingConditions | None) -> list[str]:
+    """What disturbed the times, as sentences."""
+    said = []
+    if found is not None and cores_were_used(found):
+        said.append(
+            "Other programs used these cores while times were taken: the model's threads waited "
+            f"{found.waited or 0.0:.0%} of the time.".replace("%", " %")
+        )
+    if found is not None and (found.speed_change or 1.0) > CHANGED:
+        said.append(f"The processor's speed changed by a factor of {found.speed_change:.1f} while times were taken.")
+    return said
+
+
+def times(ratio: float) -> str:
+    """``1.4 times``, ``134 times``."""
+    return f"{ratio:.1f} times" if ratio < 9.95 else f"{ratio:.0f} times"
+
+
+def _judged(ratio: float, low: float, high: float) -> Speed:
+    if low > 1 and ratio >= TOLD:
+        return Speed("faster", ratio, low, high)
+    if high < 1 and ratio <= 1 / TOLD:
+        return Speed("slower", ratio, low, high)
+    return Speed("same" if low >= 1 / ALIKE and high <= ALIKE else "noisy", ratio, low, high)
+
+
+def _of_medians(fp32: float, mine: float) -> Speed:
+    """``fp32 / mine``, of two medians in ms that were not taken in rounds."""
+    ratio = max(fp32, SHORT_MS) / max(mine, SHORT_MS)
+    if mine < SHORT_MS:
+        return Speed("noisy", ratio, ratio / TOLD if fp32 >= SHORT_MS else 0.0, math.inf)
+    return _judged(ratio, ratio / TOLD if fp32 >= SHORT_MS else 0.0, ratio * TOLD)

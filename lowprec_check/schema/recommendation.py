@@ -1,0 +1,42 @@
+"""What a scan recommends, and whether it is worth it. Never imports torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lowprec_check.schema.base import Struct
+from lowprec_check.schema.run_key import EAGER, MemoryFormat, qualified
+
+Prefer = Literal["speed", "memory", "accuracy"]
+"""What the recommendation is to gain."""
+Worth = Literal["faster", "smaller", "faster and smaller", "nothing", "unknown"]
+"""``faster`` than fp32, beyond noise and by at least 5 %; ``smaller``: at most 0.9 of its peak memory; ``nothing``: neither;
+``unknown``: not smaller, and whether it is faster cannot be told.
+"""
+
+
+class Recommendation(Struct, frozen=True, kw_only=True):
+    """The recommended way to run the model in low precision, which was run and passed, and whether it is worth it."""
+
+    precision: str
+    backend: str = EAGER
+    memory_format: MemoryFormat = "contiguous"
+    keep_fp32: list[str] = []
+    evidence: Literal["measured", "predicted"] = "measured"
+    reason: str
+    code: str
+    speedup: float | None = None
+    """How many times as fast as fp32; ``None`` if that cannot be told."""
+    rel_l2: float | None = None
+    prefer: Prefer = "speed"
+    worth: Worth | None = None
+    """What is gained; ``None`` in a file of a version that did not say so."""
+    gain: str = ""
+    """The same with its figures: ``1.4 times as fast as fp32, saves 50 % of the memory``."""
+    stay_in_fp32: bool = False
+    """Whether fp32 is better in what is preferred; this is then the best way for those who need what it gains."""
+
+    @property
+    def label(self) -> str:
+        """The label of its run, ``half · inductor``."""
+        return qualified(self.precision, self.backend, self.memory_format)

@@ -1,0 +1,160 @@
+"""LP106: an op is called slow only where its time was measured, never because a budget ended in it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, cast
+
+import msgspec
+import pytest
+import torch
+from shared_result import run, shared_result
+from torch import Tensor, nn
+
+from lowprec_check import scan
+from lowprec_check.analysis.rules.registry import diagnose
+from lowprec_check.engine.run.explanation import MAX_SUSPECTS, Attempts
+from lowprec_check.engine.run.job import Job
+from lowprec_check.engine.run.outcome import JobOutcome
+from lowprec_check.process.breadcrumb import IN_OP, Position
+from lowprec_check.schema.killed_ops import killed_reason, seconds_killed
+from lowprec_check.schema.measures import TimingConditions
+from lowprec_check.schema.op_calls import OpCall, to_columns
+from lowprec_check.schema.scan_result import Run
+
+OP_LIMIT = 1.0
+SLOW = "mylib.slow.default"
+
+
+def a_job() -> Job:
+    return Job(
+        precision="half",
+        device="cpu",
+        files=cast("Any", None),
+        errors="both",
+        reference="fp32",
+        tolerance=1e-2,
+        seed=0,
+        budget=20.0,
+        explain_budget=20.0,
+    )
+
+
+def ended(how: str, op: str, seconds: float) -> JobOutcome:
+    position = Position(state=IN_OP, started=0.0, ops=3, op=op, module="layers.0", source="net.py:7")
+    return JobOutcome(ended=cast("Any", how), position=position, seconds_in_op=seconds)
+
+
+def test_an_op_in_which_a_budget_ended_once_is_tried_again() -> None:
+    attempts = Attempts(a_job(), OP_LIMIT)
+    assert attempts.learn(ended("timeout", "aten.relu.default", 3.0))
+    assert attempts.job.measure_once
+    assert not attempts.job.slow
+    assert not attempts.learn(JobOutcome(ended="done"))
+    assert not attempts.job.slow
+
+
+def test_an_op_that_takes_too_long_twice_is_emulated() -> None:
+    attempts = Attempts(a_job(), OP_LIMIT)
+    assert attempts.learn(ended("stuck", SLOW, 1.1))
+    assert not attempts.job.slow
+    assert attempts.learn(ended("stuck", SLOW, 1.2))
+    assert attempts.job.slow == ((SLOW, "a call took more than 1.2 s, twice"),)
+
+
+def test_ops_that_take_long_once_each_are_not_blamed_for_ever() -> None:
+    attempts = Attempts(a_job(), OP_LIMIT)
+    learned = [attempts.learn(ended("stuck", f"mylib.op{number}.default", 2.0)) for number in range(MAX_SUSPECTS)]
+    assert learned == [True] * (MAX_SUSPECTS - 1) + [False]
+    assert not attempts.job.slow
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0, 3.25, 61.04])
+def test_the_seconds_of_a_killed_op_can_be_read_again(seconds: float) -> None:
+    assert seconds_killed(killed_reason(seconds)) == round(seconds, 1)
+    assert seconds_killed(f"one call took until the budget ended, for {seconds:.0f} s") is None
+
+
+def found(emulated: str, *others: Run, fp32_ms: float | None = 10.0) -> list[str]:
+    half = run("half", "timeout", latency_ms=None, emulated={SLOW: emulated})
+    runs = [run("fp32", latency_ms=fp32_ms, tolerance=None), half, *others]
+    return [d.message for d in diagnose(msgspec.structs.replace(RESULT, runs=runs), ["LP106"]) if d.op == SLOW]
+
+
+RESULT = shared_result()
+
+
+def timed(milliseconds: float) -> Run:
+    calls = [OpCall(SLOW, time_ms=1.0, reference_ms=value) for value in (0.1, milliseconds)]
+    return run("autocast-bf16", op_calls=to_columns(calls))
+
+
+def test_a_killed_op_is_compared_with_its_longest_fp32_call() -> None:
+    assert found(killed_reason(3.0), timed(20.0)) == [
+        "more than 150 times slower than in fp32: over 3.0 s instead of 20.0 ms"
+    ]
+    assert found(killed_reason(3.0), timed(700.0)) == []
+
+
+def test_without_a_time_of_the_op_it_is_compared_with_all_of_fp32() -> None:
+    [message] = found(killed_reason(3.0))
+    assert message == "more than 300 times slower than in fp32: over 3.0 s instead of 10.0 ms, the time of all of fp32"
+    assert found(killed_reason(3.0), fp32_ms=1000.0) == []
+    assert found(killed_reason(3.0), fp32_ms=None) == []
+
+
+def test_a_reason_without_a_measurement_is_no_finding() -> None:
+    assert found("one call took until the budget ended, for 3 s", timed(0.1)) == []
+
+
+def slow_ops(*times: tuple[float, float], waited: float | None = None) -> int:
+    calls = to_columns([OpCall(SLOW, time_ms=here, reference_ms=fp32) for here, fp32 in [(1.0, 1.0), *times]])
+    runs = [run("fp32", latency_ms=10.0, tolerance=None), run("half", latency_ms=1000.0, op_calls=calls)]
+    timing = TimingConditions(waited=waited)
+    return len(diagnose(msgspec.structs.replace(RESULT, runs=runs, timing_conditions=timing), ["LP106"]))
+
+
+def test_calls_that_had_to_wait_do_not_make_an_op_slow() -> None:
+    even = (1.0, 1.0)
+    assert slow_ops(*[(10.0, 1.0)] * 5) == 1
+    assert slow_ops((200.0, 1.0), even, even, even) == 0
+    assert slow_ops((200.0, 1.0), (150.0, 1.0), even, even) == 0
+    assert slow_ops((200.0, 20.0), (0.1, 0.1), (0.1, 0.1), (0.1, 0.1)) == 1  # nearly all of its work
+
+
+def test_while_cores_are_used_only_long_calls_make_an_op_slow() -> None:
+    """Measured with a load of 12 on 2 cores: aten.mv in bf16, which uses threads, beside fp32, which does not."""
+    waiting = [(21.7, 0.14), (29.8, 0.16), (23.9, 0.15), (43.2, 0.14), (23.0, 0.15)]
+    assert slow_ops(*waiting) == slow_ops(*waiting, waited=0.05) == 1
+    assert slow_ops(*waiting, waited=0.41) == 0
+    assert slow_ops(*[(300.0, 0.2)] * 3, waited=0.41) == 1
+
+
+@torch.library.custom_op("slow_ops::waits", mutates_args=())
+def waits(x: Tensor, seconds: float) -> Tensor:
+    if x.dtype == torch.half:
+        time.sleep(seconds)
+    return x.clone()
+
+
+class Waits(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.linear, self.seconds = nn.Linear(8, 8), seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast("Tensor", torch.ops.slow_ops.waits(self.linear(x), self.seconds)).relu()
+
+
+torch.ops.slow_ops.waits(torch.ones(1), 0.0)  # the first call imports, which every worker would do again
+
+
+@pytest.mark.slow
+def test_a_kernel_that_does_not_end_is_found_and_the_rest_is_analyzed() -> None:
+    result = scan(Waits(300.0), torch.randn(4, 8), precisions="half", budget=4.0, plan=False, isolation="fork")
+    half = result.run("half")
+    assert (half.status, half.complete) == ("timeout", True)
+    assert [row.outcome for row in half.op_calls.rows() if row.op.startswith("slow_ops")] == ["emulated"]
+    slow = [d for d in result.diagnostics if d.code == "LP106"]
+    assert [d.op for d in slow] == ["slow_ops.waits.default"]
+    assert slow[0].message.endswith("the time of all of fp32")

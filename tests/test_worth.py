@@ -1,0 +1,344 @@
+"""What times tell, whether a way to run is worth it, and that noise does not change the recommendation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from shared_result import latency, run, shared_result
+
+from lowprec_check import Recommendation, Run, ScanResult, diff_scans, render
+from lowprec_check.analysis.conclusion import conclude
+from lowprec_check.analysis.recommend import recommend, worth_of
+from lowprec_check.analysis.speed import CLEAR, conditions, is_faster, speed
+from lowprec_check.compat.rows import row_of
+from lowprec_check.compat.target_list import Request
+from lowprec_check.report import summary
+from lowprec_check.schema.measures import Latency, Speedup, TimingConditions
+from lowprec_check.schema.recommendation import Prefer
+from lowprec_check.schema.scan_result import Gap
+
+RESULT = shared_result()
+MIB = 1 << 20
+FP32 = run("fp32", latency_ms=10.0, latency=latency(10.0), peak_memory_bytes=8 * MIB, tolerance=None)
+
+
+def rounds(median: float, low: float, high: float) -> Latency:
+    found = Speedup(median=median, low=low, high=high, rounds=15)
+    return Latency(median_ms=10.0 / median, quartiles_ms=(9.0 / median, 11.0 / median), samples=30, speedup=found)
+
+
+def timed(name: str, median: float, low: float, high: float, memory: int = 8, error: float = 1e-3, **more: Any) -> Run:
+    found = rounds(median, low, high)
+    return run(name, "ok", error, latency=found, latency_ms=found.median_ms, peak_memory_bytes=memory * MIB, **more)
+
+
+def told(median: float, low: float, high: float) -> str:
+    half = timed("half", median, low, high)
+    return speed(half, [FP32, half]).told
+
+
+@pytest.mark.parametrize(
+    ("median", "low", "high", "wanted"),
+    [
+        (1.4, 1.2, 1.6, "faster"),
+        (1.06, 1.01, 1.1, "faster"),
+        (1.04, 1.01, 1.1, "same"),
+        (1.4, 0.99, 1.6, "noisy"),
+        (1.04, 1.01, 1.3, "noisy"),
+        (1.0, 0.81, 1.24, "same"),
+        (1.0, 0.79, 1.1, "noisy"),
+        (0.99, 0.95, 1.0, "same"),
+        (0.9, 0.85, 0.99, "slower"),
+        (0.9, 0.7, 1.01, "noisy"),
+        (0.001, 0.0009, 0.5, "slower"),
+    ],
+)
+def test_a_ratio_counts_only_if_it_can_be_told_apart_from_1(
+    median: float, low: float, high: float, wanted: str
+) -> None:
+    assert told(median, low, high) == wanted
+
+
+@pytest.mark.parametrize(
+    ("fp32", "mine", "wanted"),
+    [
+        (10.0, 9.0, "faster"),
+        (10.0, 9.9, "same"),
+        (10.0, 11.0, "slower"),
+        (10.0, 0.5, "noisy"),
+        (0.08, 0.09, "noisy"),
+        (0.08, 80.0, "slower"),
+        (0.9, 1.01, "noisy"),
+        (None, 1.0, "unknown"),
+        (1.0, None, "unknown"),
+    ],
+)
+def test_without_rounds_medians_are_compared_if_they_are_long_enough(
+    fp32: float | None, mine: float | None, wanted: str
+) -> None:
+    half = run("half", latency_ms=mine)
+    assert speed(half, [run("fp32", latency_ms=fp32), half]).told == wanted
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (timed("half", 1.4, 1.3, 1.5), "1.4 times as fast as fp32"),
+        (timed("half", 1 / 134, 1 / 140, 1 / 130), "134 times slower than fp32"),
+        (timed("half", 1.0, 0.9, 1.1), "about as fast as fp32"),
+        (timed("half", 1.0, 0.1, 3.0), "times too noisy to compare"),
+        (run("half", latency_ms=0.1), "too short to compare times"),
+        (run("half", latency_ms=None), ""),
+    ],
+)
+def test_a_speed_in_words(found: Run, text: str) -> None:
+    assert speed(found, [FP32, found]).text() == text
+
+
+@given(
+    st.floats(0.01, 100),
+    st.floats(1.0, 3.0),
+    st.floats(1.0, 3.0),
+    st.floats(0.01, 100),
+    st.floats(1.0, 3.0),
+    st.floats(1, 3),
+)
+def test_of_two_runs_at_most_one_is_told_to_be_faster(
+    one: float, below: float, above: float, other: float, under: float, over: float
+) -> None:
+    first = timed("half", one, one / below, one * above)
+    second = timed("bfloat16", other, other / under, other * over)
+    runs = [FP32, first, second]
+    a, b = speed(first, runs), speed(second, runs)
+    assert not (is_faster(a, b) and is_faster(b, a))
+    assert not is_faster(a, b, CLEAR) or is_faster(a, b)
+
+
+# -- the recommendation
+
+NAMES = ("bfloat16", "autocast-bf16", "half", "autocast-fp16")
+ERRORS = (6e-3, 3e-3, 8e-4, 4e-4)
+MEMORY = (4, 8, 4, 8)
+
+
+def ways(speeds: list[float], noise: list[float], width: float) -> list[Run]:
+    """The runs of the four precisions, as measured with an error of ``noise`` and an interval of ``width`` to each side."""
+    found = [
+        timed(name, true * wrong, true * wrong * (1 - width), true * wrong * (1 + width), memory, error)
+        for name, true, wrong, memory, error in zip(NAMES, speeds, noise, MEMORY, ERRORS, strict=True)
+    ]
+    return [FP32, *found]
+
+
+def advised(runs: list[Run], prefer: Prefer = "speed", **environment: bool) -> Recommendation:
+    advice = recommend(runs, RESULT.model, environment, prefer)
+    assert advice is not None
+    return advice
+
+
+LEVELS = st.sampled_from([0.02, 0.1, 0.5, 2.0, 6.0])
+"""True speeds, each at least three times another or about the same, and none next to that of fp32."""
+
+
+@given(
+    st.lists(st.tuples(LEVELS, st.floats(0.95, 1.05)), min_size=4, max_size=4),
+    st.lists(st.floats(0.9, 1.1), min_size=4, max_size=4),
+    st.sampled_from(["speed", "memory", "accuracy"]),
+)
+def test_noise_does_not_change_the_recommendation(
+    speeds: list[tuple[float, float]], noise: list[float], prefer: Prefer
+) -> None:
+    """A quiet machine: medians off by nothing, intervals of 2 %; under load: medians off by 10 %, intervals of 30 %."""
+    true = [level * own for level, own in speeds]
+    quiet = advised(ways(true, [1.0] * 4, 0.02), prefer)
+    loaded = advised(ways(true, noise, 0.3), prefer)
+    assert (loaded.label, loaded.stay_in_fp32, loaded.worth) == (quiet.label, quiet.stay_in_fp32, quiet.worth)
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=4, max_size=4), st.sampled_from(["speed", "memory", "accuracy"]))
+def test_times_that_cannot_be_told_decide_nothing(medians: list[float], prefer: Prefer) -> None:
+    runs = [FP32] + [
+        timed(name, median, 0.1, 10.0, memory, error)
+        for name, median, memory, error in zip(NAMES, medians, MEMORY, ERRORS, strict=True)
+    ]
+    untimed = [msgspec.structs.replace(each, latency=None, latency_ms=None) for each in runs]
+    advice = advised(runs, prefer)
+    assert advice.label == advised(untimed, prefer).label
+    assert (advice.speedup, advice.stay_in_fp32) == (None, False)
+
+
+@given(st.lists(st.tuples(st.floats(0.02, 5.0), st.floats(0.01, 0.5)), min_size=4, max_size=4))
+def test_nothing_slower_than_fp32_is_recommended_for_speed(found: list[tuple[float, float]]) -> None:
+    runs = [FP32] + [
+        timed(name, median, median * (1 - width), median * (1 + width), memory, error)
+        for name, (median, width), memory, error in zip(NAMES, found, MEMORY, ERRORS, strict=True)
+    ]
+    advice = advised(runs)
+    chosen = next(each for each in runs if each.key.label == advice.label)
+    if speed(chosen, runs).told == "slower":
+        assert advice.stay_in_fp32
+        assert not any(speed(each, runs).told == "faster" for each in runs)
+
+
+def test_a_clearly_faster_way_is_recommended_before_a_smaller_or_more_accurate_one() -> None:
+    runs = ways([0.5, 1.6, 0.02, 0.9], [1.0] * 4, 0.05)
+    assert advised(runs).label == "autocast-bf16"
+
+
+def test_among_equals_memory_then_acceleration_then_accuracy_decides() -> None:
+    runs = ways([2.0, 2.0, 2.0, 2.0], [1.0] * 4, 0.05)
+    assert advised(runs).label == "half"
+    assert advised(runs, bf16_accelerated=True, fp16_accelerated=False).label == "bfloat16"
+    without = [msgspec.structs.replace(each, peak_memory_bytes=8 * MIB) for each in runs]
+    assert advised(without).label == "autocast-fp16"
+
+
+def test_a_little_faster_is_named_but_does_not_decide() -> None:
+    advice = advised(ways([2.0, 0.1, 1.5, 0.1], [1.0] * 4, 0.01))
+    assert advice.label == "half"
+    assert advice.reason.endswith("bfloat16 is faster.")
+
+
+@pytest.mark.parametrize(
+    ("prefer", "label", "stay"),
+    [("speed", "autocast-bf16", False), ("memory", "half", False), ("accuracy", "autocast-fp16", True)],
+)
+def test_what_is_preferred_decides(prefer: Prefer, label: str, stay: bool) -> None:
+    advice = advised(ways([0.5, 1.6, 0.6, 0.9], [1.0] * 4, 0.05), prefer)
+    assert (advice.label, advice.prefer, advice.stay_in_fp32) == (label, prefer, stay)
+
+
+def concluded(runs: list[Run], **options: Any) -> ScanResult:
+    return conclude(msgspec.structs.replace(RESULT, runs=runs, options=options, plan=None, recommendation=None))
+
+
+def one(median: float, low: float, high: float, memory: int, **options: Any) -> ScanResult:
+    return concluded([FP32, timed("half", median, low, high, memory)], **options)
+
+
+@pytest.mark.parametrize(
+    ("result", "worth", "verdict", "sign"),
+    [
+        (one(1.4, 1.3, 1.5, 4), "faster and smaller", "Use half", "✅"),
+        (one(1.4, 1.3, 1.5, 8), "faster", "Use half", "✅"),
+        (one(1.0, 0.9, 1.1, 4), "smaller", "Use half", "✅"),
+        (one(1.0, 0.3, 3.0, 4), "smaller", "Use half", "✅"),
+        (one(0.5, 0.4, 0.6, 4), "smaller", "Stay in fp32 for speed; half saves 50 % of the memory", "➖"),
+        (one(0.5, 0.4, 0.6, 4, prefer="memory"), "smaller", "Use half", "✅"),
+        (
+            one(1.4, 1.3, 1.5, 8, prefer="memory"),
+            "faster",
+            "Stay in fp32 for memory; half is 1.4 times as fast as fp32",
+            "➖",
+        ),
+        (one(0.5, 0.4, 0.6, 8), "nothing", "Stay in fp32: half is slower and saves no memory", "➖"),
+        (one(1.0, 0.9, 1.1, 8), "nothing", "Stay in fp32: half is not faster and saves no memory", "➖"),
+        (one(1.0, 0.3, 3.0, 8), "unknown", "Use half", "➖"),
+    ],
+)
+def test_worth_it_is_a_verdict_of_its_own(result: ScanResult, worth: str, verdict: str, sign: str) -> None:
+    advice = result.recommendation
+    assert advice is not None
+    assert advice.worth == worth == worth_of(result.run("half"), result.runs)
+    assert summary.verdict(result) == verdict
+    assert render(result, "md").startswith(f"### {sign} ")
+    assert verdict in " ".join(render(result, "text").split())
+    assert "half()" in advice.code  # a way that passes, also where fp32 is better
+    assert ("good" if sign == "✅" else "neutral") in render(result, "html").partition('<section class="verdict ')[2][
+        :8
+    ]
+
+
+def test_the_table_shows_ratios_only_where_they_are_told() -> None:
+    shown = summary.rows(
+        concluded(
+            [FP32, timed("half", 0.5, 0.4, 0.6), timed("bfloat16", 1, 0.9, 1.1), timed("autocast-bf16", 1, 0.2, 5)]
+        )
+    )
+    assert [row.time for row in shown] == ["1.00 ×", "2.00 ×", "≈ 1 ×", "noisy"]
+    assert [row.gains for row in shown] == [False] * 4
+
+
+def test_an_older_file_is_shown_as_it_was() -> None:
+    old = msgspec.structs.replace(RESULT, recommendation=Recommendation(precision="half", reason="passes.", code="x"))
+    assert summary.verdict(old) == "Use half"
+    assert render(old, "md").startswith("### ✅ Use half")
+
+
+def test_the_matrix_says_fp32_where_it_is_better() -> None:
+    request = Request("net.py", (), None, "net")
+    for result, wanted in (
+        (one(0.5, 0.4, 0.6, 4), "fp32 (half: saves 50 % of the memory)"),
+        (one(2, 1.9, 2.1, 4), "half"),
+    ):
+        assert row_of(result, request, 1.0, {}).recommended == wanted
+    assert row_of(one(0.5, 0.4, 0.6, 8), request, 1.0, {}).recommended == "fp32"
+
+
+def test_without_a_kernel_in_some_dtype_autocast_is_preferred_for_speed_only() -> None:
+    lacks = run("half", "error", gaps=[Gap(**msgspec.to_builtins(RESULT.run("half").gaps[0]))])
+    runs = [FP32, lacks, timed("bfloat16", 2.0, 1.9, 2.1, 4), timed("autocast-bf16", 1.2, 1.1, 1.3)]
+    assert advised(runs).label == "autocast-bf16"
+    assert "bfloat16 is faster but less safe" in advised(runs).reason
+    assert advised(runs, "memory").label == "bfloat16"
+
+
+# -- what disturbed the times, and differences
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (None, []),
+        (TimingConditions(waited=0.1, speed_change=1.2), []),
+        (TimingConditions(waited=0.41), ["waited 41 % of the time"]),
+        (TimingConditions(waited=0.2, speed_change=1.43), ["waited 20 %", "by a factor of 1.4"]),
+    ],
+)
+def test_what_disturbed_the_times_is_said_in_a_sentence(found: TimingConditions | None, says: list[str]) -> None:
+    sentences = conditions(found)
+    assert len(sentences) == len(says)
+    assert all(part in sentence for part, sentence in zip(says, sentences, strict=True))
+    result = msgspec.structs.replace(RESULT, timing_conditions=found)
+    for name in ("text", "md", "html"):
+        shown = " ".join(render(result, name).replace("&#39;", "'").split())
+        assert all(sentence in shown for sentence in sentences), name
+
+
+def test_times_are_shown_with_their_spread() -> None:
+    noisy = msgspec.structs.replace(timed("half", 1.0, 0.3, 3.0), latency=latency(33.1, 0.5))
+    noisy = msgspec.structs.replace(noisy, latency=msgspec.structs.replace(noisy.latency, noisy=True))
+    result = concluded([FP32, noisy])
+    for name in ("md", "html"):
+        shown = render(result, name)
+        assert all(part in shown for part in ("33.1 ms (noisy)", "31.8 ms – 34.4 ms", "0.50 (0.47 – 0.53)", "30", "15"))
+    assert "10.0 ms ±4 %" in render(result, "text")
+    assert "Times varied widely, also in a second attempt: half." in render(result, "text")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "directions"),
+    [
+        ((2.0, 1.9, 2.1), (1.0, 0.9, 1.1), ["worse"]),
+        ((1.0, 0.9, 1.1), (2.0, 1.9, 2.1), ["better"]),
+        ((2.0, 0.9, 3.0), (1.0, 0.5, 1.1), []),
+        ((2.0, 1.9, 2.1), (1.5, 1.4, 1.6), []),
+    ],
+)
+def test_a_difference_of_times_counts_only_if_it_is_told(
+    old: tuple[float, float, float], new: tuple[float, float, float], directions: list[str]
+) -> None:
+    before, after = (one(*found, memory=8) for found in (old, new))
+    changes = [change for change in diff_scans(before, after).changes if change.kind == "speed"]
+    assert [change.direction for change in changes] == directions
+
+
+@given(st.floats(1.1, 5), st.floats(0.01, 0.6))
+def test_the_same_times_are_no_difference(median: float, width: float) -> None:
+    assume(width < 1)
+    found = one(median, median * (1 - width), median * (1 + width), memory=8)
+    assert not diff_scans(found, found).changes
