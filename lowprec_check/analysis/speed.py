@@ -24,6 +24,9 @@ TOLD = 1.05
 ALIKE = 1.25
 """Two times are about the same if their ratio is less than this with a probability of at least 95 %."""
 
+WIDE = 2.0
+"""Of an interval that spans more than this factor, only the end next to 1 is said."""
+
 CLEAR = 1.5
 """A run is passed over for its time only if another is faster by this factor, and their intervals do not overlap.
 
@@ -59,15 +62,16 @@ class Speed(NamedTuple):
 
     def text(self) -> str:
         """``1.4 times as fast as fp32``; empty if it was not timed."""
+        wide = self.high > WIDE * self.low
         if self.told == "faster":
-            return f"{times(self.ratio or 0.0)} as fast as fp32"
+            return f"{f'at least {times(self.low)}' if wide else times(self.ratio or 0.0)} as fast as fp32"
         if self.told == "slower":
-            return f"{times(1 / (self.ratio or 1.0))} slower than fp32"
+            return f"{f'at least {times(1 / self.high)}' if wide else times(1 / (self.ratio or 1.0))} slower than fp32"
         if self.told == "same":
             return "about as fast as fp32"
         if self.told == "unknown":
             return ""
-        return "too short to compare times" if math.isinf(self.high) else "times too noisy to compare"
+        return "too short to compare times" if self.ratio is not None and math.isinf(self.high) else "times too noisy to compare"
 
 
 def speed(run: Run, runs: Sequence[Run]) -> Speed:
@@ -77,9 +81,9 @@ def speed(run: Run, runs: Sequence[Run]) -> Speed:
         return Speed("unknown")
     if run.is_reference:
         return Speed("same", 1.0, 1.0, 1.0) if latency_of(run) else Speed("unknown")
-    rounds = run.latency.speedup if run.latency and run.timing is None else None
-    if rounds is not None:
-        return _judged(rounds.median, rounds.low, rounds.high)
+    if run.latency is not None and run.timing is None:
+        rounds = run.latency.speedup
+        return _judged(rounds.median, rounds.low, rounds.high) if rounds is not None else Speed("noisy")
     fp32, mine = latency_of(reference), latency_of(run)
     return _of_medians(fp32, mine) if fp32 and mine else Speed("unknown")
 
