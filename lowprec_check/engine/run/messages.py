@@ -98,6 +98,12 @@ class Finished(Struct, frozen=True, tag="finished"):
     """The job is done."""
 
 
+class Checked(Struct, frozen=True, tag="checked"):
+    """After a job: what it left behind in its process, which can do another job if there is nothing."""
+
+    left: list[str]
+
+
 class ToolFailed(Struct, frozen=True, tag="failed"):
     """The tool itself failed; the text is the traceback."""
 
@@ -124,6 +130,7 @@ FromJob = (
     | InstanceReady
     | InstanceTimed
     | Finished
+    | Checked
     | UsageFailed
     | ToolFailed
 )

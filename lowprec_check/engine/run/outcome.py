@@ -30,6 +30,10 @@ FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGALRM", 
 """Signals that another process, the user or the kernel sends; a model that fails by itself dies of others."""
 
 
+_NO_MEMORY = ("OutOfMemoryError", "MemoryError")
+"""Exceptions that say that memory is used up."""
+
+
 @dataclasses.dataclass
 class JobOutcome:
     """The results of a job; a part that did not run, or in which the worker died, is ``None``."""
@@ -61,6 +65,8 @@ class JobOutcome:
     """The op that ran last in the instrumented part."""
     incomplete_because: str | None = None
     """Why the instrumented part did not reach the end of the model."""
+    reused: bool = False
+    """Whether the worker had done other jobs before."""
     seconds_in_op: float = 0.0
     """How long the op that ran at the end had been running."""
 
@@ -88,6 +94,13 @@ class JobOutcome:
     def died_in_plain_part(self) -> bool:
         """Whether the process died in a call of the plain part; what is measured after the calls does not count."""
         return self.ended == "crashed" and self.measures is None and self.position is None
+
+    @property
+    def may_be_of_others(self) -> bool:
+        """Whether what happened may come from a job that the same worker did before: the plain part hangs, or memory is used up."""
+        hung = self.ended in ("timeout", "stuck", "idle") and self.measures is None and self.position is None
+        exception = self.plain.exception if self.plain is not None else None
+        return self.reused and (hung or (exception is not None and exception.type.endswith(_NO_MEMORY)))
 
     @property
     def place(self) -> Place | None:

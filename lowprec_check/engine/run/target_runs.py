@@ -141,8 +141,9 @@ class TargetRuns:
 
         ``self_error`` is the difference in one process, after the state was rewound.
         """
-        if not self_error or self.isolation != "fork":
+        if not self_error or self.isolation == "none":
             return self_error
+        self._launcher.renew()
         again = self._execute(
             self._job(REFERENCE, budget=budget, repeats_reference=True, measured=False, instrumented=False)
         )
@@ -150,6 +151,8 @@ class TargetRuns:
         if error is None or error.distance is None:
             return self_error
         self._hidden_state = not error.distance
+        if self._hidden_state:
+            self._launcher.stop_sharing()
         return error.distance
 
     def _learns_of_changes(self, outcome: JobOutcome) -> bool:
