@@ -73,6 +73,7 @@ class Leftovers:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        gc.freeze()  # what is loaded stays: a collection after each run need not visit it
         self._held = release_memory()
         self._known: list[Any] = []
         self._before = dict(self._state())
