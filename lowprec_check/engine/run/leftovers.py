@@ -117,13 +117,23 @@ class Leftovers:
     def _inside(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return None if value.is_inference() else value._version
+        if isinstance(value, type):
+            return self._methods(value)
         if type(value) not in _CONTAINERS:
             return None
         items = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
         self._known += items
         return [id(item) for item in items]
 
+    def _methods(self, kind: type) -> list[tuple[str, int]]:
+        """The functions of a class; its other attributes are restored by the snapshot."""
+        methods = {name: value for name, value in vars(kind).items() if callable(value)}
+        self._known += methods.values()
+        return [(name, id(value)) for name, value in methods.items()]
+
     def _of_model(self) -> Iterator[tuple[str, Any]]:
+        for kind in {kind for module in self._model.modules() for kind in type(module).__mro__}:
+            yield f"class {kind.__module__}.{kind.__qualname__}", self._methods(kind)
         for name, module in self._model.named_modules():
             counts = [
                 len(value) for key, value in vars(module).items() if key.endswith("_hooks") and isinstance(value, dict)
