@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -76,13 +77,13 @@ class Leftovers:
         gc.freeze()  # what is loaded stays: a collection after each run need not visit it
         self._held = release_memory()
         self._known: list[Any] = []
-        self._before = dict(self._state())
+        self._before = self._state()
 
     def found(self, *, parameters: bool = True) -> list[str]:
         """What the run left behind; ``parameters``: whether a write to a parameter counts."""
         held = release_memory() - self._held
         known, self._known = self._known, []
-        after, left = dict(self._state()), []
+        after, left = self._state(), []
         self._known = known
         for name, value in self._before.items():
             if after.get(name) != value and (parameters or not name.startswith("values of")):
@@ -91,7 +92,12 @@ class Leftovers:
         memory = [f"{held / 2**20:.0f} MiB on the accelerator"] if held > MOST_HELD else []
         return [*left, *added, *memory]
 
-    def _state(self) -> Iterator[tuple[str, Any]]:
+    def _state(self) -> dict[str, Any]:
+        with warnings.catch_warnings():  # reading some settings warns
+            warnings.simplefilter("ignore")
+            return dict(self._read())
+
+    def _read(self) -> Iterator[tuple[str, Any]]:
         for name, read in _SETTINGS.items():
             yield name, _value(read)
         yield from _backend_settings()
