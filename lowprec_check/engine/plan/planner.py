@@ -182,6 +182,7 @@ def growing_planning(
     options.check(target)
     machine = isolated(lambda: environment(options.device), source.isolation_of_functions(isolation), dict[str, Any])
     isolation = isolation or isolation_on(machine["device"], source.best)
+    source.isolated_by(isolation)
     settings = RunOptions(
         device=machine["device"],
         tolerance=options.tolerance,

@@ -14,6 +14,7 @@ from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_imports import UserImports
+from lowprec_check.engine.model.weights_freed import free_weights
 from lowprec_check.engine.run.isolation import accelerator_in_use, best_isolation
 from lowprec_check.errors import UsageError, message_of, type_name
 from lowprec_check.process import Isolation
@@ -70,6 +71,12 @@ class TargetSource:
     def stop_forking(self) -> None:
         """From now on, :attr:`method` is a fresh interpreter: a fork has failed where that has not."""
         self._fork_fails = True
+
+    def isolated_by(self, isolation: Isolation) -> None:
+        """Prepare for runs with this ``isolation``: free what this process holds on an accelerator, if workers load it again."""
+        loads_again = isolation == "spawn" or (isolation == "shared" and self.method == "spawn")
+        if self.reload is not None and loads_again:
+            free_weights(self.target.model)
 
     def load_by(self, method: Method) -> FreshLoad:
         """How a worker that starts in this way gets the target; raises :class:`UsageError` if it cannot be pickled."""
