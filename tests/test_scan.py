@@ -304,7 +304,7 @@ def test_spawned_workers_load_the_target_again(tmp_path: Path) -> None:
 
     path = tmp_path / "spawned.py"
     path.write_text("import torch\nmodel = torch.nn.Linear(8, 8).eval()\ninputs = torch.ones(2, 8)\n")
-    source, _ = load_here(TargetSpec(str(path)), 0)
+    source = load_here(TargetSpec(str(path)), 0)
     result = scan_target(source, "spawn", ScanOptions(precisions=["half"]))
     assert result.run("half").status == "ok"
     assert result.run("half").perturbed is False

@@ -71,7 +71,11 @@ class Speed(NamedTuple):
             return "about as fast as fp32"
         if self.told == "unknown":
             return ""
-        return "too short to compare times" if self.ratio is not None and math.isinf(self.high) else "times too noisy to compare"
+        return (
+            "too short to compare times"
+            if self.ratio is not None and math.isinf(self.high)
+            else "times too noisy to compare"
+        )
 
 
 def speed(run: Run, runs: Sequence[Run]) -> Speed:

@@ -122,7 +122,8 @@ Isolation = Annotated[
     process.Isolation | None,
     typer.Option(
         help="Where the runs happen: in copies of this process (fork), in fresh interpreters that load the file again "
-        "(spawn, slower), or in this process (none: no time limits, no protection from crashes). Default: fork if possible."
+        "(spawn, slower), one after another in one worker (shared), or in this process (none: no time limits, no protection "
+        "from crashes). Default: fork if possible; on an accelerator shared."
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Do not show progress.")]

@@ -39,8 +39,8 @@ class TargetSpec(NamedTuple):
         return load_target(self.name, self.inputs, str(self.weights) if self.weights is not None else None)
 
 
-def load_here(spec: TargetSpec, seed: int) -> tuple[TargetSource, Isolation]:
-    """Load ``spec`` in this process, and return how its runs are isolated.
+def load_here(spec: TargetSpec, seed: int) -> TargetSource:
+    """Load ``spec`` in this process; the source knows how its runs are isolated best.
 
     A file that starts threads or sets their number is loaded again in fresh interpreters: threads are not forked.
     """
@@ -52,9 +52,9 @@ def load_here(spec: TargetSpec, seed: int) -> tuple[TargetSource, Isolation]:
         forks_safely = torch.get_num_threads() == 1 and threads_end(known=running)
     finally:
         torch.set_num_threads(threads)
-    source = TargetSource(target, functools.partial(_load_in, folder, spec, seed), imports)
     isolation = best_isolation(can_spawn=True)
-    return source, "spawn" if isolation == "fork" and not forks_safely else isolation
+    best: Isolation = "spawn" if isolation == "fork" and not forks_safely else isolation
+    return TargetSource(target, functools.partial(_load_in, folder, spec, seed), imports, best)
 
 
 def _load_in(folder: str | None, spec: TargetSpec, seed: int) -> Target:

@@ -18,7 +18,7 @@ from lowprec_check.engine.model.calibration import Calibration
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.plan.planner import plan_for_scan
 from lowprec_check.engine.run.further_batches import open_batches
-from lowprec_check.engine.run.isolation import best_isolation, check_isolation, isolated
+from lowprec_check.engine.run.isolation import check_isolation, isolated, isolation_on
 from lowprec_check.engine.run.launcher import OnProgress
 from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.engine.run.target_runs import RunOptions, open_runs
@@ -233,7 +233,8 @@ def scan(
         calibration: batches like ``inputs`` that int8 is calibrated on (a list, a ``DataLoader``), or a function that returns
             or yields them; by default ``inputs``.
         isolation: ``fork`` runs in copies of this process (the default if possible); ``spawn`` in fresh interpreters, to
-            which the model is pickled; ``none`` in this process, unprotected (the default once it uses an accelerator).
+            which the model is pickled; ``shared`` one after another in one worker (the default on an accelerator); ``none``
+            in this process, unprotected (the default once it uses an accelerator).
         on_progress: called with the name of the run and its current step.
 
     Returns:
@@ -246,12 +247,12 @@ def scan(
     check_isolation(isolation)
     options.check()
     source = TargetSource(make_target(model, inputs, loss=loss, metric=metric, calibration=calibration))
-    return scan_target(source, isolation or best_isolation(can_spawn=False), options, on_progress=on_progress)
+    return scan_target(source, isolation, options, on_progress=on_progress)
 
 
 def scan_target(
     source: TargetSource,
-    isolation: Isolation,
+    isolation: Isolation | None,
     options: ScanOptions,
     *,
     spec: str | None = None,
@@ -264,7 +265,7 @@ def scan_target(
 
 def growing_scan(
     source: TargetSource,
-    isolation: Isolation,
+    isolation: Isolation | None,
     options: ScanOptions,
     *,
     spec: str | None = None,
@@ -272,7 +273,9 @@ def growing_scan(
 ) -> Iterator[ScanResult]:
     """Yield the result after each run, without its conclusion; the last one has all runs."""
     options.check()
-    machine = isolated(lambda: environment(options.device), isolation, dict[str, Any])
+    machine = isolated(lambda: environment(options.device), source.isolation_of_functions(isolation), dict[str, Any])
+    isolation = isolation or isolation_on(machine["device"], source.best)
+    source.isolated_by(isolation)
     settings = options.for_runs(machine["device"])
     target = source.target
     name = encodable(spec or target.name)

@@ -72,7 +72,7 @@ _UNSENT = 74
 """Exit code of a process that could not send its messages: ``EX_IOERR`` of ``sysexits.h``."""
 
 Item = TypeVar("Item", ScanResult, Planning)
-Grow = Callable[[TargetSource, Isolation, OnProgress | None], Iterator[Item]]
+Grow = Callable[[TargetSource, Isolation | None, OnProgress | None], Iterator[Item]]
 """Yields what has been found so far; picklable for a fresh interpreter."""
 
 
@@ -107,7 +107,7 @@ def plan_file(
 
 
 def _grow_scan(
-    options: ScanOptions, name: str, source: TargetSource, isolation: Isolation, on_progress: OnProgress | None
+    options: ScanOptions, name: str, source: TargetSource, isolation: Isolation | None, on_progress: OnProgress | None
 ) -> Iterator[ScanResult]:
     """The result after each run; ``runs`` has only those that are new."""
     sent = 0
@@ -117,7 +117,7 @@ def _grow_scan(
 
 
 def _grow_plan(
-    options: PlanOptions, name: str, source: TargetSource, isolation: Isolation, on_progress: OnProgress | None
+    options: PlanOptions, name: str, source: TargetSource, isolation: Isolation | None, on_progress: OnProgress | None
 ) -> Iterator[Planning]:
     return growing_planning(source, isolation, options, spec=name, on_progress=on_progress)
 
@@ -136,8 +136,8 @@ class _Session:
         """Load the target and yield what ``grow`` finds; in this process, if there are no other ones."""
         check_isolation(self.isolation)
         if (self.isolation or best_isolation(can_spawn=True)) == "none":
-            source, found = load_here(self.spec, self.seed)
-            yield from grow(source, self.isolation or found, self.on_progress)
+            source = load_here(self.spec, self.seed)
+            yield from grow(source, self.isolation, self.on_progress)
             return
         log = shared_file()
         try:
@@ -220,9 +220,9 @@ def _work(
     atexit.register(GUARDIAN.close)
     try:
         with _logged_ends(log, load_seconds):
-            source, found = load_here(spec, seed)
+            source = load_here(spec, seed)
         send(_Loaded())
-        for item in grow(source, isolation or found, lambda run, doing: send(_Progressed(run, doing))):
+        for item in grow(source, isolation, lambda run, doing: send(_Progressed(run, doing))):
             send(_Grown(result=item) if isinstance(item, ScanResult) else _Grown(planning=item))
         send(_Ended())
     except UsageError as error:

@@ -2,5 +2,6 @@
 
 from typing import Literal
 
-Isolation = Literal["fork", "spawn", "none"]
-"""Where a model runs: ``fork``, in a copy of this process; ``spawn``, in a fresh interpreter; ``none``, in this process."""
+Isolation = Literal["fork", "spawn", "shared", "none"]
+"""Where a model runs: ``fork``, each run in a copy of this process; ``spawn``, each in a fresh interpreter; ``shared``, one run after
+another in one worker; ``none``, in this process."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import os
 import pickle
 import sys
@@ -29,11 +30,33 @@ from lowprec_check.process.process_group import ProcessGroup, start_command
 from lowprec_check.process.standard_streams import open_descriptors
 
 SendBytes = Callable[[bytes], None]
-Task = Callable[[SendBytes], None]
-"""The function to run. It must catch its own exceptions, and be picklable for a fresh interpreter."""
 
 Method = Literal["fork", "spawn"]
 """``spawn`` starts a fresh interpreter."""
+
+
+class Channel:
+    """The worker's end of the pipe; calling it sends a message."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def __call__(self, message: bytes) -> None:
+        """Send a message."""
+        _end_copies()
+        self._connection.send_bytes(message)
+
+    def receive(self) -> bytes | None:
+        """Wait for what :meth:`FunctionWorker.send` sends; ``None`` if nothing more will come."""
+        _end_copies()
+        try:
+            return self._connection.recv_bytes()
+        except (EOFError, OSError):
+            return None
+
+
+Task = Callable[[Channel], None]
+"""The function to run. It must catch its own exceptions, and be picklable for a fresh interpreter."""
 
 
 class FunctionWorker(Worker[Message]):
@@ -65,10 +88,18 @@ class FunctionWorker(Worker[Message]):
             else:
                 inherited = [theirs.fileno(), *descriptors, *([log] if log is not None else [])]
                 self._group = _start_fresh(theirs.fileno(), log, inherited)
-                with contextlib.suppress(
-                    BrokenPipeError, ConnectionResetError
-                ):  # it has died; its end will be reported
-                    self._connection.send_bytes(pickle.dumps(task))
+                self.send(pickle.dumps(task))
+        self._activity = Activity(self._group.pid)
+
+    def send(self, message: bytes) -> None:
+        """Send what :meth:`Channel.receive` returns. If the worker is dead, it is lost; the supervisor reports its end."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._connection.send_bytes(message)
+
+    def start_anew(self, breadcrumb: Breadcrumb | None = None) -> None:
+        """Forget the limits, the activity and the breadcrumb of the work before."""
+        self.breadcrumb = breadcrumb
+        self.deadline = self.op_limit = self.idle_limit = math.inf
         self._activity = Activity(self._group.pid)
 
     def waitables(self) -> list[int | Connection]:
@@ -145,14 +176,14 @@ def _run(task: Task, connection: Connection, log: int | None) -> None:
     if log is not None:
         faulthandler.enable(log)
     _prefer_for_oom_kill()
-    task(partial(_send, connection))
+    task(Channel(connection))
     _flush()
 
 
-def _send(connection: Connection, message: bytes) -> None:
-    if not in_worker():  # a process that the model forked, and that was to end in the call
+def _end_copies() -> None:
+    """End a process that the model forked, and that was to end in the call."""
+    if not in_worker():
         os._exit(1)
-    connection.send_bytes(message)
 
 
 def _prefer_for_oom_kill() -> None:

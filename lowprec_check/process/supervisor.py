@@ -66,6 +66,10 @@ class Supervisor(Generic[AnyWorker, Message]):
         """Watch one more worker."""
         self._workers.append(worker)
 
+    def release(self, worker: AnyWorker) -> None:
+        """Watch ``worker`` no longer, and let it run."""
+        self._workers.remove(worker)
+
     def events(self) -> Iterator[MessageEvent[AnyWorker, Message] | StateEvent[AnyWorker]]:
         """Yield events until no worker is left.
 

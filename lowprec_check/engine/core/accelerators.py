@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,3 +17,24 @@ def initialized() -> Iterator[Any]:
         module = getattr(torch, name, None)
         if module is not None and getattr(module, "is_initialized", lambda: False)():
             yield module
+
+
+def check_accelerators() -> None:
+    """Wait for the accelerators; raises an exception if one cannot be used any more in this process.
+
+    After an assertion in a kernel or an illegal access to memory, every later call fails.
+    """
+    for module in initialized():
+        module.synchronize()
+
+
+def release_memory() -> int:
+    """Free what is no longer used, and return the bytes of tensors that remain on the accelerators."""
+    gc.collect()
+    held = 0
+    for module in initialized():
+        for name in ("synchronize", "empty_cache"):
+            if hasattr(module, name):
+                getattr(module, name)()
+        held += int(module.memory_allocated()) if hasattr(module, "memory_allocated") else 0
+    return held

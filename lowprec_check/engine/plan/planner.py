@@ -17,7 +17,7 @@ from lowprec_check.engine.machine import environment, version
 from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.plan.apply import describe_modules
 from lowprec_check.engine.plan.trials import Limits, Objective, Proposal, Proposer, best
-from lowprec_check.engine.run.isolation import best_isolation, check_isolation, isolated
+from lowprec_check.engine.run.isolation import check_isolation, isolated, isolation_on
 from lowprec_check.engine.run.launcher import OnProgress
 from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.engine.run.target_runs import RunOptions, TargetRuns, check_number, open_runs
@@ -128,7 +128,7 @@ def find_plan(
         without_kernel: kernels to run without, as if torch lacked them: ``aten.dot:half``.
         loss: ``loss(output) -> tensor``, run as part of the model.
         metric: ``metric(model) -> float``, higher is better; used instead of the tolerance.
-        isolation: ``fork``, ``spawn`` or ``none``, as for a scan.
+        isolation: ``fork``, ``spawn``, ``shared`` or ``none``, as for a scan.
         on_progress: called with the name of the run and its progress.
 
     Returns:
@@ -153,13 +153,12 @@ def find_plan(
         seed=seed,
         without_kernel=without_kernel,
     )
-    chosen = isolation or best_isolation(can_spawn=False)
-    return plan_target(TargetSource(target), chosen, options, on_progress=on_progress)
+    return plan_target(TargetSource(target), isolation, options, on_progress=on_progress)
 
 
 def plan_target(
     source: TargetSource,
-    isolation: Isolation,
+    isolation: Isolation | None,
     options: PlanOptions,
     *,
     spec: str | None = None,
@@ -172,7 +171,7 @@ def plan_target(
 
 def growing_planning(
     source: TargetSource,
-    isolation: Isolation,
+    isolation: Isolation | None,
     options: PlanOptions,
     *,
     spec: str | None = None,
@@ -181,7 +180,9 @@ def growing_planning(
     """Yield the bases tried so far and the best plan found, after each base."""
     target = source.target
     options.check(target)
-    machine = isolated(lambda: environment(options.device), isolation, dict[str, Any])
+    machine = isolated(lambda: environment(options.device), source.isolation_of_functions(isolation), dict[str, Any])
+    isolation = isolation or isolation_on(machine["device"], source.best)
+    source.isolated_by(isolation)
     settings = RunOptions(
         device=machine["device"],
         tolerance=options.tolerance,

@@ -67,6 +67,14 @@ def best_isolation(*, can_spawn: bool) -> Isolation:
     return "spawn" if can_spawn and hasattr(os, "setsid") else "none"
 
 
+def isolation_on(device: str, best: Isolation) -> Isolation:
+    """The isolation by default on ``device``, where ``best`` is that on a CPU.
+
+    On an accelerator, starting a process and moving the model take longer than most runs: all runs share one worker.
+    """
+    return best if device.startswith("cpu") or best == "none" else "shared"
+
+
 def accelerator_in_use() -> bool:
     """Whether this process has initialized an accelerator; its context does not survive a fork."""
     return any(True for _ in initialized())

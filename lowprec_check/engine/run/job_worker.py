@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import functools
 import math
 import re
@@ -19,20 +18,21 @@ from lowprec_check.engine.run.messages import (
     MeasuresDone,
     PlainDone,
     ToolFailed,
+    TurnTimed,
     UsageFailed,
     decode,
-    encode,
 )
 from lowprec_check.engine.run.outcome import JobOutcome
-from lowprec_check.engine.run.target_source import FreshLoad, Load, TargetSource
+from lowprec_check.engine.run.shared_worker import JobWorker, give, keep, shared_worker
+from lowprec_check.engine.run.target_source import Load, TargetSource
 from lowprec_check.engine.run.work import run_job
-from lowprec_check.engine.run.worker_task import LOAD_SECONDS, work_on
+from lowprec_check.engine.run.worker_task import LOAD_SECONDS, JobSender, Work, work_on_job
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.process.breadcrumb import Breadcrumb, Position
 from lowprec_check.process.exit_code import describe_exit, signal_name
 from lowprec_check.process.fork import WHOLE_PROCESS
-from lowprec_check.process.function_worker import FunctionWorker, SendBytes
+from lowprec_check.process.function_worker import FunctionWorker, Method, SendBytes
 from lowprec_check.process.shared_file import clear_shared, read_shared
 from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor
 
@@ -44,34 +44,31 @@ def execute(
     source: TargetSource,
     isolation: Isolation,
     *,
+    work: Work | None = None,
     on_position: OnPosition | None = None,
     op_limit: float = math.inf,
     idle_limit: float = math.inf,
 ) -> JobOutcome:
-    """Run ``job``. Each part has its budget; one op has ``op_limit`` seconds if slow ops are to be emulated.
+    """Do ``work`` for ``job``, by default :func:`run_job`. Each part has its budget; one op has ``op_limit`` seconds if slow
+    ops are to be emulated.
 
     A worker that does not use the processor for ``idle_limit`` seconds is killed. Raises :class:`WorkerError` if the tool
     itself fails, and :class:`UsageError` if the worker cannot load the target or save the fp32 output.
     """
-    breadcrumb = Breadcrumb.clear(job.files.breadcrumb)
-    clear_shared(job.files.log)
+    work = work or functools.partial(run_job, job)
     outcome = JobOutcome()
+    clear_shared(job.files.log)
     if isolation == "none":
+        Breadcrumb.clear(job.files.breadcrumb)
         with WHOLE_PROCESS:
-            run_job(job, source.forked(), outcome.add)
+            work(source.forked(), outcome.add)
         return outcome
-    fresh = FreshLoad(source.forked) if isolation == "fork" else source.fresh()
-    worker = FunctionWorker(
-        functools.partial(_work, job, fresh.load),
-        decode,
-        method=isolation,
-        log=job.files.log,
-        breadcrumb=breadcrumb,
-        descriptors=(*fresh.descriptors, *job.files),
-    )
+    worker, outcome.reused = _start(job, source, isolation, work)
+    if isolation == "shared":
+        give(worker, job, work)
     worker.set_timeout(LOAD_SECONDS)
     worker.idle_limit = idle_limit
-    supervisor: Supervisor[FunctionWorker[FromJob], FromJob] = Supervisor([worker])
+    supervisor: Supervisor[JobWorker, FromJob] = Supervisor([worker])
     with supervisor:
         for event in supervisor.events():
             if isinstance(event, StateEvent):
@@ -80,9 +77,29 @@ def execute(
             outcome.add(event.message)
             if isinstance(event.message, (Finished, UsageFailed, ToolFailed)):
                 _check_end(event.message)
+                if isolation == "shared":
+                    supervisor.release(worker)
+                    keep(source, worker, job)
                 break
             _set_limits(event, job, op_limit)
     return outcome
+
+
+def _start(job: Job, source: TargetSource, isolation: Isolation, work: Work) -> tuple[JobWorker, bool]:
+    """The worker for ``job``, and whether it has done other jobs before."""
+    if isolation == "shared":
+        return shared_worker(source, job)
+    method: Method = "fork" if isolation == "fork" else "spawn"
+    fresh = source.load_by(method)
+    worker: JobWorker = FunctionWorker(
+        functools.partial(_work, job, work, fresh.load),
+        decode,
+        method=method,
+        log=job.files.log,
+        breadcrumb=Breadcrumb.clear(job.files.breadcrumb),
+        descriptors=(*fresh.descriptors, *job.files),
+    )
+    return worker, False
 
 
 def _check_end(message: Finished | UsageFailed | ToolFailed) -> None:
@@ -92,21 +109,19 @@ def _check_end(message: Finished | UsageFailed | ToolFailed) -> None:
         raise WorkerError(message.traceback)
 
 
-def _set_limits(event: MessageEvent[FunctionWorker[FromJob], FromJob], job: Job, op_limit: float) -> None:
+def _set_limits(event: MessageEvent[JobWorker, FromJob], job: Job, op_limit: float) -> None:
     """Each call and each part gets its budget; if the plain run is too slow or failed, each op gets ``op_limit`` seconds."""
     worker, message = event.worker, event.message
     failed = isinstance(message, PlainDone) and message.result.status == "error"
     if failed or isinstance(message, MeasuresDone):  # the instrumented part may be next
         worker.set_timeout(max(job.call_budget, job.explain_budget))
-    elif isinstance(message, (Loaded, CallStarted, PlainDone)):
+    elif isinstance(message, (Loaded, CallStarted, PlainDone, TurnTimed)):
         worker.set_timeout(job.call_budget if job.plain else job.explain_budget)
     if failed or (isinstance(message, Loaded) and job.measure_once):
         worker.op_limit = op_limit
 
 
-def _record_state(
-    outcome: JobOutcome, event: StateEvent[FunctionWorker[FromJob]], job: Job, on_position: OnPosition | None
-) -> None:
+def _record_state(outcome: JobOutcome, event: StateEvent[JobWorker], job: Job, on_position: OnPosition | None) -> None:
     outcome.position = event.position
     if event.state == "running":
         if on_position is not None:
@@ -155,17 +170,5 @@ def innermost_user_line(log: bytes) -> str | None:
 # -- inside the worker
 
 
-def _work(job: Job, load: Load, send_bytes: SendBytes) -> None:
-    log_place = job.plain
-
-    def send(message: FromJob) -> None:
-        nonlocal log_place
-        if isinstance(message, PlainDone):
-            log_place = False  # further calls are timed
-            faulthandler.cancel_dump_traceback_later()
-        elif isinstance(message, CallStarted) and log_place:
-            # shortly before this process is killed
-            faulthandler.dump_traceback_later(max(job.call_budget - 0.5, job.call_budget / 2), file=job.files.log)
-        send_bytes(encode(message))
-
-    work_on(load, lambda target: run_job(job, target, send), send)
+def _work(job: Job, work: Work, load: Load, send_bytes: SendBytes) -> None:
+    work_on_job(job, work, load, JobSender(job, send_bytes))

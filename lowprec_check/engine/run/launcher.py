@@ -13,9 +13,11 @@ from lowprec_check.engine.run.job_worker import execute
 from lowprec_check.engine.run.outcome import JobOutcome
 from lowprec_check.engine.run.reference_errors import FORK_WAITED, failed_in_fork, waits_for_threads
 from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.worker_task import Work
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.process.breadcrumb import Position
+from lowprec_check.schema.backends import BACKENDS
 
 AFTER_VERDICT = "after the output was judged: memory, metric or compiler check may be missing"
 
@@ -33,23 +35,37 @@ class Launcher:
         self._on_progress = on_progress
         self._forks_may_wait = True
         """Whether a fork that only waits may do so because it is a fork."""
+        self._shares = True
 
-    def execute(self, job: Job, op_limit: float) -> JobOutcome:
-        """Execute ``job``; if a fork only waits, do it again in a fresh interpreter."""
-        idle_limit = min(IDLE_SECONDS, job.budget / 2) if self._forks_may_wait else math.inf
-        outcome = self._execute_in(self.isolation, job, op_limit, idle_limit)
+    def execute(self, job: Job, op_limit: float, *, work: Work | None = None) -> JobOutcome:
+        """Do ``work`` for ``job``, by default what the job says; if a fork only waits, do it again in a fresh interpreter.
+
+        What may come from another job of a shared worker is tried again in a new one.
+        """
+        outcome = self._execute_here(job, op_limit, work)
+        if outcome.may_be_of_others:
+            self.renew()
+            outcome = self._execute_here(job, op_limit, work)
         if outcome.ended != "idle":
             return outcome
         if not self._can_be_sent():
             self._forks_may_wait = False
-            return self.execute(job, op_limit)
-        outcome = self._execute_in("spawn", job, op_limit)
+            return self.execute(job, op_limit, work=work)
+        outcome = self._execute_in("spawn", job, op_limit, work)
         if outcome.ended in ("timeout", "stuck"):  # it was not because of the fork
             self._forks_may_wait = False
         else:
-            self.isolation = "spawn"
+            self._stop_forking()
             outcome.notes.append(FORK_WAITED)
         return outcome
+
+    def renew(self) -> None:
+        """Do the next job in a new worker."""
+        self._source.kept.end()
+
+    def stop_sharing(self) -> None:
+        """Do every job in a worker of its own from now on: the model keeps state that cannot be rewound."""
+        self._shares = False
 
     def execute_until_sure(self, job: Job, op_limit: float) -> JobOutcome:
         """Execute ``job``; if its process dies in the plain part, do it again, to tell a crash from a signal from outside."""
@@ -72,7 +88,7 @@ class Launcher:
     def execute_reference(self, job: Job, op_limit: float) -> JobOutcome:
         """Execute the fp32 ``job``; if it fails in a fork, but might not as its user runs it, also in a fresh interpreter."""
         outcome = self.execute_until_sure(job, op_limit)
-        if self.isolation != "fork" or _passed(outcome):
+        if not self._forks or _passed(outcome):
             return outcome
         if self._source.reload is None and outcome.ended == "done" and not other_threads():
             return outcome
@@ -83,22 +99,41 @@ class Launcher:
         if fresh.plain is None:
             return outcome
         if _passed(fresh):
-            self.isolation = "spawn"
+            self._stop_forking()
             fresh.notes.append(failed_in_fork(outcome))
         return fresh
 
-    def _execute_in(self, isolation: Isolation, job: Job, op_limit: float, idle_limit: float = math.inf) -> JobOutcome:
+    @property
+    def _forks(self) -> bool:
+        """Whether a worker is a copy of this process."""
+        return self.isolation == "fork" or (self.isolation == "shared" and self._source.method == "fork")
+
+    def _stop_forking(self) -> None:
+        """Start fresh interpreters from now on."""
+        self._source.stop_forking()
+        self.isolation = "spawn" if self.isolation == "fork" else self.isolation
+
+    def _execute_here(self, job: Job, op_limit: float, work: Work | None) -> JobOutcome:
+        if not self._shares or BACKENDS.get(job.backend).changes_process:
+            self.renew()
+        idle_limit = min(IDLE_SECONDS, job.budget / 2) if self._forks and self._forks_may_wait else math.inf
+        return self._execute_in(self.isolation, job, op_limit, work, idle_limit)
+
+    def _execute_in(
+        self, isolation: Isolation, job: Job, op_limit: float, work: Work | None = None, idle_limit: float = math.inf
+    ) -> JobOutcome:
         return execute(
             job,
             self._source,
             isolation,
-            on_position=functools.partial(self._report_position, job),
+            work=work,
+            on_position=functools.partial(self._report_position, job, work is None),
             op_limit=op_limit,
-            idle_limit=idle_limit if isolation == "fork" else math.inf,
+            idle_limit=idle_limit,
         )
 
-    def _report_position(self, job: Job, position: Position | None) -> None:
-        if self._on_progress is not None:
+    def _report_position(self, job: Job, is_run: bool, position: Position | None) -> None:
+        if self._on_progress is not None and is_run:
             otherwise = "predicting output errors" if job.what_if else "plain run"
             name = "what if" if job.what_if else job.key.label
             self._on_progress(name, describe_position(position) if position else otherwise)

@@ -121,6 +121,12 @@ class Finished(Struct, frozen=True, tag="finished"):
     """The job is done."""
 
 
+class Checked(Struct, frozen=True, tag="checked"):
+    """After a job: what it left behind in its process, which can do another job if there is nothing."""
+
+    left: list[str]
+
+
 class ToolFailed(Struct, frozen=True, tag="failed"):
     """The tool itself failed; the text is the traceback."""
 
@@ -149,6 +155,7 @@ FromJob = (
     | TurnTimed
     | TurnFailed
     | Finished
+    | Checked
     | UsageFailed
     | ToolFailed
 )

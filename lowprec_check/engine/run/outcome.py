@@ -17,6 +17,8 @@ from lowprec_check.engine.run.messages import (
     OpCallsFound,
     PlainDone,
     Predicted,
+    TurnFailed,
+    TurnTimed,
 )
 from lowprec_check.engine.trace.emulation import Place
 from lowprec_check.engine.trace.instrumented import Instrumented
@@ -28,6 +30,10 @@ from lowprec_check.schema.scan_result import Gap
 
 FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGALRM", "SIGXCPU")
 """Signals that another process, the user or the kernel sends; a model that fails by itself dies of others."""
+
+
+_NO_MEMORY = ("OutOfMemoryError", "MemoryError")
+"""Exceptions that say that memory is used up."""
 
 
 @dataclasses.dataclass
@@ -43,6 +49,8 @@ class JobOutcome:
     """Gaps in the order they were found, for an instrumented part that did not finish."""
     op_calls_found: list[OpCalls] = dataclasses.field(default_factory=list)
     """Op calls in the order they were found, for an instrumented part that did not finish."""
+    turns: list[TurnTimed | TurnFailed] = dataclasses.field(default_factory=list)
+    """The turns of all runs, if this job timed them."""
     what_if: list[WhatIf] | None = None
     """The output errors of formats that are not run, if they were predicted."""
     faults: list[str] = dataclasses.field(default_factory=list)
@@ -61,6 +69,8 @@ class JobOutcome:
     """The op that ran last in the instrumented part."""
     incomplete_because: str | None = None
     """Why the instrumented part did not reach the end of the model."""
+    reused: bool = False
+    """Whether the worker had done other jobs before."""
     seconds_in_op: float = 0.0
     """How long the op that ran at the end had been running."""
 
@@ -81,6 +91,8 @@ class JobOutcome:
             self.op_calls_found.append(message.op_calls)
         elif isinstance(message, Predicted):
             self.what_if = message.entries
+        elif isinstance(message, (TurnTimed, TurnFailed)):
+            self.turns.append(message)
         elif isinstance(message, InstrumentFault):
             self.faults.append(message.message)
 
@@ -88,6 +100,13 @@ class JobOutcome:
     def died_in_plain_part(self) -> bool:
         """Whether the process died in a call of the plain part; what is measured after the calls does not count."""
         return self.ended == "crashed" and self.measures is None and self.position is None
+
+    @property
+    def may_be_of_others(self) -> bool:
+        """Whether what happened may come from a job that the same worker did before: the plain part hangs, or memory is used up."""
+        hung = self.ended in ("timeout", "stuck", "idle") and self.measures is None and self.position is None
+        exception = self.plain.exception if self.plain is not None else None
+        return self.reused and (hung or (exception is not None and exception.type.endswith(_NO_MEMORY)))
 
     @property
     def place(self) -> Place | None:

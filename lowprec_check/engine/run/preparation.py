@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch import nn
 
 from lowprec_check.engine.model.prepared import Prepared, prepared
 from lowprec_check.engine.model.snapshot import Snapshot
@@ -20,8 +21,8 @@ from lowprec_check.schema.run_key import EAGER
 
 @contextlib.contextmanager
 def on_device(target: Target, device: torch.device) -> Iterator[None]:
-    """Move the model to ``device``, and back."""
-    if device.type == "cpu":
+    """Move the model to ``device``, and back, unless it is there."""
+    if device.type == "cpu" or _is_on(target.model, device):
         yield
         return
     check_weights_fit(target.model, device)
@@ -32,6 +33,12 @@ def on_device(target: Target, device: torch.device) -> Iterator[None]:
     finally:
         target.model.to("cpu")
         snapshot.restore()
+
+
+def _is_on(model: nn.Module, device: torch.device) -> bool:
+    """Whether all parameters and buffers are on ``device``; false if there are none."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    return bool(devices) and all(found.type == device.type and device.index in (None, found.index) for found in devices)
 
 
 def prepared_for(job: Job, target: Target) -> contextlib.AbstractContextManager[Prepared]:

@@ -7,7 +7,9 @@ accelerator, whose memory holds one model) the model is cast in place and back f
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -20,8 +22,8 @@ from lowprec_check.engine.model.plain_run import reraise_interrupt
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.isolation import WorkerError
 from lowprec_check.engine.run.job import Job, Send
+from lowprec_check.engine.run.launcher import Launcher
 from lowprec_check.engine.run.messages import (
-    Finished,
     FromJob,
     InstanceReady,
     Loaded,
@@ -34,13 +36,11 @@ from lowprec_check.engine.run.messages import (
 )
 from lowprec_check.engine.run.preparation import on_backend, on_device, prepared_for
 from lowprec_check.engine.run.round_schedule import RoundSchedule
-from lowprec_check.engine.run.target_source import FreshLoad, Load, TargetSource
+from lowprec_check.engine.run.target_source import Load, TargetSource
 from lowprec_check.engine.run.turns import TimedCalls
 from lowprec_check.engine.run.worker_task import LOAD_SECONDS, work_on
 from lowprec_check.errors import message_of, type_name
-from lowprec_check.process import Isolation
-from lowprec_check.process.fork import WHOLE_PROCESS
-from lowprec_check.process.function_worker import FunctionWorker, Method, SendBytes, end_if_forked
+from lowprec_check.process.function_worker import FunctionWorker, SendBytes, end_if_forked
 from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor
 from lowprec_check.schema.measures import Latency, TimingConditions
 
@@ -61,39 +61,30 @@ class RoundTimes(NamedTuple):
 
 
 def time_in_rounds(
-    jobs: Sequence[Job],
-    source: TargetSource,
-    isolation: Isolation,
-    on_round: OnRound,
-    *,
-    in_place: bool = False,
+    jobs: Sequence[Job], source: TargetSource, launcher: Launcher, on_round: OnRound, *, in_forks: bool
 ) -> RoundTimes:
-    """Time ``jobs``, the first of which is fp32, for about ``seconds``. ``in_place``: one process, even if forks are possible."""
+    """Time ``jobs``, the first of which is fp32: each in a fork of its own, or all in one process."""
     schedule, failures = RoundSchedule(len(jobs)), dict[int, str]()
-    if isolation == "none":
-        found = _InPlace(jobs, schedule, on_round)
-        with WHOLE_PROCESS:
-            found.run(source.forked(), _noting(schedule, failures))
-    elif isolation == "fork" and not in_place:
+    if in_forks:
         with _Forks(jobs, source, failures) as forks:
             forks.run(schedule, on_round)
     else:
-        _in_one_worker(jobs, source, isolation, schedule, failures, on_round)
+        on_round(0)
+        longest = max(job.call_budget for job in jobs)
+        work = functools.partial(time_in_place, tuple(jobs))
+        outcome = launcher.execute(dataclasses.replace(jobs[0], budget=3 * longest), math.inf, work=work)
+        for turn in outcome.turns:
+            _note(turn, schedule, failures)
     latencies = [schedule.latency(row) for row in range(len(jobs))]
     return RoundTimes(latencies, failures, schedule.conditions())
 
 
-def _noting(schedule: RoundSchedule, failures: dict[int, str]) -> Send:
-    """Take the messages about turns."""
-
-    def note(message: FromJob) -> None:
-        if isinstance(message, TurnTimed):
-            schedule.add(message)
-        elif isinstance(message, TurnFailed):
-            schedule.lose(message.row)
-            failures[message.row] = message.reason
-
-    return note
+def _note(turn: TurnTimed | TurnFailed, schedule: RoundSchedule, failures: dict[int, str]) -> None:
+    if isinstance(turn, TurnTimed):
+        schedule.add(turn)
+    else:
+        schedule.lose(turn.row)
+        failures[turn.row] = turn.reason
 
 
 def _reason(error: BaseException) -> str:
@@ -103,75 +94,26 @@ def _reason(error: BaseException) -> str:
 # -- in one process, the model cast in place for each turn
 
 
-class _InPlace:
-    def __init__(self, jobs: Sequence[Job], schedule: RoundSchedule, on_round: OnRound | None = None) -> None:
-        self._jobs, self._schedule, self._on_round = jobs, schedule, on_round
-
-    def run(self, target: Target, send: Send) -> None:
-        """Take all turns; the schedule must learn what is sent."""
-        device = torch.device(self._jobs[0].device)
-        autocast = any(job.uses_autocast for job in self._jobs)
-        with own_compiled_code(autocast=autocast), on_device(target, device):
-            for row in self._schedule:
-                if self._on_round is not None and row == 0:
-                    self._on_round(self._schedule.number)
-                send(self._turn(row, target))
-
-    def _turn(self, row: int, target: Target) -> TurnTimed | TurnFailed:
-        job = self._jobs[row]
-        try:
-            with prepared_for(job, target) as in_precision:
-                calls = TimedCalls(job, target, on_backend(job, target, in_precision))
-                calls.warm_up()
-                return calls.turn(row, self._schedule.number, on_one_core=self._schedule.is_disturbed)
-        except BaseException as error:
-            reraise_interrupt(error)
-            return TurnFailed(row, _reason(error))
-
-
-def _in_one_worker(
-    jobs: Sequence[Job],
-    source: TargetSource,
-    method: Method,
-    schedule: RoundSchedule,
-    failures: dict[int, str],
-    on_round: OnRound,
-) -> None:
-    """What was timed before the worker died is kept."""
-    fresh = FreshLoad(source.forked) if method == "fork" else source.fresh()
-    worker: _Worker = FunctionWorker(
-        functools.partial(_work_in_place, tuple(jobs), fresh.load),
-        decode,
-        method=method,
-        descriptors=(*fresh.descriptors, *jobs[0].files),
-    )
-    worker.set_timeout(LOAD_SECONDS)
-    note = _noting(schedule, failures)
-    supervisor: Supervisor[_Worker, FromJob] = Supervisor([worker])
-    with supervisor:
-        for event in supervisor.events():
-            if isinstance(event, StateEvent):
-                continue
-            message = event.message
-            if isinstance(message, ToolFailed):
-                raise WorkerError(message.traceback)
-            if isinstance(message, (Finished, UsageFailed)):
-                break
-            if isinstance(message, TurnTimed) and message.row == 0:
-                on_round(message.round)
-            note(message)
-            worker.set_timeout(3 * max(job.call_budget for job in jobs))
-
-
-def _work_in_place(jobs: tuple[Job, ...], load: Load, send_bytes: SendBytes) -> None:
+def time_in_place(jobs: Sequence[Job], target: Target, send: Send) -> None:
+    """In the process that has the target: take all turns, and send each."""
     schedule = RoundSchedule(len(jobs))
-    note = _noting(schedule, {})
+    device, autocast = torch.device(jobs[0].device), any(job.uses_autocast for job in jobs)
+    with own_compiled_code(autocast=autocast), on_device(target, device):
+        for row in schedule:
+            turn = _turn_in_place(jobs[row], row, schedule, target)
+            _note(turn, schedule, {})
+            send(turn)
 
-    def send(message: FromJob) -> None:
-        note(message)
-        send_bytes(encode(message))
 
-    work_on(load, lambda target: _InPlace(jobs, schedule).run(target, send), send)
+def _turn_in_place(job: Job, row: int, schedule: RoundSchedule, target: Target) -> TurnTimed | TurnFailed:
+    try:
+        with prepared_for(job, target) as in_precision:
+            calls = TimedCalls(job, target, on_backend(job, target, in_precision))
+            calls.warm_up()
+            return calls.turn(row, schedule.number, on_one_core=schedule.is_disturbed)
+    except BaseException as error:
+        reraise_interrupt(error)
+        return TurnFailed(row, _reason(error))
 
 
 # -- in forks, each with one run

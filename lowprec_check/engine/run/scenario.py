@@ -26,7 +26,7 @@ from lowprec_check.engine.run.messages import (
     UsageFailed,
     decode,
 )
-from lowprec_check.engine.run.target_source import FreshLoad, TargetSource
+from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.worker_task import LOAD_SECONDS
 from lowprec_check.errors import message_of, type_name
 from lowprec_check.process import Isolation
@@ -115,12 +115,13 @@ def _time_here(job: Job, source: TargetSource, instance: Instance) -> list[float
 def _time_in_workers(job: Job, source: TargetSource, isolation: Any, instances: list[Instance]) -> list[float]:
     """Seconds of all calls of all instances, which start to be timed together."""
     clear_shared(job.files.start)
-    fresh = FreshLoad(source.forked) if isolation == "fork" else source.fresh()
+    method = source.method if isolation == "shared" else isolation
+    fresh = source.load_by(method)
     workers: list[FunctionWorker[FromJob]] = [
         FunctionWorker(
             functools.partial(work_as_instance, job, instance, fresh.load),
             decode,
-            method=isolation,
+            method=method,
             descriptors=(*fresh.descriptors, *job.files),
         )
         for instance in instances

@@ -148,8 +148,9 @@ class TargetRuns:
 
         ``self_error`` is the difference in one process, after the state was rewound.
         """
-        if not self_error or self.isolation != "fork":
+        if not self_error or self.isolation == "none":
             return self_error
+        self._launcher.renew()
         again = self._execute(
             self._job(REFERENCE, budget=budget, repeats_reference=True, measured=False, instrumented=False)
         )
@@ -157,6 +158,8 @@ class TargetRuns:
         if error is None or error.distance is None:
             return self_error
         self._hidden_state = not error.distance
+        if self._hidden_state:
+            self._launcher.stop_sharing()
         return error.distance
 
     def _learns_of_changes(self, outcome: JobOutcome) -> bool:
@@ -223,7 +226,7 @@ class TargetRuns:
     def time(self, runs: Sequence[Run]) -> TimedRuns:
         """fp32 and ``runs``, with the times of calls in rounds over all of them."""
         assert self.fp32 is not None
-        return time_runs(self.fp32, runs, self._timing_job, self._source, self.isolation, self._report_round)
+        return time_runs(self.fp32, runs, self._timing_job, self._source, self._launcher, self._report_round)
 
     def _timing_job(self, run: Run) -> Job:
         return self._job(

@@ -14,7 +14,12 @@ from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_imports import UserImports
+from lowprec_check.engine.model.weights_freed import free_weights
+from lowprec_check.engine.run.isolation import accelerator_in_use, best_isolation
 from lowprec_check.errors import UsageError, message_of, type_name
+from lowprec_check.process import Isolation
+from lowprec_check.process.function_worker import Method
+from lowprec_check.process.kept_worker import KeptWorker
 from lowprec_check.process.shared_file import read_shared, shared_file
 
 Load = Callable[[], Target]
@@ -31,14 +36,51 @@ class FreshLoad(NamedTuple):
 class TargetSource:
     """The source of ``target`` for workers.
 
-    ``reload`` loads it from the user's file; without it, the target is pickled. ``imports`` is what the file imported.
+    ``reload`` loads it from the user's file; without it, the target is pickled. ``imports`` is what the file imported;
+    ``best`` is how runs are isolated by default, on a CPU.
     """
 
-    def __init__(self, target: Target, reload: Load | None = None, imports: UserImports | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        reload: Load | None = None,
+        imports: UserImports | None = None,
+        best: Isolation | None = None,
+        kept: KeptWorker | None = None,
+    ) -> None:
         self.target = target
         self.reload = reload
+        self.best: Isolation = best or best_isolation(can_spawn=reload is not None)
+        self.kept = kept or KeptWorker()
+        """The worker that all jobs share, with ``isolation="shared"``."""
         self._imports = imports
+        self._fork_fails = False
         self._pickled: int | None = None
+
+    @property
+    def method(self) -> Method:
+        """How a worker starts that is to be as it is with ``fork`` if possible."""
+        forks = self.best == "fork" and not self._fork_fails and not accelerator_in_use()
+        return "fork" if forks else "spawn"
+
+    def isolation_of_functions(self, isolation: Isolation | None) -> Isolation:
+        """How a function that may initialize a device is called, where the runs have this ``isolation``."""
+        wanted = isolation or self.best
+        return "fork" if wanted == "shared" and self.method == "fork" else wanted
+
+    def stop_forking(self) -> None:
+        """From now on, :attr:`method` is a fresh interpreter: a fork has failed where that has not."""
+        self._fork_fails = True
+
+    def isolated_by(self, isolation: Isolation) -> None:
+        """Prepare for runs with this ``isolation``: free what this process holds on an accelerator, if workers load it again."""
+        loads_again = isolation == "spawn" or (isolation == "shared" and self.method == "spawn")
+        if self.reload is not None and loads_again:
+            free_weights(self.target.model)
+
+    def load_by(self, method: Method) -> FreshLoad:
+        """How a worker that starts in this way gets the target; raises :class:`UsageError` if it cannot be pickled."""
+        return FreshLoad(self.forked) if method == "fork" else self.fresh()
 
     def forked(self) -> Target:
         """The target in a fork of this process, or in this process."""
@@ -58,10 +100,11 @@ class TargetSource:
         """The source of the same target with the inputs of another batch."""
         reload = functools.partial(_load_batch, self.reload, number, seed) if self.reload is not None else None
         seed_everything(seed + number)
-        return TargetSource(self.target.batch(number), reload, self._imports)
+        return TargetSource(self.target.batch(number), reload, self._imports, self.best, self.kept)
 
     def close(self) -> None:
-        """Free the pickled target."""
+        """End the worker that jobs share, and free the pickled target."""
+        self.kept.end()
         if self._pickled is not None:
             os.close(self._pickled)
             self._pickled = None

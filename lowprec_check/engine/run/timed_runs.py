@@ -11,9 +11,9 @@ import torch
 from lowprec_check.analysis.round_times import latency_outside_rounds
 from lowprec_check.engine.core.free_memory import free_memory
 from lowprec_check.engine.run.job import Job
+from lowprec_check.engine.run.launcher import Launcher
 from lowprec_check.engine.run.rounds import OnRound, time_in_rounds
 from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.process import Isolation
 from lowprec_check.schema.measures import Latency, TimingConditions
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Run
@@ -41,7 +41,7 @@ def time_runs(
     runs: Sequence[Run],
     job_of: Callable[[Run], Job],
     source: TargetSource,
-    isolation: Isolation,
+    launcher: Launcher,
     on_round: OnRound,
 ) -> TimedRuns:
     """``fp32`` and ``runs`` with the times of calls in rounds; the others of ``runs`` have those of their plain part."""
@@ -53,8 +53,8 @@ def time_runs(
     for start in range(0, max(1, len(timed)), AT_ONCE):
         group = timed[start : start + AT_ONCE]
         jobs = [job_of(run) for run in (fp32, *group)]
-        in_place = jobs[0].device != "cpu" or not _copies_fit(jobs, source)
-        times = time_in_rounds(jobs, source, isolation, on_round, in_place=in_place)
+        in_forks = launcher.isolation == "fork" and jobs[0].device == "cpu" and _copies_fit(jobs, source)
+        times = time_in_rounds(jobs, source, launcher, on_round, in_forks=in_forks)
         reference = reference or times.latencies[0]
         conditions.append(times.conditions)
         for row, run in enumerate(group, start=1):

@@ -1,0 +1,292 @@
+"""One worker for all runs of a scan: each row is what a process of its own would give, whatever the rows before it did."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from conftest import EXAMPLES, Call
+from torch import Tensor, nn
+
+from lowprec_check import Run, ScanResult, scan
+from lowprec_check.engine.core import accelerators
+from lowprec_check.engine.load import TargetSpec, load_here
+from lowprec_check.engine.model.plain_run import PlainResult
+from lowprec_check.engine.model.target import Target, make_target
+from lowprec_check.engine.model.weights_freed import free_weights
+from lowprec_check.engine.run.isolation import isolation_on
+from lowprec_check.engine.run.job import Job, Send, open_job_files
+from lowprec_check.engine.run.launcher import Launcher
+from lowprec_check.engine.run.messages import PlainDone
+from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.scan import ScanOptions, scan_target
+from lowprec_check.process import Isolation
+
+HEAD = """
+import itertools, os, signal, subprocess, sys, threading, time
+import torch
+from torch import nn
+from torch.nn import functional
+
+torch.manual_seed(0)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.calls = itertools.count()
+
+    def forward(self, x):
+        x = functional.relu(self.linear(x))
+        if x.dtype == torch.bfloat16:
+            misbehave(self, x)
+        return x * 2.0
+
+"""
+TAIL = """
+model = Model().eval()
+inputs = torch.randn(4, 8)
+"""
+RESTORED = {
+    "nothing": "pass",
+    "an exception": "raise ValueError('not in bfloat16')",
+    "its own attribute": "model.factor = 3.0",
+    "a hook on all modules": "nn.modules.module.register_module_forward_hook(lambda module, inputs, output: output * 3)",
+    "its own forward": "model.forward = lambda x: x * 0",
+    "a hook on itself": "model.linear.register_forward_hook(lambda module, inputs, output: output * 3)",
+    "the default dtype": "torch.set_default_dtype(torch.float64)",
+}
+"""What a model does in bfloat16 that the snapshot restores."""
+LEFT = {
+    "values of a parameter": "model.linear.weight.data.add_(1.0)",
+    "a function of torch": "functional.relu = torch.sin",
+    "a method of a class of torch": "nn.Linear.forward = lambda self, x: x * 0",
+    "a method of its class": "Model.forward = lambda self, x: x * 0",
+    "a layer of its own": "model.linear = nn.Identity()",
+    "the default device": "torch.set_default_device('meta')",
+    "a switch of a backend": "torch.backends.mkldnn.enabled = False",
+    "flushing of denormals": "torch.set_flush_denormal(True)",
+    "an environment variable": "os.environ['MODEL_IS_SET'] = '1'",
+    "the current folder": "os.chdir('/')",
+    "a thread": "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
+    "a process": "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])",
+}
+"""What it does that a process keeps: the worker is not used again."""
+DEADLY = {
+    "SIGSEGV": ("os.kill(os.getpid(), signal.SIGSEGV)", "crashed"),
+    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", "crashed"),
+    "an exit": ("os._exit(3)", "crashed"),
+    "sys.exit": ("sys.exit(3)", "error"),
+    "a hang": ("time.sleep(600)", "timeout"),
+}
+
+
+def source_of(folder: Path, line: str) -> TargetSource:
+    path = folder / f"{folder.name}.py"
+    path.write_text(f"{HEAD}def misbehave(model, x):\n    {line}\n{TAIL}")
+    return load_here(TargetSpec(str(path)), 0)
+
+
+def scanned(source: TargetSource, isolation: Isolation, **options: Any) -> ScanResult:
+    settings: dict[str, Any] = {"precisions": ["bfloat16", "half"], "plan": False, "device": "cpu", **options}
+    return scan_target(source, isolation, ScanOptions(**settings))
+
+
+def facts(run: Run) -> tuple[Any, ...]:
+    """All that a row says, but for times, and which ops were too slow to run twice on this machine."""
+    error = run.exception and (run.exception.type, run.exception.message, run.exception.source)
+    calls = [(row.op, row.module) for row in run.op_calls.rows()]
+    gaps = [(gap.op, gap.module, gap.kind) for gap in run.gaps]
+    return run.status, run.reason, error, run.output_error, run.complete, run.notes, gaps, calls
+
+
+def same_rows(one: ScanResult, other: ScanResult) -> None:
+    for row, expected in zip(one.runs, other.runs, strict=True):
+        assert facts(row) == facts(expected)
+
+
+@pytest.mark.parametrize("name", RESTORED)
+def test_a_run_that_is_restored_shares_its_worker(tmp_path: Path, name: str) -> None:
+    source = source_of(tmp_path, RESTORED[name])
+    expected = scanned(source, "fork")
+    result = scanned(source, "shared")
+    same_rows(result, expected)
+    assert (source.kept.started, source.kept.left) == (1, [])
+    assert result.options["isolation"] == "shared"
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_a_worker_with_leftovers_is_not_used_again(tmp_path: Path, name: str) -> None:
+    source = source_of(tmp_path, LEFT[name])
+    expected = scanned(source, "fork")
+    same_rows(scanned(source, "shared"), expected)
+    assert source.kept.left
+    assert source.kept.started > 1
+
+
+@pytest.mark.parametrize("name", DEADLY)
+def test_a_worker_that_dies_costs_its_row_only(tmp_path: Path, name: str) -> None:
+    line, status = DEADLY[name]
+    source = source_of(tmp_path, line)
+    options = {"budget": 2.0} if status == "timeout" else {}
+    result = scanned(source, "shared", **options)
+    assert [run.status for run in result.runs] == ["ok", status, "ok"]
+    same_rows(result, scanned(source, "fork", **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", [RESTORED["nothing"], LEFT["a function of torch"], DEADLY["SIGSEGV"][0]])
+def test_rows_are_those_of_fresh_interpreters(tmp_path: Path, line: str) -> None:
+    source = source_of(tmp_path, line)
+    same_rows(scanned(source, "shared"), scanned(source, "spawn"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_rows_of_examples_are_those_of_processes_of_their_own(path: Path) -> None:
+    source = load_here(TargetSpec(str(path)), 0)
+    same_rows(scanned(source, "shared", precisions=None), scanned(source, "fork", precisions=None))
+
+
+@pytest.mark.slow
+def test_a_model_with_state_that_cannot_be_rewound_has_a_worker_for_each_job(tmp_path: Path) -> None:
+    path = tmp_path / "counts.py"
+    path.write_text(HEAD.replace("x * 2.0", "x + next(self.calls)") + "def misbehave(model, x):\n    pass\n" + TAIL)
+    source = load_here(TargetSpec(str(path)), 0)
+    same_rows(scanned(source, "shared"), scanned(source, "fork"))
+    assert source.kept.started > len(("fp32", "bfloat16", "half"))
+
+
+def test_the_command_shares_a_worker(call: Call, tmp_path: Path) -> None:
+    saved = tmp_path / "scan.json"
+    path = tmp_path / f"{tmp_path.name}.py"
+    path.write_text(f"{HEAD}def misbehave(model, x):\n    pass\n{TAIL}")
+    done = call("scan", path, "--isolation", "shared", "--no-plan", "--json", saved)
+    assert done.returncode == 0, done.stderr
+    assert ScanResult.load(saved).options["isolation"] == "shared"
+
+
+# -- on an accelerator
+
+
+@pytest.mark.parametrize(
+    ("device", "best", "chosen"),
+    [
+        ("cpu", "fork", "fork"),
+        ("cpu", "spawn", "spawn"),
+        ("cuda", "fork", "shared"),
+        ("xpu:1", "spawn", "shared"),
+        ("cuda", "none", "none"),
+    ],
+)
+def test_runs_share_a_worker_on_an_accelerator_by_default(device: str, best: Isolation, chosen: Isolation) -> None:
+    assert isolation_on(device, best) == chosen
+
+
+class FakeAccelerator:
+    """Fails for good in the process in which the op ran, as CUDA does after an assertion in a kernel."""
+
+    @staticmethod
+    def break_down() -> None:
+        os.environ["BROKEN_IN"] = str(os.getpid())  # a snapshot does not restore it
+        FakeAccelerator.synchronize()
+
+    @staticmethod
+    def synchronize() -> None:
+        if os.environ.get("BROKEN_IN") == str(os.getpid()):
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+class Breaks(nn.Module):
+    """In half, breaks the device; everything that follows fails, as the restoring of the model would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.half:
+            FakeAccelerator.break_down()
+        return self.linear(x)
+
+
+def test_a_broken_device_costs_its_row_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerators, "initialized", lambda: iter([FakeAccelerator]))  # forks have it too
+    source = TargetSource(make_target(Breaks().eval(), torch.ones(2, 8)))
+    result = scanned(source, "shared", precisions=["half", "bfloat16"])
+    assert [run.status for run in result.runs] == ["ok", "error", "ok"]
+    assert "device-side assert" in str(result.runs[1].exception)
+    assert any("device-side assert" in left for left in source.kept.left)
+
+
+def fails_on_the_device(target: Target, send: Send) -> None:
+    FakeAccelerator.break_down()
+
+
+def test_a_device_that_breaks_outside_of_a_call_is_an_error_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerators, "initialized", lambda: iter([FakeAccelerator]))
+    source = TargetSource(make_target(Breaks().eval(), torch.ones(2, 8)))
+    with open_job_files() as files:
+        job = Job(precision="half", device="cpu", files=files)
+        outcome = Launcher(source, "shared").execute(job, 1.0, work=fails_on_the_device)
+    source.close()
+    assert outcome.plain is not None
+    assert outcome.plain.status == "error"
+    assert "device-side assert" in str(outcome.plain.exception)
+
+
+def test_weights_that_are_freed_keep_their_shapes_and_ties() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[1].weight = model[0].weight
+    expected = [(name, tensor.shape) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
+    free_weights(model)
+    assert {tensor.device.type for tensor in model.parameters()} == {"cpu"}  # nothing of it is on an accelerator
+    free_weights(model, lambda tensor: True)
+    assert [(name, tensor.shape) for name, tensor in (*model.named_parameters(), *model.named_buffers())] == expected
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
+    assert model[1].weight is model[0].weight
+
+
+# -- any work
+
+
+def counts_calls(what: str, target: Target, send: Send) -> None:
+    target.model.calls = getattr(target.model, "calls", 0) + 1  # type: ignore[assignment]
+    send(PlainDone(PlainResult(status="ok", notes=(what, str(os.getpid())))))
+
+
+def kills(target: Target, send: Send) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_shared_worker_does_any_work() -> None:
+    source = TargetSource(make_target(nn.Linear(2, 2).eval(), torch.ones(1, 2)))
+    with open_job_files() as files:
+        job, launcher = Job(precision="half", device="cpu", files=files), Launcher(source, "shared")
+        notes = []
+        for work in (functools.partial(counts_calls, "one"), functools.partial(counts_calls, "two"), kills):
+            outcome = launcher.execute(job, 1.0, work=work)
+            notes.append(outcome.plain.notes if outcome.plain else (outcome.ended, str(outcome.reason)))
+        after = launcher.execute(job, 1.0, work=functools.partial(counts_calls, "three"))
+    assert after.plain is not None
+    last = int(after.plain.notes[1])
+    assert psutil.pid_exists(last)
+    source.close()
+    assert not psutil.pid_exists(last)
+    (one, process), (two, same), (ended, reason) = notes
+    assert (one, two, ended) == ("one", "two", "crashed")
+    assert process == same != str(os.getpid())
+    assert "SIGKILL" in reason
+    assert (after.plain.notes[0], after.plain.notes[1] != process) == ("three", True)
+    assert source.kept.started == 2
+
+
+def test_scan_accepts_the_isolation() -> None:
+    result = scan(nn.Linear(4, 4).eval(), torch.ones(1, 4), precisions="half", isolation="shared", plan=False)
+    assert [run.status for run in result.runs] == ["ok", "ok"]
