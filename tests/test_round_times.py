@@ -86,6 +86,14 @@ def test_without_undisturbed_calls_nothing_is_compared() -> None:
     assert latency_of(rounds(0.5, 0.5, disturbed=True), rounds(1.0, 1.0)).speedup is None
 
 
+def test_long_calls_that_were_disturbed_are_known_within_a_factor() -> None:
+    speedup = latency_of(rounds(2.0, 2.2, disturbed=True), rounds(0.1, 0.2, disturbed=True)).speedup
+    assert speedup is not None
+    assert speedup.rounds == 1
+    assert speedup.high == pytest.approx(ONE_CALL * speedup.median)
+    assert speedup.high < 1
+
+
 def test_rounds_of_one_run_only_are_not_compared() -> None:
     assert latency_of({1: Turn([1.0])}, {0: Turn([1.0])}).speedup is None
 

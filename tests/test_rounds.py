@@ -146,9 +146,9 @@ def test_weights_too_large_for_copies_are_cast_in_place(monkeypatch: pytest.Monk
     seen = []
     rounds = timed_runs.time_in_rounds
 
-    def spy(*args: Any, in_place: bool) -> Any:
-        seen.append(in_place)
-        return rounds(*args, in_place=in_place)
+    def spy(*args: Any, in_forks: bool) -> Any:
+        seen.append(in_forks)
+        return rounds(*args, in_forks=in_forks)
 
     monkeypatch.setattr(timed_runs, "time_in_rounds", spy)
     for free in (10_000, 100):
@@ -156,7 +156,7 @@ def test_weights_too_large_for_copies_are_cast_in_place(monkeypatch: pytest.Monk
         _, found = timed(Counts(tmp_path / "calls"), torch.randn(4, 8), "half")
         assert found.runs[1].latency is not None
         assert found.runs[1].latency.speedup is not None
-    assert seen == [False, True]
+    assert seen == [True, False]
 
 
 class Grows(nn.Module):

@@ -33,6 +33,9 @@ CONFIDENCE = 0.95
 ONE_CALL = 3.0
 """The factor within which the ratio of two single calls, taken one after the other, is known."""
 
+LONG_SECONDS = 1.0
+"""The time of a longer call is an average over what else happens on a machine, and so within that factor even if it is disturbed."""
+
 _STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Quantiles of Student's distribution, by the number of ratios: too few for order statistics."""
 
@@ -51,7 +54,7 @@ def latency_of(mine: Rounds, fp32: Rounds | None = None) -> Latency:
 
 
 def _speedup(mine: Rounds, fp32: Rounds) -> Speedup | None:
-    """From the rounds that nothing disturbed, or from those with calls on one core if these are more.
+    """From the rounds that nothing disturbed, or from those with calls on one core if these are more; if there are neither, a guess.
 
     The ratio of a round is that of the fastest calls: whatever else happens on a machine only makes a call slower.
     """
@@ -62,7 +65,10 @@ def _speedup(mine: Rounds, fp32: Rounds) -> Speedup | None:
     ]
     if len(alone) > len(clean):
         return msgspec.structs.replace(speedup_of(alone), one_core=True)
-    return speedup_of(clean) if clean else None
+    if clean:
+        return speedup_of(clean)
+    guessed = [min(one.seconds) / min(other.seconds) for one, other in pairs if min(other.seconds) >= LONG_SECONDS]
+    return speedup_of([statistics.median(guessed)]) if guessed else None
 
 
 def latency_outside_rounds(seconds: float, fp32: Latency | None, samples: int = 1) -> Latency:

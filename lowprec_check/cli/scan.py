@@ -106,6 +106,12 @@ def scan(
             help="For each precision that fails, search for modules to keep in fp32. Default: only if none passes.",
         ),
     ] = None,
+    times: Annotated[
+        Literal["on", "off"],
+        typer.Option(
+            help="Call all runs in turns, to compare their times with fp32. off saves some seconds, in a CI for example."
+        ),
+    ] = "on",
     scenario: Annotated[
         Literal["offline", "realtime"] | None,
         typer.Option(
@@ -181,6 +187,7 @@ def scan(
             select=select or (),
             ignore=ignore or (),
             plan=plan,
+            times=times,
             scenario=scenario,
             what_if=predicted,
             prefer=prefer,

@@ -23,6 +23,7 @@ from lowprec_check.engine.run.launcher import OnProgress
 from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.engine.run.target_runs import RunOptions, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.timed_runs import untimed
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.engine.trace.withheld_kernels import parse_withheld
 from lowprec_check.errors import UsageError, encodable
@@ -39,6 +40,7 @@ from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.what_if_formats import WHAT_IF_FORMATS
 
 Reference = Literal["fp32", "fp64"]
+OnOff = Literal["on", "off"]
 BudgetError = Literal["auto", "on", "off"]
 Names = str | Sequence[str] | None
 """One name, several, or ``None`` for the default."""
@@ -62,6 +64,7 @@ class ScanOptions:
     without_kernel: str | Sequence[str] = ()
     batches: int = 1
     plan: bool | None = None
+    times: OnOff = "on"
     scenario: Scenario | None = None
     what_if: Names = None
     prefer: Prefer = "speed"
@@ -116,6 +119,7 @@ class ScanOptions:
             ("errors", ("both", "accumulated", "none")),
             ("budget_error", get_args(BudgetError)),
             ("reference", ("fp32", "fp64")),
+            ("times", get_args(OnOff)),
             ("scenario", (None, *get_args(Scenario))),
             ("prefer", get_args(Prefer)),
         ):
@@ -155,6 +159,7 @@ class ScanOptions:
             "tolerance": self.tolerance,
             "seed": self.seed,
             "batches": self.batches,
+            "times": self.times,
             "scenario": self.scenario,
             "what_if": self.chosen_what_if(),
             "prefer": self.prefer,
@@ -186,6 +191,7 @@ def scan(
     without_kernel: str | Sequence[str] = (),
     batches: int = 1,
     plan: bool | None = None,
+    times: OnOff = "on",
     scenario: Scenario | None = None,
     what_if: Names = None,
     prefer: Prefer = "speed",
@@ -221,6 +227,7 @@ def scan(
         without_kernel: kernels to treat as missing, such as ``aten.dot:half``.
         batches: number of batches that ``inputs`` (a function, loader or generator) gives; what passes on the first must pass on all.
         plan: whether to search for modules to keep in fp32 for each precision that fails; by default only if none passes.
+        times: ``off`` does not compare times, as a test does not need to.
         scenario: also time every run: ``offline`` (on all cores) or ``realtime`` (several instances with batches of 1).
         what_if: formats whose output error to predict, without running them: ``fp8-e4m3``, ``fp8-e5m2``, ``tf32``,
             ``int8-weights``, ``bf16-accumulate``.
@@ -302,7 +309,7 @@ def growing_scan(
                 result, runs=[*result.runs, run], options=options.saved(target_runs.isolation)
             )
             yield result
-        runs, conditions = target_runs.time(result.runs[1:])
+        runs, conditions = target_runs.time(result.runs[1:]) if options.times == "on" else untimed(result.runs)
         result = msgspec.structs.replace(result, runs=runs, timing_conditions=conditions)
         yield result
         if options.what_if is not None:

@@ -75,6 +75,11 @@ def time_runs(
     return TimedRuns([_with(fp32, reference, []), *answers], _worst(conditions))
 
 
+def untimed(runs: Sequence[Run]) -> TimedRuns:
+    """``runs`` without times: those of their plain parts are not fit for a comparison."""
+    return TimedRuns([msgspec.structs.replace(run, latency_ms=None) for run in runs], None)
+
+
 def _with(run: Run, latency: Latency | None, notes: list[str]) -> Run:
     if latency is None:
         return run
