@@ -50,8 +50,13 @@ def with_exact_constants(
     return tuple(map(exact, call.args, args)), {key: exact(call.kwargs[key], value) for key, value in kwargs.items()}
 
 
-def added_errors(call: DispatchedCall, outputs: list[Tensor], exact: Sequence[Tensor | None] | None) -> list[Errors]:
-    """What the op adds to each of ``outputs`` before rounding, and by rounding; ``exact`` are the outputs without either."""
+def added_errors(
+    call: DispatchedCall, outputs: list[Tensor], exact: Sequence[Tensor | None] | None, *, waits: bool = True
+) -> list[Errors]:
+    """What the op adds to each of ``outputs`` before rounding, and by rounding; ``exact`` are the outputs without either.
+
+    ``waits``: whether this may wait for an accelerator.
+    """
     errors: list[Errors] = []
     for index, out in enumerate(outputs):
         known = exact[index] if exact is not None and index < len(exact) else None
@@ -63,18 +68,23 @@ def added_errors(call: DispatchedCall, outputs: list[Tensor], exact: Sequence[Te
             errors.append((error, None))
             continue
         widened = call.widened_outputs[index] if index < len(call.widened_outputs or ()) else known  # type: ignore[index]
-        rounding = _rounding(widened if widened.shape == out.shape else known, known, out.dtype)
+        rounding = _rounding(widened if widened.shape == out.shape else known, known, out.dtype, waits)
         errors.append((error - rounding, rounding))
     return errors
 
 
-def _rounding(widened: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
+def _rounding(widened: Tensor, exact: Tensor, dtype: torch.dtype, waits: bool) -> Tensor:
     """What rounding the result to ``dtype`` adds; given the results on rounded and on exact parameters, without rounding.
 
     The former, unless it needs almost no rounding: a bias that is rounded already. Then the latter is as large as the error.
     """
+    if widened is exact:
+        return exact.to(dtype).to(exact.dtype) - exact
     mine, its = (values.to(dtype).to(values.dtype) - values for values in (widened, exact))
-    return its if float(mine.norm()) < float(its.norm()) / 2 else mine
+    mine_is_less = mine.norm() < its.norm() / 2
+    if not waits:
+        return torch.where(mine_is_less, its, mine)
+    return its if bool(mine_is_less) else mine
 
 
 def _widened(value: Any, wide: torch.dtype, *, copy: bool) -> Any:
