@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow
+from lowprec_check.engine.trace.compact_errors import COMPACT
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.gradient_buffers import GradientBuffers, Part, pulled_back
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs
@@ -287,12 +288,14 @@ Leaf = Callable[[Tensor, Tensor], Tensor]
 
 
 def _compact(error: Tensor | None, *, waits: bool) -> Tensor | None:
-    """An error in fewer bits, without NaN and Inf; ``None`` if it is zero, unless this would wait for an accelerator."""
+    """An error in fewer bits (if it is not so already), without NaN and Inf; ``None`` if it is zero, unless this would wait for an accelerator."""
     if error is None or not error.numel():
         return None
+    if error.dtype == COMPACT:
+        return error
     values = torch.view_as_real(error.resolve_conj()) if error.is_complex() else error
     values = values.detach().nan_to_num(0.0, 0.0, 0.0)
-    return values.to(torch.bfloat16) if not waits or bool(values.any()) else None
+    return values.to(COMPACT) if not waits or bool(values.any()) else None
 
 
 def _products(gradient: Tensor | None, error: Tensor | None) -> Tensor | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow, widen, widened_dtype
+from lowprec_check.engine.trace.compact_errors import compact_errors
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.error_tape import Errors
 from lowprec_check.engine.trace.lockstep import Lockstep
@@ -63,12 +64,16 @@ def added_errors(
         if known is None or not is_float(out) or known.shape != out.shape or (call.traits.selects and not index):
             errors.append((None, None))
             continue
-        error = out.to(known.dtype) - known
         if not is_narrow(out):
-            errors.append((error, None))
+            errors.append((out.to(known.dtype) - known, None))
             continue
         widened = call.widened_outputs[index] if index < len(call.widened_outputs or ()) else known  # type: ignore[index]
-        rounding = _rounding(widened if widened.shape == out.shape else known, known, out.dtype, waits)
+        widened = widened if widened.shape == out.shape else known
+        compact = compact_errors(out, widened, known) if waits else None
+        if compact is not None:
+            errors.append(compact)
+            continue
+        error, rounding = out.to(known.dtype) - known, _rounding(widened, known, out.dtype, waits)
         errors.append((error - rounding, rounding))
     return errors
 
