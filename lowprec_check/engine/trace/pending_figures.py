@@ -7,6 +7,7 @@ Special cases (NaN, Inf) need the compared tensors again, so these are held unti
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
@@ -19,8 +20,8 @@ from lowprec_check.engine.core.tensor_comparison import TensorComparison, Unread
 HELD = 256 << 20
 """Bytes of tensors that unread comparisons hold before the oldest batch is waited for."""
 
-BATCH = 32
-"""Actions in a batch."""
+BATCH = 96
+"""Actions in a batch: about three for each op."""
 
 BATCH_BYTES = HELD // 4
 """Bytes that the comparisons of a batch hold before it is closed."""
@@ -57,8 +58,6 @@ class PendingFigures:
         """Whether figures on a CPU are deferred too: for tests."""
         self._open = _Batch()
         self._closed: deque[_Batch] = deque()
-        self._held: dict[int, list[UnreadComparison]] = defaultdict(list)
-        """By storage: the comparisons that still need what it holds."""
 
     def compare(self, out: Tensor, references: Sequence[Tensor], *, count_flushed: bool) -> Pending[TensorComparison]:
         """Compare as :func:`compare_tensor` does."""
@@ -66,15 +65,7 @@ class PendingFigures:
             return Pending(compare_tensor(out, references, count_flushed=count_flushed))
         comparison = UnreadComparison(out, references, count_flushed=count_flushed)
         pending = Pending[TensorComparison]()
-        for tensor in comparison.tensors:
-            self._held[_storage(tensor)].append(comparison)
-        self._open.nbytes += comparison.nbytes
-
-        def read(values: list[float]) -> None:
-            self._release(comparison)
-            pending.set(comparison.read(values))
-
-        self._add(comparison.figures, read)
+        self._add(comparison.figures, lambda values: pending.set(comparison.read(values)), comparison)
         return pending
 
     def number(self, figure: Tensor) -> Pending[float]:
@@ -94,11 +85,11 @@ class PendingFigures:
 
     def before_write(self, tensors: Iterable[Tensor]) -> None:
         """Before an op writes to ``tensors``: copy what unread comparisons still need of them."""
-        for key in {_storage(tensor) for tensor in tensors} if self._held else ():
-            for comparison in self._held.pop(key, ()):
-                comparison.tensors = [
-                    tensor.clone() if _storage(tensor) == key else tensor for tensor in comparison.tensors
-                ]
+        keys = {_storage(tensor) for tensor in tensors}
+        for batch in (*self._closed, self._open):
+            for held in batch.held:
+                if not keys.isdisjoint(held.storages):
+                    held.copy(keys)
 
     def settle(self) -> None:
         """Read all figures, and do all actions. Raises the first exception of an action, after all of them."""
@@ -108,19 +99,13 @@ class PendingFigures:
     def _defers(self, tensor: Tensor) -> bool:
         return self.deferred and (self._everywhere or tensor.device.type != "cpu")
 
-    def _release(self, comparison: UnreadComparison) -> None:
-        for tensor in comparison.tensors:
-            holders = self._held.get(_storage(tensor))
-            if holders is not None and comparison in holders:
-                holders.remove(comparison)
-                if not holders:
-                    del self._held[_storage(tensor)]
-
-    def _add(self, figures: list[Tensor], action: Callable[[list[float]], None]) -> None:
+    def _add(
+        self, figures: list[Tensor], action: Callable[[list[float]], None], compared: UnreadComparison | None = None
+    ) -> None:
         if figures and self._open.stream_differs(figures[0]):
             self.settle()
             self._open.stream_differs(figures[0])
-        self._open.add(figures, action)
+        self._open.add(figures, action, compared)
         if len(self._open) >= BATCH or self._open.nbytes >= BATCH_BYTES:
             self._close()
             self._read(lambda: self._closed[0].is_ready() or self._closed_bytes() > HELD - BATCH_BYTES)
@@ -143,17 +128,38 @@ class PendingFigures:
             self._open = _Batch()
 
 
+Column = tuple[torch.device, torch.dtype]
+
+
+class _Held:
+    """A comparison that still needs its tensors, and their storages."""
+
+    __slots__ = ("comparison", "storages")
+
+    def __init__(self, comparison: UnreadComparison) -> None:
+        self.comparison = comparison
+        self.storages = [_storage(tensor) for tensor in comparison.tensors]
+
+    def copy(self, storages: set[int]) -> None:
+        """Copy the tensors in these storages."""
+        tensors = self.comparison.tensors
+        self.comparison.tensors = [
+            tensor.clone() if key in storages else tensor for key, tensor in zip(self.storages, tensors, strict=True)
+        ]
+        self.storages = [_storage(tensor) for tensor in self.comparison.tensors]
+
+
 class _Batch:
     """Figures that are copied to the host together."""
 
     def __init__(self) -> None:
         self.nbytes = 0
         """Memory that its comparisons hold."""
-        self._figures: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-        self._actions: list[
-            tuple[Callable[[list[float]], None], list[tuple[tuple[torch.device, torch.dtype], int]]]
-        ] = []
-        self._copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self.held: list[_Held] = []
+        self._figures: dict[Column, list[Tensor]] = defaultdict(list)
+        self._actions: list[tuple[Callable[[list[float]], None], list[tuple[Column, int, int]]]] = []
+        """Each with the places of its figures: column, start, end."""
+        self._copies: dict[Column, Tensor] = {}
         self._events: list[Any] = []
         self._stream: Any = None
 
@@ -167,22 +173,27 @@ class _Batch:
             self._stream = stream
         return bool(self._stream != stream)
 
-    def add(self, figures: list[Tensor], action: Callable[[list[float]], None]) -> None:
-        """Add figures, and what is done with their values."""
+    def add(
+        self, figures: list[Tensor], action: Callable[[list[float]], None], compared: UnreadComparison | None
+    ) -> None:
+        """Add figures, what is done with their values, and the comparison that they belong to."""
         places = []
-        for figure in figures:
-            key = (figure.device, figure.dtype)
-            column = self._figures[key]
-            places.append((key, len(column)))
-            column.append(figure)
+        for column, its in itertools.groupby(figures, _column):
+            known = self._figures[column]
+            start = len(known)
+            known.extend(its)
+            places.append((column, start, len(known)))
         self._actions.append((action, places))
+        if compared is not None:
+            self.held.append(_Held(compared))
+            self.nbytes += compared.nbytes
 
     def close(self) -> None:
         """Start to copy the figures to the host."""
         if self._stream is not None and _stream(self._stream[0]) != self._stream:
             torch.get_device_module(self._stream[0]).synchronize(self._stream[0])
         for key, column in self._figures.items():
-            stacked = torch.stack([figure.reshape(()) for figure in column])
+            stacked = torch.stack(column)
             self._copies[key], event = _to_host(stacked)
             if event is not None:
                 self._events.append(event)
@@ -200,7 +211,7 @@ class _Batch:
         failures: list[Exception] = []
         for action, places in self._actions:
             try:
-                action([float(values[key][index]) for key, index in places])
+                action([float(value) for key, start, end in places for value in values[key][start:end]])
             except Exception as failure:
                 failures.append(failure)
         return failures
@@ -225,6 +236,10 @@ def _stream(device: torch.device) -> Any:
         return None
     current = getattr(torch.get_device_module(device), "current_stream", None)
     return None if current is None else (device, current(device))
+
+
+def _column(figure: Tensor) -> Column:
+    return figure.device, figure.dtype
 
 
 def _storage(tensor: Tensor) -> int:
