@@ -66,6 +66,9 @@ def vision(name: str, batch: int) -> Callable[[torch.device], Target]:
 
     def build(device: torch.device) -> Target:
         target = load_target(f"torchvision:{name}", (f"{batch}x3x224x224",))
+        for module in target.model.modules():  # a head of zeros has no output to explain
+            if isinstance(module, nn.Linear) and not module.weight.any():
+                nn.init.normal_(module.weight, std=0.02)
         target.model.to(device)
         return target
 
