@@ -27,6 +27,10 @@ _TINY = 1e-16
 """Smaller values, and sums of their squares, are compared exactly: in fp32, squares below 1e-38 lose digits or are 0."""
 
 
+_LEAST = 1e-300
+"""A divisor in place of 0."""
+
+
 class TensorComparison(NamedTuple):
     """The result of comparing one tensor with its references."""
 
@@ -63,7 +67,7 @@ def compare_tensor(out: Tensor, references: Sequence[Tensor], *, count_flushed: 
     for start in range(0, count, size):
         parts = flat if count <= size else [tensor[start : start + size] for tensor in flat]
         wide = _widened(parts[0])
-        smallest, largest, *squares = _reduce(wide, parts[1:])
+        smallest, largest, *squares = _reduce(parts[0], wide, parts[1:])
         if not math.isfinite(sum(squares, largest - smallest)):
             return _compare_exactly(flat[0], flat[1:], count_flushed)
         low, high = min(low, smallest), max(high, largest)
@@ -79,6 +83,67 @@ def compare_tensor(out: Tensor, references: Sequence[Tensor], *, count_flushed: 
     return TensorComparison(errors, max(-low, high), 0, 0, flushed, rms, count, subnormal)
 
 
+class UnreadComparison:
+    """A comparison whose figures an accelerator still computes: nothing here waits for them.
+
+    It holds the tensors, which must not be written to until the figures are read: special cases need them again.
+    """
+
+    def __init__(self, out: Tensor, references: Sequence[Tensor], *, count_flushed: bool) -> None:
+        self.tensors = _flat_together([as_real(tensor) for tensor in (out, *references)])
+        self._count_flushed = count_flushed and bool(references)
+        value, *others = self.tensors
+        value = value.float() if value.dtype.itemsize == 1 else value
+        compared = [tensor for other in others for tensor in (torch.sub(value, other), other)]
+        self.figures = [_largest(value)]
+        """Numbers on the device: the largest magnitude; the 2-norms of each difference and reference; counts."""
+        if compared:
+            self.figures += torch._foreach_norm(compared)
+        if self._count_flushed:
+            self.figures += _small_counts(value, others[0], self.tensors[0].dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that it holds."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def read(self, values: Sequence[float]) -> TensorComparison:
+        """The comparison, given the values of its ``figures``."""
+        out, *references = self.tensors
+        absmax, norms = values[0], values[1 : 1 + 2 * len(references)]
+        tiny = absmax < _TINY and max((norm * norm for norm in norms[1::2]), default=1.0) < _TINY
+        if tiny or not math.isfinite(sum(values)):
+            return _compare_exactly(out, references, self._count_flushed)
+        errors = [_ratio(norms[index], norms[index + 1]) for index in range(0, len(norms), 2)]
+        flushed = subnormal = None
+        if self._count_flushed:
+            nonzero, normal, lost, lost_larger = map(int, values[-4:])
+            flushed, subnormal = SmallValues(nonzero, nonzero - normal, lost - lost_larger).shares()
+        rms = norms[1] / math.sqrt(out.numel()) if references else None
+        return TensorComparison(errors, absmax, 0, 0, flushed, rms, out.numel(), subnormal)
+
+
+def _largest(tensor: Tensor) -> Tensor:
+    """The largest magnitude, in one kernel; NaN if there is one."""
+    wide = torch.float32 if tensor.dtype in NARROW else None
+    largest: Tensor = torch.linalg.vector_norm(tensor, math.inf, dtype=wide)
+    return largest
+
+
+def _small_counts(value: Tensor, reference: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Of ``reference``: the non-zeros, and those that are normal in ``dtype``; those where ``value`` is zero, and of these the larger."""
+    below_normal, below_all = _limits(dtype, reference.dtype)
+    lost = torch.where(value == 0, reference, 0.0)
+    counted = (reference, torch.hardshrink(reference, below_normal), lost, torch.hardshrink(lost, below_all))
+    return [tensor.count_nonzero() for tensor in counted]
+
+
+def _ratio(difference: float, reference: float) -> float:
+    if difference == 0:
+        return 0.0
+    return difference / reference if reference else math.inf
+
+
 def _relative(difference: float, reference: float) -> float:
     if difference == 0:
         return 0.0
@@ -91,19 +156,24 @@ def _widened(part: Tensor) -> Tensor:
     return part.float() if part.numel() < CHUNK else _scratch(part, 0).copy_(part)
 
 
-def _reduce(wide: Tensor, references: list[Tensor]) -> list[float]:
-    """Minimum and maximum of ``wide``; then for each reference the sums of squares of the difference and of itself."""
-    numbers = [*wide.aminmax()]
+def _reduce(part: Tensor, wide: Tensor, references: list[Tensor]) -> list[float]:
+    """Minimum and maximum of ``part``; then for each reference the sums of squares of the difference and of itself.
+
+    ``wide`` are the same values in a wider dtype; in 16 bits, the range is found in half the memory.
+    """
+    numbers = [*(part if part.dtype.itemsize == 2 else wide).aminmax()]
     for reference in references:
         if wide.dtype != reference.dtype:
-            wide, numbers = wide.to(reference.dtype), [number.to(reference.dtype) for number in numbers]
+            wide = wide.to(reference.dtype)
         buffer = _scratch(reference, 1) if reference.numel() == CHUNK else None
         difference = torch.sub(wide, reference, out=buffer)
         numbers.append(difference.dot(difference))
         numbers.append(reference.dot(reference))
     if wide.device.type == "cpu":
         return [number.item() for number in numbers]
-    values: list[float] = torch.stack(numbers).tolist()  # one wait for the accelerator, not one for each
+    values: list[float] = torch.stack(
+        [number.to(wide.dtype) for number in numbers]
+    ).tolist()  # one wait for the accelerator, not one for each
     return values
 
 
@@ -201,12 +271,13 @@ def _flat_together(tensors: list[Tensor]) -> list[Tensor]:
     first = tensors[0]
     if all(map(Tensor.is_contiguous, tensors)):
         return [tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in tensors]
-    if all(t.stride() == first.stride() for t in tensors) and _is_dense(first):
+    if all(t.stride() == first.stride() for t in tensors) and is_dense(first):
         return [t.as_strided((t.numel(),), (1,), t.storage_offset()) for t in tensors]
     return [tensor.contiguous().view(-1) for tensor in tensors]
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie in memory without gaps and repeats, in any order of the dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -217,19 +288,28 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _compare_exactly(out: Tensor, references: list[Tensor], count_flushed: bool) -> TensorComparison:
+    """The comparison in fp64, over finite values; one wait for an accelerator, and one for the small values."""
     value = out.double()
     finite = value.isfinite()
-    absmax = float(value[finite].abs().max()) if bool(finite.any()) else 0.0
-    errors = [_exact_error(value, finite, reference.double()) for reference in references]
-    expected = references[0].double() if references else torch.zeros_like(value)
-    wrong = nonfinite_unlike(value, expected)
-    new_nan = int(value.isnan().logical_and_(wrong).sum())
-    new_inf = int(wrong.sum()) - new_nan
+    wide = [reference.double() for reference in references]
+    wrong = nonfinite_unlike(value, wide[0] if wide else torch.zeros_like(value))
+    numbers = [torch.where(finite, value.abs(), 0.0).max(), wrong.sum(), (value.isnan() & wrong).sum()]
+    for reference in wide:
+        numbers += [nonfinite_unlike(value, reference).any(), *_exact_squares(value, finite, reference)]
+    if wide:
+        numbers += _exact_square(wide[0])
+    absmax, nonfinite, new_nan, *others = torch.stack([number.double() for number in numbers]).tolist()
+    errors = [
+        math.inf if unlike else _relative(difference, size)
+        for unlike, difference, size in zip(others[0:-3:3], others[1:-3:3], others[2:-3:3], strict=True)
+    ]
     flushed = subnormal = None
     if count_flushed and references:
         flushed, subnormal = _small_values(value, references[0], out.dtype).shares()
-    rms = _exact_rms(references[0].double()) if references else None
-    return TensorComparison(errors, absmax, new_inf, new_nan, flushed, rms, value.numel(), subnormal)
+    rms = _exact_rms(*others[-3:]) if references else None
+    return TensorComparison(
+        errors, absmax, int(nonfinite - new_nan), int(new_nan), flushed, rms, value.numel(), subnormal
+    )
 
 
 def nonfinite_unlike(value: Tensor, reference: Tensor) -> Tensor:
@@ -237,19 +317,23 @@ def nonfinite_unlike(value: Tensor, reference: Tensor) -> Tensor:
     return (value.isnan() | (value.isinf() & (value != reference))) & ~reference.isnan()
 
 
-def _exact_rms(reference: Tensor) -> float | None:
+def _exact_square(reference: Tensor) -> list[Tensor]:
+    """Of the finite values: their number, the largest magnitude, and the sum of the squares of their shares of it."""
+    finite = reference.isfinite()
+    kept = torch.where(finite, reference, 0.0)
+    scale = kept.abs().max()
+    return [finite.sum(), scale, (kept / scale.clamp_min(_LEAST)).square().sum()]
+
+
+def _exact_rms(count: float, scale: float, squares: float) -> float | None:
     """Root mean square of the finite values; ``None`` if there are none."""
-    finite = reference[reference.isfinite()]
-    scale = float(finite.abs().max()) if finite.numel() else None
-    return scale * math.sqrt(float((finite / scale).square().mean())) if scale else scale
+    return scale * math.sqrt(squares / count) if count else None
 
 
-def _exact_error(value: Tensor, finite: Tensor, reference: Tensor) -> float:
-    """rel_l2 in fp64 over the elements where both are finite; ``inf`` if a value is not finite and its reference is."""
-    if bool(nonfinite_unlike(value, reference).any()):
-        return math.inf
+def _exact_squares(value: Tensor, finite: Tensor, reference: Tensor) -> list[Tensor]:
+    """The sums of squares of the difference and of the reference, where both are finite, in the same unit."""
     both = finite & reference.isfinite()
     difference = torch.where(both, value - reference, 0.0)
     kept = torch.where(both, reference, 0.0)
-    scale = max(float(kept.abs().max()) if kept.numel() else 0.0, 1e-300)
-    return _relative(float((difference / scale).square().sum()), float((kept / scale).square().sum()))
+    scale = kept.abs().max().clamp_min(_LEAST)
+    return [(difference / scale).square().sum(), (kept / scale).square().sum()]

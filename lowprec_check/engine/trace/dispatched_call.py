@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from lowprec_check.engine.core.dispatch_mode import AutocastKeys, run_op
 from lowprec_check.engine.trace.emulation import Place
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs, dtype_flow, outputs_of, shape_text, tensors_in
 from lowprec_check.engine.trace.op_traits import TRAINING, OpTraits, traits
-from lowprec_check.engine.trace.twins import Facts
+from lowprec_check.engine.trace.twins import KnownFacts
 from lowprec_check.errors import encodable
 from lowprec_check.schema.op_calls import CallOutcome, OpCall
 
@@ -34,8 +34,8 @@ class DispatchedCall:
         self.inputs = [tensor for tensor in tensors_in(args, kwargs) if tensor.layout == torch.strided]
         self.before: dict[int, Tensor] = {}
         """By ``id``, what the reference writes to in place of an integer or boolean tensor, or of one that the op resizes."""
-        self.input_facts = Facts()
-        """The largest of its inputs' facts, before it ran."""
+        self.input_facts: Sequence[KnownFacts] = ()
+        """The facts of its inputs, before it ran; those that equal the reference are left out."""
         self.involved = False
         """Whether low-precision values reach this op; if not, it is its own reference."""
         self.module = ""

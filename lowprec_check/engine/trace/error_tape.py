@@ -8,6 +8,7 @@ one gradient per live storage, as :mod:`twins` connects reference values.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -17,9 +18,11 @@ from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow
 from lowprec_check.engine.core.free_memory import MemoryLimit
+from lowprec_check.engine.trace.compact_errors import COMPACT
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.gradient_buffers import GradientBuffers, Part, pulled_back
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs
+from lowprec_check.engine.trace.pending_figures import Pending, PendingFigures
 from lowprec_check.engine.trace.twins import Twin, Twins
 from lowprec_check.schema.module_paths import common_module
 from lowprec_check.schema.op_calls import PRODUCTS, OpCall
@@ -49,7 +52,8 @@ class _Output(NamedTuple):
     part: Part
     values: Tensor | None
     """The reference values with the graph of the op; ``None`` if no derivative leads there."""
-    errors: Errors
+    errors: list[Tensor | None]
+    """In the order of :data:`Errors`; those that turn out to be zero become ``None``."""
 
 
 class _Node:
@@ -80,8 +84,8 @@ class OutputChange(NamedTuple):
 class ErrorTape:
     """The ops of one run on its reference; ``limit`` is the memory that the tape may hold."""
 
-    def __init__(self, twins: Twins, limit: MemoryLimit) -> None:
-        self._twins, self._limit = twins, limit
+    def __init__(self, twins: Twins, limit: MemoryLimit, figures: PendingFigures) -> None:
+        self._twins, self._limit, self._figures = twins, limit, figures
         self._nodes: list[_Node] = []
         self._bytes = 0
         self._serials = itertools.count()
@@ -135,7 +139,7 @@ class ErrorTape:
             if graph is not None and not graph.requires_grad:
                 graph = None
             its = errors[index] if index < len(errors) else ()
-            found.append(_Output(self._part(twin, out), graph, tuple(map(_compact, its))))
+            found.append(_Output(self._part(twin, out), graph, self._compact(its)))
         inputs = taped.inputs if taped is not None else []
         reads_values = not call.traits.packet.endswith("_like")
         if inputs and reads_values and any(map(is_float, outputs)) and all(out.values is None for out in found):
@@ -146,7 +150,7 @@ class ErrorTape:
         """Record errors that no op adds: those of a rounded input."""
         twin = self._twins.find(low) if low.layout == torch.strided else None
         if twin is not None and self.stopped is None:
-            self._append(_Node(row, [], [_Output(self._part(twin, low), None, tuple(map(_compact, errors)))]))
+            self._append(_Node(row, [], [_Output(self._part(twin, low), None, self._compact(errors))]))
 
     @contextlib.contextmanager
     def _gradients(self) -> Iterator[None]:
@@ -171,10 +175,28 @@ class ErrorTape:
         for out in node.outputs:
             self._writers[out.part.storage] = node
             self._bytes += sum(its.nbytes for its in (out.values, *out.errors) if its is not None)
+            self._drop_zeros(out.errors)
         if self._bytes > self._limit.size:
             self.stopped = _NOT_ENOUGH_MEMORY.format(self._limit.size / 2**30, self._limit.why)
             self._nodes.clear()
             self._writers.clear()
+
+    def _compact(self, errors: Errors) -> list[Tensor | None]:
+        return [_compact(error, waits=not self._figures.deferred) for error in errors]
+
+    def _drop_zeros(self, errors: list[Tensor | None]) -> None:
+        """Leave out the errors that are zero everywhere, once that is known."""
+        if not self._figures.deferred:
+            return
+
+        def drop(index: int, error: Tensor, some: Pending[float]) -> None:
+            if not some.value:
+                self._bytes -= error.nbytes
+                errors[index] = None
+
+        for index, error in enumerate(errors):
+            if error is not None:
+                self._figures.then(functools.partial(drop, index, error, self._figures.number(error.any())))
 
     def _narrowed_in(self, node: _Node) -> str:
         writers = [self._writers.get(given.part.storage) for given in node.inputs if given.narrow]
@@ -195,6 +217,7 @@ class ErrorTape:
         ``seeds`` pairs tensors of the output (of the run) with directions, of shape (directions, *shape of the tensor): a
         change is the scalar product of the first-order change of the output with the direction. The tape is empty afterwards.
         """
+        self._figures.settle()
         buffers = GradientBuffers(len(seeds[0][1]) if seeds else 0)
         found: list[OutputChange] = []
         for tensor, directions in seeds:
@@ -265,13 +288,15 @@ Leaf = Callable[[Tensor, Tensor], Tensor]
 """Maps a tensor of the run and its reference values to the argument that the op gets."""
 
 
-def _compact(error: Tensor | None) -> Tensor | None:
-    """An error in fewer bits, without NaN and Inf; ``None`` if it is zero."""
+def _compact(error: Tensor | None, *, waits: bool) -> Tensor | None:
+    """An error in fewer bits (if it is not so already), without NaN and Inf; ``None`` if it is zero, unless this would wait for an accelerator."""
     if error is None or not error.numel():
         return None
+    if error.dtype == COMPACT:
+        return error
     values = torch.view_as_real(error.resolve_conj()) if error.is_complex() else error
     values = values.detach().nan_to_num(0.0, 0.0, 0.0)
-    return values.to(torch.bfloat16) if bool(values.any()) else None
+    return values.to(COMPACT) if not waits or bool(values.any()) else None
 
 
 def _products(gradient: Tensor | None, error: Tensor | None) -> Tensor | None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 
 class Part(NamedTuple):
@@ -85,15 +86,11 @@ def pulled_back(
 
     Like :func:`torch.autograd.grad` with ``grad_outputs``, which imports sympy at its first call: that takes seconds.
     """
-    products = [
-        (value * gradient.to(value.dtype).conj()).sum() for value, gradient in zip(values, gradients, strict=True)
-    ]
-    return torch.autograd.grad(
-        [product.real if product.is_complex() else product for product in products],
-        list(leaves),
-        retain_graph=retain_graph,
-        allow_unused=True,
+    given = tuple(gradient.to(value.dtype) for value, gradient in zip(values, gradients, strict=True))
+    found: tuple[Tensor | None, ...] = Variable._execution_engine.run_backward(
+        tuple(values), given, retain_graph, False, tuple(leaves), True, accumulate_grad=False
     )
+    return found
 
 
 class GradientBuffers:

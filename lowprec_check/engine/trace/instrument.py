@@ -30,6 +30,7 @@ from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.engine.trace.journal import Journal
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.output_budget import error_budget
+from lowprec_check.engine.trace.pending_figures import PendingFigures
 from lowprec_check.engine.trace.recorder import Errors, Recorder
 from lowprec_check.engine.trace.seeding import seed_inputs, seed_state
 from lowprec_check.engine.trace.twins import storage_key
@@ -64,6 +65,8 @@ class Options(NamedTuple):
     """The output of a module that the budget is about, if that of the model holds nothing to compare."""
     autocast: bool = False
     """Whether the run is under autocast."""
+    deferred: bool = False
+    """Whether figures are read in batches on a CPU too, as they are on an accelerator."""
 
 
 def fp32_state(model: nn.Module) -> dict[str, Tensor]:
@@ -108,7 +111,8 @@ def _pass(
     """One pass; the second value is true if an exception came from above dispatch."""
     ready = model_call.ready
     journal = Journal(options.on_gap, options.on_op_calls)
-    lockstep = Lockstep(options.wide, _tape_limit(ready, options) if options.budget else None)
+    figures = PendingFigures(deferred=options.deferred or ready.device.type != "cpu", everywhere=options.deferred)
+    lockstep = Lockstep(options.wide, _tape_limit(ready, options) if options.budget else None, figures)
     inputs, named = ready.inputs(model_call.args, model_call.kwargs)
     journal.rows += seed_state(lockstep, ready.model, model_call.fp32)
     seed_inputs(lockstep, (inputs, named), (model_call.args, model_call.kwargs), ready.device)

@@ -31,6 +31,8 @@ class Journal:
         phase: Phase = "forward",
     ) -> None:
         self.phase = phase
+        self.before_report: Callable[[], None] = lambda: None
+        """Called before calls are reported: fills in what is not known yet."""
         self.rows: list[OpCall] = []
         self._on_op_calls = on_op_calls
         self._reported, self._reported_at = 0, time.monotonic()
@@ -42,6 +44,7 @@ class Journal:
         self.rows.append(row)
         now = time.monotonic()
         if self._on_op_calls is not None and now - self._reported_at > SECONDS:
+            self.before_report()
             self._on_op_calls(to_columns(self.rows[self._reported :]))
             self._reported, self._reported_at = len(self.rows), now
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow, widen, widened_dtype
+from lowprec_check.engine.trace.compact_errors import compact_errors
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.error_tape import Errors
 from lowprec_check.engine.trace.lockstep import Lockstep
@@ -50,31 +51,45 @@ def with_exact_constants(
     return tuple(map(exact, call.args, args)), {key: exact(call.kwargs[key], value) for key, value in kwargs.items()}
 
 
-def added_errors(call: DispatchedCall, outputs: list[Tensor], exact: Sequence[Tensor | None] | None) -> list[Errors]:
-    """What the op adds to each of ``outputs`` before rounding, and by rounding; ``exact`` are the outputs without either."""
+def added_errors(
+    call: DispatchedCall, outputs: list[Tensor], exact: Sequence[Tensor | None] | None, *, waits: bool = True
+) -> list[Errors]:
+    """What the op adds to each of ``outputs`` before rounding, and by rounding; ``exact`` are the outputs without either.
+
+    ``waits``: whether this may wait for an accelerator.
+    """
     errors: list[Errors] = []
     for index, out in enumerate(outputs):
         known = exact[index] if exact is not None and index < len(exact) else None
         if known is None or not is_float(out) or known.shape != out.shape or (call.traits.selects and not index):
             errors.append((None, None))
             continue
-        error = out.to(known.dtype) - known
         if not is_narrow(out):
-            errors.append((error, None))
+            errors.append((out.to(known.dtype) - known, None))
             continue
         widened = call.widened_outputs[index] if index < len(call.widened_outputs or ()) else known  # type: ignore[index]
-        rounding = _rounding(widened if widened.shape == out.shape else known, known, out.dtype)
+        widened = widened if widened.shape == out.shape else known
+        compact = compact_errors(out, widened, known) if waits else None
+        if compact is not None:
+            errors.append(compact)
+            continue
+        error, rounding = out.to(known.dtype) - known, _rounding(widened, known, out.dtype, waits)
         errors.append((error - rounding, rounding))
     return errors
 
 
-def _rounding(widened: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
+def _rounding(widened: Tensor, exact: Tensor, dtype: torch.dtype, waits: bool) -> Tensor:
     """What rounding the result to ``dtype`` adds; given the results on rounded and on exact parameters, without rounding.
 
     The former, unless it needs almost no rounding: a bias that is rounded already. Then the latter is as large as the error.
     """
+    if widened is exact:
+        return exact.to(dtype).to(exact.dtype) - exact
     mine, its = (values.to(dtype).to(values.dtype) - values for values in (widened, exact))
-    return its if float(mine.norm()) < float(its.norm()) / 2 else mine
+    mine_is_less = mine.norm() < its.norm() / 2
+    if not waits:
+        return torch.where(mine_is_less, its, mine)
+    return its if bool(mine_is_less) else mine
 
 
 def _widened(value: Any, wide: torch.dtype, *, copy: bool) -> Any:

@@ -21,6 +21,7 @@ from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.draws import GeneratorState, followed, rerun
 from lowprec_check.engine.trace.error_tape import ErrorTape, Leaf
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs, map_args
+from lowprec_check.engine.trace.pending_figures import PendingFigures
 from lowprec_check.engine.trace.twins import Twins, storage_key
 from lowprec_check.engine.trace.wide_run import run_wide
 
@@ -28,11 +29,20 @@ _COPIES = frozenset({"aten::clone", "aten::contiguous", "aten::permute_copy", "a
 
 
 class Lockstep:
-    """The reference run; ``wide`` is its dtype, fp32 or fp64. ``tape_limit``: memory that an error tape may hold, if one is wanted."""
+    """The reference run; ``wide`` is its dtype, fp32 or fp64. ``tape_limit``: memory that an error tape may hold, if one is wanted.
 
-    def __init__(self, wide: torch.dtype = torch.float32, tape_limit: MemoryLimit | None = None) -> None:
+    ``figures`` are those of the run that it is compared with; by default they are computed at once.
+    """
+
+    def __init__(
+        self,
+        wide: torch.dtype = torch.float32,
+        tape_limit: MemoryLimit | None = None,
+        figures: PendingFigures | None = None,
+    ) -> None:
         self.twins = Twins(wide)
-        self._tape = None if tape_limit is None else ErrorTape(self.twins, tape_limit)
+        self.figures = figures or PendingFigures()
+        self._tape = None if tape_limit is None else ErrorTape(self.twins, tape_limit, self.figures)
         self.parameters: set[int] = set()
         """Storages of the model's parameters and buffers."""
         self.is_partial = False
@@ -91,7 +101,11 @@ class Lockstep:
 
     def prepare_writes(self, call: DispatchedCall) -> None:
         """Before the op runs: make a separate twin, or a copy, of each tensor that it writes to."""
-        for tensor in call.written() if call.traits.mutable else ():
+        written = list(call.written()) if call.traits.mutable else []
+        if written and self.figures.deferred:
+            twins = [twin.tensor for twin in map(self.twins.find, written) if twin is not None]
+            self.figures.before_write([*written, *(tensor for tensor in twins if tensor is not None)])
+        for tensor in written:
             if not is_float(tensor):
                 call.before[id(tensor)] = tensor.clone()
                 self.twins.forget(tensor)  # floating values that are written as integers

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+
 from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float
-from lowprec_check.engine.core.tensor_comparison import compare_tensor
+from lowprec_check.engine.core.tensor_comparison import TensorComparison
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.local_error import widened_outputs
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs
-from lowprec_check.engine.trace.output_facts import EXACT, OutputFacts, add_to_row, facts_in, worst_of
-from lowprec_check.engine.trace.solver_failures import SolverFailures
-from lowprec_check.engine.trace.twins import Facts
+from lowprec_check.engine.trace.output_facts import EXACT, OutputFacts, add_to_row, worst_of
+from lowprec_check.engine.trace.pending_figures import Pending
+from lowprec_check.engine.trace.solver_failures import SolverFailures, is_factorization
+from lowprec_check.engine.trace.twins import KnownFacts
 from lowprec_check.schema.op_calls import OpCall
 
 
@@ -24,7 +28,8 @@ class OpErrors:
     ) -> None:
         self._lockstep, self._twins = lockstep, lockstep.twins
         self._solver_failures = solver_failures
-        self.facts = OutputFacts(lockstep.twins, count_flushed=count_flushed)
+        self._figures = lockstep.figures
+        self.facts = OutputFacts(lockstep.twins, lockstep.figures, count_flushed=count_flushed)
         self._local = local
 
     def measure(
@@ -38,7 +43,7 @@ class OpErrors:
         if advanced is None:
             return None
         references, seconds = advanced
-        row.input_error, row.input_flushed = call.input_facts.error, call.input_facts.flushed
+        self._figures.then(functools.partial(_add_inputs, row, call.input_facts))
         own = widened_outputs(call, widened, outputs, self._twins.wide) if self._local else None
         call.widened_outputs = own
         if call.traits.moves:
@@ -48,14 +53,10 @@ class OpErrors:
             row.recast = self._recast(call.inputs[0], outputs[0])
         return seconds
 
-    def measure_inputs(self, call: DispatchedCall) -> Facts:
-        """Before the op runs: the largest error and underflow of its inputs, and whether one has a new NaN or Inf."""
-        largest = EXACT
-        for tensor in call.inputs:
-            facts = self.facts.of_input(tensor)
-            if facts is not EXACT:
-                largest = facts if largest is EXACT else worst_of(largest, facts)
-        return largest
+    def measure_inputs(self, call: DispatchedCall) -> list[KnownFacts]:
+        """Before the op runs: the facts of its inputs that differ from the reference."""
+        found = map(self.facts.of_input, call.inputs)
+        return [facts for facts in found if facts is not EXACT]
 
     def _measure_outputs(
         self,
@@ -75,20 +76,28 @@ class OpErrors:
                 if own is not None and index < len(own) and own[index].shape == out.shape:
                     against.append(own[index])
                 # Only the first output: others, such as the mean that a norm saves, may be near zero without underflow.
-                compared = compare_tensor(out, against, count_flushed=self.facts.count_flushed and index == 0)
-                self.facts.store(out, facts_in(compared))
-                if call.input_facts.nonfinite:
-                    compared = compared._replace(introduced_inf=0, introduced_nan=0, flushed=None, subnormal=None)
+                pending = self._figures.compare(out, against, count_flushed=self.facts.count_flushed and index == 0)
+                self.facts.store(out, pending)
+                compared = functools.partial(_introduced, pending, call.input_facts)
                 if several:
                     self.facts.add_when_used(out, compared, row)
                 else:
-                    add_to_row(row, compared)
+                    self._figures.then(functools.partial(_add_outputs, row, compared))
             elif call.inputs:
-                flips = int((out != reference).sum())
-                row.flips += flips
-                row.compared_choices += out.numel()
-                if flips:
-                    self._solver_failures.add(call, outputs, out)
+                self._count_flips(call, outputs, out, reference, row)
+
+    def _count_flips(
+        self, call: DispatchedCall, outputs: list[Tensor], out: Tensor, reference: Tensor, row: OpCall
+    ) -> None:
+        flips = self._figures.number((out != reference).sum())
+        row.compared_choices += out.numel()
+        if not is_factorization(call):
+            self._figures.then(functools.partial(_add_flips, row, flips))
+            return
+        self._figures.settle()  # a check of its ``info`` may follow
+        _add_flips(row, flips)
+        if flips.value:
+            self._solver_failures.add(call, outputs, out)
 
     def _recast(self, source: Tensor, out: Tensor) -> int:
         """1 if this cast repeats or undoes another cast of the same values, else 0."""
@@ -99,3 +108,23 @@ class OpErrors:
         twin.cast_to = out.dtype
         self._twins.find_or_add(out).cast_from = source.dtype
         return int(repeats)
+
+
+def _introduced(pending: Pending[TensorComparison], inputs: Sequence[KnownFacts]) -> TensorComparison:
+    """The comparison of an output; NaN, Inf and underflow do not count if an input has a new NaN or Inf."""
+    if inputs and worst_of(inputs).nonfinite:
+        return pending.value._replace(introduced_inf=0, introduced_nan=0, flushed=None, subnormal=None)
+    return pending.value
+
+
+def _add_inputs(row: OpCall, inputs: Sequence[KnownFacts]) -> None:
+    worst = worst_of(inputs)
+    row.input_error, row.input_flushed = worst.error, worst.flushed
+
+
+def _add_outputs(row: OpCall, compared: Callable[[], TensorComparison]) -> None:
+    add_to_row(row, compared())
+
+
+def _add_flips(row: OpCall, flips: Pending[float]) -> None:
+    row.flips += int(flips.value)

@@ -110,7 +110,7 @@ class _Budget:
         changes = self.tape.backward([(self.leaf.low, self._directions())])
         entries = [entry for change in changes for entry in self._entries(change)]
         zeros = torch.zeros(0, 1 + PROBES)
-        along = (torch.stack([its.cpu() for *_, its in entries]) if entries else zeros).double()
+        along = (torch.stack([its.to(self.error.device) for *_, its in entries]).cpu() if entries else zeros).double()
         total = along.sum(0)
         explained = float(total[0]) / self.error_norm
         shares = self._shares(along, explained)
@@ -177,9 +177,9 @@ class _Budget:
         """
         signed = along[:, 0] / self.error_norm
         if not len(signed) or float(signed.abs().sum()) <= _CANCELLING * abs(explained):
-            return [float(share) for share in signed]
+            return signed.tolist()
         energy = along[:, 0].square() + (along[:, 1:].square().mean(1) if PROBES else 0.0)
-        return [float(share) for share in energy / energy.sum() * explained]
+        return (energy / energy.sum() * explained).tolist()
 
 
 def by_place(found: Iterable[tuple[Place, float]]) -> tuple[list[Share], float]:

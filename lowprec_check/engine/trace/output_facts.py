@@ -6,13 +6,16 @@ measured when the op reads it.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float
-from lowprec_check.engine.core.tensor_comparison import TensorComparison, compare_tensor
-from lowprec_check.engine.trace.twins import Facts, Region, Twin, Twins
+from lowprec_check.engine.core.tensor_comparison import TensorComparison
+from lowprec_check.engine.trace.pending_figures import Pending, PendingFigures
+from lowprec_check.engine.trace.twins import Facts, KnownFacts, Region, Twin, Twins
 from lowprec_check.schema.op_calls import OpCall
 
 EXACT = Facts()
@@ -22,12 +25,12 @@ EXACT = Facts()
 class OutputFacts:
     """Facts of all live tensors. ``count_flushed``: measure the share of values that underflow to zero."""
 
-    def __init__(self, twins: Twins, *, count_flushed: bool) -> None:
-        self._twins, self.count_flushed = twins, count_flushed
-        self._unused: dict[int, tuple[OpCall, TensorComparison]] = {}
+    def __init__(self, twins: Twins, figures: PendingFigures, *, count_flushed: bool) -> None:
+        self._twins, self._figures, self.count_flushed = twins, figures, count_flushed
+        self._unused: dict[int, tuple[OpCall, Callable[[], TensorComparison]]] = {}
         """By ``id`` of the row: calls with several outputs, none of them used yet, with the comparison of the first."""
 
-    def of_input(self, tensor: Tensor) -> Facts:
+    def of_input(self, tensor: Tensor) -> KnownFacts:
         """The facts of a tensor that an op reads, or the model returns. A row gets the errors of the outputs that are used."""
         twin = self._twins.find(tensor)
         if twin is None or not twin.facts or not is_float(tensor):
@@ -38,25 +41,23 @@ class OutputFacts:
             row, compared = twin.unused
             twin.unused = None
             self._unused.pop(id(row), None)
-            add_to_row(row, compared)
+            self._add_later(row, compared)
         if known is None:
-            known = twin.facts[region] = facts_in(
-                compare_tensor(
-                    without_repeats(tensor),
-                    [without_repeats(self._twins.reference_of(tensor))],
-                    count_flushed=self.count_flushed,
-                )
+            known = twin.facts[region] = self._figures.compare(
+                without_repeats(tensor),
+                [without_repeats(self._twins.reference_of(tensor))],
+                count_flushed=self.count_flushed,
             )
         return known
 
-    def store(self, tensor: Tensor, facts: Facts) -> Twin:
+    def store(self, tensor: Tensor, facts: KnownFacts) -> Twin:
         """Store the facts of a tensor that an op has written, and forget those of other parts of its storage."""
         twin = self._twins.find_or_add(tensor)
         twin.facts = {region_of(tensor): facts}
         twin.unused = None
         return twin
 
-    def add_when_used(self, tensor: Tensor, compared: TensorComparison, row: OpCall) -> None:
+    def add_when_used(self, tensor: Tensor, compared: Callable[[], TensorComparison], row: OpCall) -> None:
         """Add the comparison of one of several outputs to ``row`` when an op uses it."""
         self._twins.find_or_add(tensor).unused = (row, compared)
         self._unused.setdefault(id(row), (row, compared))
@@ -64,8 +65,11 @@ class OutputFacts:
     def finish(self) -> None:
         """At the end: the row of a call whose outputs nothing used gets the errors of the first one."""
         for row, compared in self._unused.values():
-            add_to_row(row, compared)
+            self._add_later(row, compared)
         self._unused.clear()
+
+    def _add_later(self, row: OpCall, compared: Callable[[], TensorComparison]) -> None:
+        self._figures.then(lambda: add_to_row(row, compared()))
 
 
 def facts_in(compared: TensorComparison) -> Facts:
@@ -74,8 +78,13 @@ def facts_in(compared: TensorComparison) -> Facts:
     return Facts(compared.errors[0], compared.flushed or 0.0, nonfinite)
 
 
-def worst_of(some: Facts, others: Facts) -> Facts:
-    """The larger error and underflow, and whether either has a new NaN or Inf."""
+def worst_of(known: Iterable[KnownFacts]) -> Facts:
+    """The largest error and underflow, and whether any has a new NaN or Inf. All must be known by now."""
+    found = [facts_in(facts.value) if isinstance(facts, Pending) else facts for facts in known]
+    return functools.reduce(_worse, found, EXACT)
+
+
+def _worse(some: Facts, others: Facts) -> Facts:
     return Facts(max(some.error, others.error), max(some.flushed, others.flushed), some.nonfinite or others.nonfinite)
 
 
@@ -100,7 +109,7 @@ def region_of(tensor: Tensor) -> Region:
     return tensor.shape, tensor.stride(), tensor.storage_offset()  # type: ignore[return-value]
 
 
-def _of_same_elements(twin: Twin, region: Region, tensor: Tensor) -> Facts | None:
+def _of_same_elements(twin: Twin, region: Region, tensor: Tensor) -> KnownFacts | None:
     """Facts of a region with the same elements in another order: of the same size and start, without repeats or gaps."""
     for (shape, stride, offset), facts in twin.facts.items():
         same = offset == region[2] and _span(shape, stride) == _span(region[0], region[1]) == tensor.numel()

@@ -67,6 +67,7 @@ class Recorder(DispatchMode):
     ) -> None:
         super().__init__()
         self.lockstep, self.stack, self.journal = lockstep, stack, journal
+        journal.before_report = self._settle
         self.emulation = emulation or Emulation()
         self.counter = counter
         self.input_storages: set[int] = set()
@@ -113,6 +114,14 @@ class Recorder(DispatchMode):
         for tensor in outputs:
             self._op_errors.facts.of_input(tensor)
         self._op_errors.facts.finish()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Read all figures. An exception of the instruments is recorded."""
+        try:
+            self.lockstep.figures.settle()
+        except Exception as error:
+            self._note_fault("the op calls", error)
 
     def _run_view(self, call: DispatchedCall) -> Any:
         """Run a view. It shares the twin of the tensor it views, so only a view that fails is recorded."""
@@ -132,9 +141,11 @@ class Recorder(DispatchMode):
             result: T = observe(*args)
             return result
         except Exception as error:
-            message = f"lowprec-check failed to measure {call.traits.name}: {first_line(message_of(error))}"
-            self.faults[message] = None
+            self._note_fault(call.traits.name, error)
             return None
+
+    def _note_fault(self, what: str, error: Exception) -> None:
+        self.faults[f"lowprec-check failed to measure {what}: {first_line(message_of(error))}"] = None
 
     def _is_involved(self, call: DispatchedCall) -> bool:
         """Whether low-precision values reach this op; if not, it is its own reference."""
@@ -203,7 +214,8 @@ class Recorder(DispatchMode):
     ) -> None:
         if self.lockstep.tape is not None:
             # The error of a constant counts where it is used.
-            errors = [] if self.lockstep.gives_constant(call) else added_errors(call, outputs, exact)
+            waits = not self.lockstep.figures.deferred
+            errors = [] if self.lockstep.gives_constant(call) else added_errors(call, outputs, exact, waits=waits)
             self.lockstep.tape.add(call, row, outputs, errors)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,10 +10,11 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.core.floating_dtypes import is_float, underflows
 from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.core.tensor_comparison import compare_tensor
+from lowprec_check.engine.core.tensor_comparison import TensorComparison
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.op_arguments import dtype_flow, shape_text
 from lowprec_check.engine.trace.output_facts import region_of
+from lowprec_check.engine.trace.pending_figures import Pending
 from lowprec_check.engine.trace.twins import Facts, storage_key
 from lowprec_check.schema.op_calls import OpCall
 
@@ -25,7 +27,7 @@ def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor]) ->
 
     Returns a row ``cast weight`` for each that overflows or underflows in its cast, which no op of the run shows.
     """
-    rows = []
+    rows: list[OpCall] = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.layout != torch.strided:
             lockstep.is_partial |= name in fp32 and fp32[name].dtype != tensor.dtype
@@ -39,20 +41,23 @@ def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor]) ->
         if twin is not None:
             twin.constant = True
         if wide.dtype != low.dtype and underflows(low.dtype):
-            row = _row_of_cast(lockstep, name, wide, low)
-            rows += [row] if row is not None else []
+            compared = lockstep.figures.compare(low, [wide], count_flushed=True)
+            lockstep.figures.then(functools.partial(_add_cast, rows, lockstep, name, wide, low, compared))
+    lockstep.figures.settle()
     return rows
 
 
-def _row_of_cast(lockstep: Lockstep, name: str, wide: Tensor, low: Tensor) -> OpCall | None:
-    """The row of a weight's cast; ``None`` if it loses nothing notable to overflow or underflow."""
-    compared = compare_tensor(low, [wide], count_flushed=True)
+def _add_cast(
+    rows: list[OpCall], lockstep: Lockstep, name: str, wide: Tensor, low: Tensor, pending: Pending[TensorComparison]
+) -> None:
+    """Add the row of a weight's cast, unless it loses nothing notable to overflow or underflow."""
+    compared = pending.value
     lost = bool(compared.introduced_inf or compared.introduced_nan)
     if not lost and (compared.flushed or 0.0) <= _NOTABLE_FLUSHED:
-        return None
+        return
     lockstep.twins.find_or_add(low).facts = {region_of(low): Facts(nonfinite=lost)}
     module, _, attribute = name.rpartition(".")
-    return OpCall(
+    row = OpCall(
         f"cast {attribute}",
         module,
         dtypes=dtype_flow([wide], [low]),
@@ -65,6 +70,7 @@ def _row_of_cast(lockstep: Lockstep, name: str, wide: Tensor, low: Tensor) -> Op
         subnormal=compared.subnormal,
         compared_values=compared.elements if lost else 0,
     )
+    rows.append(row)
 
 
 def seed_inputs(lockstep: Lockstep, cast: Any, original: Any, device: torch.device) -> None:

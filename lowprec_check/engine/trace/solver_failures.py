@@ -27,7 +27,7 @@ class SolverFailures:
 
     def add(self, call: DispatchedCall, outputs: list[Tensor], info: Tensor) -> None:
         """Store ``call`` if it is a factorization; ``info`` is the output that differs from the reference's."""
-        if call.traits.packet.startswith("aten::linalg_") and call.traits.packet.endswith("_ex"):
+        if is_factorization(call):
             factors = [weakref.ref(out) for out in outputs if out.is_floating_point()]
             self._failed[storage_key(info)] = (call, factors)
 
@@ -47,3 +47,8 @@ class SolverFailures:
                 out.copy_(self._twins.reference_of(out))
         self._journal.add_call_gap(failed, "numeric-failure", message_of(error))
         return True
+
+
+def is_factorization(call: DispatchedCall) -> bool:
+    """Whether the op reports in an output whether it has failed."""
+    return call.traits.packet.startswith("aten::linalg_") and call.traits.packet.endswith("_ex")

@@ -8,6 +8,7 @@ low-precision value reached it. A twin is freed with its storage.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float, widen, widened_dtype
 from lowprec_check.engine.core.tensor_comparison import TensorComparison
+from lowprec_check.engine.trace.pending_figures import Pending
 from lowprec_check.schema.op_calls import OpCall
 
 Region = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -30,6 +32,10 @@ class Facts(NamedTuple):
     """Share of the reference's non-zeros that underflowed to zero."""
     nonfinite: bool = False
     """Whether they contain a NaN or Inf that the reference does not."""
+
+
+KnownFacts = Facts | Pending[TensorComparison]
+"""Facts, or a comparison with the reference that is not read yet."""
 
 
 class Twin:
@@ -53,10 +59,10 @@ class Twin:
         """The reference values, in the layout of the storage; ``None``: the storage is its own reference."""
         self.shared = shared
         """Whether the values belong to the caller; they are copied before the first write."""
-        self.facts: dict[Region, Facts] = {}
+        self.facts: dict[Region, KnownFacts] = {}
         """How far parts of the storage are from these values, since the last write; empty if nothing was measured."""
-        self.unused: tuple[OpCall, TensorComparison] | None = None
-        """The row of the call that wrote these values, and their comparison, as long as no op has used them."""
+        self.unused: tuple[OpCall, Callable[[], TensorComparison]] | None = None
+        """The row of the call that wrote these values, and what gives their comparison, as long as no op has used them."""
         self.pending_complex = False
         """Whether this complex64 result of a rescue is pending: real values computed from it are cast to the low dtype."""
         self.cast_from: torch.dtype | None = None

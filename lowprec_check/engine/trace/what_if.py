@@ -29,6 +29,7 @@ from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.matrix_products import is_fused, product_of
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs
 from lowprec_check.engine.trace.output_budget import by_place, norm_of
+from lowprec_check.engine.trace.pending_figures import PendingFigures
 from lowprec_check.engine.trace.seeding import seed_state
 from lowprec_check.errors import message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
@@ -69,7 +70,8 @@ def predict(
     probes: int = PROBES,
 ) -> list[WhatIf]:
     """An entry for each of the formats ``names``; ``ready`` is the fp32 model, which runs once, unchanged."""
-    lockstep = Lockstep(tape_limit=MemoryLimit.half_of(free_memory(ready.device)))
+    figures = PendingFigures(deferred=ready.device.type != "cpu")
+    lockstep = Lockstep(tape_limit=MemoryLimit.half_of(free_memory(ready.device)), figures=figures)
     seed_state(lockstep, ready.model, {})
     formats = [WHAT_IF_FORMATS.get(name) for name in names]
     inputs, named = ready.inputs(args, kwargs)
