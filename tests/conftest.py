@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.cli.main import main
+from lowprec_check.engine.run import round_schedule
 
 pytest_plugins = ["pytester"]
 
@@ -42,6 +43,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-goldens", action="store_true", help="Write tests/goldens/ anew; then read the diff.")
+
+
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are taken in as few rounds as possible, in this process and its forks: tests do not depend on how exact they are."""
+    monkeypatch.setattr(round_schedule, "SECONDS", 0.0)
 
 
 @pytest.fixture

@@ -338,7 +338,7 @@ def test_without_anything_to_compare_a_recommendation_says_so() -> None:
     assert result.recommendation is not None
     reasons = []
     for milliseconds in (50.0, 0.01):
-        runs = [msgspec.structs.replace(run, latency_ms=milliseconds) for run in result.runs]
+        runs = [msgspec.structs.replace(run, latency_ms=milliseconds, latency=None) for run in result.runs]
         found = recommend(runs, result.model)
         assert found is not None
         assert "holds nothing to compare" in found.reason

@@ -49,8 +49,9 @@ def is_over_tolerance(run: Run) -> bool:
 def trusted_budget(run: Run) -> ErrorBudget | None:
     """The budget of ``run``, if it names causes: the first order explains at least half of the squared error."""
     budget = run.budget
-    trusted = budget is not None and budget.unexplained is not None and abs(budget.unexplained) <= TRUSTED
-    return budget if trusted else None
+    if budget is None or not budget.known or budget.unexplained is None:
+        return None
+    return budget if abs(budget.unexplained) <= TRUSTED else None
 
 
 def is_tiny(run: Run) -> bool:

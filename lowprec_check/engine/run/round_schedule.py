@@ -25,7 +25,7 @@ SAME = 1.1
 DISTURBED = 0.1
 """The largest part of a turn in which threads may wait for a core."""
 
-MORE = 3.0
+MORE = 2.0
 """How many times as long rounds are repeated then, or if times vary much."""
 
 SECONDS = 1.5
@@ -35,12 +35,14 @@ SECONDS = 1.5
 class RoundSchedule:
     """Iterates over the rows to time, the first of which is fp32; :meth:`add` takes what was measured."""
 
-    def __init__(self, rows: int, seconds: float = SECONDS) -> None:
-        """At least :data:`FEW` rounds are timed, and no more than fit in ``seconds``, or in :data:`MORE` times as many."""
+    def __init__(self, rows: int, seconds: float | None = None) -> None:
+        """At least :data:`FEW` rounds are timed, and no more than fit in ``seconds``, by default :data:`SECONDS`, or in
+        :data:`MORE` times as many.
+        """
         self.turns: list[dict[int, TurnTimed]] = [{} for _ in range(rows)]
         """By row, its turn in each round."""
         self._lost: set[int] = set()
-        self._seconds = seconds
+        self._seconds = SECONDS if seconds is None else seconds
         self.number = 0
         """The number of the round."""
 
