@@ -61,6 +61,7 @@ RESTORED = {
     "its own forward": "model.forward = lambda x: x * 0",
     "a hook on itself": "model.linear.register_forward_hook(lambda module, inputs, output: output * 3)",
     "the default dtype": "torch.set_default_dtype(torch.float64)",
+    "a new namespace of ops": "getattr(torch.ops, f'made_by_use_{id(x)}')",
 }
 """What a model does in bfloat16 that the snapshot restores."""
 LEFT = {
@@ -93,7 +94,7 @@ def source_of(folder: Path, line: str) -> TargetSource:
     return load_here(TargetSpec(str(path)), 0)
 
 
-def scanned(source: TargetSource, isolation: Isolation, **options: Any) -> ScanResult:
+def scanned(source: TargetSource, isolation: Isolation | None, **options: Any) -> ScanResult:
     settings: dict[str, Any] = {"precisions": ["bfloat16", "half"], "plan": False, "device": "cpu", **options}
     return scan_target(source, isolation, ScanOptions(**settings))
 
@@ -290,3 +291,15 @@ def test_a_shared_worker_does_any_work() -> None:
 def test_scan_accepts_the_isolation() -> None:
     result = scan(nn.Linear(4, 4).eval(), torch.ones(1, 4), precisions="half", isolation="shared", plan=False)
     assert [run.status for run in result.runs] == ["ok", "ok"]
+
+
+def test_a_program_that_has_asked_for_its_gpu_forks_only_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.cuda.is_available()`` is enough for CUDA to refuse a fork, though nothing is initialized."""
+    this = os.getpid()
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: os.getpid() != this)
+    source = TargetSource(make_target(nn.Linear(8, 8), torch.ones(2, 8)))
+    assert source.isolation_of_functions(None, "cpu") == "fork"
+    assert source.isolation_of_functions(None, None) == "none"
+    assert (source.best_on("cpu"), source.method) == ("fork", "fork")
+    assert (source.best_on("cuda"), source.method) == ("none", "spawn")
+    assert scanned(TargetSource(source.target), None).options["isolation"] == "fork"

@@ -59,7 +59,11 @@ def _accelerates(device: torch.device, kind: str) -> bool | None:
 def _describe(kind: str) -> str:
     module = devices.module_of(torch.device(kind))
     count = module.device_count() if hasattr(module, "device_count") else 1
-    return f"{kind} ×{count}: {devices.name_of(torch.device(kind))}"
+    try:
+        name = devices.name_of(torch.device(kind))
+    except RuntimeError:  # in a fork of a process that has asked for its accelerators
+        name = "not used here"
+    return f"{kind} ×{count}: {name}"
 
 
 def _cpu_name() -> str:

@@ -280,8 +280,9 @@ def growing_scan(
 ) -> Iterator[ScanResult]:
     """Yield the result after each run, without its conclusion; the last one has all runs."""
     options.check()
-    machine = isolated(lambda: environment(options.device), source.isolation_of_functions(isolation), dict[str, Any])
-    isolation = isolation or isolation_on(machine["device"], source.best)
+    asking = source.isolation_of_functions(isolation, options.device)
+    machine = isolated(lambda: environment(options.device), asking, dict[str, Any])
+    isolation = isolation or isolation_on(machine["device"], source.best_on(machine["device"]))
     source.isolated_by(isolation)
     settings = options.for_runs(machine["device"])
     target = source.target

@@ -19,6 +19,15 @@ def initialized() -> Iterator[Any]:
             yield module
 
 
+def in_bad_fork() -> bool:
+    """Whether this process is a fork of one that has asked for its accelerators, so that it cannot use them.
+
+    ``torch.cuda.is_available()`` is enough, after which ``is_initialized()`` is still false.
+    """
+    modules = (getattr(torch, name, None) for name in accelerators())
+    return any(getattr(module, "_is_in_bad_fork", lambda: False)() for module in modules)
+
+
 def check_accelerators() -> None:
     """Wait for the accelerators; raises an exception if one cannot be used any more in this process.
 

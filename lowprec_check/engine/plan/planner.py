@@ -180,8 +180,9 @@ def growing_planning(
     """Yield the bases tried so far and the best plan found, after each base."""
     target = source.target
     options.check(target)
-    machine = isolated(lambda: environment(options.device), source.isolation_of_functions(isolation), dict[str, Any])
-    isolation = isolation or isolation_on(machine["device"], source.best)
+    asking = source.isolation_of_functions(isolation, options.device)
+    machine = isolated(lambda: environment(options.device), asking, dict[str, Any])
+    isolation = isolation or isolation_on(machine["device"], source.best_on(machine["device"]))
     source.isolated_by(isolation)
     settings = RunOptions(
         device=machine["device"],

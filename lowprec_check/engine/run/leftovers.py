@@ -264,6 +264,9 @@ def _user_modules() -> Iterator[tuple[str, dict[str, Any]]]:
         file = getattr(module, "__file__", None)
         if (
             isinstance(module, types.ModuleType)
+            and not type(module).__module__.startswith(
+                "torch."
+            )  # torch.ops, whose namespaces are made when they are used
             and isinstance(file, str)
             and is_user_code(file)
             and not is_installed(file)

@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 import cloudpickle
 
+from lowprec_check.engine.core.accelerators import in_bad_fork
 from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_imports import UserImports
 from lowprec_check.engine.model.weights_freed import free_weights
-from lowprec_check.engine.run.isolation import accelerator_in_use, best_isolation
+from lowprec_check.engine.run.isolation import accelerator_in_use, best_isolation, isolated
 from lowprec_check.errors import UsageError, message_of, type_name
 from lowprec_check.process import Isolation
 from lowprec_check.process.function_worker import Method
@@ -63,10 +64,25 @@ class TargetSource:
         forks = self.best == "fork" and not self._fork_fails and not accelerator_in_use()
         return "fork" if forks else "spawn"
 
-    def isolation_of_functions(self, isolation: Isolation | None) -> Isolation:
-        """How a function that may initialize a device is called, where the runs have this ``isolation``."""
+    def best_on(self, device: str) -> Isolation:
+        """How runs on ``device`` are isolated by default, but for sharing a worker: no fork, if it could not use the device."""
+        if device.startswith("cpu") or self.best != "fork" or not self._forks_lose_accelerators:
+            return self.best
+        self.stop_forking()
+        return "spawn" if self.reload is not None else "none"
+
+    @functools.cached_property
+    def _forks_lose_accelerators(self) -> bool:
+        """Whether a fork cannot use accelerators, because this process has asked for them; only a fork can tell."""
+        return isolated(in_bad_fork, "fork", bool)
+
+    def isolation_of_functions(self, isolation: Isolation | None, device: str | None) -> Isolation:
+        """How a function that may initialize ``device`` is called, where the runs have this ``isolation``."""
         wanted = isolation or self.best
-        return "fork" if wanted == "shared" and self.method == "fork" else wanted
+        method = "fork" if wanted == "shared" and self.method == "fork" else wanted
+        if method == "fork" and not (device or "").startswith("cpu") and self._forks_lose_accelerators:
+            return "none"
+        return method
 
     def stop_forking(self) -> None:
         """From now on, :attr:`method` is a fresh interpreter: a fork has failed where that has not."""
