@@ -10,8 +10,9 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch import Tensor, nn
+from user_files import NET
 
-from lowprec_check import Run, scan
+from lowprec_check import Run, ScanResult, scan
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.run import timed_runs, turns
 from lowprec_check.engine.run.target_runs import RunOptions, open_runs
@@ -181,6 +182,31 @@ def test_the_state_is_rewound_between_calls(isolation: Isolation) -> None:
     assert found.runs[1].latency.samples >= 9
     assert not found.runs[1].notes
     assert not model.seen
+
+
+def test_the_command_saves_times_and_op_calls(call: Any, tmp_path: Path) -> None:
+    """The command gets each run from a process of its own, and its times later."""
+    (tmp_path / "model.py").write_text(f"{NET}\nmodel, inputs = Net(), torch.ones(2, 3)\n", encoding="utf-8")
+    call("scan", "model.py", "-p", "bfloat16", "--json", "scan.json", "--no-plan", folder=tmp_path)
+    result = ScanResult.load(tmp_path / "scan.json")
+    assert result.timing_conditions is not None
+    assert [run.precision for run in result.runs] == ["fp32", "bfloat16"]
+    for run in result.runs:
+        assert run.latency is not None
+        assert run.latency_ms == run.latency.median_ms
+        assert run.op_calls
+
+
+def test_a_scan_without_times_has_none(call: Any, tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(f"{NET}\nmodel, inputs = Net(), torch.ones(2, 3)\n", encoding="utf-8")
+    options = ["-p", "bfloat16", "--times", "off", "--json", "scan.json", "--no-plan"]
+    result = call("scan", "model.py", *options, folder=tmp_path)
+    assert " ms" not in result.stdout
+    saved = ScanResult.load(tmp_path / "scan.json")
+    assert saved.timing_conditions is None
+    assert all(run.latency_ms is None for run in saved.runs)
+    assert saved.recommendation is not None
+    assert "fast" not in saved.recommendation.reason
 
 
 def test_a_scan_saves_times_and_what_disturbed_them() -> None:

@@ -32,7 +32,9 @@ from lowprec_check.process.guardian import GUARDIAN
 from lowprec_check.process.shared_file import read_shared, shared_file
 from lowprec_check.process.supervisor import StateEvent, Supervisor
 from lowprec_check.schema.base import Struct, encoded
+from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Planning
+from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 
@@ -48,7 +50,7 @@ class _Progressed(Struct, frozen=True, tag="progress"):
 
 
 class _Grown(Struct, frozen=True, tag="grown"):
-    """The result so far; of a scan, ``runs`` has only those that are new."""
+    """The result so far; of a scan, ``runs`` has only those that are new or have changed."""
 
     result: ScanResult | None = None
     planning: Planning | None = None
@@ -88,11 +90,13 @@ def scan_file(
     :class:`ProcessLostError` if the process ends after it has loaded the target.
     """
     options.check()
-    runs: list[Run] = []
+    runs: dict[RunKey, Run] = {}
     session = _Session(spec, options.seed, isolation, options.budget or LOAD_SECONDS, on_progress)
     for result in session.grow(functools.partial(_grow_scan, options, spec.name)):
-        runs += result.runs
-        yield msgspec.structs.replace(result, runs=list(runs))
+        for run in result.runs:
+            known = runs.get(run.key)
+            runs[run.key] = run if known is None else msgspec.structs.replace(run, op_calls=known.op_calls)
+        yield msgspec.structs.replace(result, runs=list(runs.values()))
 
 
 def plan_file(
@@ -109,11 +113,15 @@ def plan_file(
 def _grow_scan(
     options: ScanOptions, name: str, source: TargetSource, isolation: Isolation | None, on_progress: OnProgress | None
 ) -> Iterator[ScanResult]:
-    """The result after each run; ``runs`` has only those that are new."""
-    sent = 0
+    """The result after each run; ``runs`` has only those that are new, and those that have changed, without the op calls that
+    were sent before.
+    """
+    sent: dict[RunKey, Run] = {}
     for result in growing_scan(source, isolation, options, spec=name, on_progress=on_progress):
-        yield msgspec.structs.replace(result, runs=result.runs[sent:])
-        sent = len(result.runs)
+        changed = [run for run in result.runs if sent.get(run.key) is not run]
+        news = [msgspec.structs.replace(run, op_calls=OpCalls()) if run.key in sent else run for run in changed]
+        yield msgspec.structs.replace(result, runs=news)
+        sent = {run.key: run for run in result.runs}
 
 
 def _grow_plan(
