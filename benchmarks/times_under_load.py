@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check import ScanResult, scan
+from lowprec_check.analysis.speed import speed
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
 
 
@@ -102,17 +103,15 @@ def scanned(model: nn.Module, inputs: Any, precisions: list[str] | None = None) 
 
 
 def recommended(result: ScanResult) -> str:
-    """What the scan recommends, and what it says is gained."""
+    """What the scan recommends, and whether it says that fp32 is better."""
     chosen = result.recommendation
-    return "nothing" if chosen is None else f"{chosen.label} ({chosen.worth})"
+    return "nothing" if chosen is None else f"{'fp32, else ' if chosen.stay_in_fp32 else ''}{chosen.label}"
 
 
 def speedups(result: ScanResult) -> dict[str, float | None]:
-    """By precision."""
-    return {
-        run.precision: run.latency.speedup.median if run.latency and run.latency.speedup else None
-        for run in result.runs[1:]
-    }
+    """By precision; ``None`` if it cannot be told."""
+    found = {run.precision: speed(run, result.runs) for run in result.runs[1:]}
+    return {name: known.ratio if known.told in ("faster", "slower", "same") else None for name, known in found.items()}
 
 
 def compare(name: str, scans: int, loops: int) -> dict[str, Any]:

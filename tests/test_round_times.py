@@ -87,11 +87,15 @@ def test_without_undisturbed_calls_nothing_is_compared() -> None:
 
 
 def test_long_calls_that_were_disturbed_are_known_within_a_factor() -> None:
-    speedup = latency_of(rounds(2.0, 2.2, disturbed=True), rounds(0.1, 0.2, disturbed=True)).speedup
+    speedup = latency_of(rounds(6.0, 6.2, disturbed=True), rounds(0.3, 0.2, disturbed=True, alone=0.1)).speedup
     assert speedup is not None
     assert speedup.rounds == 1
     assert speedup.high == pytest.approx(ONE_CALL * speedup.median)
     assert speedup.high < 1
+
+
+def test_a_short_call_that_was_disturbed_is_nothing_to_guess_from() -> None:
+    assert latency_of(rounds(6.0, 6.2, disturbed=True), rounds(0.3, 0.2, disturbed=True)).speedup is None
 
 
 def test_rounds_of_one_run_only_are_not_compared() -> None:
@@ -145,6 +149,11 @@ def test_rounds_go_forth_and_back_until_every_ratio_is_known() -> None:
     assert order[:2] == [[0, 1, 2], [2, 1, 0]]
     assert len(order) == ENOUGH
     assert order[FEW:] == [[2, 0], [0, 2], [2, 0]]  # 2.0 is far from 1, 1.02 is not
+
+
+def test_a_run_that_is_many_times_slower_is_called_in_one_round_only() -> None:
+    order = taken(RoundSchedule(3, seconds=60), [0.03, 1.7, 0.031])
+    assert [row for rows in order for row in rows].count(1) == 1
 
 
 def test_what_varies_is_timed_longer_but_not_forever() -> None:

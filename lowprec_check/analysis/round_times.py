@@ -67,7 +67,11 @@ def _speedup(mine: Rounds, fp32: Rounds) -> Speedup | None:
         return msgspec.structs.replace(speedup_of(alone), one_core=True)
     if clean:
         return speedup_of(clean)
-    guessed = [min(one.seconds) / min(other.seconds) for one, other in pairs if min(other.seconds) >= LONG_SECONDS]
+    guessed = [
+        min(one.on_one_core or one.seconds) / min(other.seconds)
+        for one, other in pairs
+        if min(other.seconds) >= LONG_SECONDS and (one.on_one_core or min(one.seconds) >= LONG_SECONDS)
+    ]
     return speedup_of([statistics.median(guessed)]) if guessed else None
 
 

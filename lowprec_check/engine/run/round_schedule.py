@@ -19,10 +19,13 @@ MOST = 30
 FAR = 1.5
 """So far from 1 that a few rounds tell."""
 
+VERY_SLOW = 8.0
+"""A run that is so many times slower than fp32 in one round that nothing disturbed is not called again."""
+
 SAME = 1.1
 """A ratio is known if its interval is no wider than this, or lies on one side of 1 by as much."""
 
-DISTURBED = 0.1
+DISTURBED = 0.03
 """The largest part of a turn in which threads may wait for a core."""
 
 MORE = 2.0
@@ -111,7 +114,7 @@ def _is_disturbed(turn: TurnTimed) -> bool:
 
 def _is_known(speedup: Speedup) -> bool:
     if speedup.rounds < FEW:
-        return False
+        return speedup.rounds == 1 and speedup.median <= 1 / VERY_SLOW
     margin = SAME if speedup.rounds >= ENOUGH else FAR
     narrow = speedup.rounds >= ENOUGH and speedup.high <= SAME * speedup.low
     return narrow or speedup.low >= margin or speedup.high <= 1 / margin

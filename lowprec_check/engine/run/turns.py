@@ -18,7 +18,7 @@ from lowprec_check.schema.run_key import EAGER
 LONG_SECONDS = 0.25
 """A call that takes longer is timed once a turn, and needs no call before it that fills the caches."""
 
-VERY_LONG_SECONDS = 2.0
+VERY_LONG_SECONDS = 5.0
 """A call that takes longer is not called on one core too: its time is an average over all that disturbs it."""
 
 ONE_CORE_SECONDS = 0.5
@@ -86,26 +86,28 @@ class TimedCalls:
         """
         threads = torch.get_num_threads()
         try:
-            self._call_alone()
-            seconds: list[float] = []
+            first = self._call_alone()
+            seconds = [first] if first is not None and first >= LONG_SECONDS else []
             deadline = time.monotonic() + ONE_CORE_SECONDS
             while sum(seconds) < TURN_SECONDS and len(seconds) < MOST_CALLS and time.monotonic() < deadline:
-                before = own_wait()
-                taken, after = self._call_alone(), own_wait()
-                if before is None or after is None:
-                    break
-                waited = after - before
-                if waited <= UNDISTURBED * taken or taken - waited >= SHORT_SECONDS:
-                    seconds.append(taken - waited)
+                found = self._call_alone()
+                if found is not None:
+                    seconds.append(found)
             return seconds
         finally:
             torch.set_num_threads(threads)
 
-    def _call_alone(self) -> float:
+    def _call_alone(self) -> float | None:
+        """Seconds of a call on one core, less those it waited for it; ``None`` if that cannot be told."""
         self._snapshot.rewind()  # which restores the number of threads, too
         self._calls = 0
         torch.set_num_threads(1)
-        return self._call()
+        before = own_wait()
+        taken, after = self._call(), own_wait()
+        if before is None or after is None:
+            return None
+        waited = after - before
+        return taken - waited if waited <= UNDISTURBED * taken or taken - waited >= SHORT_SECONDS else None
 
     def _call(self) -> float:
         if self._calls and self._calls % IN_A_ROW == 0:
