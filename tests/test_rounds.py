@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
+from conftest import Call
 from torch import Tensor, nn
 
-from lowprec_check import Run, scan
+from lowprec_check import Run, ScanResult, scan
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.run import timed_runs, turns
 from lowprec_check.engine.run.target_runs import RunOptions, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.timed_runs import TimedRuns
 from lowprec_check.process import Isolation
+
+Write = Callable[..., Path]
 
 ISOLATIONS = get_args(Isolation)
 
@@ -188,3 +192,25 @@ def test_a_scan_saves_times_and_what_disturbed_them() -> None:
     assert result.timing_conditions is not None
     assert all(run.latency is not None for run in result.runs)
     assert type(result).from_json(result.to_json()) == result
+
+
+FILE = """
+import torch
+model = torch.nn.Linear(8, 8)
+inputs = torch.randn(2, 8)
+"""
+
+
+@pytest.mark.parametrize("times", ["on", "off"])
+def test_the_command_saves_the_times_of_rounds_and_none_without_them(write: Write, call: Call, times: str) -> None:
+    """Runs are sent to the command when they finish; their times come later."""
+    path = write(FILE)
+    json = path.with_suffix(".json")
+    assert call("scan", path, "-p", "half", "-p", "bfloat16", "--times", times, "--json", json).returncode == 0
+    result = ScanResult.load(json)
+    assert [run.precision for run in result.runs] == ["fp32", "half", "bfloat16"]
+    if times == "on":
+        assert all(run.latency is not None for run in result.runs)
+        assert all(run.latency_ms == run.latency.median_ms for run in result.runs if run.latency)
+    else:
+        assert all(run.latency_ms is None and run.latency is None for run in result.runs)

@@ -33,6 +33,7 @@ from lowprec_check.process.shared_file import read_shared, shared_file
 from lowprec_check.process.supervisor import StateEvent, Supervisor
 from lowprec_check.schema.base import Struct, encoded
 from lowprec_check.schema.plan import Planning
+from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 
@@ -88,11 +89,11 @@ def scan_file(
     :class:`ProcessLostError` if the process ends after it has loaded the target.
     """
     options.check()
-    runs: list[Run] = []
+    runs: dict[RunKey, Run] = {}
     session = _Session(spec, options.seed, isolation, options.budget or LOAD_SECONDS, on_progress)
     for result in session.grow(functools.partial(_grow_scan, options, spec.name)):
-        runs += result.runs
-        yield msgspec.structs.replace(result, runs=list(runs))
+        runs.update((run.key, run) for run in result.runs)
+        yield msgspec.structs.replace(result, runs=list(runs.values()))
 
 
 def plan_file(
@@ -109,11 +110,12 @@ def plan_file(
 def _grow_scan(
     options: ScanOptions, name: str, source: TargetSource, isolation: Isolation | None, on_progress: OnProgress | None
 ) -> Iterator[ScanResult]:
-    """The result after each run; ``runs`` has only those that are new."""
-    sent = 0
+    """The result after each run; ``runs`` has only those that are new or have changed, as all do when they get their times."""
+    sent: dict[RunKey, Run] = {}
     for result in growing_scan(source, isolation, options, spec=name, on_progress=on_progress):
-        yield msgspec.structs.replace(result, runs=result.runs[sent:])
-        sent = len(result.runs)
+        fresh = [run for run in result.runs if sent.get(run.key) is not run]
+        yield msgspec.structs.replace(result, runs=fresh)
+        sent.update((run.key, run) for run in fresh)
 
 
 def _grow_plan(
