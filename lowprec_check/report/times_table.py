@@ -53,7 +53,12 @@ def disturbances(result: ScanResult) -> list[str]:
 
 
 def _on_one_core(result: ScanResult) -> Iterator[str]:
-    ratios = [(run, run.latency.speedup) for run in result.runs if run.latency is not None and run.latency.speedup]
+    """In a scenario, other times are compared."""
+    ratios = [
+        (run, run.latency.speedup)
+        for run in result.runs
+        if run.latency is not None and run.latency.speedup and run.timing is None
+    ]
     alone = [summary.label(run) for run, ratio in ratios if ratio.one_core]
     if alone:
         which = "all runs" if len(alone) == len(ratios) else ", ".join(alone)
