@@ -17,6 +17,7 @@ from lowprec_check.analysis.recommend import recommend
 from lowprec_check.analysis.rules.registry import diagnose, rule, rules
 from lowprec_check.report.summary import no_pass
 from lowprec_check.report.text import render
+from lowprec_check.schema.measures import TimingConditions
 from lowprec_check.schema.op_calls import OpCall, OpCalls, to_columns
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.scan_result import ErrorStats, Gap, ModelInfo, ResultError, Run, ScanResult
@@ -232,6 +233,26 @@ def test_equal_numbers_of_op_calls_are_stored_once_and_saved_as_they_are() -> No
     assert read.rms is read.time_ms
     assert list(read.rows()) == rows
     assert msgspec.json.encode(read) == msgspec.json.encode(to_columns(rows))
+
+
+@pytest.mark.parametrize("in_rounds", [True, False])
+def test_a_scan_that_ended_before_its_rounds_claims_no_times(in_rounds: bool) -> None:
+    fp32 = Run(precision="fp32", device="cpu", status="ok", latency_ms=10.0)
+    half = Run(precision="half", device="cpu", status="ok", latency_ms=90.0)
+    conditions = TimingConditions() if in_rounds else None
+    options = {"precisions": ["half"], "backends": ["eager"]}
+    result = ScanResult(
+        tool="t",
+        target="t",
+        model=MODEL,
+        environment={},
+        options=options,
+        runs=[fp32, half],
+        timing_conditions=conditions,
+    )
+    early = conclude_early(result, "the scan was interrupted")
+    assert early is not None
+    assert [run.latency_ms for run in early.runs] == ([10.0, 90.0] if in_rounds else [None, None])
 
 
 def test_a_scan_that_ended_early_says_what_was_tried() -> None:

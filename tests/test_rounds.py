@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
+from conftest import Call
 from torch import Tensor, nn
 from user_files import NET
 
@@ -19,6 +21,8 @@ from lowprec_check.engine.run.target_runs import RunOptions, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.timed_runs import TimedRuns
 from lowprec_check.process import Isolation
+
+Write = Callable[..., Path]
 
 ISOLATIONS = get_args(Isolation)
 
@@ -105,10 +109,10 @@ def test_a_run_that_fails_while_it_is_timed_costs_only_its_own_times(
     assert bfloat16.latency is not None
     assert half.latency_ms == runs[1].latency_ms
     if isolation == "none" or (isolation == "spawn" and not dies):
-        assert "not timed in rounds: RuntimeError: enough of it" in half.notes
+        assert "failed while it was timed: RuntimeError: enough of it" in half.notes
     if isolation == "fork":
-        reason = "its process ended while it was timed" if dies else "RuntimeError: enough of it"
-        assert f"not timed in rounds: {reason}" in half.notes
+        reason = "its process ended" if dies else "RuntimeError: enough of it"
+        assert f"failed while it was timed: {reason}" in half.notes
         assert bfloat16.latency.speedup is not None
         assert bfloat16.latency.speedup.rounds >= 3
 
@@ -214,3 +218,25 @@ def test_a_scan_saves_times_and_what_disturbed_them() -> None:
     assert result.timing_conditions is not None
     assert all(run.latency is not None for run in result.runs)
     assert type(result).from_json(result.to_json()) == result
+
+
+FILE = """
+import torch
+model = torch.nn.Linear(8, 8)
+inputs = torch.randn(2, 8)
+"""
+
+
+@pytest.mark.parametrize("times", ["on", "off"])
+def test_the_command_saves_the_times_of_rounds_and_none_without_them(write: Write, call: Call, times: str) -> None:
+    """Runs are sent to the command when they finish; their times come later."""
+    path = write(FILE)
+    json = path.with_suffix(".json")
+    assert call("scan", path, "-p", "half", "-p", "bfloat16", "--times", times, "--json", json).returncode == 0
+    result = ScanResult.load(json)
+    assert [run.precision for run in result.runs] == ["fp32", "half", "bfloat16"]
+    if times == "on":
+        assert all(run.latency is not None for run in result.runs)
+        assert all(run.latency_ms == run.latency.median_ms for run in result.runs if run.latency)
+    else:
+        assert all(run.latency_ms is None and run.latency is None for run in result.runs)

@@ -17,6 +17,8 @@ from lowprec_check.analysis.speed import CLEAR, conditions, is_faster, speed
 from lowprec_check.compat.rows import row_of
 from lowprec_check.compat.target_list import Request
 from lowprec_check.report import summary
+from lowprec_check.report.summary import milliseconds, rows, spread
+from lowprec_check.report.times_table import disturbances
 from lowprec_check.schema.measures import Latency, Speedup, TimingConditions
 from lowprec_check.schema.recommendation import Prefer
 from lowprec_check.schema.scan_result import Gap
@@ -342,3 +344,40 @@ def test_the_same_times_are_no_difference(median: float, width: float) -> None:
     assume(width < 1)
     found = one(median, median * (1 - width), median * (1 + width), memory=8)
     assert not diff_scans(found, found).changes
+
+
+def test_a_run_that_failed_while_it_was_timed_says_so_instead_of_noisy() -> None:
+    """Its times are missing, not noisy; times that were taken before it failed still count."""
+    lost = timed("half", 1.0, 1.0, 1.0)
+    lost = msgspec.structs.replace(lost, latency=msgspec.structs.replace(lost.latency or rounds(1, 1, 1), speedup=None))
+    why = "failed while it was timed: RuntimeError: late call"
+    assert speed(lost, [FP32, lost]).told == "noisy"
+    lost = msgspec.structs.replace(lost, notes=[why])
+    assert speed(lost, [FP32, lost]).told == "unknown"
+    early = msgspec.structs.replace(timed("bfloat16", 2.0, 1.9, 2.1), notes=[why])
+    assert speed(early, [FP32, early]).told == "faster"
+    table = {row.label: row for row in rows(concluded([FP32, lost, early]))}
+    assert (table["half"].time, table["half"].why) == ("–", why)
+    assert (table["bfloat16"].time, table["bfloat16"].why) == ("0.50 ×", why)
+
+
+@pytest.mark.parametrize(("ms", "text"), [(110.6, "110.6 ms"), (0.4, "0.4 ms"), (0.0056, "0.0056 ms")])
+def test_short_times_are_not_rounded_to_zero(ms: float, text: str) -> None:
+    assert milliseconds(ms) == text
+
+
+def test_a_spread_wider_than_the_median_has_no_percentage() -> None:
+    assert spread(Latency(median_ms=0.5, quartiles_ms=(0.4, 0.6), samples=9)) == "±20 %"
+    assert spread(Latency(median_ms=0.5, quartiles_ms=(0.4, 13.5), samples=9, noisy=True)) == "(noisy)"
+
+
+def test_ratios_of_calls_on_one_core_are_named() -> None:
+    alone = timed("half", 1.4, 1.3, 1.5)
+    latency = alone.latency
+    assert latency is not None
+    assert latency.speedup is not None
+    ratio = msgspec.structs.replace(latency.speedup, one_core=True)
+    alone = msgspec.structs.replace(alone, latency=msgspec.structs.replace(latency, speedup=ratio))
+    sentence = "Compared with fp32 on one core, where other programs disturb less: "
+    assert sentence + "half." in disturbances(concluded([FP32, alone, timed("bfloat16", 2.0, 1.9, 2.1)]))
+    assert sentence + "all runs." in disturbances(concluded([FP32, alone]))

@@ -35,10 +35,13 @@ def wanted_runs(result: ScanResult) -> list[RunKey]:
 def conclude_early(result: ScanResult, reason: str) -> ScanResult | None:
     """Like :func:`conclude` for a scan that ended early: the missing runs are ``skipped`` for ``reason``.
 
-    ``None`` if no run but the reference has finished.
+    Calls that were not yet taken in rounds are not compared: what else the machine did may have slowed them down. ``None`` if no run but the reference has finished.
     """
     done = {run.key for run in result.runs}
     if len(done) < 2:
         return None
+    runs = result.runs
+    if result.timing_conditions is None:
+        runs = [msgspec.structs.replace(run, latency_ms=None) for run in runs]
     missing = [skipped(key, reason) for key in wanted_runs(result) if key not in done]
-    return conclude(msgspec.structs.replace(result, runs=[*result.runs, *missing]))
+    return conclude(msgspec.structs.replace(result, runs=[*runs, *missing]))

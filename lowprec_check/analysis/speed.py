@@ -44,6 +44,10 @@ SHORT_MS = 1.0
 """Calls below this cannot be compared between two processes on a busy machine, only in rounds."""
 
 
+FAILED_WHILE_TIMED = "failed while it was timed: "
+"""What the note of such a run starts with."""
+
+
 class Speed(NamedTuple):
     """How many times as fast as fp32 a run is, with an interval."""
 
@@ -87,9 +91,16 @@ def speed(run: Run, runs: Sequence[Run]) -> Speed:
         return Speed("same", 1.0, 1.0, 1.0) if latency_of(run) else Speed("unknown")
     if run.latency is not None and run.timing is None:
         rounds = run.latency.speedup
-        return _judged(rounds.median, rounds.low, rounds.high) if rounds is not None else Speed("noisy")
+        if rounds is None:
+            return Speed("unknown" if failure_while_timed(run) or failure_while_timed(reference) else "noisy")
+        return _judged(rounds.median, rounds.low, rounds.high)
     fp32, mine = latency_of(reference), latency_of(run)
     return _of_medians(fp32, mine) if fp32 and mine else Speed("unknown")
+
+
+def failure_while_timed(run: Run) -> str | None:
+    """Why times of a run are missing, or were taken in few rounds, though it had run before."""
+    return next((note for note in run.notes if note.startswith(FAILED_WHILE_TIMED)), None)
 
 
 def latency_of(run: Run) -> float | None:

@@ -19,7 +19,7 @@ from lowprec_check.analysis.run_summary import (
     short_op,
     some,
 )
-from lowprec_check.analysis.speed import TOLD, speed
+from lowprec_check.analysis.speed import TOLD, failure_while_timed, speed
 from lowprec_check.report.escape import visible, visible_diagnostic, visible_lines
 from lowprec_check.schema.measures import Latency
 from lowprec_check.schema.precisions import LOW_FORMATS, PRECISIONS, low_precisions
@@ -158,10 +158,10 @@ def format_ratio(ratio: float | None) -> str:
 
 def _why(run: Run, result: ScanResult) -> str:
     if run.is_reference:
-        latency = f"{run.latency_ms:.1f} ms" if run.latency_ms is not None else ""
+        latency = milliseconds(run.latency_ms) if run.latency_ms is not None else ""
         latency += f" {spread(run.latency)}" if run.latency is not None else ""
         memory = _bytes(run.peak_memory_bytes) if run.peak_memory_bytes else ""
-        return ", ".join(part for part in (latency, memory, _scenario(run)) if part)
+        return ", ".join(part for part in (latency, memory, _scenario(run), failure_while_timed(run)) if part)
     if run.base is not None:
         return f"kept in fp32: {some(run.keep_fp32)}"
     if run.status != "ok":
@@ -170,14 +170,21 @@ def _why(run: Run, result: ScanResult) -> str:
     if judged is not None:
         return f"error of the {judged}"
     slow = [d for d in result.diagnostics if d.code == "LP106" and d.is_about(run)]
-    return f"slow: {', '.join(short_op(d.op or '') for d in slow[:3])}" if slow else ""
+    if slow:
+        return f"slow: {', '.join(short_op(d.op or '') for d in slow[:3])}"
+    return failure_while_timed(run) or ""
+
+
+def milliseconds(duration: float) -> str:
+    """``13.1 ms``, ``0.4 ms``, ``0.0056 ms``."""
+    return f"{duration:.1f} ms" if duration >= 0.1 else f"{duration:.2g} ms"
 
 
 def spread(latency: Latency) -> str:
-    """``±4 %``: half the distance of the quartiles, relative to the median."""
+    """``±4 %``: half the distance of the quartiles, relative to the median; in words if that is more than the median."""
     low, high = latency.quartiles_ms
     share = (high - low) / 2 / latency.median_ms if latency.median_ms else 0.0
-    return f"±{max(share * 100, 1):.0f} %"
+    return f"±{max(share * 100, 1):.0f} %" if share <= 1 else "(noisy)"
 
 
 def _scenario(run: Run) -> str:

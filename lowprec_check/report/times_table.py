@@ -48,8 +48,21 @@ def times_rows(result: ScanResult) -> list[TimesRow]:
 
 
 def disturbances(result: ScanResult) -> list[str]:
-    """Sentences about what disturbed the times of the scan, and which runs are noisy for it."""
-    return [*conditions(result.timing_conditions), *_noisy(result)]
+    """Sentences about what disturbed the times of the scan, which ratios do without several cores, and which runs are noisy."""
+    return [*conditions(result.timing_conditions), *_on_one_core(result), *_noisy(result)]
+
+
+def _on_one_core(result: ScanResult) -> Iterator[str]:
+    """In a scenario, other times are compared."""
+    ratios = [
+        (run, run.latency.speedup)
+        for run in result.runs
+        if run.latency is not None and run.latency.speedup and run.timing is None
+    ]
+    alone = [summary.label(run) for run, ratio in ratios if ratio.one_core]
+    if alone:
+        which = "all runs" if len(alone) == len(ratios) else ", ".join(alone)
+        yield f"Compared with fp32 on one core, where other programs disturb less: {which}."
 
 
 def _noisy(result: ScanResult) -> Iterator[str]:

@@ -181,7 +181,7 @@ class _Forks:
                 continue
             if isinstance(event, StateEvent):
                 if event.state != "running":
-                    self._failures[row] = "its process ended while it was timed"
+                    self._failures[row] = "its process ended"
                     return None
             elif isinstance(event.message, ToolFailed):
                 raise WorkerError(event.message.traceback)

@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from lowprec_check.analysis.round_times import latency_outside_rounds
+from lowprec_check.analysis.speed import FAILED_WHILE_TIMED
 from lowprec_check.engine.core.free_memory import free_memory
 from lowprec_check.engine.run.job import Job
 from lowprec_check.engine.run.launcher import Launcher
@@ -57,6 +58,8 @@ def time_runs(
         in_forks = launcher.isolation == "fork" and jobs[0].device == "cpu" and _copies_fit(jobs, source)
         times = time_in_rounds(jobs, source, launcher, on_round, in_forks=in_forks)
         reference = reference or times.latencies[0]
+        if 0 in times.failures:
+            notes.setdefault(id(fp32), times.failures[0])
         conditions.append(times.conditions)
         for row, run in enumerate(group, start=1):
             latency = times.latencies[row]
@@ -71,9 +74,8 @@ def time_runs(
             continue
         beside = None if id(run) in {id(known) for known in timed} else reference
         latency = found.get(id(run)) or latency_outside_rounds(run.latency_ms / 1e3, beside, run.calls)
-        note = [f"not timed in rounds: {notes[id(run)]}"] if id(run) in notes else []
-        answers.append(_with(run, latency, note))
-    return TimedRuns([_with(fp32, reference, []), *answers], _worst(conditions))
+        answers.append(_with(run, latency, notes.get(id(run))))
+    return TimedRuns([_with(fp32, reference, notes.get(id(fp32))), *answers], _worst(conditions))
 
 
 def untimed(runs: Sequence[Run]) -> TimedRuns:
@@ -81,10 +83,11 @@ def untimed(runs: Sequence[Run]) -> TimedRuns:
     return TimedRuns([msgspec.structs.replace(run, latency_ms=None) for run in runs], None)
 
 
-def _with(run: Run, latency: Latency | None, notes: list[str]) -> Run:
+def _with(run: Run, latency: Latency | None, failure: str | None) -> Run:
+    notes = run.notes if failure is None else [*run.notes, FAILED_WHILE_TIMED + failure]
     if latency is None:
-        return run
-    return msgspec.structs.replace(run, latency=latency, latency_ms=latency.median_ms, notes=[*run.notes, *notes])
+        return msgspec.structs.replace(run, notes=notes)
+    return msgspec.structs.replace(run, latency=latency, latency_ms=latency.median_ms, notes=notes)
 
 
 def _is_timed(run: Run, fp32: Run) -> bool:
