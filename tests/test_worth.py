@@ -13,13 +13,13 @@ from shared_result import latency, run, shared_result
 from lowprec_check import Recommendation, Run, ScanResult, diff_scans, render
 from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.analysis.recommend import recommend, worth_of
-from lowprec_check.analysis.speed import CLEAR, conditions, is_faster, speed
+from lowprec_check.analysis.speed import CLEAR, conditions, is_faster, ratio_text, speed
 from lowprec_check.compat.rows import row_of
 from lowprec_check.compat.target_list import Request
 from lowprec_check.report import summary
 from lowprec_check.report.summary import milliseconds, rows, spread
 from lowprec_check.report.times_table import disturbances
-from lowprec_check.schema.measures import Latency, Speedup, TimingConditions
+from lowprec_check.schema.measures import Latency, Speedup, Timing, TimingConditions
 from lowprec_check.schema.recommendation import Prefer
 from lowprec_check.schema.scan_result import Gap
 
@@ -289,6 +289,38 @@ def test_without_a_kernel_in_some_dtype_autocast_is_preferred_for_speed_only() -
     assert advised(runs, "memory").label == "bfloat16"
 
 
+@pytest.mark.parametrize(("noisy", "wanted"), [(False, "faster"), (True, "noisy")])
+def test_on_a_busy_machine_medians_of_a_scenario_are_known_within_a_factor(noisy: bool, wanted: str) -> None:
+    def in_scenario(name: str, milliseconds: float) -> Run:
+        found = Timing(
+            scenario="offline",
+            batch=4,
+            instances=1,
+            cores=2,
+            calls=9,
+            median_ms=milliseconds,
+            p99_ms=99.0,
+            throughput=None,
+        )
+        known = msgspec.structs.replace(latency(milliseconds), noisy=noisy)
+        return run(name, "ok", 1e-3, latency=known, latency_ms=milliseconds, timing=found)
+
+    fp32, half = in_scenario("fp32", 13.0), in_scenario("half", 10.0)
+    assert speed(half, [fp32, half]).told == wanted
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"),
+    [
+        (2.1, "2.1 times as fast as fp32"),
+        (0.09, "11 times slower than fp32"),
+        (1.02, "about as fast as fp32"),
+    ],
+)
+def test_a_plan_says_its_ratio_as_a_scan_does(ratio: float, text: str) -> None:
+    assert ratio_text(ratio) == text
+
+
 # -- what disturbed the times, and differences
 
 
@@ -298,7 +330,8 @@ def test_without_a_kernel_in_some_dtype_autocast_is_preferred_for_speed_only() -
         (None, []),
         (TimingConditions(waited=0.1, speed_change=1.2), []),
         (TimingConditions(waited=0.41), ["waited 41 % of the time"]),
-        (TimingConditions(waited=0.2, speed_change=1.43), ["waited 20 %", "by a factor of 1.4"]),
+        (TimingConditions(waited=0.02, speed_change=1.43), ["by a factor of 1.4"]),
+        (TimingConditions(waited=0.2, speed_change=1.43), ["waited 20 %"]),  # whose clock may be that of waiting, too
     ],
 )
 def test_what_disturbed_the_times_is_said_in_a_sentence(found: TimingConditions | None, says: list[str]) -> None:

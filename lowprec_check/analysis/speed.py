@@ -2,8 +2,8 @@
 
 A ratio counts only if it can be told apart from 1. It comes from the rounds in which a run and fp32 were called in turns
 (``run.latency.speedup``): their interval holds the true median in at least 95 % of scans, whatever else the machine does. A
-run without rounds (an older file, a plan, a scenario) has two medians; its interval is 5 % to each side, which holds for a
-quiet machine, and calls below 1 ms are anywhere between nothing and 1 ms.
+run without rounds (an older file, a scenario) has two medians; its interval is 5 % to each side, or a factor of 1.5 if the
+machine was busy, and calls below 1 ms are anywhere between nothing and 1 ms.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ from 1 to 4: 15 rounds choose differently in 30 and 56 % of the cases with ``low
 
 WAITED, CHANGED = 0.1, 1.2
 """The share of waiting threads, and the change of the processor's speed, from which on they are said."""
+
+BUSY = 1.5
+"""The factor within which the ratio of two medians is known on a busy machine, if they were not taken in rounds."""
 
 SHORT_MS = 1.0
 """Calls below this cannot be compared between two processes on a busy machine, only in rounds."""
@@ -95,7 +98,20 @@ def speed(run: Run, runs: Sequence[Run]) -> Speed:
             return Speed("unknown" if failure_while_timed(run) or failure_while_timed(reference) else "noisy")
         return _judged(rounds.median, rounds.low, rounds.high)
     fp32, mine = latency_of(reference), latency_of(run)
-    return _of_medians(fp32, mine) if fp32 and mine else Speed("unknown")
+    if not fp32 or not mine:
+        return Speed("unknown")
+    return _of_medians(fp32, mine, BUSY if _was_busy(run) or _was_busy(reference) else TOLD)
+
+
+def ratio_text(ratio: float) -> str:
+    """``1.4 times as fast as fp32``, of a ratio that could be told."""
+    return _judged(ratio, ratio, ratio).text()
+
+
+def _was_busy(run: Run) -> bool:
+    """Whether the machine did something else while the run was timed in rounds, and so in a scenario too."""
+    latency = run.latency
+    return latency is not None and (latency.noisy or bool(latency.speedup and latency.speedup.one_core))
 
 
 def failure_while_timed(run: Run) -> str | None:
@@ -128,7 +144,7 @@ def conditions(found: TimingConditions | None) -> list[str]:
             "Other programs used these cores while times were taken: the model's threads waited "
             f"{found.waited or 0.0:.0%} of the time.".replace("%", " %")
         )
-    if found is not None and (found.speed_change or 1.0) > CHANGED:
+    elif found is not None and (found.speed_change or 1.0) > CHANGED:
         said.append(f"The processor's speed changed by a factor of {found.speed_change:.1f} while times were taken.")
     return said
 
@@ -146,9 +162,10 @@ def _judged(ratio: float, low: float, high: float) -> Speed:
     return Speed("same" if low >= 1 / ALIKE and high <= ALIKE else "noisy", ratio, low, high)
 
 
-def _of_medians(fp32: float, mine: float) -> Speed:
-    """``fp32 / mine``, of two medians in ms that were not taken in rounds."""
+def _of_medians(fp32: float, mine: float, margin: float) -> Speed:
+    """``fp32 / mine``, of two medians in ms that were not taken in rounds; each end of the interval is ``margin`` away."""
     ratio = max(fp32, SHORT_MS) / max(mine, SHORT_MS)
+    low = ratio / margin if fp32 >= SHORT_MS else 0.0
     if mine < SHORT_MS:
-        return Speed("noisy", ratio, ratio / TOLD if fp32 >= SHORT_MS else 0.0, math.inf)
-    return _judged(ratio, ratio / TOLD if fp32 >= SHORT_MS else 0.0, ratio * TOLD)
+        return Speed("noisy", ratio, low, math.inf)
+    return _judged(ratio, low, ratio * margin)

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lowprec_check.analysis.run_summary import counted, in_fp32, short_op
-from lowprec_check.analysis.speed import TOLD
+from lowprec_check.analysis.speed import ratio_text
 from lowprec_check.report.console import print_table, screen
 from lowprec_check.report.escape import visible
 from lowprec_check.schema.plan import Attempt, Plan, Planning
@@ -76,8 +76,7 @@ def _proof(plan: Plan) -> str:
     if plan.batches > 1:
         parts.append(f"on each of {plan.batches} batches")
     if plan.speedup is not None:
-        slower = " (here fp32 is faster)" if plan.speedup <= 1 / TOLD else ""
-        parts.append(f"{plan.speedup:.2f} × fp32's speed{slower}")
+        parts.append(ratio_text(plan.speedup))
     if plan.trials:
         first = f" (number {plan.first_pass} was the first to pass)" if (plan.first_pass or 1) < plan.trials else ""
         parts.append(f"{counted(plan.trials, 'trial')} in {plan.seconds:.1f} s{first}")

@@ -197,7 +197,12 @@ class _Forks:
 
 
 def _work_in_turns(job: Job, row: int, waits: int, load: Load, send_bytes: SendBytes) -> None:
-    """In a fork: prepare the run, then a turn for each pair of bytes: the number of the round, and whether others use the cores."""
+    """In a fork: prepare the run, then a turn for each pair of bytes: the number of the round, and whether others use the cores.
+
+    What the model prints was printed by its plain run.
+    """
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 1)
 
     def send(message: FromJob) -> None:
         send_bytes(encode(message))
