@@ -28,7 +28,7 @@ SAME = 1.1
 DISTURBED = 0.03
 """The largest part of a turn in which threads may wait for a core."""
 
-MORE = 2.0
+MORE = 3.0
 """How many times as long rounds are repeated then, or if times vary much."""
 
 SECONDS = 1.5
