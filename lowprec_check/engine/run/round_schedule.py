@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from lowprec_check.analysis.round_times import Rounds, Turn, latency_of
 from lowprec_check.engine.run.messages import TurnTimed
-from lowprec_check.engine.run.turns import VERY_LONG_SECONDS
+from lowprec_check.engine.run.turns import LONG_SECONDS, VERY_LONG_SECONDS
 from lowprec_check.schema.measures import Latency, Speedup, TimingConditions
 
 FEW, ENOUGH = 3, 6
@@ -20,7 +20,7 @@ FAR = 1.5
 """So far from 1 that a few rounds tell."""
 
 VERY_SLOW = 8.0
-"""A run that is so many times slower than fp32 in one round that nothing disturbed is not called again."""
+"""A run with long calls that is so many times slower than fp32 in one round that nothing disturbed is not called again."""
 
 SAME = 1.1
 """A ratio is known if its interval is no wider than this, or lies on one side of 1 by as much."""
@@ -100,7 +100,10 @@ class RoundSchedule:
         latency = self.latency(row)
         if row in self._lost:
             return True
-        return latency is not None and latency.speedup is not None and _is_known(latency.speedup)
+        if latency is None or latency.speedup is None:
+            return False
+        once = latency.median_ms >= LONG_SECONDS * 1e3 and latency.speedup.median <= 1 / VERY_SLOW
+        return once or _is_known(latency.speedup)
 
     def _time_is_left(self, elapsed: float, rows: Sequence[int]) -> bool:
         noisy = any(latency.noisy for latency in map(self.latency, rows) if latency is not None)
@@ -114,7 +117,7 @@ def _is_disturbed(turn: TurnTimed) -> bool:
 
 def _is_known(speedup: Speedup) -> bool:
     if speedup.rounds < FEW:
-        return speedup.rounds == 1 and speedup.median <= 1 / VERY_SLOW
+        return False
     margin = SAME if speedup.rounds >= ENOUGH else FAR
     narrow = speedup.rounds >= ENOUGH and speedup.high <= SAME * speedup.low
     return narrow or speedup.low >= margin or speedup.high <= 1 / margin

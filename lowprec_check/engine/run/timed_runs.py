@@ -16,7 +16,7 @@ from lowprec_check.engine.run.launcher import Launcher
 from lowprec_check.engine.run.rounds import OnRound, time_in_rounds
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.schema.measures import Latency, TimingConditions
-from lowprec_check.schema.run_key import EAGER
+from lowprec_check.schema.run_key import EAGER, RunKey
 from lowprec_check.schema.scan_result import Run
 
 SLOW_SECONDS, SLOW_RATIO = 5.0, 10.0
@@ -48,34 +48,28 @@ def time_runs(
 ) -> TimedRuns:
     """``fp32`` and ``runs`` with the times of calls in rounds; the others of ``runs`` have those of their plain part."""
     timed = [run for run in runs if _is_timed(run, fp32)]
-    found: dict[int, Latency] = {}
-    notes: dict[int, str] = {}
+    latencies: dict[RunKey, Latency] = {}
+    failures: dict[RunKey, str] = {}
     conditions: list[TimingConditions] = []
-    reference: Latency | None = None
     for start in range(0, max(1, len(timed)), AT_ONCE):
-        group = timed[start : start + AT_ONCE]
-        jobs = [job_of(run) for run in (fp32, *group)]
+        group = [fp32, *timed[start : start + AT_ONCE]]
+        jobs = [job_of(run) for run in group]
         in_forks = launcher.isolation == "fork" and jobs[0].device == "cpu" and _copies_fit(jobs, source)
         times = time_in_rounds(jobs, source, launcher, on_round, in_forks=in_forks)
-        reference = reference or times.latencies[0]
-        if 0 in times.failures:
-            notes.setdefault(id(fp32), times.failures[0])
         conditions.append(times.conditions)
-        for row, run in enumerate(group, start=1):
+        for row, run in enumerate(group):
             latency = times.latencies[row]
             if latency is not None:
-                found[id(run)] = latency
+                latencies.setdefault(run.key, latency)
             if row in times.failures:
-                notes[id(run)] = times.failures[row]
-    answers = []
+                failures.setdefault(run.key, times.failures[row])
+    failed = {run.key for run in timed}.difference(latencies)
     for run in runs:
-        if run.latency_ms is None:
-            answers.append(run)
-            continue
-        beside = None if id(run) in {id(known) for known in timed} else reference
-        latency = found.get(id(run)) or latency_outside_rounds(run.latency_ms / 1e3, beside, run.calls)
-        answers.append(_with(run, latency, notes.get(id(run))))
-    return TimedRuns([_with(fp32, reference, notes.get(id(fp32))), *answers], _worst(conditions))
+        if run.latency_ms is not None and run.key not in latencies:
+            reference = None if run.key in failed else latencies.get(fp32.key)
+            latencies[run.key] = latency_outside_rounds(run.latency_ms / 1e3, reference, run.calls)
+    answers = [_with(run, latencies.get(run.key), failures.get(run.key)) for run in (fp32, *runs)]
+    return TimedRuns(answers, _worst(conditions))
 
 
 def untimed(runs: Sequence[Run]) -> TimedRuns:

@@ -35,6 +35,7 @@ UNDISTURBED = 0.02
 """The largest part of a short call on one core that it may have waited."""
 
 SHORT_SECONDS = 0.005
+"""What is left of a longer call counts even if the thread had to wait."""
 
 WARM_UP_CALLS = 3
 """Before the first turn of a compiled model: a traced graph is optimized in its second call."""
@@ -53,9 +54,8 @@ class TimedCalls:
 
     def warm_up(self) -> None:
         """Calls that are not timed: they compile, allocate, choose kernels."""
-        calls = 1 if self._job.backend == EAGER else WARM_UP_CALLS
-        while calls > 0:
-            calls -= 1 if self._call() < LONG_SECONDS or self._job.backend != EAGER else WARM_UP_CALLS
+        for _ in range(1 if self._job.backend == EAGER else WARM_UP_CALLS):
+            self._call()
 
     def turn(self, row: int, number: int, *, on_one_core: bool) -> TurnTimed:
         """The turn of ``row`` in round ``number``; ``on_one_core`` adds calls that other programs do not disturb."""
