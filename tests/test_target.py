@@ -182,7 +182,9 @@ def test_files_beside_the_model_do_not_replace_modules_of_this_program(tmp_path:
     (tmp_path / "model.py").write_text(SHADOWING)
     reports = [str(tmp_path / f"report.{suffix}") for suffix in ("html", "md", "xml", "sarif")]
     options = [option for report in reports for option in ("--report", report)]
-    done = run_command("scan", "model.py", "-p", "bfloat16", "--isolation", isolation, *options, cwd=tmp_path)
+    done = run_command(
+        "scan", "model.py", "-p", "bfloat16", "--times", "off", "--isolation", isolation, *options, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert "Use bfloat16" in done.stdout
     assert "imported bokeh" in done.stderr
