@@ -112,8 +112,7 @@ def recommended(result: ScanResult) -> str:
 
 def speedups(result: ScanResult) -> dict[str, float | None]:
     """By precision; ``None`` if it cannot be told."""
-    found = {run.precision: speed(run, result.runs) for run in result.runs[1:]}
-    return {name: known.ratio if known.told in ("faster", "slower", "same") else None for name, known in found.items()}
+    return {run.precision: speed(run, result.runs).told_ratio for run in result.runs[1:]}
 
 
 def compare(name: str, scans: int, loops: int) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def recommend(
         evidence=best.evidence,
         reason=_reason(best, runs, environment),
         code=snippet(best.key._replace(precision=best.base or best.precision), model, best.keep_fp32, best.untied),
-        speedup=found.ratio if found.told in ("faster", "slower", "same") else None,
+        speedup=found.told_ratio,
         rel_l2=best.output_error.rel_l2 if best.output_error else None,
         prefer=prefer,
         worth=worth,
@@ -151,19 +151,22 @@ def _gains(run: Run, runs: Sequence[Run]) -> Iterator[str]:
     found = speed(run, runs)
     if found.told == "faster":
         yield found.text()
+    yield from _savings(run, runs)
+
+
+def _savings(run: Run, runs: Sequence[Run]) -> Iterator[str]:
     ratio = memory_ratio(run, runs)
-    if ratio is not None and ratio <= SMALLER:
+    if ratio is not None and _is_smaller(run, runs):
         yield f"saves {1 - ratio:.0%} of the memory".replace("%", " %")
 
 
 def _reason(best: Run, runs: Sequence[Run], environment: Mapping[str, Any]) -> str:
     found = speed(best, runs)
     slow = _not_accelerated(best, environment) if found.told in ("same", "slower", "noisy") else ""
-    memory = [gain for gain in _gains(best, runs) if gain.startswith("saves")]
     compared = found.text() + (" on this machine" if found.told == "slower" else "")
     says = f" ({compared}{slow})" if found.told == "noisy" else f", {compared}{slow}" if compared else ""
     chosen_by_time = "; the choice rests on speed only" if best.status != "ok" and found.told != "noisy" else ""
-    saves = f"; {memory[0]}" if memory else ""
+    saves = "".join(f"; {saving}" for saving in _savings(best, runs))
     parts = [f"{_verdict(best)}{chosen_by_time}, measured here{says}{saves}."]
     if (best.setup_seconds or 0.0) >= LONG_SETUP:
         parts.append(f"Setting it up took {best.setup_seconds:.1f} s.")

@@ -61,6 +61,11 @@ class Speed(NamedTuple):
     high: float = math.inf
 
     @property
+    def told_ratio(self) -> float | None:
+        """The median, if it can be told."""
+        return self.ratio if self.told in ("faster", "slower", "same") else None
+
+    @property
     def time(self) -> float | None:
         """Its time over fp32's, if that can be told; 1 if it is about the same."""
         if self.told == "same":
@@ -138,15 +143,14 @@ def cores_were_used(found: TimingConditions | None) -> bool:
 
 def conditions(found: TimingConditions | None) -> list[str]:
     """What disturbed the times, as sentences."""
-    said = []
-    if found is not None and cores_were_used(found):
-        said.append(
-            "Other programs used these cores while times were taken: the model's threads waited "
-            f"{found.waited or 0.0:.0%} of the time.".replace("%", " %")
-        )
-    elif found is not None and (found.speed_change or 1.0) > CHANGED:
-        said.append(f"The processor's speed changed by a factor of {found.speed_change:.1f} while times were taken.")
-    return said
+    if found is None:
+        return []
+    if cores_were_used(found):
+        waited = f"the model's threads waited {found.waited or 0.0:.0%} of the time.".replace("%", " %")
+        return [f"Other programs used these cores while times were taken: {waited}"]
+    if (found.speed_change or 1.0) > CHANGED:
+        return [f"The processor's speed changed by a factor of {found.speed_change:.1f} while times were taken."]
+    return []
 
 
 def times(ratio: float) -> str:

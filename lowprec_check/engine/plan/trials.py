@@ -284,8 +284,7 @@ def _error(run: Run) -> float | None:
 
 def _speedup(run: Run, fp32: Run) -> float | None:
     """How many times as fast as ``fp32`` a run is; ``None`` if that cannot be told."""
-    found = speed(run, [fp32])
-    return found.ratio if found.told in ("faster", "slower", "same") else None
+    return speed(run, [fp32]).told_ratio
 
 
 def called_modules(model: nn.Module, runs: Sequence[Run]) -> dict[str, str]:

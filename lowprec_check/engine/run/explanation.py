@@ -24,8 +24,9 @@ class Attempts:
     """The next attempt at the instrumented part of ``job``; an op that has run for ``op_limit`` seconds is too slow.
 
     An op is blamed for its time only if it took that long twice: the budget may end in any op, and a call may be long
-    because something else had the processor. An op is blamed for a crash only if the process died in it twice: at the same place, or elsewhere in an op that is already
-    blamed. What died once may have been killed from outside, or by something that an earlier op broke.
+    because something else had the processor. It is blamed for a crash only if the process died in it twice: at the same
+    place, or elsewhere in an op that is already blamed. What died once may have been killed from outside, or by something
+    that an earlier op broke.
     """
 
     def __init__(self, job: Job, op_limit: float) -> None:

@@ -13,8 +13,6 @@ from torch import Tensor
 from lowprec_check.engine.core.compiled import own_compiled_code
 from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.pytree import map_tensors
-from lowprec_check.engine.model.plain_run import run_once
-from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.job import Job, Send
 from lowprec_check.engine.run.messages import (
@@ -26,6 +24,7 @@ from lowprec_check.engine.run.messages import (
 )
 from lowprec_check.engine.run.preparation import on_backend, on_device, prepared_for
 from lowprec_check.engine.run.target_source import Load
+from lowprec_check.engine.run.turns import WARM_UP_CALLS, TimedCalls
 from lowprec_check.engine.run.worker_task import work_on
 from lowprec_check.errors import message_of, type_name
 from lowprec_check.process.function_worker import SendBytes, end_if_forked
@@ -34,11 +33,6 @@ SECONDS = 3.0
 """How long calls are timed."""
 
 LEAST_CALLS = 5
-WARM_UP_CALLS = 3
-"""A traced graph is optimized in its second call."""
-
-IN_A_ROW = 3
-"""The state of the model is rewound after so many calls: it need not survive more."""
 
 
 class Instance(NamedTuple):
@@ -72,17 +66,15 @@ def time_instance(job: Job, instance: Instance, target: Target, send: Send, wait
         prepared_for(job, given) as in_precision,
     ):
         ready = on_backend(job, given, in_precision)
-        snapshot = Snapshot(ready.model, given.inputs, parameters=job.changes_parameters)
+        calls = TimedCalls(job, given, ready)
         for _ in range(WARM_UP_CALLS):
-            run_once(ready, *given.inputs, job.seed)
+            calls.call()
         send(InstanceReady())
         wait()
         samples: list[float] = []
         end = time.monotonic() + SECONDS
         while len(samples) < LEAST_CALLS or time.monotonic() < end:
-            if len(samples) % IN_A_ROW == 0:
-                snapshot.rewind()
-            samples.append(run_once(ready, *given.inputs, job.seed)[1])
+            samples.append(calls.call())
     send(InstanceTimed(samples))
 
 

@@ -97,9 +97,9 @@ class RoundSchedule:
         }
 
     def _is_settled(self, row: int) -> bool:
-        latency = self.latency(row)
         if row in self._lost:
             return True
+        latency = self.latency(row)
         if latency is None or latency.speedup is None:
             return False
         once = latency.median_ms >= LONG_SECONDS * 1e3 and latency.speedup.median <= 1 / VERY_SLOW

@@ -56,7 +56,7 @@ class TimedCalls:
     def warm_up(self) -> None:
         """Calls that are not timed: they compile, allocate, choose kernels."""
         for _ in range(1 if self._job.backend == EAGER else WARM_UP_CALLS):
-            self._call()
+            self.call()
 
     def turn(self, row: int, number: int, *, on_one_core: bool) -> TurnTimed:
         """The turn of ``row`` in round ``number``; ``on_one_core`` adds calls that other programs do not disturb."""
@@ -64,10 +64,10 @@ class TimedCalls:
         self._snapshot.rewind()
         self._calls = 0
         waited, started = longest_wait(), time.perf_counter()
-        first = self._call()
+        first = self.call()
         seconds = [first] if first >= LONG_SECONDS else []
         while not _enough(seconds):
-            seconds.append(self._call())
+            seconds.append(self.call())
         since, elapsed = longest_wait(), time.perf_counter() - started
         known = since is not None and waited is not None
         alone = on_one_core and self._job.backend == EAGER and first < VERY_LONG_SECONDS
@@ -104,13 +104,14 @@ class TimedCalls:
         self._calls = 0
         torch.set_num_threads(1)
         before = own_wait()
-        taken, after = self._call(), own_wait()
+        taken, after = self.call(), own_wait()
         if before is None or after is None:
             return None
         waited = after - before
         return taken - waited if waited <= UNDISTURBED * taken or taken - waited >= SHORT_SECONDS else None
 
-    def _call(self) -> float:
+    def call(self) -> float:
+        """Seconds of a call."""
         if self._calls and self._calls % IN_A_ROW == 0:
             self._snapshot.rewind()
         self._calls += 1
