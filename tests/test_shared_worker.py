@@ -71,7 +71,7 @@ LEFT = {
     "a method of its class": "Model.forward = lambda self, x: x * 0",
     "a layer of its own": "model.linear = nn.Identity()",
     "the default device": "torch.set_default_device('meta')",
-    "a switch of a backend": "torch.backends.cudnn.benchmark = True",
+    "a switch of a backend": "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False",
     "flushing of denormals": "torch.set_flush_denormal(True)",
     "an environment variable": "os.environ['MODEL_IS_SET'] = '1'",
     "the current folder": "os.chdir('/')",
