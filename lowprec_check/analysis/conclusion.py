@@ -7,7 +7,7 @@ import msgspec
 from lowprec_check.analysis.recommend import recommend
 from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, RunKey
-from lowprec_check.schema.scan_result import ScanResult, skipped
+from lowprec_check.schema.scan_result import Evidence, ScanResult, skipped
 
 
 def conclude(result: ScanResult) -> ScanResult:
@@ -43,5 +43,6 @@ def conclude_early(result: ScanResult, reason: str) -> ScanResult | None:
     runs = result.runs
     if result.timing_conditions is None:
         runs = [msgspec.structs.replace(run, latency_ms=None) for run in runs]
-    missing = [skipped(key, reason) for key in wanted_runs(result) if key not in done]
+    evidence: Evidence = "measured" if result.prediction is None else "predicted"
+    missing = [skipped(key, reason, evidence) for key in wanted_runs(result) if key not in done]
     return conclude(msgspec.structs.replace(result, runs=[*runs, *missing]))

@@ -66,6 +66,13 @@ def scan(
     memory_format: MemoryFormats = None,
     matrix: Matrix = None,
     device: Device = None,
+    torch: Annotated[
+        str | None,
+        typer.Option("--torch", metavar="X.Y", help="Release of torch to predict for. Default: the installed one."),
+    ] = None,
+    predict: Annotated[
+        bool, typer.Option("--predict", help="Predict for the device although it is here, instead of measuring.")
+    ] = False,
     budget: Annotated[
         float | None,
         typer.Option(
@@ -176,6 +183,8 @@ def scan(
             memory_formats=memory_formats,
             matrix=matrix,
             device=device,
+            torch_version=torch,
+            predict=predict,
             budget=budget,
             errors=errors,
             budget_error=budget_error,

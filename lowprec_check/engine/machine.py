@@ -9,12 +9,56 @@ from typing import Any
 
 import torch
 
+from lowprec_check.catalog.declared import release_of
+from lowprec_check.catalog.predictable import predicted_device
 from lowprec_check.engine.core.package_versions import IPEX, installed_version, minor_version
 from lowprec_check.engine.model import device as devices
-from lowprec_check.schema.devices import accelerators
+from lowprec_check.errors import UsageError
+from lowprec_check.schema.base import Struct
+from lowprec_check.schema.devices import accelerators, device_of
 from lowprec_check.schema.precisions import LOW_FORMATS
+from lowprec_check.schema.predicted_device import PredictedDevice
 
 CPU_FEATURES = ("avx2", "avx512", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_fp16")
+
+
+class Machine(Struct, frozen=True, kw_only=True):
+    """Where a scan runs, and the device that it predicts, if that is not here."""
+
+    environment: dict[str, Any]
+    predicted: PredictedDevice | None = None
+
+
+def machine_for(device: str | None, torch_version: str | None, *, predict: bool) -> Machine:
+    """The machine of a scan on ``device``. If that is not here, or ``predict``, runs are predicted for it, with a version of torch.
+
+    Raises :class:`UsageError` for a device that is neither here nor predictable.
+    """
+    predicted = _predicted(device, torch_version, predict=predict)
+    if predicted is None:
+        return Machine(environment=environment(device))
+    here = environment("cpu")
+    unknown = {f"{low.short}_accelerated": None for low in LOW_FORMATS} if predicted.name != "cpu" else {}
+    default = here["default_autocast"] if predicted.name == "cpu" else "float16"
+    about = {"device": predicted.name, "device_name": "predicted on a CPU", "default_autocast": default}
+    return Machine(environment=here | about | unknown, predicted=predicted)
+
+
+def _predicted(device: str | None, torch_version: str | None, *, predict: bool) -> PredictedDevice | None:
+    installed = str(torch.__version__)
+    if device is None:
+        if predict or torch_version is not None:
+            raise UsageError("No device is named to predict.", "Add --device xpu, cuda or cpu.")
+        return None
+    kind = device_of(device).name
+    if not predict and devices.is_available(kind):
+        if torch_version is not None and release_of(torch_version) != release_of(installed):
+            raise UsageError(
+                f"{kind} is here with torch {release_of(installed)}, so the scan would measure that.",
+                f"Add --predict to predict for torch {torch_version}.",
+            )
+        return None
+    return predicted_device(kind, torch_version or installed, installed)
 
 
 def environment(device: str | None = None) -> dict[str, Any]:

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from lowprec_check.analysis.conclusion import conclude, wanted_runs
 from lowprec_check.analysis.rules.registry import check_codes
-from lowprec_check.engine.machine import environment, version
+from lowprec_check.catalog.declared import release_of
+from lowprec_check.engine.machine import Machine, machine_for, version
 from lowprec_check.engine.model.application import application_of
 from lowprec_check.engine.model.calibration import Calibration
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.plan.planner import plan_for_scan
 from lowprec_check.engine.run.further_batches import open_batches
-from lowprec_check.engine.run.isolation import check_isolation, isolated, isolation_on
+from lowprec_check.engine.run.isolation import check_isolation, check_isolation_of_twins, isolated, isolation_on
 from lowprec_check.engine.run.launcher import OnProgress
 from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.engine.run.target_runs import RunOptions, open_runs
@@ -32,6 +33,7 @@ from lowprec_check.schema.backends import BACKENDS, replaced
 from lowprec_check.schema.measures import Scenario
 from lowprec_check.schema.memory_formats import MEMORY_FORMATS
 from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.predicted_device import PredictedDevice
 from lowprec_check.schema.recommendation import Prefer
 from lowprec_check.schema.registry import Registry, words_in
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE
@@ -55,6 +57,8 @@ class ScanOptions:
     memory_formats: Names = None
     matrix: str | None = None
     device: str | None = None
+    torch_version: str | None = None
+    predict: bool = False
     budget: float | None = None
     errors: Errors = "both"
     budget_error: BudgetError = "auto"
@@ -109,6 +113,7 @@ class ScanOptions:
         chosen = (self.chosen_precisions(), self.chosen_backends(), self.chosen_formats())
         if chosen == ([REFERENCE], [EAGER], [CONTIGUOUS]):
             raise UsageError("fp32 is the reference that every scan runs.", "Add a lower precision, such as half.")
+        self._check_prediction()
         self.chosen_what_if()
         parse_withheld(words_in(self.without_kernel))
         check_codes([*words_in(self.select), *words_in(self.ignore)])
@@ -128,10 +133,18 @@ class ScanOptions:
                     f"Unknown {name} {getattr(self, name)!r}.", f"Choose from {', '.join(filter(None, allowed))}."
                 )
 
-    def for_runs(self, device: str) -> RunOptions:
-        """The options of each run, on the resolved ``device``."""
+    def _check_prediction(self) -> None:
+        """Raise :class:`UsageError` for what a prediction cannot give, if one is asked for."""
+        if self.torch_version is not None:
+            release_of(self.torch_version)
+
+    def for_runs(self, device: str, predicted: PredictedDevice | None = None) -> RunOptions:
+        """The options of each run, on the resolved ``device``, which may stand for one that is not here."""
+        if predicted is not None and self.scenario is not None:
+            raise UsageError("A prediction has no times, so no scenario.", "Leave out --scenario.")
         return RunOptions(
             device=device,
+            predicted=predicted,
             budget=self.budget,
             errors=self.errors,
             budget_error=self.budget_error != "off",
@@ -160,6 +173,8 @@ class ScanOptions:
             "seed": self.seed,
             "batches": self.batches,
             "times": self.times,
+            "predict": self.predict,
+            "torch_version": self.torch_version,
             "scenario": self.scenario,
             "what_if": self.chosen_what_if(),
             "prefer": self.prefer,
@@ -182,6 +197,8 @@ def scan(
     memory_formats: Names = None,
     matrix: str | None = None,
     device: str | torch.device | None = None,
+    torch_version: str | None = None,
+    predict: bool = False,
     budget: float | None = None,
     errors: Errors = "both",
     budget_error: BudgetError = "auto",
@@ -215,7 +232,10 @@ def scan(
         backends: how to execute the model: ``inductor``, ``jit``, …; by default ``eager``.
         memory_formats: ``contiguous``, ``channels_last`` or both.
         matrix: a set of runs, ``default``, ``full`` or ``ci``; the three arguments above replace its parts.
-        device: ``cpu``, ``cuda``, ``xpu`` or ``mps``; by default an accelerator if there is one, else the CPU.
+        device: ``cpu``, ``cuda``, ``xpu`` or ``mps``; by default an accelerator if there is one, else the CPU. For ``cuda`` or
+            ``xpu`` that is not here, the runs are predicted.
+        torch_version: the release of torch to predict for, ``2.15``; by default the installed one.
+        predict: whether to predict for the device although it is here.
         budget: seconds for each part of a run; by default 20, or ten fp32 forwards if that is more.
         errors: errors to compute for each op: ``both`` (local and accumulated); ``accumulated`` and ``none`` are faster.
         budget_error: ``auto`` and ``on`` find out which ops the error of the output comes from, which needs both errors and memory
@@ -281,10 +301,15 @@ def growing_scan(
     """Yield the result after each run, without its conclusion; the last one has all runs."""
     options.check()
     asking = source.isolation_of_functions(isolation, options.device)
-    machine = isolated(lambda: environment(options.device), asking, dict[str, Any])
-    isolation = isolation or isolation_on(machine["device"], source.best_on(machine["device"]))
+    machine = isolated(
+        lambda: machine_for(options.device, options.torch_version, predict=options.predict), asking, Machine
+    )
+    runs_on = "cpu" if machine.predicted is not None else machine.environment["device"]
+    isolation = isolation or isolation_on(runs_on, source.best_on(runs_on))
+    if machine.predicted is not None:
+        check_isolation_of_twins(isolation)
     source.isolated_by(isolation)
-    settings = options.for_runs(machine["device"])
+    settings = options.for_runs(runs_on, machine.predicted)
     target = source.target
     name = encodable(spec or target.name)
     with (
@@ -299,7 +324,8 @@ def growing_scan(
             tool=f"lowprec-check {version()}",
             target=name,
             model=msgspec.structs.replace(model, notes=notes),
-            environment=machine,
+            environment=machine.environment,
+            prediction=machine.predicted,
             options=options.saved(target_runs.isolation),
             runs=[fp32],
         )
@@ -310,7 +336,8 @@ def growing_scan(
                 result, runs=[*result.runs, run], options=options.saved(target_runs.isolation)
             )
             yield result
-        runs, conditions = target_runs.time(result.runs[1:]) if options.times == "on" else untimed(result.runs)
+        timed = options.times == "on" and machine.predicted is None
+        runs, conditions = target_runs.time(result.runs[1:]) if timed else untimed(result.runs)
         result = msgspec.structs.replace(result, runs=runs, timing_conditions=conditions)
         yield result
         if options.what_if is not None:
@@ -318,6 +345,8 @@ def growing_scan(
             result = msgspec.structs.replace(result, what_if=predicted)
             yield result
         batches = [target_runs, *further.batches]
-        planned = plan_for_scan(batches, result.runs, machine, name, wanted=options.plan, on_progress=on_progress)
+        planned = plan_for_scan(
+            batches, result.runs, machine.environment, name, wanted=options.plan, on_progress=on_progress
+        )
         if planned is not None:
             yield msgspec.structs.replace(result, runs=[*result.runs, planned[0]], plan=planned[1])

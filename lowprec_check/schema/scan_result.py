@@ -23,6 +23,7 @@ from lowprec_check.schema.measures import Latency, LayerError, Timing, TimingCon
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Plan
 from lowprec_check.schema.precisions import PRECISIONS, Precision
+from lowprec_check.schema.predicted_device import PredictedDevice
 from lowprec_check.schema.predictions import WhatIf
 from lowprec_check.schema.recommendation import Recommendation
 from lowprec_check.schema.run_key import EAGER, REFERENCE, MemoryFormat, Phase, RunKey, qualified
@@ -93,8 +94,14 @@ class Gap(Struct, frozen=True, kw_only=True):
     calls: int = 1
     rescued: bool = True
     """Always true: a failure that is not rescued ends the run and is saved as its ``stopped_by``."""
+    predicted_by: str | None = None
+    """Of a predicted run: the row of the catalog that says so, in words."""
     constant: float | None = None
     """The number in the code that exceeds the range of the dtype, for a ``scalar-overflow``."""
+
+
+_MEASURED = ("latency_ms", "latency", "peak_memory_bytes", "timing", "setup_seconds")
+"""What only a run on the device itself can tell."""
 
 
 class Run(Struct, frozen=True, kw_only=True):
@@ -178,6 +185,18 @@ class Run(Struct, frozen=True, kw_only=True):
     """Whether the floating output is all zeros, so that a relative error is meaningless."""
     layer_errors: list[LayerError] = []
     """The errors of the layers that a quantizing backend measured, in the order of the model."""
+    known_ops: list[str] = []
+    """Of a predicted run: the aten ops in 16 bits that the catalog has for the device."""
+    assumed_ops: list[str] = []
+    """Of a predicted run: those that it does not have; they are taken to run."""
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for a predicted run with a measured time or memory."""
+        if self.evidence != "measured" and any(map(self._has, _MEASURED)):
+            raise ValueError("a predicted run has no times and no memory: they would be those of another device")
+
+    def _has(self, name: str) -> bool:
+        return getattr(self, name) is not None
 
     @property
     def key(self) -> RunKey:
@@ -210,13 +229,14 @@ class Run(Struct, frozen=True, kw_only=True):
         return PRECISIONS.find(self.base or self.precision)
 
 
-def skipped(key: RunKey, reason: str) -> Run:
+def skipped(key: RunKey, reason: str, evidence: Evidence = "measured") -> Run:
     """A run that is not possible, or was not reached."""
     return Run(
         precision=key.precision,
         backend=key.backend,
         device=key.device,
         memory_format=key.memory_format,
+        evidence=evidence,
         status="skipped",
         reason=reason,
     )
@@ -319,6 +339,8 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     recommendation: Recommendation | None = None
     plan: Plan | None = None
     """The plan of the ``plan`` run, if there is one."""
+    prediction: PredictedDevice | None = None
+    """The device that is not here, and what the predictions for it rest on; ``None`` if the runs were measured."""
     what_if: list[WhatIf] = []
     """The output errors predicted for the formats of ``--what-if``, none of which was run."""
 

@@ -182,10 +182,21 @@ def autocast_keys(func: OpOverload, called: CalledFunctions) -> AutocastKeys:
     )
 
 
+_REPLACED: dict[str, frozenset[str]] = {}
+"""By the name of an autocast key, the ops that have a kernel since :func:`replace_autocast_kernels`."""
+
+
+def replace_autocast_kernels(key: str, ops: frozenset[str]) -> None:
+    """From now on, autocast by this dispatch key has kernels for these ops (``aten::pow.Scalar``) alone; others fall through."""
+    _REPLACED[key] = ops
+    for cached in (_names_with_kernel, _names_with_any_kernel, _has_kernel):
+        cached.cache_clear()
+
+
 @functools.cache
 def _names_with_kernel(key: Any) -> frozenset[str]:
     """Names of the functions for which autocast has a kernel: ``cdist``."""
-    found = torch._C._dispatch_get_registrations_for_dispatch_key(key.name)
+    found = _REPLACED.get(key.name) or torch._C._dispatch_get_registrations_for_dispatch_key(key.name)
     return frozenset(name.removeprefix("aten::").partition(".")[0] for name in found)
 
 
@@ -213,6 +224,8 @@ def _is_autocast_enabled(device: str) -> bool:
 
 @functools.cache
 def _has_kernel(func: OpOverload, key: Any) -> bool:
+    if key.name in _REPLACED:
+        return func.name() in _REPLACED[key.name]
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key.name))
 
 

@@ -19,11 +19,13 @@ def make_run(job: Job, outcome: JobOutcome, tolerance: float | None) -> Run:
     """The run of ``job``; ``tolerance`` is the largest rel_l2 of its output that passes."""
     plain, measures, explained = outcome.plain, outcome.measures, outcome.explained
     status, reason = _status(job, outcome)
+    here = job.predicted is None
     return Run(
         precision=job.precision,
         backend=job.backend,
-        device=job.device,
+        device=job.shown_device,
         memory_format=job.memory_format,
+        evidence="measured" if job.predicted is None else "predicted",
         status=status,
         reason=reason,
         exception=plain.exception if plain else None,
@@ -33,10 +35,10 @@ def make_run(job: Job, outcome: JobOutcome, tolerance: float | None) -> Run:
         compared_module=plain.compared_module if plain else None,
         budget=explained.budget if explained and not job.is_reference else None,
         lockstep_error=explained.lockstep_error if explained and not job.is_reference else None,
-        latency_ms=measures.latency_ms if measures else None,
-        setup_seconds=_setup_seconds(job, plain, measures),
+        latency_ms=measures.latency_ms if measures and here else None,
+        setup_seconds=_setup_seconds(job, plain, measures) if here else None,
         compiler=measures.compiler if measures else None,
-        peak_memory_bytes=_peak_memory(measures, explained) if status != "error" else None,
+        peak_memory_bytes=_peak_memory(measures, explained) if here and status != "error" else None,
         gaps=explained.gaps if explained else outcome.gaps,
         op_calls=outcome.op_calls(),
         uncalled_modules=explained.uncalled_modules if explained else [],
@@ -52,6 +54,8 @@ def make_run(job: Job, outcome: JobOutcome, tolerance: float | None) -> Run:
         stopped_by=explained.exception if explained else None,
         incomplete_because=outcome.incomplete_because or (explained.incomplete_because if explained else None),
         emulated=explained.emulated if explained else {},
+        known_ops=outcome.twin_ops.known if outcome.twin_ops else [],
+        assumed_ops=outcome.twin_ops.assumed if outcome.twin_ops else [],
         notes=[
             *(plain.notes if plain else ()),
             *((*explained.faults, *explained.notes) if explained else ()),

@@ -13,6 +13,7 @@ from lowprec_check.engine.trace.emulation import Place
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.process.shared_file import shared_file
 from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.predicted_device import PredictedDevice
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, MemoryFormat, RunKey
 
 Send = Callable[[FromJob], None]
@@ -50,6 +51,9 @@ class Job:
     precision: str
     backend: str = EAGER
     device: str
+    """Where it runs."""
+    predicted: PredictedDevice | None = None
+    """The device that the worker stands for, if it is not ``device``."""
     memory_format: MemoryFormat = CONTIGUOUS
     files: JobFiles
     plain: bool = True
@@ -100,7 +104,12 @@ class Job:
     @property
     def key(self) -> RunKey:
         """Identifies the run."""
-        return RunKey(self.precision, self.backend, self.device, self.memory_format)
+        return RunKey(self.precision, self.backend, self.shown_device, self.memory_format)
+
+    @property
+    def shown_device(self) -> str:
+        """The device that the run is about."""
+        return self.device if self.predicted is None else self.predicted.name
 
     @property
     def uses_autocast(self) -> bool:

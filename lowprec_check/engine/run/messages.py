@@ -77,6 +77,15 @@ class Predicted(Struct, frozen=True, tag="predicted"):
     entries: list[WhatIf]
 
 
+class TwinOps(Struct, frozen=True, tag="twin-ops"):
+    """The ops in 16 bits that the twin of a device ran."""
+
+    known: list[str]
+    """Those that the catalog has."""
+    assumed: list[str]
+    """Those that it does not have."""
+
+
 class InstrumentFault(Struct, frozen=True, tag="fault"):
     """The tool failed after the plain run: the run has no explanation, but keeps its status."""
 
@@ -149,6 +158,7 @@ FromJob = (
     | OpCallsFound
     | Explained
     | Predicted
+    | TwinOps
     | InstrumentFault
     | InstanceReady
     | InstanceTimed

@@ -34,6 +34,7 @@ from lowprec_check.process import Isolation
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.measures import Scenario
 from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.predicted_device import PredictedDevice
 from lowprec_check.schema.predictions import WhatIf
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, MemoryFormat, RunKey
 from lowprec_check.schema.scan_result import Run, skipped
@@ -55,6 +56,9 @@ class RunOptions:
     """Options of all runs; ``budget`` is in seconds, by default 20 or ten fp32 forwards, whichever is longer."""
 
     device: str = "cpu"
+    """Where runs happen."""
+    predicted: PredictedDevice | None = None
+    """The device that they stand for, if it is not ``device``."""
     budget: float | None = None
     errors: Errors = "both"
     budget_error: bool = True
@@ -97,6 +101,8 @@ class TargetRuns:
         self._launcher = Launcher(source, isolation, on_progress)
         self._on_progress = on_progress
         self.fp32: Run | None = None
+        self._fp32_ms: float | None = None
+        """The time of fp32 here, which limits are derived from."""
         self._self_error = 0.0
         self._first_seconds = 0.0
         self._changes_parameters = isolation == "none"
@@ -109,6 +115,11 @@ class TargetRuns:
     def isolation(self) -> Isolation:
         """Where runs happen."""
         return self._launcher.isolation
+
+    @property
+    def _shown_device(self) -> str:
+        """The device that the runs are about."""
+        return self.options.device if self.options.predicted is None else self.options.predicted.name
 
     # -- the reference
 
@@ -129,13 +140,14 @@ class TargetRuns:
         if plain is None:
             raise UsageError(*missing_reference(outcome, budget))
         if plain.exception is not None:
-            raise UsageError(*failed_reference(plain, self.target, self.options.device))
+            raise UsageError(*failed_reference(plain, self.target, job.shown_device))
         if plain.status == "nonfinite":
             raise UsageError(*nonfinite_reference(measures))
         self._self_error = self._repeat_in_another_process(_self_error(measures), budget)
         if self._self_error > MAX_SELF_ERROR:
             raise UsageError(*nondeterministic_reference(self._self_error))
         self._first_seconds = plain.first_seconds
+        self._fp32_ms = timed_as.latency_ms if timed_as is not None else measures.latency_ms if measures else None
         run = make_run(job, outcome, None)
         notes = [*run.notes, *([HIDDEN_STATE] if self._hidden_state else [])]
         run = msgspec.structs.replace(run, nondeterministic=self._self_error > 0, notes=notes)
@@ -171,14 +183,14 @@ class TargetRuns:
     @property
     def budget(self) -> float:
         """Seconds for each part of a run."""
-        fp32_ms = self.fp32.latency_ms if self.fp32 else None
-        return self.options.budget or max(20.0, 10 * (fp32_ms or 0.0) / 1e3, 3 * self._first_seconds)
+        return self.options.budget or max(20.0, 10 * (self._fp32_ms or 0.0) / 1e3, 3 * self._first_seconds)
 
     @property
     def _explain_budget(self) -> float:
         """Seconds for the instrumented part, which takes longest for models with many small ops."""
-        fp32_ms = self.fp32.latency_ms if self.fp32 else None
-        return self.options.budget or max(self.budget, min(EXPLAIN_RATIO * (fp32_ms or 0.0) / 1e3, REFERENCE_BUDGET))
+        return self.options.budget or max(
+            self.budget, min(EXPLAIN_RATIO * (self._fp32_ms or 0.0) / 1e3, REFERENCE_BUDGET)
+        )
 
     def tolerance(self, precision: str, backend: str = EAGER) -> float:
         """Largest rel_l2 of the output that passes; larger if two fp32 runs differ."""
@@ -204,10 +216,10 @@ class TargetRuns:
         A crash, a hang or an exception is reported as the status. A run on another backend is explained by the eager run of
         the same precision and memory format, if there was one.
         """
-        key = RunKey(precision, backend, self.options.device, memory_format)
+        key = RunKey(precision, backend, self._shown_device, memory_format)
         reason = self._why_skipped(key)
         if reason is not None:
-            return skipped(key, reason)
+            return skipped(key, reason, "measured" if self.options.predicted is None else "predicted")
         eager = self._eager.get(key._replace(backend=EAGER)) if backend != EAGER and not keep_fp32 else None
         wanted: dict[str, Any] = {
             "backend": backend,
@@ -276,6 +288,8 @@ class TargetRuns:
     def _why_skipped(self, key: RunKey) -> str | None:
         """Why a run is not possible here, in words."""
         backend, target = BACKENDS.get(key.backend), self.target
+        if self.options.predicted is not None and backend.name != EAGER:
+            return "only eager runs are predicted"
         if backend.changes_process and self.isolation == "none":
             return (
                 f"{backend.name} changes its process for good, so it runs in a worker only (--isolation fork or spawn)"
@@ -283,7 +297,7 @@ class TargetRuns:
         reason = backend.skip_reason(PRECISIONS.get(key.precision), key.device, key.memory_format)
         reason = reason or format_problem(key.memory_format, target.model, target.inputs)
         peak = self.fp32.peak_memory_bytes if self.fp32 else None
-        return reason or why_too_large(target.model, key.device, self.isolation, peak, self._files)
+        return reason or why_too_large(target.model, self.options.device, self.isolation, peak, self._files)
 
     def _explain(self, job: Job, outcome: JobOutcome) -> None:
         """Repeat the instrumented part until it reaches the end; what was found is stored in ``outcome``."""
@@ -299,14 +313,16 @@ class TargetRuns:
         outcome.incomplete_because = why_incomplete(found, job.explain_budget)
 
     def _op_limit(self) -> float:
-        fp32_ms = (self.fp32.latency_ms if self.fp32 else None) or 0.0
-        return min(max(1.0, 2 * fp32_ms / 1e3), self.budget / 2)
+        if self.options.predicted is not None:  # emulated kernels have the speed of fp32
+            return math.inf
+        return min(max(1.0, 2 * (self._fp32_ms or 0.0) / 1e3), self.budget / 2)
 
     def _job(self, precision: str, **changes: Any) -> Job:
         options = self.options
         settings: dict[str, Any] = {
             "precision": precision,
             "device": options.device,
+            "predicted": options.predicted,
             "files": self._files,
             "errors": options.errors,
             "budget_error": options.budget_error,
@@ -316,7 +332,7 @@ class TargetRuns:
             "seed": options.seed,
             "budget": self.budget,
             "explain_budget": self._explain_budget,
-            "fp32_ms": self.fp32.latency_ms if self.fp32 else None,
+            "fp32_ms": self._fp32_ms,
             "fp32_peak": self.fp32.peak_memory_bytes if self.fp32 else None,
             "without_kernel": options.without_kernel,
             "changes_parameters": self._changes_parameters,

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from lowprec_check.engine.core.compiled import own_compiled_code
 from lowprec_check.engine.core.exceptions import first_line
+from lowprec_check.engine.device_twin.twin import assumed_ops, become_twin, check_process, emulating, known_ops
 from lowprec_check.engine.model.plain_run import reraise_interrupt, run_once
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.job import Job, Send
 from lowprec_check.engine.run.memory_limits import allowance
-from lowprec_check.engine.run.messages import Explained, GapFound, InstrumentFault, OpCallsFound, Predicted
+from lowprec_check.engine.run.messages import Explained, GapFound, InstrumentFault, OpCallsFound, Predicted, TwinOps
 from lowprec_check.engine.run.plain_part import Fp32Outputs, PlainPart
 from lowprec_check.engine.run.preparation import in_eager_mode, on_backend, on_device, prepared_for
 from lowprec_check.engine.run.same_draws import judge_with_same_draws
@@ -34,20 +35,29 @@ from lowprec_check.schema.scan_result import Gap
 
 
 def run_job(job: Job, target: Target, send: Send) -> None:
-    """Run ``job`` and send each result as soon as it is known; afterwards the model is restored."""
+    """Run ``job`` and send each result as soon as it is known; afterwards the model is restored.
+
+    A job that predicts makes its process the twin of the device, which can do nothing else afterwards.
+    """
+    check_process(job.predicted)
+    if job.predicted is not None:
+        become_twin(job.predicted)
     with own_compiled_code(autocast=job.uses_autocast), on_device(target, torch.device(job.device)):
         outputs, too_slow = _run_plain(job, target, send) if job.plain else (None, job.measure_once)
+        too_slow = too_slow and job.predicted is None  # the times of emulated kernels mean nothing
         if job.instrumented:
             with _report_faults("instrumenting", send):
                 send(Explained(_instrument(job, target, outputs, send, too_slow)))
         if job.what_if:
             with _report_faults("predicting", send):
                 send(Predicted(_predict(job, target)))
+    if job.predicted is not None:
+        send(TwinOps(known_ops(), assumed_ops()))
 
 
 def _run_plain(job: Job, target: Target, send: Send) -> tuple[list[Tensor] | None, bool]:
     """The first output, if the instrumented part must give the same one; and whether the model is too slow to be called again."""
-    with prepared_for(job, target) as ready, withholding(job.without_kernel):
+    with prepared_for(job, target) as ready, _kernels(job):
         part = PlainPart(job, target, on_backend(job, target, ready), send)
         part.run()
         with _report_faults("measuring", send):
@@ -65,6 +75,13 @@ def _run_plain(job: Job, target: Target, send: Send) -> tuple[list[Tensor] | Non
         ):
             judge_with_same_draws(in_eager_mode(ready, target), part, send)
     return part.comparable_output(), part.too_slow
+
+
+@contextlib.contextmanager
+def _kernels(job: Job) -> Iterator[None]:
+    """The kernels that the model runs with: without those that are withheld, and those of the device that is predicted."""
+    with withholding(job.without_kernel), emulating(job.predicted):
+        yield
 
 
 @contextlib.contextmanager
@@ -123,7 +140,7 @@ def _instrument(job: Job, target: Target, outputs: list[Tensor] | None, send: Se
     if too_slow:
         _warm_up(job, target)
     fp32 = fp32_state(target.model)
-    with prepared_for(job, target) as ready, withholding(job.without_kernel):
+    with prepared_for(job, target) as ready, _kernels(job):
         found = run_instrumented(in_eager_mode(ready, target), target.args, target.kwargs, fp32, options, outputs)
     return msgspec.structs.replace(found, notes=notes)
 
@@ -131,6 +148,6 @@ def _instrument(job: Job, target: Target, outputs: list[Tensor] | None, send: Se
 def _predict(job: Job, target: Target) -> list[WhatIf]:
     """The output errors of the formats of ``job``, from one instrumented run of the model in fp32."""
     breadcrumb = Breadcrumb(job.files.breadcrumb)
-    with prepared_for(job, target) as ready, withholding(job.without_kernel):
+    with prepared_for(job, target) as ready, _kernels(job):
         eager = in_eager_mode(ready, target)
         return predict(eager, target.args, target.kwargs, job.what_if, seed=job.seed, breadcrumb=breadcrumb)

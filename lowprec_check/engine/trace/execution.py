@@ -13,7 +13,7 @@ from lowprec_check.engine.trace.emulation import Emulation
 from lowprec_check.engine.trace.journal import Journal
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.pending_complex import PendingComplex
-from lowprec_check.engine.trace.rescue import Rescue, Retry, find_rescue
+from lowprec_check.engine.trace.rescue import Rescue, Retry, find_rescue, predicted_by
 from lowprec_check.engine.trace.solver_failures import SolverFailures
 from lowprec_check.errors import message_of
 from lowprec_check.process.breadcrumb import Breadcrumb
@@ -78,7 +78,7 @@ class Execution:
             self.raised = error
             raise error
         call.outcome = "rescued"
-        self._journal.add_call_gap(call, found.kind, message_of(error))
+        self._journal.add_call_gap(call, found.kind, message_of(error), predicted_by=predicted_by(error))
         self.pending.add(found.result)
         return found.result
 

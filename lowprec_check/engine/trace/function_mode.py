@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from lowprec_check.engine.core.source_location import source_line
 from lowprec_check.engine.trace.op_arguments import dtype_names
-from lowprec_check.engine.trace.rescue import Retry, find_rescue
+from lowprec_check.engine.trace.rescue import Retry, find_rescue, predicted_by
 from lowprec_check.errors import message_of
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class FunctionRescue(TorchFunctionMode):
                 layer="function",
                 message=message_of(error),
                 dtypes=dtype_names(retry.floating),
+                predicted_by=predicted_by(error),
             )
         execution.pending.add(found.result)
         return found.result

@@ -48,7 +48,9 @@ class Journal:
             self._on_op_calls(to_columns(self.rows[self._reported :]))
             self._reported, self._reported_at = len(self.rows), now
 
-    def add_call_gap(self, call: DispatchedCall, kind: GapKind, message: str) -> None:
+    def add_call_gap(
+        self, call: DispatchedCall, kind: GapKind, message: str, *, predicted_by: str | None = None
+    ) -> None:
         """Add a gap of an op call in the dispatch layer."""
         self.add_gap(
             call.traits.name,
@@ -58,6 +60,7 @@ class Journal:
             layer="dispatch",
             message=message,
             dtypes=dtype_names(call.inputs),
+            predicted_by=predicted_by,
             constant=call.largest_number() if kind == "scalar-overflow" else None,
         )
 
@@ -71,6 +74,7 @@ class Journal:
         layer: Layer,
         message: str,
         dtypes: list[str],
+        predicted_by: str | None = None,
         constant: float | None = None,
     ) -> None:
         """Add a gap; if the same gap is known at this location, count one more call."""
@@ -88,6 +92,7 @@ class Journal:
             source=source,
             dtypes=dtypes,
             message=first_line(message) or "it raised an exception without a message",
+            predicted_by=predicted_by,
             constant=constant,
         )
         if self._on_gap is not None:

@@ -127,6 +127,12 @@ def find_rescue(retry: Retry, error: BaseException, layer: Layer) -> Rescue | No
     return None
 
 
+def predicted_by(error: BaseException) -> str | None:
+    """What a failure rests on that the twin of a device raised; ``None`` for one that happened here."""
+    basis: str | None = getattr(error, "predicted_by", None)
+    return basis
+
+
 class _Success(NamedTuple):
     value: Any
 

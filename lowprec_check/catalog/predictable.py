@@ -1,0 +1,52 @@
+"""For which devices and releases of torch a prediction can be made, and what it rests on. Never imports torch."""
+
+from __future__ import annotations
+
+from lowprec_check.catalog import declared
+from lowprec_check.catalog.autocast_releases import releases
+from lowprec_check.catalog.declared import release_of
+from lowprec_check.catalog.measured import at_release, sweep_of
+from lowprec_check.catalog.toml_tables import version_key
+from lowprec_check.errors import UsageError
+from lowprec_check.schema.devices import DEVICES, device_of, is_declared
+from lowprec_check.schema.predicted_device import PredictedDevice
+
+
+def predicted_device(name: str, torch: str, installed: str) -> PredictedDevice:
+    """The device ``name`` with a version of ``torch``, where the version ``installed`` runs; raises :class:`UsageError` for one
+    that the catalog does not cover.
+    """
+    device, release = device_of(name), release_of(torch)
+    if device.catalog is None:
+        known = ", ".join(entry.name for entry in DEVICES if entry.catalog)
+        raise UsageError(
+            f"Nothing can be predicted for {device.name}: the catalog does not cover it.",
+            f"Predictions exist for {known}.",
+        )
+    return PredictedDevice(
+        name=device.name,
+        torch=release,
+        kernels=_kernels(device.name, release),
+        autocast=_autocast(device.name, release, release_of(installed)),
+    )
+
+
+def has_kernels(device: str, release: str) -> bool:
+    """Whether the catalog says which kernels a device has in a release; a measured one counts for all releases."""
+    return not is_declared(device) or release in declared.releases(device)
+
+
+def _kernels(device: str, release: str) -> str:
+    if is_declared(device):
+        known = has_kernels(device, release)
+        return f"declared for {device}, torch {release}" if known else f"reported for {device} before torch {release}"
+    sweep = at_release(device, release) or sweep_of(device)
+    return f"measured on {device} ({sweep.header.capability}), torch {sweep.release}"
+
+
+def _autocast(device: str, release: str, installed: str) -> str:
+    """The release itself if its policy is known; else the nearest one that is."""
+    known = list(releases())
+    if device == "cpu" or release == installed:
+        return installed
+    return release if release in known else known[0] if version_key(release) < version_key(known[0]) else known[-1]

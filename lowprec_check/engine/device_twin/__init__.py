@@ -1,0 +1,1 @@
+"""A twin of a device that is not here: its autocast policy and its kernels, emulated on the CPU."""

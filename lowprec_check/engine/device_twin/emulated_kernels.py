@@ -1,0 +1,97 @@
+"""Runs the ops of a model on the CPU as another device would: computed in fp32 and rounded, or refused."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode
+from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow
+from lowprec_check.engine.device_twin.kernel_support import KernelSupport, name_on_device
+from lowprec_check.engine.trace.dispatched_call import DispatchedCall
+from lowprec_check.engine.trace.op_arguments import has_narrow_dtype, map_values, tensors_in
+from lowprec_check.engine.trace.rescue import Retry
+from lowprec_check.errors import message_of
+
+_AS_GIVEN = frozenset(
+    f"aten::{name}"
+    for name in ("copy_", "clone", "_to_copy", "resize_", "set_", "zero_", "complex", "polar", "detach_")
+)
+"""Ops that move or convert values, or that check dtypes alike on all devices: the CPU gives the same bits."""
+
+
+class EmulatedKernels(DispatchMode):
+    """Runs each op call in 16 bits as a good kernel does: fp32 inside, rounded once at the end; raises where there is none.
+
+    Calls without a 16-bit value run as they are. An op that the device runs on the CPU behind the user's back gives a warning,
+    as it does there.
+    """
+
+    def __init__(self, support: KernelSupport) -> None:
+        super().__init__()
+        self._support = support
+
+    def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
+        """The result of an op call, or the exception that the device raises."""
+        call = DispatchedCall(func, args, kwargs, keys)
+        if call.traits.skipped or call.traits.view:
+            return call.run()
+        floating = [tensor for tensor in tensors_in(args, kwargs) if is_float(tensor)]
+        narrow = [tensor for tensor in floating if is_narrow(tensor)]
+        wide = [tensor for tensor in floating if not is_narrow(tensor)]
+        refusal = self._support.why_refused(call, narrow, wide)
+        if refusal is not None:
+            raise refusal.error()
+        if self._support.registration(func) == "fallback":
+            _warn_of_fallback(call)
+        if call.traits.packet in _AS_GIVEN or call.narrows_inside:
+            return call.run()
+        if not narrow or any(tensor.ndim for tensor in wide) or _exceeds(call, narrow):
+            return _checked_by_cpu(call, narrow)
+        return _emulated(call, narrow)
+
+
+def _checked_by_cpu(call: DispatchedCall, narrow: list[Tensor]) -> Any:
+    """The result of the CPU's own kernel, whose checks of dtypes and numbers are those of all devices."""
+    try:
+        return call.run()
+    except Exception as error:
+        emulates = narrow or has_narrow_dtype(call.args, call.kwargs)
+        if not emulates or "not implemented for" not in message_of(error):  # else, this CPU lacks the kernel
+            raise
+    return _emulated(call, narrow)
+
+
+def _emulated(call: DispatchedCall, narrow: list[Tensor]) -> Any:
+    """Computed in fp32 and rounded to the dtype of the inputs."""
+    low = narrow[0].dtype if narrow else torch.float16
+    retry = Retry(call.func, call.args, call.kwargs, torch.float16 if low.is_complex else low, call.written())
+    with torch._C._DisableAutocast():
+        out = retry.widened()
+    return out if low == torch.bfloat16 else map_values(out, _in_half)
+
+
+def _in_half(value: Any) -> Any:
+    """There is a complex dtype for half, and none for bfloat16."""
+    return value.to(torch.complex32) if isinstance(value, Tensor) and value.dtype == torch.complex64 else value
+
+
+def _exceeds(call: DispatchedCall, narrow: list[Tensor]) -> bool:
+    """Whether a number among the arguments is beyond the range of the dtype; some kernels refuse that."""
+    number = call.largest_number()
+    limit = min(torch.finfo(torch.float16 if t.dtype == torch.complex32 else t.dtype).max for t in narrow)
+    return number is not None and math.isfinite(number) and abs(number) > limit
+
+
+def _warn_of_fallback(call: DispatchedCall) -> None:
+    size = sum(tensor.nbytes for tensor in tensors_in(call.args, call.kwargs))
+    warnings.warn(
+        f"aten::{name_on_device(call.func)} falls back to the CPU: each call copies its inputs ({size} bytes) there, and its "
+        "result back (predicted)",
+        stacklevel=2,
+    )

@@ -1,0 +1,159 @@
+"""What the catalog says of one op call on the device that is predicted: whether it runs, and if not, what is raised there."""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from lowprec_check.catalog.aten import AtenCatalog, AtenSupport
+from lowprec_check.catalog.declared import overload_name
+from lowprec_check.catalog.declared_file import Registration
+from lowprec_check.catalog.known_issues import matching
+from lowprec_check.catalog.names import function_name
+from lowprec_check.catalog.numbers import Numbers
+from lowprec_check.catalog.predictable import has_kernels
+from lowprec_check.catalog.records import FORMATS, SHORT, Dtype
+from lowprec_check.engine.trace.dispatched_call import DispatchedCall
+from lowprec_check.schema.predicted_device import PredictedDevice
+
+DTYPES: dict[torch.dtype, Dtype] = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.complex32: "float16"}
+SOURCE = "the source of its kernels"
+
+_ON_A_GPU = {
+    "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
+    "mkldnn_rnn_layer": "_cudnn_rnn",
+    "mkldnn_convolution": "convolution",
+}
+"""Ops that only a CPU has, and those that do their work on a GPU."""
+_FFT = ("_fft_r2c", "_fft_c2r", "_fft_c2c")
+_MATRIX_PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "addbmm", "addmv", "mv", "convolution")
+_ONE_DTYPE = ("native_layer_norm", "native_group_norm")
+"""Their kernels on a GPU read weights in the dtype of the input; those of a CPU take fp32 weights as well."""
+
+
+class Refusal(NamedTuple):
+    """Why an op call does not run on the device."""
+
+    kind: Literal["missing", "refused"]
+    message: str
+    basis: str
+    """What this rests on, in words."""
+
+    def error(self) -> Exception:
+        """The exception that torch raises there; its attribute ``predicted_by`` is the basis."""
+        error: Exception = (NotImplementedError if self.kind == "missing" else RuntimeError)(self.message)
+        error.predicted_by = self.basis  # type: ignore[attr-defined]
+        return error
+
+
+class KernelSupport:
+    """Support of op calls on ``device``: one look into the catalog for each op and dtype."""
+
+    def __init__(self, device: PredictedDevice) -> None:
+        self._device = device
+        covered = has_kernels(device.name, device.torch)
+        self._catalogs = {low: AtenCatalog(device.name, low, device.torch) for low in _LOW} if covered else {}
+        self._find = functools.cache(self._look_up)
+        self._without_kernel = functools.cache(self._registration)
+        self.known: set[str] = set()
+        """Ops in 16 bits that the catalog has."""
+        self.assumed: set[str] = set()
+        """Those that it does not have; they are taken to run."""
+
+    def why_refused(self, call: DispatchedCall, narrow: list[Tensor], wide: list[Tensor]) -> Refusal | None:
+        """Why a call with these floating inputs, of 16 bits and of more, does not run; ``None`` if it does."""
+        func, name = call.func, name_on_device(call.func)
+        if self.registration(func) == "none":
+            return self._without_any_kernel(name)
+        if not narrow:
+            return None
+        if name in _ONE_DTYPE and any(tensor.ndim for tensor in wide):
+            expected, found = FORMATS[DTYPES[narrow[0].dtype]].cpp_name, "Float"
+            return Refusal("refused", f"expected scalar type {expected} but found {found}", SOURCE)
+        if name in _MATRIX_PRODUCTS and any(tensor.dtype == torch.complex32 for tensor in narrow):
+            return Refusal("missing", f"\"{name}\" not implemented for 'ComplexHalf'", SOURCE)
+        for dtype in {tensor.dtype for tensor in narrow} & DTYPES.keys():
+            support = self._find(func, DTYPES[dtype], "complex" if dtype.is_complex else "floating")
+            (self.assumed if support.state is None else self.known).add(name)
+            if support.state == "none" or (support.state == "some" and _fails_here(name, call, narrow)):
+                return self._refusal(name, DTYPES[dtype], support)
+        return None
+
+    def computes_fft_in_half(self) -> bool:
+        """Whether the device has a Fourier transform in half, at least for some sizes."""
+        if not self._catalogs:
+            return False
+        found = [self._catalogs["float16"].of(name) for name in ("fft_rfft", *_FFT)]
+        return all(support.state != "none" for support in found) and self._device.name != "cpu"
+
+    def registration(self, func: OpOverload) -> Registration | None:
+        """How the op is registered on the device; ``None`` if only measurements are known."""
+        return self._without_kernel(func)
+
+    def _registration(self, func: OpOverload) -> Registration | None:
+        catalog = self._catalogs.get("float16")
+        if catalog is None or catalog.declared is None or func.namespace != "aten":
+            return None
+        row = catalog.declared.row(name_on_device(func))
+        return row.registration if row is not None else None
+
+    def _look_up(self, func: OpOverload, dtype: Dtype, numbers: Numbers) -> AtenSupport:
+        name = name_on_device(func)
+        if func.namespace != "aten":
+            return AtenSupport(state=None)
+        reported = self._reported(name, dtype)
+        if reported is not None:
+            return reported
+        return self._catalogs[dtype].of(name, numbers) if self._catalogs else AtenSupport(state=None)
+
+    def _reported(self, name: str, dtype: Dtype) -> AtenSupport | None:
+        """What a known issue says, for a release that the catalog has no data of."""
+        if self._catalogs:
+            return None
+        device, low = self._device, SHORT[dtype]
+        for issue in matching(op=name, device=device.name, dtype=low, torch=device.torch, code="LP101"):
+            if function_name(name) in issue.ops:
+                message = f"\"{name}\" not implemented for '{FORMATS[dtype].cpp_name}'"
+                return AtenSupport(state="none", kind="missing-kernel", message=message, shown_by=[issue.link])
+        return None
+
+    def _without_any_kernel(self, name: str) -> Refusal:
+        device = self._device.name.upper()
+        message = f"The operator 'aten::{name}' is not currently implemented for the {device} device."
+        return Refusal("missing", message, f"{self._device.kernels}: aten::{name} is not registered")
+
+    def _refusal(self, name: str, dtype: Dtype, found: AtenSupport) -> Refusal:
+        message = found.message or f"no kernel for {SHORT[dtype]}"
+        if self._catalogs and self._catalogs[dtype].declared is not None:
+            message = f"aten::{name} in {SHORT[dtype]}: {message}"
+        shown = f", shown by {', '.join(found.shown_by[:2])}" if found.shown_by else ""
+        kind: Literal["missing", "refused"] = "refused" if found.kind == "unsupported-dtype" else "missing"
+        return Refusal(kind, message, f"{self._device.kernels}: aten::{name} in {SHORT[dtype]}{shown}")
+
+
+_LOW: tuple[Dtype, ...] = ("float16", "bfloat16")
+
+
+def name_on_device(func: OpOverload) -> str:
+    """The name of the aten overload that a GPU runs for ``func``, ``add.Tensor``."""
+    name = overload_name(func.name())
+    return _ON_A_GPU.get(name, name)
+
+
+def _fails_here(name: str, call: DispatchedCall, inputs: list[Tensor]) -> bool:
+    """Whether a call fails, of an op that fails for some samples of the catalog.
+
+    cuFFT computes in half only where all sizes are powers of two. All other such ops fail whenever they are reached: the samples
+    that pass do not dispatch them (``cdist`` by a matrix product), or are empty.
+    """
+    if name not in _FFT:
+        return any(tensor.numel() for tensor in inputs)
+    given, dims = call.args[0], call.args[1]
+    sizes = [given.shape[dim] for dim in dims]
+    if name == "_fft_c2r":
+        sizes[-1] = call.args[3]
+    return any(size & (size - 1) for size in sizes)
