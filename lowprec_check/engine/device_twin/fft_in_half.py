@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,28 +13,37 @@ from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, 
 from lowprec_check.engine.trace.op_arguments import map_args
 
 _FUNCTIONS = tuple(
-    f"{inverse}{kind}fft{axes}" for inverse in ("", "i") for kind in ("", "r", "h") for axes in ("", "2", "n")
+    f"fft_{inverse}{kind}fft{axes}" for inverse in ("", "i") for kind in "rh " for axes in ("", "2", "n")
 )
-_OPS = {torch.ops.aten._fft_r2c.default, torch.ops.aten._fft_c2r.default, torch.ops.aten._fft_c2c.default}
+_KEYS = ("AutogradCPU", "CPU")
+"""The first is called by a model; under ``torch.inference_mode()`` it is not, and the second is."""
+_TRANSFORMS = {torch.ops.aten._fft_r2c.default, torch.ops.aten._fft_c2r.default, torch.ops.aten._fft_c2c.default}
 _HALF = {torch.float32: torch.float16, torch.complex64: torch.complex32}
 _WIDE = {narrow: wide for wide, narrow in _HALF.items()}
+_LIBRARIES: list[torch.library.Library] = []
+"""Kernels exist as long as their library does."""
 
 
 def allow() -> None:
-    """Let ``torch.fft`` take tensors in half, for the rest of this process: their transform is dispatched in half."""
-    for name in _FUNCTIONS:
-        setattr(torch.fft, name, _taking_half(getattr(torch.fft, name)))
+    """Let ``torch.fft`` take tensors in half, for the rest of this process: the transform itself is then dispatched in half."""
+    for key in _KEYS:
+        library = torch.library.Library("aten", "IMPL", key)
+        _LIBRARIES.append(library)
+        for name in _FUNCTIONS:
+            function = getattr(torch.ops.aten, name.replace(" ", ""), None)
+            if function is not None:
+                library.impl(function.default.name().removeprefix("aten::"), _taking_half(function.default))
 
 
-def _taking_half(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(function)
-    def transform(*args: Any, **kwargs: Any) -> Tensor:
-        given = args[0] if args else kwargs.get("input")
-        if not isinstance(given, Tensor) or given.dtype not in _WIDE or kwargs.get("out") is not None:
-            return function(*args, **kwargs)
+def _taking_half(func: OpOverload) -> Any:
+    composite = functools.partial(func._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
+
+    def transform(*args: Any, **kwargs: Any) -> Any:
+        if args[0].dtype not in _WIDE:
+            return composite(*args, **kwargs)
         args, kwargs = map_args(args, kwargs, _widened)
         with _TransformsInHalf():
-            return function(*args, **kwargs)
+            return composite(*args, **kwargs)
 
     return transform
 
@@ -45,9 +53,9 @@ def _widened(value: Any) -> Any:
 
 
 class _TransformsInHalf(DispatchMode):
-    """Dispatches the transform itself in half; what pads or cuts its input before loses nothing by being in fp32."""
+    """Dispatches the transform itself in half; what pads or cuts its input before that loses nothing by being in fp32."""
 
     def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
-        if func in _OPS:
+        if func in _TRANSFORMS:
             args = (args[0].to(_HALF[args[0].dtype]), *args[1:])
         return run_op(func, args, kwargs, keys)

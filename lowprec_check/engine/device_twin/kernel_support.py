@@ -16,6 +16,7 @@ from lowprec_check.catalog.known_issues import matching
 from lowprec_check.catalog.names import function_name
 from lowprec_check.catalog.numbers import Numbers
 from lowprec_check.catalog.predictable import has_kernels
+from lowprec_check.catalog.records import DTYPES as DTYPES_OF_CATALOG
 from lowprec_check.catalog.records import FORMATS, SHORT, Dtype
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.schema.predicted_device import PredictedDevice
@@ -56,7 +57,8 @@ class KernelSupport:
     def __init__(self, device: PredictedDevice) -> None:
         self._device = device
         covered = has_kernels(device.name, device.torch)
-        self._catalogs = {low: AtenCatalog(device.name, low, device.torch) for low in _LOW} if covered else {}
+        dtypes = DTYPES_OF_CATALOG if covered else ()
+        self._catalogs = {dtype: AtenCatalog(device.name, dtype, device.torch) for dtype in dtypes}
         self._find = functools.cache(self._look_up)
         self._without_kernel = functools.cache(self._registration)
         self.known: set[str] = set()
@@ -91,14 +93,18 @@ class KernelSupport:
         return all(support.state != "none" for support in found) and self._device.name != "cpu"
 
     def registration(self, func: OpOverload) -> Registration | None:
-        """How the op is registered on the device; ``None`` if only measurements are known."""
+        """How the op is registered on the device; ``None`` if that is not known."""
         return self._without_kernel(func)
 
     def _registration(self, func: OpOverload) -> Registration | None:
-        catalog = self._catalogs.get("float16")
-        if catalog is None or catalog.declared is None or func.namespace != "aten":
+        catalog = self._catalogs.get("float32")
+        if catalog is None or func.namespace != "aten":
             return None
-        row = catalog.declared.row(name_on_device(func))
+        name = name_on_device(func)
+        if catalog.declared is None:
+            found = catalog.of(name)
+            return "none" if found.state == "none" and found.kind == "no-backend-kernel" else None
+        row = catalog.declared.row(name)
         return row.registration if row is not None else None
 
     def _look_up(self, func: OpOverload, dtype: Dtype, numbers: Numbers) -> AtenSupport:
@@ -108,7 +114,11 @@ class KernelSupport:
         reported = self._reported(name, dtype)
         if reported is not None:
             return reported
-        return self._catalogs[dtype].of(name, numbers) if self._catalogs else AtenSupport(state=None)
+        if not self._catalogs:
+            return AtenSupport(state=None)
+        found = self._catalogs[dtype].of(name, numbers)
+        base = name.partition(".")[0]
+        return found if found.state is not None or base == name else self._catalogs[dtype].of(base, numbers)
 
     def _reported(self, name: str, dtype: Dtype) -> AtenSupport | None:
         """What a known issue says, for a release that the catalog has no data of."""
@@ -133,9 +143,6 @@ class KernelSupport:
         shown = f", shown by {', '.join(found.shown_by[:2])}" if found.shown_by else ""
         kind: Literal["missing", "refused"] = "refused" if found.kind == "unsupported-dtype" else "missing"
         return Refusal(kind, message, f"{self._device.kernels}: aten::{name} in {SHORT[dtype]}{shown}")
-
-
-_LOW: tuple[Dtype, ...] = ("float16", "bfloat16")
 
 
 def name_on_device(func: OpOverload) -> str:
