@@ -128,7 +128,11 @@ def _lists(code: str) -> dict[str, _List]:
     """The lists of ops by name, without a condition around them that is not a known one."""
     found: dict[str, _List] = {}
     conditions: list[str] = []
-    for line in map(str.strip, code.splitlines()):
+    last: str | None = None
+    for line in filter(None, map(str.strip, code.splitlines())):
+        if last and not line.startswith("#"):
+            raise AutocastHeaderError(f"the list {last} ends too early, before {_short(line)}")
+        last = None
         if condition := _CONDITION.fullmatch(line):
             _follow(conditions, condition[1], condition[2])
         names = [name for name in re.findall(r"\bAT_FORALL_\w+", line) if name not in _OTHER_LISTS]
@@ -143,6 +147,7 @@ def _lists(code: str) -> dict[str, _List]:
             raise AutocastHeaderError(f"the list {name} is defined twice")
         if unknown := [known for known in conditions if known not in _GUARDS]:
             raise AutocastHeaderError(f"the list {name} depends on a condition: {_short(unknown[0])}")
+        last = name
         found[name] = _List(define[2], define[3].strip())
     if conditions:
         raise AutocastHeaderError(f"the condition {_short(conditions[-1])} does not end")

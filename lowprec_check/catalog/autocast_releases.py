@@ -50,11 +50,19 @@ _MODE, _RNN = "aten/src/ATen/autocast_mode.cpp", "aten/src/ATen/cudnn/AutocastRN
 DEVICE_OPS = (
     DeviceOp("cudnn_convolution", "lower", ("cuda",), _MODE),
     DeviceOp("cudnn_convolution_transpose", "lower", ("cuda",), _MODE),
-    DeviceOp("linalg_matrix_sqrth", "fp32", ("cuda",), _MODE, since="2.15"),
+    DeviceOp("linalg_matrix_sqrth", "fp32", ("cuda",), _MODE, since="2.14"),
     DeviceOp("binary_cross_entropy", "banned", DEVICES, _MODE),
     DeviceOp("_cudnn_rnn", "fp16", ("cuda",), _RNN, needs_device_build=True),
 )
-"""Equal to what builds of torch 2.6.0 to 2.15.0 register, beside the ops in their headers."""
+"""With the ops in the header, these are exactly what builds of torch 2.6 to 2.15 register."""
+
+
+class ReadHeader(NamedTuple):
+    """What the header of a release lists."""
+
+    build: str
+    """The version whose header was read, `2.13.0`."""
+    policies: Mapping[str, HeaderPolicy]
 
 
 class HeaderChanges(StrictStruct, frozen=True, kw_only=True, rename="kebab"):
@@ -88,7 +96,7 @@ def policies_of(device: str, torch: str) -> dict[str, CastPolicy]:
         raise UsageError(
             f"The catalog has no autocast policies for torch {torch}.", f"Releases with policies: {', '.join(known)}."
         )
-    return _on_device(device, torch, known[release_of(torch)])
+    return _on_device(device, torch, known[release_of(torch)].policies)
 
 
 def installed_policies(device: str, torch: str, header: str, registered: Iterable[str]) -> dict[str, CastPolicy]:
@@ -121,14 +129,14 @@ def _on_device(device: str, torch: str, listed: Mapping[str, HeaderPolicy]) -> d
 
 
 @cache
-def releases() -> dict[str, dict[str, HeaderPolicy]]:
-    """The policies in the header of each release, oldest first."""
+def releases() -> dict[str, ReadHeader]:
+    """The header of each release, oldest first."""
     return read_releases(data_folder() / FILE)
 
 
-def read_releases(path: Path) -> dict[str, dict[str, HeaderPolicy]]:
-    """The policies in a file by release, oldest first; raises :class:`UsageError` that names file and entry."""
-    found: dict[str, dict[str, HeaderPolicy]] = {}
+def read_releases(path: Path) -> dict[str, ReadHeader]:
+    """The headers in a file by release, oldest first; raises :class:`UsageError` that names file and entry."""
+    found: dict[str, ReadHeader] = {}
     policies: dict[str, HeaderPolicy] = {}
     for changes in read_tables(path, "release", HeaderChanges):
         where = f"{path.name}: release {changes.torch}"
@@ -137,7 +145,7 @@ def read_releases(path: Path) -> dict[str, dict[str, HeaderPolicy]]:
         if found and version_key(changes.torch) <= version_key(list(found)[-1]):
             raise UsageError(f"{where}: duplicate or not sorted.", _REBUILD)
         policies = _apply(where, policies, changes)
-        found[changes.torch] = policies
+        found[changes.torch] = ReadHeader(changes.build, policies)
     if not found:
         raise UsageError(f"{path.name}: no releases.", _REBUILD)
     return found
@@ -161,17 +169,16 @@ def _apply(where: str, before: Mapping[str, HeaderPolicy], changes: HeaderChange
     return after
 
 
-def changes_between(
-    torch: str, build: str, before: Mapping[str, HeaderPolicy], after: Mapping[str, HeaderPolicy]
-) -> HeaderChanges:
-    """What to store for a release, in the order of its header."""
-    lists: dict[str, list[str]] = {policy: [] for policy in POLICIES.values()}
-    for op, policy in after.items():
-        if before.get(op) != policy:
-            lists[policy].append(op)
-    return HeaderChanges(
-        torch=torch,
-        build=build,
-        removed=[op for op in before if op not in after],
-        **{policy.replace("-", "_"): ops for policy, ops in lists.items()},
-    )
+def all_changes(headers: Iterable[ReadHeader]) -> list[HeaderChanges]:
+    """What to store for headers, one per release: oldest first, the ops sorted."""
+    found: list[HeaderChanges] = []
+    before: Mapping[str, HeaderPolicy] = {}
+    for build, after in sorted(headers, key=lambda header: version_key(header.build)):
+        lists: dict[str, list[str]] = {policy.replace("-", "_"): [] for policy in POLICIES.values()}
+        for op, policy in sorted(after.items()):
+            if before.get(op) != policy:
+                lists[policy.replace("-", "_")].append(op)
+        removed = sorted(before.keys() - after.keys())
+        found.append(HeaderChanges(torch=release_of(build), build=build, removed=removed, **lists))
+        before = after
+    return found
