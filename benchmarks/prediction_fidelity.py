@@ -429,6 +429,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--output", type=Path, help="path of the report without its suffix")
     options = parser.parse_args()
+    torch.set_num_threads(1)  # a pool of threads would not survive the forks
     if options.part == "models":
         if options.measured is None and not is_available(options.device):
             parser.error(f"{options.device} is not here: name figures that were measured on it by --measured")

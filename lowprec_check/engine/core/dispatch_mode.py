@@ -81,6 +81,11 @@ class DispatchMode(TorchDispatchMode):
                 return run_op(functools.partial(func._op_dk, _COMPOSITE), args, kwargs, keys)
         return self.handle(func, args, kwargs, keys)
 
+    def decomposed(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
+        """In a handler: the result of an op that :func:`is_explicit`, whose ops this mode handles one by one."""
+        with self:
+            return run_op(functools.partial(func._op_dk, _EXPLICIT), args, kwargs, keys)
+
     def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
         """Return the result of an op, usually that of :func:`run_op`."""
         return run_op(func, args, kwargs, keys)
@@ -97,6 +102,12 @@ def is_composite(func: OpOverload) -> bool:
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     name = func.name()
     return has_kernel(name, _COMPOSITE.name) and not any(has_kernel(name, key) for key in _BACKENDS)
+
+
+@functools.cache
+def is_explicit(func: OpOverload) -> bool:
+    """Whether one kernel, made of other ops, serves all devices."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _EXPLICIT.name))
 
 
 class CalledFunctions:

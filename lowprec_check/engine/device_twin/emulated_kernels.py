@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode
+from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, is_explicit
 from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow
-from lowprec_check.engine.device_twin.kernel_support import KernelSupport, name_on_device
+from lowprec_check.engine.device_twin.kernel_support import KernelSupport
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.op_arguments import has_narrow_dtype, map_values, tensors_in
 from lowprec_check.engine.trace.rescue import Retry
@@ -23,6 +23,9 @@ _AS_GIVEN = frozenset(
     for name in ("copy_", "clone", "_to_copy", "resize_", "set_", "zero_", "complex", "polar", "detach_")
 )
 """Ops that move or convert values, or that check dtypes alike on all devices: the CPU gives the same bits."""
+
+_ONE_KERNEL = frozenset({"aten::convolution", "aten::_convolution"})
+"""Ops whose kernel for all devices only chooses one of the device's own."""
 
 
 class EmulatedKernels(DispatchMode):
@@ -48,9 +51,11 @@ class EmulatedKernels(DispatchMode):
         if refusal is not None:
             raise refusal.error()
         if self._support.registration(func) == "fallback":
-            _warn_of_fallback(call)
-        if call.traits.packet in _AS_GIVEN or call.narrows_inside:
+            _warn_of_fallback(call, self._support.name_of(func))
+        if call.traits.packet in _AS_GIVEN:
             return call.run()
+        if call.narrows_inside or (narrow and is_explicit(func) and call.traits.packet not in _ONE_KERNEL):
+            return self.decomposed(func, args, kwargs, keys) if is_explicit(func) else call.run()
         if not narrow or any(tensor.ndim for tensor in wide) or _exceeds(call, narrow):
             return _checked_by_cpu(call, narrow)
         return _emulated(call, narrow)
@@ -88,10 +93,10 @@ def _exceeds(call: DispatchedCall, narrow: list[Tensor]) -> bool:
     return number is not None and math.isfinite(number) and abs(number) > limit
 
 
-def _warn_of_fallback(call: DispatchedCall) -> None:
+def _warn_of_fallback(call: DispatchedCall, name: str) -> None:
     size = sum(tensor.nbytes for tensor in tensors_in(call.args, call.kwargs))
     warnings.warn(
-        f"aten::{name_on_device(call.func)} falls back to the CPU: each call copies its inputs ({size} bytes) there, and its "
+        f"aten::{name} falls back to the CPU: each call copies its inputs ({size} bytes) there, and its "
         "result back (predicted)",
         stacklevel=2,
     )

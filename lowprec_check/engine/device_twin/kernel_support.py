@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,16 +24,26 @@ from lowprec_check.schema.predicted_device import PredictedDevice
 DTYPES: dict[torch.dtype, Dtype] = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.complex32: "float16"}
 SOURCE = "the source of its kernels"
 
-_ON_A_GPU = {
-    "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
-    "mkldnn_rnn_layer": "_cudnn_rnn",
-    "mkldnn_convolution": "convolution",
+_ON_DEVICE = {
+    "cuda": {
+        "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
+        "mkldnn_rnn_layer": "_cudnn_rnn",
+    },
+    "xpu": {
+        "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_fused_attention_overrideable",
+        "mkldnn_rnn_layer": "_thnn_fused_lstm_cell",
+    },
 }
-"""Ops that only a CPU has, and those that do their work on a GPU."""
+"""By device, ops that only a CPU has, and those that do their work there."""
 _FFT = ("_fft_r2c", "_fft_c2r", "_fft_c2c")
 _MATRIX_PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "addbmm", "addmv", "mv", "convolution")
 _ONE_DTYPE = ("native_layer_norm", "native_group_norm")
 """Their kernels on a GPU read weights in the dtype of the input; those of a CPU take fp32 weights as well."""
+
+_OF_TORCHVISION = frozenset(
+    f"torchvision::{name}" for name in ("nms", "roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d")
+)
+"""Their kernels on a GPU are for fp32, fp64 and half (``AT_DISPATCH_FLOATING_TYPES_AND_HALF``). Autocast casts to fp32 before them."""
 
 
 class Refusal(NamedTuple):
@@ -68,22 +78,39 @@ class KernelSupport:
 
     def why_refused(self, call: DispatchedCall, narrow: list[Tensor], wide: list[Tensor]) -> Refusal | None:
         """Why a call with these floating inputs, of 16 bits and of more, does not run; ``None`` if it does."""
-        func, name = call.func, name_on_device(call.func)
+        func, name = call.func, self.name_of(call.func)
         if self.registration(func) == "none":
             return self._without_any_kernel(name)
         if not narrow:
             return None
-        if name in _ONE_DTYPE and any(tensor.ndim for tensor in wide):
-            expected, found = FORMATS[DTYPES[narrow[0].dtype]].cpp_name, "Float"
-            return Refusal("refused", f"expected scalar type {expected} but found {found}", SOURCE)
-        if name in _MATRIX_PRODUCTS and any(tensor.dtype == torch.complex32 for tensor in narrow):
-            return Refusal("missing", f"\"{name}\" not implemented for 'ComplexHalf'", SOURCE)
+        known = self._by_source(call, name, narrow, wide) if self._device.name != "cpu" else None
+        if known is not None:
+            return known
         for dtype in {tensor.dtype for tensor in narrow} & DTYPES.keys():
             support = self._find(func, DTYPES[dtype], "complex" if dtype.is_complex else "floating")
             (self.assumed if support.state is None else self.known).add(name)
-            if support.state == "none" or (support.state == "some" and _fails_here(name, call, narrow)):
+            if support.state == "none" or (
+                support.state == "some" and _fails_here(name, call, narrow, support.condition)
+            ):
                 return self._refusal(name, DTYPES[dtype], support)
         return None
+
+    def _by_source(self, call: DispatchedCall, name: str, narrow: list[Tensor], wide: list[Tensor]) -> Refusal | None:
+        """What the sources of the kernels say of calls that no sweep makes: mixed dtypes, complex numbers, ops of torchvision."""
+        if name in _ONE_DTYPE and any(tensor.ndim for tensor in wide):
+            expected = FORMATS[DTYPES[narrow[0].dtype]].cpp_name
+            return Refusal("refused", f"expected scalar type {expected} but found Float", SOURCE)
+        missing = None
+        if name in _MATRIX_PRODUCTS and any(tensor.dtype == torch.complex32 for tensor in narrow):
+            missing = "ComplexHalf"
+        if name in _OF_TORCHVISION and not call.autocast_keys:
+            missing = "BFloat16" if any(tensor.dtype == torch.bfloat16 for tensor in narrow) else None
+        return Refusal("missing", f"\"{name}\" not implemented for '{missing}'", SOURCE) if missing else None
+
+    def name_of(self, func: OpOverload) -> str:
+        """The name of the overload that the device runs for ``func``: ``add.Tensor``, ``_cudnn_rnn``."""
+        name = overload_name(func.name())
+        return _ON_DEVICE.get(self._device.name, {}).get(name, name)
 
     def computes_fft_in_half(self) -> bool:
         """Whether the device has a Fourier transform in half, at least for some sizes."""
@@ -100,7 +127,7 @@ class KernelSupport:
         catalog = self._catalogs.get("float32")
         if catalog is None or func.namespace != "aten":
             return None
-        name = name_on_device(func)
+        name = self.name_of(func)
         if catalog.declared is None:
             found = catalog.of(name)
             return "none" if found.state == "none" and found.kind == "no-backend-kernel" else None
@@ -108,7 +135,7 @@ class KernelSupport:
         return row.registration if row is not None else None
 
     def _look_up(self, func: OpOverload, dtype: Dtype, numbers: Numbers) -> AtenSupport:
-        name = name_on_device(func)
+        name = self.name_of(func)
         if func.namespace != "aten":
             return AtenSupport(state=None)
         reported = self._reported(name, dtype)
@@ -145,22 +172,39 @@ class KernelSupport:
         return Refusal(kind, message, f"{self._device.kernels}: aten::{name} in {SHORT[dtype]}{shown}")
 
 
-def name_on_device(func: OpOverload) -> str:
-    """The name of the aten overload that a GPU runs for ``func``, ``add.Tensor``."""
-    name = overload_name(func.name())
-    return _ON_A_GPU.get(name, name)
-
-
-def _fails_here(name: str, call: DispatchedCall, inputs: list[Tensor]) -> bool:
+def _fails_here(name: str, call: DispatchedCall, inputs: list[Tensor], condition: str | None) -> bool:
     """Whether a call fails, of an op that fails for some samples of the catalog.
 
-    cuFFT computes in half only where all sizes are powers of two. All other such ops fail whenever they are reached: the samples
-    that pass do not dispatch them (``cdist`` by a matrix product), or are empty.
+    cuFFT computes in half only where all sizes are powers of two. Of other ops, the condition of the catalog decides, if it is about
+    arguments of the op; without one, every call fails that is not empty: the samples that pass do not dispatch the op (``cdist`` by a
+    matrix product).
     """
     if name not in _FFT:
-        return any(tensor.numel() for tensor in inputs)
+        fails = _by_condition(condition, call)
+        return fails if fails is not None else any(tensor.numel() for tensor in inputs)
     given, dims = call.args[0], call.args[1]
     sizes = [given.shape[dim] for dim in dims]
     if name == "_fft_c2r":
         sizes[-1] = call.args[3]
     return any(size & (size - 1) for size in sizes)
+
+
+def _by_condition(condition: str | None, call: DispatchedCall) -> bool | None:
+    """Whether a call fails by ``fails where training`` or ``runs only where …``; ``None`` if the condition is not about its arguments."""
+    verb, _, terms = (condition or "").partition(" where ")
+    if verb not in ("fails", "runs only"):
+        return None
+    names = [argument.name for argument in call.func._schema.arguments]
+    given = dict(zip(names, call.args, strict=False)) | call.kwargs
+    held = [_term_holds(term, given) for term in terms.split(" and ")]
+    if None in held:
+        return None
+    return all(held) if verb == "fails" else not all(held)
+
+
+def _term_holds(term: str, given: dict[str, Any]) -> bool | None:
+    """Whether ``training``, ``not training`` or ``p=2.0`` holds; ``None`` if the call has no such argument."""
+    name, _, value = term.removeprefix("not ").partition("=")
+    if name not in given:
+        return None
+    return repr(given[name]) == value if value else bool(given[name]) != term.startswith("not ")

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch._ops import OpOverload
 
+from lowprec_check.engine.core.dispatch_mode import is_explicit
+
 _SKIPPED = frozenset(
     {
         "aten::empty",
@@ -173,14 +175,9 @@ def traits(func: OpOverload) -> OpTraits:
         moves=moves,
         casts=casts,
         selects=packet in _SELECTIONS and len(schema.returns) == 2,
-        calls_ops=not packet.startswith(("aten::", "prims::")) or packet in _FUSED or _is_explicit(func),
+        calls_ops=not packet.startswith(("aten::", "prims::")) or packet in _FUSED or is_explicit(func),
         computes=not (moves or casts),
     )
-
-
-def _is_explicit(func: OpOverload) -> bool:
-    """Whether one kernel, made of other ops, serves all devices."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeExplicitAutograd"))
 
 
 def draws(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:

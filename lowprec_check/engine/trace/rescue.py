@@ -79,6 +79,8 @@ class Retry:
         args, kwargs = map_args(self.args, self.kwargs, change_and_remember)
         result = self.function(*args, **kwargs)
         for original, changed in originals.values():
+            if original.shape != changed.shape:  # ``out=`` of another size, which the op has resized
+                original.resize_(changed.shape)
             original.copy_(changed)
         return map_values(result, lambda value: originals[id(value)][0] if id(value) in originals else value)
 

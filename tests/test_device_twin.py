@@ -1,0 +1,392 @@
+"""The twin of a device that is not here: what it computes, refuses and casts, and that its process does nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import EXAMPLES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.fft import rfft
+from torch.nn import functional
+
+from lowprec_check import Run, ScanResult, UsageError, scan
+from lowprec_check.catalog.predictable import predicted_device
+from lowprec_check.engine.device_twin import twin
+from lowprec_check.engine.device_twin.emulated_kernels import EmulatedKernels
+from lowprec_check.engine.device_twin.kernel_support import KernelSupport
+from lowprec_check.engine.load import TargetSpec, load_here
+from lowprec_check.engine.machine import machine_for
+from lowprec_check.engine.run.isolation import isolated
+from lowprec_check.engine.scan import ScanOptions, scan_target
+from lowprec_check.schema.predicted_device import PredictedDevice
+
+ROOT = Path(__file__).parent.parent
+LOW = ("half", "bfloat16", "autocast-fp16", "autocast-bf16")
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+def device(name: str, release: str = "2.13") -> PredictedDevice:
+    return predicted_device(name, release, release)
+
+
+def predicted(model: nn.Module, inputs: Any, name: str = "cuda", **options: Any) -> ScanResult:
+    chosen: dict[str, Any] = {"predict": True, "plan": False, "budget_error": "off", **options}
+    return scan(model.eval(), inputs, device=name, **chosen)
+
+
+def status(run: Run) -> tuple[str, str | None]:
+    return run.status, run.exception and run.exception.message
+
+
+class Calls(nn.Module):
+    """Calls a function on its input, which has passed a layer."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(16, 16), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.linear(x))
+
+
+X = torch.randn(8, 16)
+
+
+# -- predictions against an H200
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_are_predicted_as_an_h200_ran_them(path: Path) -> None:
+    rows = json.loads((ROOT / "reports/breadth-cuda.json").read_text())["rows"]
+    measured = {
+        row["precision"]: row for row in rows if row["model"] == f"examples/{path.name}" and row["precision"] in LOW
+    }
+    if not measured:
+        pytest.skip("not measured on a GPU")
+    options = ScanOptions(device="cuda", torch_version="2.11", predict=True, plan=False, errors="none")
+    result = scan_target(load_here(TargetSpec(str(path)), 0), "fork", options)
+    for precision, row in measured.items():
+        run = result.run(precision)
+        assert run.status == row["by_hand"]
+        assert sorted({gap.op for gap in run.gaps}) == row["gaps"]
+        if row["rel_l2"] is not None:
+            assert run.output_error is not None
+            assert run.output_error.rel_l2 is not None
+            assert row["rel_l2"] / 3 <= run.output_error.rel_l2 <= 3 * row["rel_l2"]
+
+
+# -- autocast
+
+
+class Flow(nn.Module):
+    """Layers whose dtypes differ between the policies of a CPU and a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.batch_norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.linear, self.layer_norm = nn.Linear(36, 8), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer_norm(self.linear(self.batch_norm(self.conv(x)).flatten(2)))
+        return x.softmax(-1).sum(-1).exp()
+
+
+def flows(run: Run) -> dict[str, str]:
+    return {row.op.split(".")[1]: row.dtypes for row in run.op_calls.rows() if "_to_copy" not in row.op}
+
+
+@pytest.mark.parametrize("name", ["cuda", "xpu"])
+def test_dtypes_under_autocast_are_those_of_the_device(name: str) -> None:
+    result = predicted(Flow(), torch.randn(2, 3, 8, 8), name, precisions="autocast-fp16")
+    found = flows(result.run("autocast-fp16"))
+    assert found["convolution"] == "f16→f16"
+    assert found["addmm"] == "f16→f16"
+    for in_fp32 in ("native_layer_norm", "_softmax", "sum", "exp"):
+        assert found[in_fp32] == "f32→f32", in_fp32
+    on_cpu = scan(
+        Flow().eval(), torch.randn(2, 3, 8, 8), device="cpu", precisions="autocast-fp16", plan=False, times="off"
+    )
+    assert flows(on_cpu.run("autocast-fp16"))["exp"] == "f16→f16"
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "dtype"), [("cuda", "autocast-bf16", "f16"), ("xpu", "autocast-bf16", "bf16")]
+)
+def test_a_recurrent_layer_is_cast_whole_and_to_half_on_cuda(name: str, precision: str, dtype: str) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.lstm(x)[0] * 1  # type: ignore[no-any-return]
+
+    run = predicted(Recurrent(), torch.randn(4, 2, 16), name, precisions=precision).run(precision)
+    assert run.status == "ok"
+    assert list(run.op_calls.rows())[-1].dtypes == f"{dtype}→{dtype}"
+
+
+def test_autocast_of_the_device_named_in_the_model_applies() -> None:
+    def named(x: Tensor) -> Tensor:
+        with torch.autocast("cuda"):
+            assert torch.is_autocast_enabled()
+            assert torch.is_autocast_enabled("cuda")
+            inner = x.float() @ x.float().T
+        return inner.float().softmax(-1)
+
+    run = predicted(Calls(named), X, precisions="half").run("half")
+    assert run.status == "ok"
+    assert any(row.op.startswith("aten.mm") and row.dtypes == "f16→f16" for row in run.op_calls.rows())
+
+
+def test_a_function_that_autocast_forbids_raises() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.binary_cross_entropy(self.linear(x).float().sigmoid(), torch.ones(8, 1))
+
+    result = predicted(Loss(), X, precisions=["half", "autocast-fp16"])
+    assert "unsafe to autocast" in str(status(result.run("autocast-fp16"))[1])
+
+
+# -- kernels
+
+
+def emulated(name: str, function: Callable[[], Any]) -> Any:
+    with EmulatedKernels(KernelSupport(device(name))):
+        return function()
+
+
+OPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mm": lambda x: x @ x.T,
+    "softmax": lambda x: x.softmax(-1),
+    "layer_norm": lambda x: functional.layer_norm(x, (16,)),
+    "sum": lambda x: x.sum(0),
+    "exp": lambda x: x.exp(),
+    "gelu": functional.gelu,
+    "norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
+    "mean": lambda x: x.mean(-1),
+    "conv1d": lambda x: functional.conv1d(
+        x[None], x[:, :, None].expand(8, 8, 3) if x.shape[1] == 8 else x[:, :8, None]
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_a_kernel_computes_in_fp32_and_rounds_once(op: str, dtype: torch.dtype) -> None:
+    x = X.to(dtype)
+    assert torch.equal(emulated("cuda", lambda: OPS[op](x)), OPS[op](x.float()).to(dtype))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(["add_", "mul_", "view", "slice", "clone", "out", "index_put_", "relu_"]),
+        min_size=1,
+        max_size=8,
+    ),
+    st.sampled_from(DTYPES),
+)
+def test_writes_and_views_end_up_where_the_cpu_writes_them(steps: list[str], dtype: torch.dtype) -> None:
+    """Exact ops only (integers), so that the CPU's own kernels give the same bits."""
+
+    def play() -> list[Tensor]:
+        base = torch.arange(16, dtype=torch.float32).to(dtype).reshape(4, 4)
+        tensor = base
+        for number, step in enumerate(steps):
+            if step == "view":
+                tensor = tensor.t()
+            elif step == "slice" and tensor.shape[0] > 1:
+                tensor = tensor[1:]
+            elif step == "clone":
+                tensor = tensor.clone()
+            elif step == "out":
+                target = torch.empty(0, dtype=dtype) if number % 2 else torch.empty_like(tensor)
+                torch.add(tensor, 1, out=target)
+                tensor = target
+            elif step == "index_put_":
+                tensor[0, 0] = 3.0
+            elif step == "relu_":
+                tensor.relu_()
+            else:
+                getattr(tensor, step)(2)
+        return [base, tensor]
+
+    for mine, expected in zip(emulated("cuda", play), play(), strict=True):
+        assert mine.dtype == expected.dtype
+        assert torch.equal(mine, expected)
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "a number out of range": (lambda x: x.masked_fill(x > 0, -1e9), "without overflow"),
+    "mixed dtypes": (lambda x: x @ torch.ones(16, 4), "dtype"),
+    "weights of a norm in fp32": (
+        lambda x: functional.layer_norm(x, (16,), torch.ones(16)),
+        "expected scalar type Half",
+    ),
+    "no kernel": (lambda x: torch.linalg.inv(x @ x.T), "Low precision dtypes not supported"),
+    "refused above dispatch": (lambda x: x.quantile(0.5), "either float or double"),
+    "a transform of another size": (lambda x: torch.fft.rfft(x[:, :12]), "powers of two"),
+    "a product of complex numbers in half": (lambda x: rfft(x) @ rfft(x).mT, "ComplexHalf"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cuda_refuses_in_half_is_refused(name: str) -> None:
+    function, message = REFUSED[name]
+    run = predicted(Calls(function), X, precisions="half").run("half")
+    assert run.status == "error"
+    assert message in str(status(run)[1])
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_transform_in_half_runs_where_cuda_runs_it(inference: bool) -> None:
+    def transform(x: Tensor) -> Tensor:
+        with torch.inference_mode(inference):
+            return torch.fft.irfft(rfft(x, dim=-1) * 2, dim=-1).abs() + torch.fft.fft2(x).real
+
+    run = predicted(Calls(transform), X, precisions="half").run("half")
+    assert status(run) == ("ok", None)
+    assert run.gaps == []
+
+
+def test_a_gap_says_what_it_rests_on() -> None:
+    run = predicted(
+        Calls(lambda x: torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")), X, precisions="half"
+    ).run("half")
+    (gap,) = run.gaps
+    assert gap.op.startswith("aten._cdist_forward")
+    assert gap.predicted_by is not None
+    assert "measured on cuda" in gap.predicted_by
+    assert "cdist" in gap.predicted_by
+
+
+def test_an_op_without_any_kernel_fails_in_fp32_too() -> None:
+    with pytest.raises(UsageError, match=r"fails in fp32 on cuda.*histogram"):
+        predicted(Calls(lambda x: torch.histogram(x.float(), 4).hist), X)
+
+
+def test_an_op_that_an_xpu_runs_on_the_cpu_is_reported() -> None:
+    run = predicted(Calls(lambda x: torch.linalg.matrix_exp(x[:, :8].float())), X, "xpu", precisions="half").run("half")
+    assert run.status == "ok"
+    assert any("linalg_matrix_exp falls back to the CPU" in message for message in run.fallbacks)
+
+
+def test_ops_that_the_catalog_lacks_are_listed() -> None:
+    with torch.library._scoped_library("predicted_here", "FRAGMENT") as library:
+        library.define("double(Tensor x) -> Tensor")
+        library.impl("double", lambda x: x * 2, "CompositeExplicitAutograd")
+        run = predicted(Calls(torch.ops.predicted_here.double), X, precisions="half").run("half")
+    assert run.status == "ok"
+    assert run.assumed_ops == ["predicted_here::double"]
+    assert "addmm" in run.known_ops
+
+
+# -- the process
+
+
+def softmax_under_autocast() -> str:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return str((X.bfloat16()).softmax(-1).exp().dtype)
+
+
+def test_a_prediction_leaves_this_process_as_it_was() -> None:
+    before = softmax_under_autocast(), torch.get_autocast_dtype("cpu"), os.getpid()
+    assert before[0] == "torch.bfloat16"
+    predicted(Flow(), torch.randn(2, 3, 8, 8))
+    assert (softmax_under_autocast(), torch.get_autocast_dtype("cpu"), os.getpid()) == before
+    twin.check_process(None)
+
+
+def test_a_process_that_became_a_twin_does_nothing_else() -> None:
+    def other_work() -> list[str]:
+        twin.become_twin(device("cuda"))
+        twin.become_twin(device("cuda"))
+        raised = []
+        for wanted in (None, device("xpu"), device("cuda", "2.11")):
+            try:
+                twin.check_process(wanted)
+            except RuntimeError as error:
+                raised.append(str(error))
+        return raised
+
+    assert len(isolated(other_work, "fork", list[str])) == 3
+
+
+@pytest.mark.parametrize("isolation", ["shared", "none"])
+def test_runs_are_never_predicted_in_a_process_that_goes_on(isolation: Any) -> None:
+    with pytest.raises(UsageError, match="new process for each run"):
+        predicted(Flow(), torch.randn(2, 3, 8, 8), isolation=isolation)
+
+
+def test_each_run_is_predicted_in_a_process_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "pids"
+
+    def noted(x: Tensor) -> Tensor:
+        with path.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        return x * 1
+
+    result = predicted(Calls(noted), X)
+    pids = path.read_text().split()
+    assert len(set(pids)) >= len(result.runs)
+    assert str(os.getpid()) not in pids
+
+
+# -- what can be predicted
+
+
+def test_a_device_that_is_here_is_measured_unless_a_prediction_is_asked_for() -> None:
+    assert machine_for("cpu", None, predict=False).predicted is None
+    assert machine_for("cpu", str(torch.__version__), predict=False).predicted is None
+    with pytest.raises(UsageError, match="would measure"):
+        machine_for("cpu", "2.6", predict=False)
+    found = machine_for("cpu", "2.6", predict=True).predicted
+    assert found is not None
+    assert (found.name, found.torch) == ("cpu", "2.6")
+    with pytest.raises(UsageError, match="No device is named"):
+        machine_for(None, None, predict=True)
+    with pytest.raises(UsageError, match="not a version"):
+        machine_for("xpu", "newest", predict=True)
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has it")
+def test_a_device_without_a_catalog_cannot_be_predicted() -> None:
+    with pytest.raises(UsageError, match="Nothing can be predicted for mps"):
+        machine_for("mps", None, predict=False)
+
+
+def test_old_spectral_norm_on_an_xpu_of_its_time() -> None:
+    """intel/intel-extension-for-pytorch issue 673."""
+    layer = nn.utils.spectral_norm(nn.Linear(16, 16))
+    model = nn.Sequential(layer, nn.ReLU()).train()
+    result = scan(
+        model, X, device="xpu", torch_version="2.3", predict=True, plan=False, precisions=["half", "autocast-fp16"]
+    )
+    half = result.run("half")
+    assert half.status == "error"
+    assert [gap.op for gap in half.gaps] == ["aten.dot.default"]
+    assert "673" in str(half.gaps[0].predicted_by)
+    assert result.run("autocast-fp16").status == "ok"
+    assert result.recommendation is not None
+    assert result.recommendation.precision == "autocast-fp16"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_a_skipped_run_is_predicted_too() -> None:
+    result = predicted(Flow(), torch.randn(2, 3, 8, 8), precisions="half", backends=["eager", "jit"])
+    assert {run.evidence for run in result.runs} == {"predicted"}
+    assert result.run("half", "jit").status == "skipped"
