@@ -295,6 +295,29 @@ def test_ops_that_the_catalog_lacks_are_listed() -> None:
     assert "addmm" in run.known_ops
 
 
+def test_a_model_that_moves_its_inputs_to_the_device_itself_gets_a_hint() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the device is here")
+    with pytest.raises(UsageError, match="predicted on a CPU") as raised:
+        predicted(Calls(lambda x: x.cuda()), X)
+    assert "device of its inputs" in str(raised.value.hint)
+
+
+def test_a_plan_is_predicted_without_times() -> None:
+    class Overflows(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.abs() + 1) * 1e-6
+
+    large = Overflows(16, 16)
+    nn.init.constant_(large.weight, 3e4)
+    result = predicted(nn.Sequential(nn.Linear(16, 16), large), X, precisions="half", plan=True)
+    assert result.run("half").status == "nonfinite"
+    plan = result.run("plan")
+    assert (plan.status, plan.evidence, plan.latency_ms) == ("ok", "predicted", None)
+    assert result.recommendation is not None
+    assert result.recommendation.evidence == "predicted"
+
+
 # -- the process
 
 

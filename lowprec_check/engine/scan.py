@@ -336,8 +336,7 @@ def growing_scan(
                 result, runs=[*result.runs, run], options=options.saved(target_runs.isolation)
             )
             yield result
-        timed = options.times == "on" and machine.predicted is None
-        runs, conditions = target_runs.time(result.runs[1:]) if timed else untimed(result.runs)
+        runs, conditions = target_runs.time(result.runs[1:]) if options.times == "on" else untimed(result.runs)
         result = msgspec.structs.replace(result, runs=runs, timing_conditions=conditions)
         yield result
         if options.what_if is not None:

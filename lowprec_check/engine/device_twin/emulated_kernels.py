@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from typing import Any
@@ -41,10 +42,10 @@ class EmulatedKernels(DispatchMode):
 
     def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
         """The result of an op call, or the exception that the device raises."""
-        call = DispatchedCall(func, args, kwargs, keys)
+        call = DispatchedCall(func, _numbers_as_tensors(func, args), kwargs, keys)
         if call.traits.skipped or call.traits.view:
             return call.run()
-        floating = [tensor for tensor in tensors_in(args, kwargs) if is_float(tensor)]
+        floating = [tensor for tensor in tensors_in(call.args, kwargs) if is_float(tensor)]
         narrow = [tensor for tensor in floating if is_narrow(tensor)]
         wide = [tensor for tensor in floating if not is_narrow(tensor)]
         refusal = self._support.why_refused(call, narrow, wide)
@@ -55,10 +56,34 @@ class EmulatedKernels(DispatchMode):
         if call.traits.packet in _AS_GIVEN:
             return call.run()
         if call.narrows_inside or (narrow and is_explicit(func) and call.traits.packet not in _ONE_KERNEL):
-            return self.decomposed(func, args, kwargs, keys) if is_explicit(func) else call.run()
+            return self.decomposed(func, call.args, kwargs, keys) if is_explicit(func) else call.run()
         if not narrow or any(tensor.ndim for tensor in wide) or _exceeds(call, narrow):
             return _checked_by_cpu(call, narrow)
         return _emulated(call, narrow)
+
+
+def _numbers_as_tensors(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A kernel made of other ops may give one of them a number as a tensor, which arrives in a mode as the number.
+
+    torch takes it back as a tensor for some ops only.
+    """
+    places = _tensors_only(func)
+    if not any(index < len(args) and isinstance(args[index], (bool, int, float)) for index in places):
+        return args
+    return tuple(
+        torch.tensor(value) if index in places and isinstance(value, (bool, int, float)) else value
+        for index, value in enumerate(args)
+    )
+
+
+@functools.cache
+def _tensors_only(func: OpOverload) -> frozenset[int]:
+    """The positions of the arguments of ``func`` that must be tensors."""
+    if torch._C._should_allow_numbers_as_tensors(func._schema.name.partition("::")[2]):
+        return frozenset()
+    return frozenset(
+        index for index, argument in enumerate(func._schema.arguments) if isinstance(argument.type, torch.TensorType)
+    )
 
 
 def _checked_by_cpu(call: DispatchedCall, narrow: list[Tensor]) -> Any:

@@ -129,8 +129,8 @@ class KernelSupport:
             return None
         name = self.name_of(func)
         if catalog.declared is None:
-            found = catalog.of(name)
-            return "none" if found.state == "none" and found.kind == "no-backend-kernel" else None
+            found = {catalog.of(known).state: catalog.of(known).kind for known in _overloads(func, name)}
+            return "none" if "all" not in found and found.get("none") == "no-backend-kernel" else None
         row = catalog.declared.row(name)
         return row.registration if row is not None else None
 
@@ -170,6 +170,13 @@ class KernelSupport:
         shown = f", shown by {', '.join(found.shown_by[:2])}" if found.shown_by else ""
         kind: Literal["missing", "refused"] = "refused" if found.kind == "unsupported-dtype" else "missing"
         return Refusal(kind, message, f"{self._device.kernels}: aten::{name} in {SHORT[dtype]}{shown}")
+
+
+def _overloads(func: OpOverload, name: str) -> list[str]:
+    """``name`` and, if it is the name of ``func`` itself, the other overloads: one kernel serves them all."""
+    base = name.partition(".")[0]
+    packet = getattr(torch.ops.aten, base, func.overloadpacket)
+    return [name, *(f"{base}.{other}".removesuffix(".default") for other in packet.overloads())]
 
 
 def _fails_here(name: str, call: DispatchedCall, inputs: list[Tensor], condition: str | None) -> bool:

@@ -19,6 +19,9 @@ FORK_WAITED = (
 
 
 _SMALLER = "use a smaller batch or shorter inputs, or free some memory"
+_NO_DEVICE = re.compile(
+    r"not compiled with|no NVIDIA driver|No (CUDA|XPU) |not linked with support for|is not available", re.IGNORECASE
+)
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory|can't allocate memory|not enough memory")
 
 
@@ -55,14 +58,17 @@ def missing_reference(outcome: JobOutcome, budget: float) -> tuple[str, str]:
     )
 
 
-def failed_reference(plain: PlainResult, target: Target, device: str) -> tuple[str, str]:
-    """The model raises an exception in fp32."""
+def failed_reference(plain: PlainResult, target: Target, device: str, *, predicted: bool = False) -> tuple[str, str]:
+    """The model raises an exception in fp32; ``predicted``: on a CPU that stands for the device."""
     error = plain.exception
     assert error is not None
     place = f" in {error.module}" if error.module else ""
     source = f" at {error.source}" if error.source else ""
     shapes = ", ".join(describe_inputs(target.args, target.kwargs)) or "none"
-    message = f"The model fails in fp32 on {device}{place}{source}: {error.text}"
+    where = f"{device}, predicted on a CPU," if predicted else device
+    message = f"The model fails in fp32 on {where}{place}{source}: {error.text}"
+    if predicted and _NO_DEVICE.search(error.message):
+        return message, "The model names the device itself, which is not here: let it use the device of its inputs."
     if _OUT_OF_MEMORY.search(f"{error.type} {error.message}"):
         return message, f"Memory ran out: {_SMALLER}."
     if device != "cpu" and error.type == "NotImplementedError":

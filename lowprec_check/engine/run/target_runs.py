@@ -140,7 +140,7 @@ class TargetRuns:
         if plain is None:
             raise UsageError(*missing_reference(outcome, budget))
         if plain.exception is not None:
-            raise UsageError(*failed_reference(plain, self.target, job.shown_device))
+            raise UsageError(*failed_reference(plain, self.target, job.shown_device, predicted=bool(job.predicted)))
         if plain.status == "nonfinite":
             raise UsageError(*nonfinite_reference(measures))
         self._self_error = self._repeat_in_another_process(_self_error(measures), budget)
@@ -236,8 +236,10 @@ class TargetRuns:
         return run if eager is None else explained_by(run, eager)
 
     def time(self, runs: Sequence[Run]) -> TimedRuns:
-        """fp32 and ``runs``, with the times of calls in rounds over all of them."""
+        """fp32 and ``runs``, with the times of calls in rounds over all of them; predicted ones as they are."""
         assert self.fp32 is not None
+        if self.options.predicted is not None:
+            return TimedRuns([self.fp32, *runs], None)
         return time_runs(self.fp32, runs, self._timing_job, self._source, self._launcher, self._report_round)
 
     def _timing_job(self, run: Run) -> Job:
