@@ -178,7 +178,8 @@ class Outcome(NamedTuple):
 
     status: str
     rel_l2: float | None
-    gaps: list[str]
+    gaps: list[str] | None
+    """``None`` if unknown."""
     ops: list[tuple[str, str]]
     """Each op call: its name and its dtypes; empty if unknown."""
     detail: str = ""
@@ -260,7 +261,7 @@ def read_measured(path: Path) -> Outcomes:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 1 + len(PRECISIONS) and cells[1] in SEVERITY:
             statuses = dict(zip(PRECISIONS, cells[1:], strict=True))
-            found[cells[0]] = {name: Outcome(status, None, [], []) for name, status in statuses.items()}
+            found[cells[0]] = {name: Outcome(status, None, None, []) for name, status in statuses.items()}
     return found
 
 
@@ -293,10 +294,10 @@ def summary_of_models(predicted: Outcomes, measured: Outcomes, options: argparse
     errors = [
         (model, precision, factor(found.rel_l2, truth.rel_l2), found.rel_l2, truth.rel_l2)
         for model, precision, found, truth in pairs
-        if found.rel_l2 is not None and truth.rel_l2 is not None
+        if found.rel_l2 is not None and truth.rel_l2  # an output of zeros has no relative error
     ]
     within = [row for row in errors if row[2] <= 3]
-    with_gaps = [pair for pair in pairs if pair[2].gaps or pair[3].gaps]
+    with_gaps = [pair for pair in pairs if pair[3].gaps is not None and (pair[2].gaps or pair[3].gaps)]
     same_gaps = sum(found.gaps == truth.gaps for _, _, found, truth in with_gaps)
     lines = [
         f"# Predicted and measured runs on {options.device}",
@@ -308,7 +309,9 @@ def summary_of_models(predicted: Outcomes, measured: Outcomes, options: argparse
         f"as one: {len(severe)} ({_share(severe, pairs)})",
         f"- rel_l2 of the output within a factor of 3: **{len(within)} of {len(errors)}** ({_share(within, errors)})"
         + (f"; median factor {statistics.median(row[2] for row in errors):.2f}" if errors else ""),
-        f"- runs with gaps, measured or predicted: {len(with_gaps)}; the same ops: {same_gaps}",
+        f"- runs with gaps, measured or predicted: {len(with_gaps)}; the same ops: {same_gaps}"
+        if any(truth.gaps is not None for *_, truth in pairs)
+        else "- gaps: not compared, those of the device are not known",
         *_dtypes(pairs),
         "",
         "## Other status",
