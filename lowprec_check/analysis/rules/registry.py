@@ -16,7 +16,7 @@ from typing import NamedTuple
 from lowprec_check.analysis.rules.catalogued import fixed_since, known_issue
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.run_key import EAGER
-from lowprec_check.schema.scan_result import Diagnostic, Gap, GapKind, Run, ScanResult, Severity, is_selected
+from lowprec_check.schema.scan_result import Diagnostic, Gap, GapKind, Run, ScanResult, Severity
 
 SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
 """In ascending order."""
@@ -40,6 +40,8 @@ class Finding(NamedTuple):
     """Share of the squared output error that its place causes, if that is known."""
     matters: bool | None = None
     """Whether it affects the output of its run; ``None`` if that is not known, or it is not about the error."""
+    rests_on: str | None = None
+    """Of a predicted run: what this is known from, in words."""
 
 
 Check = Callable[[ScanResult], Iterator[Finding]]
@@ -88,6 +90,7 @@ class Rule(NamedTuple):
                 timed=self.timed or finding.timed,
                 share=finding.share,
                 matters=finding.matters,
+                rests_on=finding.rests_on,
             )
 
 
@@ -132,6 +135,9 @@ def _how_it_passed(run: Run) -> str:
     return f"only in eager mode, the {run.backend} backend runs it"
 
 
+RAN_HERE = "code of torch that is the same on all devices, and ran here"
+"""What a gap of a predicted run rests on, if not on the catalog."""
+
 Advice = Callable[[Gap, Run], str]
 """What to do about a gap of a run."""
 
@@ -153,7 +159,14 @@ def from_gaps(result: ScanResult, kind: GapKind, help: str | Advice) -> Iterator
                     help="; ".join(filter(None, (advice, fixed_since(gap, run, result)))),
                     calls=gap.calls,
                     severity="note" if caught else None,
+                    rests_on=gap.predicted_by or (RAN_HERE if run.evidence == "predicted" else None),
                 )
+
+
+def is_selected(code: str, select: Iterable[str], ignore: Iterable[str]) -> bool:
+    """Whether ``code`` starts with a prefix in ``select`` (if there is any) and with none in ``ignore``."""
+    selected, ignored = tuple(select), tuple(ignore)
+    return (not selected or code.startswith(selected)) and not code.startswith(ignored)
 
 
 def check_codes(prefixes: Iterable[str]) -> None:
