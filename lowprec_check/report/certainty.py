@@ -24,6 +24,12 @@ def prediction_text(result: ScanResult) -> str:
     return visible(f"{prediction_in_brief(result)} Its kernels: {device.kernels}{policy}; {_covered(result)}.", 1000)
 
 
+def predicted_for(result: ScanResult) -> list[tuple[str, str]]:
+    """The row above the environment, which is that of the machine that predicted."""
+    device = result.prediction
+    return [("predicted for", f"{device.name}, torch {device.torch}")] if device else []
+
+
 def place_text(device: PredictedDevice, installed: str) -> str:
     """``xpu, predicted on a CPU``; ``cpu, predicted with torch 2.13``, the ``installed`` one."""
     if device.name != "cpu":

@@ -10,7 +10,7 @@ from tabulate import tabulate
 from lowprec_check.analysis.error_origin import origin
 from lowprec_check.analysis.run_summary import counted, shorten
 from lowprec_check.report import error_budget, summary
-from lowprec_check.report.certainty import prediction_text
+from lowprec_check.report.certainty import predicted_for, prediction_text
 from lowprec_check.report.escape import LONGEST as LONGEST_NAME
 from lowprec_check.report.escape import visible, visible_lines
 from lowprec_check.report.layer_errors import TITLE as LAYERS
@@ -48,7 +48,8 @@ def _head(result: ScanResult) -> Iterator[str]:
     sign = (
         "✅" if summary.is_gain(result) else "➖" if summary.passes(result) else "❔" if result.recommendation else "❌"
     )
-    yield f"### {sign} {escape(summary.verdict(result))} · {code(result.model.name)}"
+    predicted = "" if result.prediction is None else " (predicted)"
+    yield f"### {sign} {escape(summary.verdict(result))}{predicted} · {code(result.model.name)}"
     yield f"{escape(summary.title(result))}  \n{escape(summary.machine(result))}  \n{summary.SCOPE}"
     if result.prediction is not None:
         yield f"> {escape(prediction_text(result))}"
@@ -192,7 +193,12 @@ def _row(item: Group) -> list[str]:
 def _environment(result: ScanResult) -> str:
     pairs = [
         (escape(visible(name, 80)), code(shorten(visible(str(value)), 200)))
-        for name, value in (("target", result.target), *result.environment.items(), *result.options.items())
+        for name, value in (
+            ("target", result.target),
+            *predicted_for(result),
+            *result.environment.items(),
+            *result.options.items(),
+        )
         if value not in (None, [], "")
     ]
     return fold("Environment", table([list(pair) for pair in pairs[:60]], ["", ""], "ll"))

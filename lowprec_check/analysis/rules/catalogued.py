@@ -28,8 +28,13 @@ def fixed_since(gap: Gap, run: Run, result: ScanResult) -> str | None:
     return str(found) if found else None
 
 
-def known_issue(result: ScanResult, code: str, op: str | None, run: Run | None, message: str) -> KnownIssue | None:
-    """The known issue that fits a finding best: same code, same op or model, not fixed in the torch of the runs."""
+def known_issue(
+    result: ScanResult, code: str, op: str | None, run: Run | None, message: str | None
+) -> KnownIssue | None:
+    """The known issue that fits a finding best: same code, same op or model, not fixed in the torch of the runs.
+
+    ``message`` is what the op raised or warned; ``None`` if it did not run, but the catalog says that it fails.
+    """
     basis = run.basis if run else None
     device = run.device if run else str(result.environment.get("device", ""))
     try:

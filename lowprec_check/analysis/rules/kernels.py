@@ -12,6 +12,7 @@ from lowprec_check.analysis.speed import cores_were_used
 from lowprec_check.schema.devices import DEVICES, device_type
 from lowprec_check.schema.fallbacks import fallback_of
 from lowprec_check.schema.killed_ops import seconds_killed
+from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Gap, Run, ScanResult
 
@@ -150,7 +151,7 @@ def silent_fallback(result: ScanResult) -> Iterator[Finding]:
             else:
                 sizes[known.op].append(known.size)
         for op, found in sizes.items():
-            rows = [row for row in run.op_calls.rows() if row.op == op]
+            rows = _calls_of(op, run, result)
             yield Finding(
                 _fallback_cost(len(rows), found),
                 run=run,
@@ -163,13 +164,21 @@ def silent_fallback(result: ScanResult) -> Iterator[Finding]:
             )
 
 
+def _calls_of(op: str, run: Run, result: ScanResult) -> list[OpCall]:
+    """The calls of the op in ``run``; of the reference, which is not analyzed op by op, those in another run."""
+    for other in [run, *result.runs] if run.is_reference else [run]:
+        rows = [row for row in other.op_calls.rows() if row.op == op]
+        if rows:
+            return rows
+    return []
+
+
 def _fallback_cost(calls: int, sizes: list[int]) -> str:
     """What ``calls`` cost that copy inputs of these ``sizes``; 0 calls: their number is not known."""
-    least, most = bytes_text(min(sizes)), bytes_text(max(sizes))
-    each = f"each call waits for the device, copies its inputs ({least if least == most else f'{least} to {most}'}) to "
-    total = f"; {counted(calls, 'call')}, {bytes_text(calls * sizes[0])} in all" if calls > 1 and least == most else ""
-    several = f"; {counted(calls, 'call')}" if calls > 1 and not total else ""
-    return f"runs on the CPU: {each}the CPU, and its result back{total}{several}"
+    most, alike = bytes_text(max(sizes)), min(sizes) == max(sizes)
+    each = f"each call waits for the device, copies its inputs ({most if alike else f'up to {most}'}) to the CPU, and its result back"
+    total = f", {bytes_text(calls * sizes[0])} in all" if alike else ""
+    return f"runs on the CPU: {each}" + (f"; {counted(calls, 'call')}{total}" if calls > 1 else "")
 
 
 @rule("LP106", "slow-kernel", "warning", timed=True)

@@ -22,6 +22,10 @@ SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
 """In ascending order."""
 
 
+RAN_HERE = "code of torch that is the same on all devices, and ran here"
+"""What a gap of a predicted run rests on, if not on the catalog."""
+
+
 class Finding(NamedTuple):
     """What a rule finds at one place; the registry adds code, name, default severity and the reported issue."""
 
@@ -70,7 +74,8 @@ class Rule(NamedTuple):
     def diagnose(self, result: ScanResult) -> Iterator[Diagnostic]:
         """Yield the diagnostics of this rule."""
         for finding in self.check(result):
-            issue = known_issue(result, self.code, finding.op, finding.run, finding.message)
+            raised = finding.message if finding.rests_on in (None, RAN_HERE) else None
+            issue = known_issue(result, self.code, finding.op, finding.run, raised)
             reported = f"reported in {issue.link}" if issue else None
             key = finding.run.key if finding.run else None
             yield Diagnostic(
@@ -134,9 +139,6 @@ def _how_it_passed(run: Run) -> str:
         return "the model catches this exception and continues"
     return f"only in eager mode, the {run.backend} backend runs it"
 
-
-RAN_HERE = "code of torch that is the same on all devices, and ran here"
-"""What a gap of a predicted run rests on, if not on the catalog."""
 
 Advice = Callable[[Gap, Run], str]
 """What to do about a gap of a run."""

@@ -10,7 +10,7 @@ from lowprec_check.analysis.error_shares import trusted_budget
 from lowprec_check.analysis.run_summary import memory_ratio
 from lowprec_check.analysis.speed import speed
 from lowprec_check.report import error_budget, summary, times_table, what_if_table
-from lowprec_check.report.certainty import prediction_text
+from lowprec_check.report.certainty import predicted_for, prediction_text
 from lowprec_check.report.escape import visible
 from lowprec_check.report.html import bokeh_files as bokeh
 from lowprec_check.report.html import charts, module_tree
@@ -185,6 +185,6 @@ def _finding(item: Group) -> dict[str, Any]:
 
 def _environment(result: ScanResult) -> Iterator[tuple[str, str]]:
     yield "target", visible(result.target)
-    for name, value in (*result.environment.items(), *result.options.items()):
+    for name, value in (*predicted_for(result), *result.environment.items(), *result.options.items()):
         shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
         yield visible(name.replace("_", " ")), visible(shown if value not in (None, [], "") else "–")
