@@ -48,8 +48,8 @@ def _head(result: ScanResult) -> Iterator[str]:
     sign = (
         "✅" if summary.is_gain(result) else "➖" if summary.passes(result) else "❔" if result.recommendation else "❌"
     )
-    predicted = "" if result.prediction is None else " (predicted)"
-    yield f"### {sign} {escape(summary.verdict(result))}{predicted} · {code(result.model.name)}"
+    how = "" if result.prediction is None else f" ({result.evidence})"
+    yield f"### {sign} {escape(summary.verdict(result))}{how} · {code(result.model.name)}"
     yield f"{escape(summary.title(result))}  \n{escape(summary.machine(result))}  \n{summary.SCOPE}"
     if result.prediction is not None:
         yield f"> {escape(prediction_text(result))}"

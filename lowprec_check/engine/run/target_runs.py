@@ -140,7 +140,9 @@ class TargetRuns:
         if plain is None:
             raise UsageError(*missing_reference(outcome, budget))
         if plain.exception is not None:
-            raise UsageError(*failed_reference(plain, self.target, job.shown_device))
+            raise UsageError(
+                *failed_reference(plain, self.target, job.shown_device, predicted=self.options.predicted is not None)
+            )
         if plain.status == "nonfinite":
             raise UsageError(*nonfinite_reference(measures))
         self._self_error = self._repeat_in_another_process(_self_error(measures), budget)
