@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from verdict_breadth import Case, cases, in_processes
 
@@ -53,6 +54,20 @@ class Log(DispatchMode):
         return out
 
 
+class FakeLog(TorchDispatchMode):
+    """The same for fake tensors, some of whose attributes are ops that have no kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flow: Flow = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not str(func).startswith(LEFT_OUT):
+            self.flow.append((str(func), f"{floating((args, kwargs))}→{floating(out)}"))
+        return out
+
+
 def floating(value: Any) -> str:
     """The floating dtypes of the tensors in ``value``."""
     found = {t.dtype for t in tree_leaves(value) if isinstance(t, Tensor) and t.dtype.is_floating_point}
@@ -72,7 +87,7 @@ def fake_flow(case: Case, dtype: torch.dtype, device: str) -> Flow:
     state = {name: fake(tensor) for name, tensor in names}
     args, kwargs = (inputs, {}) if isinstance(inputs, tuple) else ((), inputs)
     args, kwargs = tree_map_only(Tensor, fake, (args, kwargs))
-    log = Log()
+    log = FakeLog()
     # torch.autocast disables itself where the device is not here
     torch.set_autocast_dtype(device, dtype)
     torch.set_autocast_enabled(device, True)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import msgspec
 
-from lowprec_check.analysis.rules.registry import rules
+from lowprec_check.analysis.rules.registry import is_selected, rules
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.schema.base import Struct, decode, encode
 from lowprec_check.schema.files import write_file
 from lowprec_check.schema.run_key import EAGER, MemoryFormat
-from lowprec_check.schema.scan_result import Diagnostic, ScanResult, is_selected
+from lowprec_check.schema.scan_result import Diagnostic, ScanResult
 
 SCHEMA = 1
 

@@ -7,13 +7,14 @@ import msgspec
 from lowprec_check.analysis.recommend import recommend
 from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, RunKey
-from lowprec_check.schema.scan_result import Evidence, ScanResult, skipped
+from lowprec_check.schema.scan_result import ScanResult, skipped
 
 
 def conclude(result: ScanResult) -> ScanResult:
     """The result with its recommendation and diagnostics, as its options select them."""
     options = result.options
-    advice = recommend(result.runs, result.model, result.environment, options.get("prefer", "speed"))
+    about = {**result.environment, "torch": result.torch}
+    advice = recommend(result.runs, result.model, about, options.get("prefer", "speed"))
     result = msgspec.structs.replace(result, recommendation=advice)
     return msgspec.structs.replace(
         result, diagnostics=diagnose(result, options.get("select", ()), options.get("ignore", ()))
@@ -43,6 +44,5 @@ def conclude_early(result: ScanResult, reason: str) -> ScanResult | None:
     runs = result.runs
     if result.timing_conditions is None:
         runs = [msgspec.structs.replace(run, latency_ms=None) for run in runs]
-    evidence: Evidence = "measured" if result.prediction is None else "predicted"
-    missing = [skipped(key, reason, evidence) for key in wanted_runs(result) if key not in done]
+    missing = [skipped(key, reason, result.evidence) for key in wanted_runs(result) if key not in done]
     return conclude(msgspec.structs.replace(result, runs=[*runs, *missing]))

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import msgspec
+
 from lowprec_check.analysis.baseline import file_of, stable_path
 from lowprec_check.analysis.run_summary import explain_status, in_fp32, label, memory_ratio
 from lowprec_check.analysis.speed import SHORT_MS, is_faster, speed
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.run_key import EAGER, RunKey
-from lowprec_check.schema.scan_result import Gap, Run, ScanResult
+from lowprec_check.schema.scan_result import Evidence, Gap, Run, ScanResult
 
 Kind = Literal["status", "gap", "error", "speed", "memory", "run", "recommendation"]
 Direction = Literal["worse", "better", "other"]
@@ -72,6 +74,7 @@ class DiffSide(Struct, frozen=True, kw_only=True):
     tool: str
     torch: str
     device: str
+    evidence: Evidence = "measured"
 
 
 class ScanDiff(Struct, frozen=True, kw_only=True):
@@ -90,7 +93,10 @@ class ScanDiff(Struct, frozen=True, kw_only=True):
 def diff_scans(
     old: ScanResult, new: ScanResult, *, error_factor: float = ERROR_FACTOR, time_factor: float = TIME_FACTOR
 ) -> ScanDiff:
-    """Compare run by run, matched by precision and backend; ignore errors and times that change by less than the factor."""
+    """Compare run by run, matched by precision and backend; ignore errors and times that change by less than the factor.
+
+    Each change between a measured and a predicted result says so. Predictions have no times, so none are compared.
+    """
     pairs = _matched(old, new)
     changes: list[ScanChange] = []
     for before, after in pairs:
@@ -103,6 +109,8 @@ def diff_scans(
         changes += _speed(before, after, old, new, time_factor)
         changes += _memory(before, after, old, new)
     changes += _recommendation(old, new)
+    if old.evidence != new.evidence:
+        changes = [_across_evidence(change, old, new) for change in changes]
     order = {"worse": 0, "better": 1, "other": 2}
     changes.sort(key=lambda change: order[change.direction])
     return ScanDiff(
@@ -114,6 +122,11 @@ def diff_scans(
         regressions=sum(change.direction == "worse" for change in changes),
         improvements=sum(change.direction == "better" for change in changes),
     )
+
+
+def _across_evidence(change: ScanChange, old: ScanResult, new: ScanResult) -> ScanChange:
+    """The change, which says that one of its sides did not run: the prediction may be wrong."""
+    return msgspec.structs.replace(change, what=f"{change.what} ({old.evidence} before, {new.evidence} now)")
 
 
 def _matched(old: ScanResult, new: ScanResult) -> list[tuple[Run | None, Run | None]]:
@@ -306,12 +319,15 @@ def _side(result: ScanResult) -> DiffSide:
         target=result.target,
         model=result.model.name,
         tool=result.tool,
-        torch=str(env.get("torch")),
+        torch=result.torch,
         device=f"{env.get('device')} ({env.get('device_name')})",
+        evidence=result.evidence,
     )
 
 
 def _warnings(old: ScanResult, new: ScanResult) -> Iterator[str]:
+    if old.prediction != new.prediction:
+        yield f"evidence: {_evidence(old)} → {_evidence(new)}"
     for name in ("target", "tool"):
         if getattr(old, name) != getattr(new, name):
             yield f"{name}: {getattr(old, name)} → {getattr(new, name)}"
@@ -324,6 +340,14 @@ def _warnings(old: ScanResult, new: ScanResult) -> Iterator[str]:
             was, is_now = (options.get(key, _DEFAULTS.get(key)) for options in (before, after))
             if _unordered(was) != _unordered(is_now):
                 yield f"{title}{key}: {_shown(was)} → {_shown(is_now)}"
+
+
+def _evidence(result: ScanResult) -> str:
+    """``measured``; ``predicted for xpu, torch 2.13 (declared for xpu, torch 2.13)``."""
+    device = result.prediction
+    return (
+        result.evidence if device is None else f"predicted for {device.name}, torch {device.torch} ({device.kernels})"
+    )
 
 
 _DEFAULTS = {"backends": [EAGER]}

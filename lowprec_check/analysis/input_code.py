@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
+from lowprec_check.schema.input_layout import InputLayout
 from lowprec_check.schema.run_key import CONTIGUOUS
-from lowprec_check.schema.scan_result import InputLayout, ModelInfo
+from lowprec_check.schema.scan_result import ModelInfo
 
 _LISTED = 3
 """At most so many tensors are converted by name."""

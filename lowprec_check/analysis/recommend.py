@@ -57,7 +57,8 @@ def recommend(
     If a cast of the whole model lacks kernels in any dtype, autocast is preferred for speed to every such cast: it runs these
     ops in fp32, and other inputs may need a kernel that the other dtype lacks.
 
-    ``environment`` is that of the scan; the reason says if the device does not accelerate the recommended dtype.
+    ``environment`` is that of the scan, with the torch that the runs are about; the reason says if the device does not accelerate
+    the recommended dtype.
     """
     passed = _passed(runs)
     if not passed:
@@ -71,7 +72,13 @@ def recommend(
         keep_fp32=best.keep_fp32,
         evidence=best.evidence,
         reason=_reason(best, runs, environment),
-        code=snippet(best.key._replace(precision=best.base or best.precision), model, best.keep_fp32, best.untied),
+        code=snippet(
+            best.key._replace(precision=best.base or best.precision),
+            model,
+            best.keep_fp32,
+            best.untied,
+            torch_version=str(environment.get("torch") or ""),
+        ),
         speedup=found.told_ratio,
         rel_l2=best.output_error.rel_l2 if best.output_error else None,
         prefer=prefer,
@@ -166,8 +173,11 @@ def _reason(best: Run, runs: Sequence[Run], environment: Mapping[str, Any]) -> s
     compared = found.text() + (" on this machine" if found.told == "slower" else "")
     says = f" ({compared}{slow})" if found.told == "noisy" else f", {compared}{slow}" if compared else ""
     chosen_by_time = "; the choice rests on speed only" if best.status != "ok" and found.told != "noisy" else ""
+    if best.evidence == "predicted":
+        chosen_by_time = ""
     saves = "".join(f"; {saving}" for saving in _savings(best, runs))
-    parts = [f"{_verdict(best)}{chosen_by_time}, measured here{says}{saves}."]
+    how = "measured here" if best.evidence == "measured" else best.evidence
+    parts = [f"{_verdict(best)}{chosen_by_time}, {how}{says}{saves}."]
     if (best.setup_seconds or 0.0) >= LONG_SETUP:
         parts.append(f"Setting it up took {best.setup_seconds:.1f} s.")
     if best.keep_fp32:

@@ -141,6 +141,13 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
+def bytes_text(number: int) -> str:
+    """``12.5 MiB``, ``3 KiB``, ``1 byte``."""
+    if number < 2**10:
+        return counted(number, "byte")
+    return f"{number / 2**20:.1f} MiB" if number >= 2**20 else f"{number / 2**10:.0f} KiB"
+
+
 def in_fp32(kept: Sequence[str], modules: int) -> str:
     """``2 of 6 modules in fp32`` of a model with 7 ``modules``, itself included."""
     total = max(0, modules - 1)

@@ -6,6 +6,7 @@ Its results equal those of :mod:`lowprec_check.engine.model.keep_fp32` bit for b
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 
 from lowprec_check.analysis.input_code import Conversion, convert_inputs
@@ -60,15 +61,32 @@ _UNTIE = """\
 """
 
 
-def snippet(key: RunKey, model: ModelInfo, keep_fp32: Sequence[str] = (), untied: Sequence[str] = ()) -> str:
+_IN_TORCH: dict[str, tuple[tuple[int, int], str]] = {
+    "xpu": ((2, 5), "import intel_extension_for_pytorch  # provides the device xpu")
+}
+"""By device: the first release of torch that has it, and the import that provides it in older ones."""
+
+
+def snippet(
+    key: RunKey,
+    model: ModelInfo,
+    keep_fp32: Sequence[str] = (),
+    untied: Sequence[str] = (),
+    *,
+    torch_version: str = "",
+) -> str:
     """Code that runs ``model`` on ``inputs``, both as the user's file defines them, as the run of ``key`` does.
 
     ``key.precision`` is a registered precision; the modules ``keep_fp32`` stay in fp32; the parameters ``untied``, which
-    such a module shares with a cast one, are copied.
+    such a module shares with a cast one, are copied. A device that torch of ``torch_version`` lacks is imported.
     """
     precision, device = PRECISIONS.get(key.precision), device_type(key.device)
     is_import = [line.startswith(("import ", "from ")) for line in model.setup]
-    imports = ["import torch", *(line for line, found in zip(model.setup, is_import, strict=True) if found)]
+    imports = [
+        "import torch",
+        *_providers(device, torch_version),
+        *(line for line, found in zip(model.setup, is_import, strict=True) if found),
+    ]
     body = [line for line, found in zip(model.setup, is_import, strict=True) if not found]
     moved = key.device if device != "cpu" else None
     if moved is not None:
@@ -94,6 +112,15 @@ def snippet(key: RunKey, model: ModelInfo, keep_fp32: Sequence[str] = (), untied
         imports.append("from torch.utils._pytree import tree_map_only")
     called = [f"    {line}" for line in (*backend.inside, f"output = {model.call}")]
     return "\n".join([*imports, "", *body, context, *called])
+
+
+def _providers(device: str, torch_version: str) -> list[str]:
+    """The import of the package that provides the device, if a torch of that version does not."""
+    since, provider = _IN_TORCH.get(device, (None, ""))
+    known = re.match(r"(\d+)\.(\d+)", torch_version)
+    if since is None or known is None or (int(known[1]), int(known[2])) >= since:
+        return []
+    return [provider]
 
 
 def _cast(precision: Precision, keep: Sequence[str], untied: Sequence[str]) -> str:

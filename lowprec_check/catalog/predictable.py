@@ -20,7 +20,7 @@ def predicted_device(name: str, torch: str, installed: str) -> PredictedDevice:
     if device.catalog is None:
         known = ", ".join(entry.name for entry in DEVICES if entry.catalog)
         raise UsageError(
-            f"Nothing can be predicted for {device.name}: the catalog does not cover it.",
+            f"Device {device.name!r} is not available, and nothing can be predicted for it: the catalog does not cover it.",
             f"Predictions exist for {known}.",
         )
     return PredictedDevice(
@@ -38,8 +38,10 @@ def has_kernels(device: str, release: str) -> bool:
 
 def _kernels(device: str, release: str) -> str:
     if is_declared(device):
-        known = has_kernels(device, release)
-        return f"declared for {device}, torch {release}" if known else f"reported for {device} before torch {release}"
+        if has_kernels(device, release):
+            return f"declared for {device}, torch {release}"
+        known = declared.releases(device)
+        return f"known issues of {device} only, since its kernels are declared for torch {known[0]} to {known[-1]}"
     sweep = at_release(device, release) or sweep_of(device)
     return f"measured on {device} ({sweep.header.capability}), torch {sweep.release}"
 

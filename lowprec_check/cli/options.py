@@ -10,7 +10,7 @@ import typer
 
 from lowprec_check import process
 from lowprec_check.schema.backends import BACKENDS
-from lowprec_check.schema.devices import DEVICES
+from lowprec_check.schema.devices import DEVICES, catalogued
 from lowprec_check.schema.memory_formats import MEMORY_FORMATS
 from lowprec_check.schema.precisions import formats, low_precisions
 from lowprec_check.schema.registry import Registry, choices
@@ -98,6 +98,7 @@ WhatIfFormats = Annotated[
     ),
 ]
 Backend = Annotated[str, typer.Option("--backend", metavar="NAME", help=f"How to execute the model: {_BACKENDS}.")]
+_PREDICTED = f"{choices([name for name in catalogued() if name != 'cpu'])} that is not here is predicted"
 Device = Annotated[
     str | None,
     typer.Option(
@@ -105,9 +106,32 @@ Device = Annotated[
         help=f"Device: {_DEVICES}. Default: an accelerator if there is one, else cpu.",
     ),
 ]
+ScannedDevice = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        autocompletion=completing(DEVICES.names),
+        help=f"Device: {_DEVICES}; {_PREDICTED}. Default: an accelerator if there is one, else cpu.",
+    ),
+]
+PredictedTorch = Annotated[
+    str | None,
+    typer.Option(
+        "--torch",
+        metavar="X.Y",
+        help="Release of torch to predict for, with --device. Default: the installed one.",
+    ),
+]
+Predict = Annotated[
+    bool,
+    typer.Option("--predict", help="Predict, although the device named by --device is here and could be measured."),
+]
 Devices = Annotated[
     list[str] | None,
-    typer.Option(autocompletion=completing(DEVICES.names), help=f"Device: {_DEVICES}; repeatable, one row per device."),
+    typer.Option(
+        autocompletion=completing(DEVICES.names),
+        help=f"Device: {_DEVICES}; {_PREDICTED}; repeatable, one row per device.",
+    ),
 ]
 Tolerance = Annotated[
     float | None,

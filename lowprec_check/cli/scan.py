@@ -24,13 +24,15 @@ from lowprec_check.cli.app import (
 from lowprec_check.cli.baseline import BaselineFile, UpdateBaseline, apply_baseline, known_findings
 from lowprec_check.cli.options import (
     Backends,
-    Device,
     Inputs,
     Isolation,
     Matrix,
     MemoryFormats,
     Precisions,
+    Predict,
+    PredictedTorch,
     Quiet,
+    ScannedDevice,
     Seed,
     Target,
     Tolerance,
@@ -65,14 +67,9 @@ def scan(
     backend: Backends = None,
     memory_format: MemoryFormats = None,
     matrix: Matrix = None,
-    device: Device = None,
-    torch: Annotated[
-        str | None,
-        typer.Option("--torch", metavar="X.Y", help="Release of torch to predict for. Default: the installed one."),
-    ] = None,
-    predict: Annotated[
-        bool, typer.Option("--predict", help="Predict for the device although it is here, instead of measuring.")
-    ] = False,
+    device: ScannedDevice = None,
+    torch: PredictedTorch = None,
+    predict: Predict = False,
     budget: Annotated[
         float | None,
         typer.Option(

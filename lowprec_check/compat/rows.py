@@ -27,7 +27,7 @@ def _as_given(saved: str) -> str:
 
 def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict[str, str]) -> MatrixRow:
     """Return the row of a scanned model."""
-    advice = result.recommendation
+    advice, about = result.recommendation, {**result.environment, "torch": result.torch or None}
     return _row(
         request,
         seconds,
@@ -36,9 +36,7 @@ def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict
         model=result.model.name,
         parameters=result.model.parameters,
         inputs=result.model.inputs,
-        environment={
-            key: str(result.environment[key]) for key in _ENVIRONMENT if result.environment.get(key) is not None
-        },
+        environment={key: str(about[key]) for key in _ENVIRONMENT if about.get(key) is not None},
         cells=[_cell(run, result) for run in result.runs if not run.is_reference],
         recommended=_advice(advice) if advice else None,
     )
@@ -48,7 +46,7 @@ def _advice(advice: Recommendation) -> str:
     """``half``; ``fp32 (half saves 50 % of the memory)`` where fp32 is better in what is preferred."""
     name = advice.label + (f" + {len(advice.keep_fp32)} in fp32" if advice.keep_fp32 else "")
     if not advice.stay_in_fp32:
-        return name
+        return name if advice.evidence == "measured" else f"{name} ({advice.evidence})"
     return f"fp32 ({name}: {advice.gain})" if advice.gain else "fp32"
 
 

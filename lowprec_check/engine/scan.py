@@ -344,8 +344,7 @@ def growing_scan(
             result = msgspec.structs.replace(result, what_if=predicted)
             yield result
         batches = [target_runs, *further.batches]
-        planned = plan_for_scan(
-            batches, result.runs, machine.environment, name, wanted=options.plan, on_progress=on_progress
-        )
+        about = machine.environment | {"torch": result.torch}
+        planned = plan_for_scan(batches, result.runs, about, name, wanted=options.plan, on_progress=on_progress)
         if planned is not None:
             yield msgspec.structs.replace(result, runs=[*result.runs, planned[0]], plan=planned[1])

@@ -26,7 +26,7 @@ def scan_text(result: ScanResult, exception: ExceptionInfo | None = None, *, in_
     """A summary line, the table of runs, and all findings. ``exception`` stopped the call; ``in_fp32``: it occurs in fp32 too."""
     low = [run for run in result.runs if not run.is_reference]
     failed = [label(run) for run in low if run.status != "ok"] or [label(run) for run in low]
-    torch, device = str(result.environment.get("torch", "")).partition("+")[0], result.environment.get("device")
+    torch, device = result.torch.partition("+")[0], result.environment.get("device")
     with screen(WIDTH, color=False) as (console, printed):
         gaps = sum(len(run.gaps) for run in low)
         counted = f": {gaps} {'gap' if gaps == 1 else 'gaps'}" if gaps else ""

@@ -139,7 +139,7 @@ def _unknown(run: Run, budget: ErrorBudget) -> str:
     if unexplained > 0:
         return f"not known: first order explains only {share_text(1 - unexplained)} of the error{choices}"
     ratio = (budget.predicted or 0.0) / (budget.measured or 1.0)
-    return f"not known: first order predicts an error {ratio:.1f} times as large as the measured one{choices}"
+    return f"not known: first order predicts an error {ratio:.1f} times as large as that of the run{choices}"
 
 
 def _shares(run: Run, budget: ErrorBudget, modules: Sequence[PartShare], causes: Sequence[PartShare]) -> str:
@@ -273,8 +273,8 @@ def all_tables(result: ScanResult) -> list[BudgetTable]:
 
 
 def predicted(budget: ErrorBudget | None) -> str:
-    """``error 2.3e-01 measured op by op, 1.9e-01 predicted to first order``; empty if there is none."""
+    """``error 2.3e-01 op by op, 1.9e-01 predicted to first order``; empty if there is none."""
     if budget is None or budget.predicted is None:
         return ""
-    measured = "" if budget.measured is None else f"error {budget.measured:.1e} measured op by op, "
+    measured = "" if budget.measured is None else f"error {budget.measured:.1e} op by op, "
     return f"{measured}{budget.predicted:.1e} predicted to first order"

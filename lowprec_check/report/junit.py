@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
 from lowprec_check.analysis.run_summary import explain_status
 from lowprec_check.report import summary
+from lowprec_check.report.certainty import prediction_text
 from lowprec_check.report.escape import visible
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
 
@@ -27,12 +29,13 @@ def render(result: ScanResult) -> str:
         ("model", summary.title(result)),
         ("machine", summary.machine(result)),
         ("tool", visible(result.tool)),
+        *([("prediction", prediction_text(result))] if result.prediction else []),
     ):
         SubElement(properties, "property", name=name, value=value)
     for row in summary.rows(result):
-        seconds = (row.run.latency_ms or 0.0) / 1000
         name = f"{row.label} on {visible(row.run.device)}"
-        case = SubElement(suite, "testcase", classname=visible(result.model.name), name=name, time=f"{seconds:.6f}")
+        attributes = {"classname": visible(result.model.name), "name": name} | _time([row.run], result)
+        case = SubElement(suite, "testcase", attributes)
         _outcome(case, row.run, result)
     ElementTree.indent(root)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
@@ -40,14 +43,20 @@ def render(result: ScanResult) -> str:
 
 def _counts(result: ScanResult) -> dict[str, Any]:
     statuses = [run.status for run in result.runs]
-    seconds = sum(run.latency_ms or 0.0 for run in result.runs) / 1000
     return {
         "tests": str(len(statuses)),
         "failures": str(sum(status in _FAILURE for status in statuses)),
         "errors": str(sum(status in _ERROR for status in statuses)),
         "skipped": str(sum(status in _SKIPPED for status in statuses)),
-        "time": f"{seconds:.6f}",
+        **_time(result.runs, result),
     }
+
+
+def _time(runs: Sequence[Run], result: ScanResult) -> dict[str, str]:
+    """The attribute with the seconds of all ``runs``; a prediction has none."""
+    if result.prediction is not None:
+        return {}
+    return {"time": f"{sum(run.latency_ms or 0.0 for run in runs) / 1000:.6f}"}
 
 
 def _outcome(case: Element, run: Run, result: ScanResult) -> None:
@@ -67,4 +76,5 @@ def _outcome(case: Element, run: Run, result: ScanResult) -> None:
 def _line(diagnostic: Diagnostic) -> str:
     parts = (diagnostic.severity, diagnostic.code, diagnostic.name, diagnostic.source, diagnostic.module, diagnostic.op)
     where = " ".join(part for part in parts if part)
-    return visible(f"{where}: {diagnostic.message}", 600)
+    basis = f" (predicted from: {diagnostic.rests_on})" if diagnostic.rests_on else ""
+    return visible(f"{where}: {diagnostic.message}{basis}", 800)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lowprec_check.report import summary
+from lowprec_check.report.certainty import prediction_in_brief
 from lowprec_check.report.escape import visible, workflow_command
 from lowprec_check.report.places import Place, places
 from lowprec_check.schema.scan_result import ScanResult
@@ -46,4 +47,5 @@ def _text(place: Place) -> str:
 
 
 def _verdict(result: ScanResult) -> str:
-    return f"{summary.tally(result.diagnostics)}. {summary.verdict(result).rstrip('.')}."
+    told = f"{summary.tally(result.diagnostics)}. {summary.verdict(result).rstrip('.')}."
+    return f"{told} {prediction_in_brief(result)}".rstrip()

@@ -10,6 +10,7 @@ from tabulate import tabulate
 from lowprec_check.analysis.error_origin import origin
 from lowprec_check.analysis.run_summary import counted, shorten
 from lowprec_check.report import error_budget, summary
+from lowprec_check.report.certainty import predicted_for, prediction_text
 from lowprec_check.report.escape import LONGEST as LONGEST_NAME
 from lowprec_check.report.escape import visible, visible_lines
 from lowprec_check.report.layer_errors import TITLE as LAYERS
@@ -47,8 +48,11 @@ def _head(result: ScanResult) -> Iterator[str]:
     sign = (
         "✅" if summary.is_gain(result) else "➖" if summary.passes(result) else "❔" if result.recommendation else "❌"
     )
-    yield f"### {sign} {escape(summary.verdict(result))} · {code(result.model.name)}"
+    how = "" if result.prediction is None else f" ({result.evidence})"
+    yield f"### {sign} {escape(summary.verdict(result))}{how} · {code(result.model.name)}"
     yield f"{escape(summary.title(result))}  \n{escape(summary.machine(result))}  \n{summary.SCOPE}"
+    if result.prediction is not None:
+        yield f"> {escape(prediction_text(result))}"
     for note in result.model.notes[:20]:
         yield f"> {escape(visible(note))}"
     if result.recommendation is not None:
@@ -175,20 +179,26 @@ def _row(item: Group) -> list[str]:
     more = f" +{len(item.places) - 1}" if len(item.places) > 1 else ""
     lines = f" {code(and_more(item.sources))}" if item.sources else ""
     message = escape(shorten(first.message, 160))
+    basis = f" (predicted from: {escape(first.rests_on)})" if first.rests_on else ""
     return [
         _SEVERITY[first.severity],
         f"{escape(first.code)} {escape(first.name)}",
         escape(", ".join(item.runs)),
         code(first.op) if first.op else "",
         f"{places}{lines}{more}",
-        f"{message} → {escape(first.help)}" if first.help else message,
+        f"{message} → {escape(first.help)}{basis}" if first.help else f"{message}{basis}",
     ]
 
 
 def _environment(result: ScanResult) -> str:
     pairs = [
         (escape(visible(name, 80)), code(shorten(visible(str(value)), 200)))
-        for name, value in (("target", result.target), *result.environment.items(), *result.options.items())
+        for name, value in (
+            ("target", result.target),
+            *predicted_for(result),
+            *result.environment.items(),
+            *result.options.items(),
+        )
         if value not in (None, [], "")
     ]
     return fold("Environment", table([list(pair) for pair in pairs[:60]], ["", ""], "ll"))

@@ -26,7 +26,12 @@ def markdown(matrix: Matrix, title: str = "Compatibility") -> str:
     columns = precisions(matrix)
     common = len(_common_options(matrix))
     rows = [_row(row, columns, common) for row in matrix.rows]
-    parts = [f"# {escape(visible(title))}", *_machines(matrix), _legend(), _totals(matrix, columns)]
+    parts = [
+        f"# {escape(visible(title))}",
+        *_machines(matrix),
+        f"{_legend()}{_about_predictions(matrix)}",
+        _totals(matrix, columns),
+    ]
     missing = _missing(matrix)
     if missing:
         parts += ["## Ops without a kernel", table(missing, ["op", "precision", "models"], "llr")]
@@ -56,6 +61,7 @@ def page(matrix: Matrix, title: str = "Compatibility") -> str:
         missing=[[name, precision, number] for name, precision, number in _missing_ops(matrix)],
         scanned=len(scanned),
         failed=len(matrix.rows) - len(scanned),
+        about_predictions=_about_predictions(matrix),
     )
 
 
@@ -76,9 +82,13 @@ def _cells(row: MatrixRow) -> dict[str, MatrixCell]:
 
 
 def describe(cell: MatrixCell | None) -> str:
-    """``✅ 1.2e-03 · 0.62 ×``, or why it fails."""
+    """``✅ 1.2e-03 · 0.62 ×``, or why it fails; ``➖ 1.2e-03 · predicted``."""
     if cell is None:
         return "–"
+    return _described(cell) + ("" if cell.evidence == "measured" else f" · {cell.evidence}")
+
+
+def _described(cell: MatrixCell) -> str:
     sign = _SIGNS.get(cell.status, "❌") if cell.status != "ok" or _gains(cell) else "➖"
     if cell.status == "error" and cell.gaps:
         more = f" +{len(cell.gaps) - 1}" if len(cell.gaps) > 1 else ""
@@ -120,8 +130,15 @@ def _legend() -> str:
     return (
         "✅ passes and is faster or smaller than fp32, with its error and time · ➖ passes · ⚠️ error over tolerance · ❌ fails, with the first op that has no kernel and the "
         "number of further ones, or with another reason · error: relative L2 error of the output against fp32 · ×: time "
-        "relative to fp32, measured while other work may have run"
+        "relative to fp32, timed while other work may have run"
     )
+
+
+def _about_predictions(matrix: Matrix) -> str:
+    """What ``predicted`` means in a matrix that has such cells."""
+    if all(cell.evidence == "measured" for row in matrix.rows for cell in row.cells):
+        return ""
+    return " · predicted: emulated on a CPU, nothing ran on that device"
 
 
 def _machines(matrix: Matrix) -> list[str]:

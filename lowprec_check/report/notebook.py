@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lowprec_check.report import summary
+from lowprec_check.report.certainty import prediction_text
 from lowprec_check.report.escape import visible
 from lowprec_check.report.html.page import render_fragment
 from lowprec_check.report.times_table import disturbances
@@ -42,6 +43,7 @@ def html(result: ScanResult) -> str:
         title=summary.title(result),
         machine=summary.machine(result),
         scope=summary.SCOPE,
+        prediction=prediction_text(result),
         rows=[row._asdict() for row in shown],
         names_head=summary.names_head(shown),
         extra=summary.extra_figures(shown),

@@ -72,7 +72,11 @@ def _proof(plan: Plan) -> str:
         parts = [f"metric {plan.metric:.4g} (fp32 {plan.fp32_metric:.4g}, may drop {plan.max_drop:.2g})"]
     else:
         predicted = f"predicted {plan.predicted:.1e}, proven " if plan.predicted is not None else ""
+        if plan.evidence == "predicted":
+            predicted = "predicted "
         parts = [f"error {predicted}{plan.rel_l2 or 0:.1e}, tolerance {plan.tolerance or 0:.0e}"]
+    if plan.evidence == "predicted":
+        parts.append(f"nothing ran on {plan.device}")
     if plan.batches > 1:
         parts.append(f"on each of {plan.batches} batches")
     if plan.speedup is not None:

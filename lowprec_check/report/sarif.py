@@ -11,6 +11,7 @@ from lowprec_check.analysis.baseline import fingerprint
 from lowprec_check.analysis.rules.registry import rules
 from lowprec_check.errors import encodable
 from lowprec_check.report import summary
+from lowprec_check.report.certainty import prediction_text
 from lowprec_check.report.escape import visible
 from lowprec_check.report.places import Place, places
 from lowprec_check.schema.scan_result import ScanResult
@@ -40,6 +41,7 @@ def render(result: ScanResult) -> str:
             "verdict": summary.verdict(result),
             "model": summary.title(result),
             "machine": summary.machine(result),
+            **({"prediction": prediction_text(result)} if result.prediction else {}),
         },
     }
     log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
@@ -69,6 +71,8 @@ def _result(place: Place, codes: list[str], result: ScanResult) -> dict[str, Any
     message = visible(first.message, 1000)
     if first.help:
         message = f"{message.rstrip('.')}. What to do: {visible(first.help, 1000)}."
+    if first.rests_on:
+        message = f"{message.rstrip('.')}. Predicted from: {visible(first.rests_on, 1000)}."
     where = f"{', '.join(runs)}: " if runs else ""
     op = f"{visible(first.op)}: " if first.op else ""
     described: dict[str, Any] = {
@@ -78,7 +82,11 @@ def _result(place: Place, codes: list[str], result: ScanResult) -> dict[str, Any
         "message": {"text": f"{where}{op}{message}"},
         "locations": [_location(place, result)],
         "partialFingerprints": {"lowprecCheck/v1": fingerprint(first)},
-        "properties": {"precisions": runs, "calls": sum(d.calls for d in place.found)},
+        "properties": {
+            "precisions": runs,
+            "calls": sum(d.calls for d in place.found),
+            **({"predictedFrom": visible(first.rests_on, 1000)} if first.rests_on else {}),
+        },
     }
     if all(d.accepted for d in place.found):
         described["suppressions"] = [{"kind": "external", "justification": "in the baseline"}]

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from lowprec_check.analysis import run_summary
 from lowprec_check.analysis.recommend import worth_of
 from lowprec_check.analysis.run_summary import (
+    bytes_text,
     candidates,
     counted,
     explain_status,
@@ -20,6 +21,7 @@ from lowprec_check.analysis.run_summary import (
     some,
 )
 from lowprec_check.analysis.speed import TOLD, failure_while_timed, speed
+from lowprec_check.report.certainty import place_text
 from lowprec_check.report.escape import visible, visible_diagnostic, visible_lines
 from lowprec_check.schema.measures import Latency
 from lowprec_check.schema.precisions import LOW_FORMATS, PRECISIONS, low_precisions
@@ -37,12 +39,13 @@ def no_pass(result: ScanResult) -> str:
     """The verdict if no precision passed; names those tried if not all were."""
     low = [run for run in candidates(result.runs) if run.base is None]
     tried = [run for run in low if run.status != "skipped"]
+    passed = "passed here" if result.prediction is None else "is predicted to pass"
     if {precision.name for precision in low_precisions()} <= {run.precision for run in tried}:
-        return "No low precision passed here. Stay in fp32."
+        return f"No low precision {passed}. Stay in fp32."
     if not tried:
-        return "No precision passed here; none could be run."
+        return f"No precision {passed}; none could be run."
     advice = "Scan without -p to try all." if len(tried) == len(low) else "Scan again to try the others."
-    return f"No precision passed here; tried: {', '.join(map(label, tried))}. {advice}"
+    return f"No precision {passed}; tried: {', '.join(map(label, tried))}. {advice}"
 
 
 def title(result: ScanResult) -> str:
@@ -53,12 +56,14 @@ def title(result: ScanResult) -> str:
 
 
 def machine(result: ScanResult) -> str:
-    """The torch version and the device, with the formats it accelerates: the second line of a report."""
+    """The torch version and the device, with the formats it accelerates or that it is predicted: the second line of a report."""
     env = result.environment
+    if result.prediction is not None:
+        return visible(f"torch {result.torch} · {place_text(result.prediction, str(env.get('torch')))}")
     accelerated = [(low.short, env.get(f"{low.short}_accelerated")) for low in LOW_FORMATS]
     device = ", ".join(f"{name} {'accelerated' if yes else 'not'}" for name, yes in accelerated if yes is not None)
     where = f"{env.get('device')}: {device}" if device else str(env.get("device"))
-    return visible(f"torch {str(env.get('torch')).partition('+')[0]} · {where}")
+    return visible(f"torch {result.torch.partition('+')[0]} · {where}")
 
 
 def format_count(number: int) -> str:
@@ -160,7 +165,7 @@ def _why(run: Run, result: ScanResult) -> str:
     if run.is_reference:
         latency = milliseconds(run.latency_ms) if run.latency_ms is not None else ""
         latency += f" {spread(run.latency)}" if run.latency is not None else ""
-        memory = _bytes(run.peak_memory_bytes) if run.peak_memory_bytes else ""
+        memory = bytes_text(run.peak_memory_bytes) if run.peak_memory_bytes else ""
         return ", ".join(part for part in (latency, memory, _scenario(run), failure_while_timed(run)) if part)
     if run.base is not None:
         return f"kept in fp32: {some(run.keep_fp32)}"
@@ -195,10 +200,6 @@ def _scenario(run: Run) -> str:
     where = f"{counted(timing.instances, 'instance')} of {counted(timing.cores, 'core')}"
     batch = f", batch {timing.batch}" if timing.batch else ""
     return f"{timing.scenario}: {timing.median_ms:.3g} ms, {where}{batch}"
-
-
-def _bytes(number: int) -> str:
-    return f"{number / 2**20:.1f} MiB" if number >= 2**20 else f"{number / 2**10:.0f} KiB"
 
 
 # -- findings

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from lowprec_check.analysis.run_summary import shorten
 from lowprec_check.report import error_budget, summary, times_table
+from lowprec_check.report.certainty import prediction_text
 from lowprec_check.report.console import print_table, screen
 from lowprec_check.report.escape import visible, visible_lines
 from lowprec_check.report.layer_errors import TITLE as LAYERS
@@ -38,6 +39,8 @@ def render(
     with screen(width, color) as (console, printed):
         console.print(Text(f"lowprec-check · {summary.title(result)}", style="bold"))
         console.print(Text(summary.machine(result), style="dim"))
+        if result.prediction is not None:
+            console.print(Text(prediction_text(result), style="yellow"))
         console.print(Text(summary.SCOPE, style="dim"))
         for note in result.model.notes:
             console.print(Text(f"note: {visible(note)}", style="yellow"))
@@ -107,7 +110,7 @@ def _print_findings(console: Console, result: ScanResult, limit: int, verbose: b
         return
     listed = [item for item in groups if verbose or item.first.severity != "note"]
     for item in listed[:limit]:
-        print_group(console, item)
+        print_group(console, item, verbose=verbose)
     console.print(_summary(result, groups, listed, limit))
     folded = [item for item in groups if item not in listed]
     notes = summary.folded(item for item in folded if not summary.is_harmless(item.first))
@@ -117,8 +120,8 @@ def _print_findings(console: Console, result: ScanResult, limit: int, verbose: b
     console.print()
 
 
-def print_group(console: Console, item: Group) -> None:
-    """Print the finding, its precisions and its place; below them the message and the fix."""
+def print_group(console: Console, item: Group, *, verbose: bool = False) -> None:
+    """Print the finding, its precisions and its place; below them the message and the fix, and if ``verbose`` what it rests on."""
     first = item.first
     head = Text()
     head.append(f"{first.code} {first.name}", style=_SEVERITY_STYLE[first.severity])
@@ -134,6 +137,8 @@ def print_group(console: Console, item: Group) -> None:
     message = shorten(first.message, _LONGEST_MESSAGE)
     message = message if first.help is None else f"{message} → {first.help}"
     console.print(Padding(Text(message, style="dim"), (0, 0, 0, 6)))
+    if verbose and first.rests_on:
+        console.print(Padding(Text(f"predicted from: {first.rests_on}", style="dim"), (0, 0, 0, 6)))
 
 
 def _summary(result: ScanResult, groups: Sequence[Group], listed: Sequence[Group], limit: int) -> Text:

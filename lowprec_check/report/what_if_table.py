@@ -11,7 +11,7 @@ from lowprec_check.schema.predictions import WhatIf
 from lowprec_check.schema.scan_result import ScanResult
 
 TITLE = "What if: formats that were not run"
-HINT = "Output errors predicted from fp32: matrix products and convolutions are emulated, and nothing was measured."
+HINT = "Output errors predicted from fp32: matrix products and convolutions are emulated, and none of these formats was run."
 HEADS = ("format", "evidence", "output error", "why")
 NAMED_MODULES = 3
 

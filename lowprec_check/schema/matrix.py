@@ -36,6 +36,11 @@ class MatrixCell(Struct, frozen=True, kw_only=True):
     first_gap_kind: GapKind | None = None
     first_gap_source: str | None = None
 
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for a predicted cell with a time or memory."""
+        if self.evidence == "predicted" and (self.time is not None or self.memory is not None):
+            raise ValueError("a predicted run has no time and no memory: they would be those of another device")
+
 
 class MatrixRow(Struct, frozen=True, kw_only=True):
     """One model on one device, scanned or not."""

@@ -90,6 +90,7 @@ def _with_shared_numbers(column: list[float | None], known: dict[float, float]) 
     ]
 
 
+_TIMES = ("time_ms", "reference_ms")
 _FIELDS = msgspec.structs.fields(OpCall)
 _FIRST = OpCall.__struct_fields__[0]
 
@@ -124,6 +125,11 @@ class _Columns(Struct, frozen=True, kw_only=True):
 
     def __len__(self) -> int:
         return len(getattr(self, _FIRST))
+
+    @property
+    def are_timed(self) -> bool:
+        """Whether a call has a time."""
+        return any(time is not None for name in _TIMES for time in getattr(self, name))
 
     def rows(self) -> Iterator[OpCall]:
         """Yield the calls in order, each as a new row."""
@@ -167,3 +173,8 @@ def concatenate(parts: Sequence[OpCalls]) -> OpCalls:
     return OpCalls(
         **{field.name: [value for part in parts for value in getattr(part, field.name)] for field in _FIELDS}
     )
+
+
+def without_times(calls: OpCalls) -> OpCalls:
+    """The calls without their times, as those of a device that they did not run on."""
+    return msgspec.structs.replace(calls, **{name: [None] * len(calls) for name in _TIMES})

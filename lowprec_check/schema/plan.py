@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.backends import BACKENDS
@@ -57,6 +57,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     backend: str = EAGER
     device: str
     memory_format: MemoryFormat = "contiguous"
+    evidence: Literal["measured", "predicted"] = "measured"
+    """``predicted``: its runs were those of a device that is not here, emulated on a CPU."""
     keep_fp32: list[str]
     """Paths of the modules that stay in fp32, in the model's order; empty if the base passes as it is."""
     untied: list[str] = []
@@ -84,7 +86,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     seconds: float
     latency_ms: float | None = None
     speedup: float | None = None
-    """Latency of fp32 over latency of the plan, on this machine."""
+    """Latency of fp32 over latency of the plan, on this machine; ``None`` if it is predicted."""
     peak_memory_bytes: int | None = None
     blame: list[Blame] = []
     environment: dict[str, Any] = {}
@@ -92,6 +94,12 @@ class Plan(Struct, frozen=True, kw_only=True):
     """Every module of the model, with its type and the shapes of its own parameters: the models that the plan fits."""
     code: str
     """Code to paste: the same as :func:`lowprec_check.apply`, in pure PyTorch."""
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for a predicted plan with times or memory."""
+        found = (self.latency_ms, self.speedup, self.peak_memory_bytes)
+        if self.evidence == "predicted" and any(value is not None for value in found):
+            raise ValueError("a predicted plan has no times and no memory: they would be those of another device")
 
     def save(self, path: str | Path) -> None:
         """Write as indented JSON; raises :class:`UsageError` if that fails."""

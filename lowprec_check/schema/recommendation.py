@@ -36,6 +36,12 @@ class Recommendation(Struct, frozen=True, kw_only=True):
     stay_in_fp32: bool = False
     """Whether fp32 is better in what is preferred; this is then the best way for those who need what it gains."""
 
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for a predicted one that promises a gain, which only a run on the device itself can show."""
+        claims = self.speedup is not None or self.gain or self.stay_in_fp32 or self.worth not in (None, "unknown")
+        if self.evidence == "predicted" and claims:
+            raise ValueError("a predicted recommendation says nothing about times and memory")
+
     @property
     def label(self) -> str:
         """The label of its run, ``half · inductor``."""

@@ -7,7 +7,6 @@ and ``None`` in memory, and a saved result that is read again equals the origina
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +18,7 @@ from lowprec_check.schema.batch_ranges import BatchRanges
 from lowprec_check.schema.compiler_check import CompilerCheck
 from lowprec_check.schema.error_budget import ErrorBudget
 from lowprec_check.schema.files import write_file
+from lowprec_check.schema.input_layout import InputLayout
 from lowprec_check.schema.measures import Latency, LayerError, Timing, TimingConditions
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Plan
@@ -100,8 +100,8 @@ class Gap(Struct, frozen=True, kw_only=True):
     """The number in the code that exceeds the range of the dtype, for a ``scalar-overflow``."""
 
 
-_MEASURED = ("latency_ms", "latency", "peak_memory_bytes", "timing", "setup_seconds")
-"""What only a run on the device itself can tell."""
+_MEASURED = ("latency_ms", "latency", "peak_memory_bytes", "timing", "setup_seconds", "compiler")
+"""What only a run on the device itself can tell, and the times of its op calls."""
 
 
 class Run(Struct, frozen=True, kw_only=True):
@@ -192,7 +192,7 @@ class Run(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for a predicted run with a measured time or memory."""
-        if self.evidence != "measured" and any(map(self._has, _MEASURED)):
+        if self.evidence != "measured" and (any(map(self._has, _MEASURED)) or self.op_calls.are_timed):
             raise ValueError("a predicted run has no times and no memory: they would be those of another device")
 
     def _has(self, name: str) -> bool:
@@ -257,6 +257,8 @@ class Diagnostic(Struct, frozen=True, kw_only=True):
     message: str
     help: str | None = None
     url: str | None = None
+    rests_on: str | None = None
+    """Of a predicted run: what this is known from, in words; a row of the catalog, for example."""
     calls: int = 1
     accepted: bool = False
     """Whether the scan's baseline accepts it."""
@@ -275,25 +277,6 @@ class Diagnostic(Struct, frozen=True, kw_only=True):
     def is_about(self, run: Run) -> bool:
         """Whether it belongs to ``run``."""
         return (self.precision, self.backend, self.memory_format) == (run.precision, run.backend, run.memory_format)
-
-
-def is_selected(code: str, select: Iterable[str], ignore: Iterable[str]) -> bool:
-    """Whether ``code`` starts with a prefix in ``select`` (if there is any) and with none in ``ignore``."""
-    selected, ignored = tuple(select), tuple(ignore)
-    return (not selected or code.startswith(selected)) and not code.startswith(ignored)
-
-
-class InputLayout(Struct, frozen=True, kw_only=True):
-    """Where the tensors are in the inputs, so that code can cast and move them."""
-
-    kind: Literal["tensor", "sequence", "mapping", "nested"]
-    """``inputs`` is one tensor; a sequence or mapping of tensors and other values; or one with tensors deeper inside."""
-    tensors: list[str] = []
-    """Positions or keys of the tensors."""
-    floating: list[str] = []
-    """Positions or keys of those with floating-point values; for one tensor, one empty key."""
-    images: list[str] = []
-    """Positions or keys of those with 4 dimensions, which have a memory format; for one tensor, one empty key."""
 
 
 class ModelInfo(Struct, frozen=True, kw_only=True):
@@ -343,6 +326,26 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     """The device that is not here, and what the predictions for it rest on; ``None`` if the runs were measured."""
     what_if: list[WhatIf] = []
     """The output errors predicted for the formats of ``--what-if``, none of which was run."""
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` if a prediction holds a measured run, times or advice, or measured runs one that is predicted."""
+        claims: list[Run | Recommendation | Plan | None] = [*self.runs, self.recommendation, self.plan]
+        if any(claim is not None and claim.evidence != self.evidence for claim in claims):
+            raise ValueError("measured and predicted runs are mixed: a scan either measures or predicts")
+        if self.prediction is not None and self.timing_conditions is not None:
+            raise ValueError("a prediction has no times")
+
+    @property
+    def torch(self) -> str:
+        """The version of torch that the runs are about: the predicted release, else that of the machine; empty if unknown."""
+        if self.prediction is not None:
+            return self.prediction.torch
+        return str(self.environment.get("torch") or "")
+
+    @property
+    def evidence(self) -> Evidence:
+        """Whether the runs were measured or predicted."""
+        return "measured" if self.prediction is None else "predicted"
 
     def __repr__(self) -> str:
         """Three lines: what was scanned, the status of each run, the recommendation."""

@@ -52,6 +52,11 @@ def faster(run: Run, result: ScanResult, slow_in: Collection[FloatFormat]) -> st
     return keep
 
 
+def planning_command(result: ScanResult) -> str:
+    """The command that searches for modules to keep in fp32; ``plan`` needs the device."""
+    return "lowprec-check plan" if result.prediction is None else "lowprec-check scan --plan"
+
+
 def _without_plan(result: ScanResult) -> list[Run]:
     return [run for run in result.runs if run.is_low and run.base is None]
 

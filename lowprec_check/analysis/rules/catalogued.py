@@ -14,21 +14,29 @@ def fixed_since(gap: Gap, run: Run, result: ScanResult) -> str | None:
     basis, dtype = run.basis, _catalog_dtype(run.basis)
     if basis is None or dtype is None or gap.phase == "optimizer":
         return None
-    torch = str(result.environment.get("torch", ""))
     try:
         found = find_fix(
-            gap.op, device=run.device, dtype=dtype, torch=torch, phase=gap.phase, autocast=basis.kind == "autocast"
+            gap.op,
+            device=run.device,
+            dtype=dtype,
+            torch=result.torch,
+            phase=gap.phase,
+            autocast=basis.kind == "autocast",
         )
     except UsageError:  # an unreadable catalog must not fail the scan
         return None
     return str(found) if found else None
 
 
-def known_issue(result: ScanResult, code: str, op: str | None, run: Run | None, message: str) -> KnownIssue | None:
-    """The known issue that fits a finding best: same code, same op or model, not fixed in the running torch."""
+def known_issue(
+    result: ScanResult, code: str, op: str | None, run: Run | None, message: str | None
+) -> KnownIssue | None:
+    """The known issue that fits a finding best: same code, same op or model, not fixed in the torch of the runs.
+
+    ``message`` is what the op raised or warned; ``None`` if it did not run, but the catalog says that it fails.
+    """
     basis = run.basis if run else None
     device = run.device if run else str(result.environment.get("device", ""))
-    torch = str(result.environment.get("torch", "")) or None
     try:
         if not any(code in issue.codes for issue in known_issues()):
             return None
@@ -39,7 +47,7 @@ def known_issue(result: ScanResult, code: str, op: str | None, run: Run | None, 
             device=device or None,
             dtype=_catalog_dtype(basis),
             way=_way(basis),
-            torch=torch,
+            torch=result.torch or None,
             message=message,
         )
     except UsageError:

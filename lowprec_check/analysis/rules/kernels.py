@@ -7,10 +7,12 @@ from collections.abc import Iterator
 
 from lowprec_check.analysis.rules.alternatives import faster, or_autocast
 from lowprec_check.analysis.rules.registry import Finding, from_gaps, low_runs, rule
-from lowprec_check.analysis.run_summary import on_which_call
+from lowprec_check.analysis.run_summary import bytes_text, counted, on_which_call
 from lowprec_check.analysis.speed import cores_were_used
 from lowprec_check.schema.devices import DEVICES, device_type
+from lowprec_check.schema.fallbacks import fallback_of
 from lowprec_check.schema.killed_ops import seconds_killed
+from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Gap, Run, ScanResult
 
@@ -27,6 +29,10 @@ def missing_kernel(result: ScanResult) -> Iterator[Finding]:
 
     Observed: the op failed on its low-precision inputs and succeeded on the same inputs converted to fp32. The scan
     continued with the fp32 result, rounded to the dtype, so one scan finds all such ops.
+
+    Predicted, for a device that is not here: the catalog says that the device has no kernel for this dtype. For CUDA that
+    was seen on a GPU; for XPU it is declared in the sources of its kernels, or reported in a known issue for releases
+    before those. `-v` and the saved JSON (`rests_on`) name the row of the catalog.
 
     Usual causes: ops whose kernels exist only for fp32 and fp64, such as matrix decompositions and `torch.cdist` on
     the CPU.
@@ -93,6 +99,9 @@ def no_backend_kernel(result: ScanResult) -> Iterator[Finding]:
 
     Observed: the op failed on the device in fp32 too, and succeeded on the CPU.
 
+    Predicted, for a device that is not here: the op has no kernel registered for the device in the sources of that
+    release of torch, and is not on the list of ops that fall back to the CPU without being asked (LP105).
+
     What to do: let PyTorch run such ops on the CPU by setting an environment variable before Python starts:
     `PYTORCH_ENABLE_XPU_FALLBACK=1` on XPU, `PYTORCH_ENABLE_MPS_FALLBACK=1` on MPS. Each call then copies its inputs to
     the CPU and its result back. Or do it in the code:
@@ -116,9 +125,13 @@ def silent_fallback(result: ScanResult) -> Iterator[Finding]:
     """The op runs on the CPU instead of the device.
 
     Observed: PyTorch warned that the device has no kernel for the op and that it runs on the CPU. PyTorch warns once,
-    but every such call copies its inputs to the CPU and its result back.
+    but every such call waits until the device is idle, copies its inputs to the CPU and its result back.
 
-    Usual causes: `PYTORCH_ENABLE_XPU_FALLBACK=1` or `PYTORCH_ENABLE_MPS_FALLBACK=1` is set.
+    Predicted, for a device that is not here: the sources of its kernels list the op among those that fall back. The
+    finding has the number of calls in one forward pass, and the bytes that they copy to the CPU. No time is predicted.
+
+    Usual causes: XPU runs about 30 ops this way without being asked; for others, `PYTORCH_ENABLE_XPU_FALLBACK=1` or
+    `PYTORCH_ENABLE_MPS_FALLBACK=1` is set.
 
     What to do: if the run is too slow, replace the op by one that the device supports (see `lowprec-check op NAME`),
     or run the part of the model around it on the CPU, so that the data is copied once:
@@ -128,9 +141,44 @@ def silent_fallback(result: ScanResult) -> Iterator[Finding]:
         # after
         y = torch.linalg.eigvals(torch.linalg.inv(x.cpu())).to(x.device)
     """
+    advice = "replace the op, or run the part of the model around it on the CPU"
     for run in result.runs:
+        sizes: dict[str, list[int]] = defaultdict(list)
         for message in run.fallbacks:
-            yield Finding(message, run=run, help="replace the op, or run the part of the model around it on the CPU")
+            known = fallback_of(message)
+            if known is None:
+                yield Finding(message, run=run, help=advice)
+            else:
+                sizes[known.op].append(known.size)
+        for op, found in sizes.items():
+            rows = _calls_of(op, run, result)
+            yield Finding(
+                _fallback_cost(len(rows), found),
+                run=run,
+                module=rows[0].module if rows else None,
+                op=op,
+                source=(rows[0].source if rows else None) or result.model.source,
+                help=advice,
+                calls=len(rows) or 1,
+                rests_on=f"{result.prediction.kernels}: {op} falls back to the CPU" if result.prediction else None,
+            )
+
+
+def _calls_of(op: str, run: Run, result: ScanResult) -> list[OpCall]:
+    """The calls of the op in ``run``; of the reference, which is not analyzed op by op, those in another run."""
+    for other in [run, *result.runs] if run.is_reference else [run]:
+        rows = [row for row in other.op_calls.rows() if row.op == op]
+        if rows:
+            return rows
+    return []
+
+
+def _fallback_cost(calls: int, sizes: list[int]) -> str:
+    """What ``calls`` cost that copy inputs of these ``sizes``; 0 calls: their number is not known."""
+    most, alike = bytes_text(max(sizes)), min(sizes) == max(sizes)
+    each = f"each call waits for the device, copies its inputs ({most if alike else f'up to {most}'}) to the CPU, and its result back"
+    total = f", {bytes_text(calls * sizes[0])} in all" if alike else ""
+    return f"runs on the CPU: {each}" + (f"; {counted(calls, 'call')}{total}" if calls > 1 else "")
 
 
 @rule("LP106", "slow-kernel", "warning", timed=True)

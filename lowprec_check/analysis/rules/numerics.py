@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lowprec_check.analysis.error_shares import share_text
-from lowprec_check.analysis.rules.alternatives import wider_range
+from lowprec_check.analysis.rules.alternatives import planning_command, wider_range
 from lowprec_check.analysis.rules.registry import Finding, from_gaps, low_runs, rule
 from lowprec_check.analysis.rules.relevance import Relevance, as_harmless, by_place, place_finding, weighed
 from lowprec_check.analysis.run_summary import error_phrase, on_which_call, out_of, percent
@@ -198,9 +198,10 @@ def _instead(run: Run, result: ScanResult) -> str:
         return f"calibrate on data like that of use: see the errors of its layers{other}"
     if best is not None and best.keep_fp32 and best.precision == run.precision:
         return "keep the modules in fp32 that the recommendation names"
+    search = f"find the modules to keep in fp32: {planning_command(result)}"
     if best is not None and not best.keep_fp32 and any(other.status == "ok" for other in low_runs(result)):
-        return f"use {best.label}, or find the modules to keep in fp32: lowprec-check plan"
-    return "find the modules to keep in fp32: lowprec-check plan"
+        return f"use {best.label}, or {search}"
+    return search
 
 
 def _in_eager_mode(run: Run) -> str:

@@ -16,10 +16,14 @@ from typing import NamedTuple
 from lowprec_check.analysis.rules.catalogued import fixed_since, known_issue
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.run_key import EAGER
-from lowprec_check.schema.scan_result import Diagnostic, Gap, GapKind, Run, ScanResult, Severity, is_selected
+from lowprec_check.schema.scan_result import Diagnostic, Gap, GapKind, Run, ScanResult, Severity
 
 SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
 """In ascending order."""
+
+
+RAN_HERE = "code of torch that is the same on all devices, and ran here"
+"""What a gap of a predicted run rests on, if not on the catalog."""
 
 
 class Finding(NamedTuple):
@@ -40,6 +44,8 @@ class Finding(NamedTuple):
     """Share of the squared output error that its place causes, if that is known."""
     matters: bool | None = None
     """Whether it affects the output of its run; ``None`` if that is not known, or it is not about the error."""
+    rests_on: str | None = None
+    """Of a predicted run: what this is known from, in words."""
 
 
 Check = Callable[[ScanResult], Iterator[Finding]]
@@ -68,7 +74,8 @@ class Rule(NamedTuple):
     def diagnose(self, result: ScanResult) -> Iterator[Diagnostic]:
         """Yield the diagnostics of this rule."""
         for finding in self.check(result):
-            issue = known_issue(result, self.code, finding.op, finding.run, finding.message)
+            raised = finding.message if finding.rests_on in (None, RAN_HERE) else None
+            issue = known_issue(result, self.code, finding.op, finding.run, raised)
             reported = f"reported in {issue.link}" if issue else None
             key = finding.run.key if finding.run else None
             yield Diagnostic(
@@ -88,6 +95,7 @@ class Rule(NamedTuple):
                 timed=self.timed or finding.timed,
                 share=finding.share,
                 matters=finding.matters,
+                rests_on=finding.rests_on,
             )
 
 
@@ -153,7 +161,14 @@ def from_gaps(result: ScanResult, kind: GapKind, help: str | Advice) -> Iterator
                     help="; ".join(filter(None, (advice, fixed_since(gap, run, result)))),
                     calls=gap.calls,
                     severity="note" if caught else None,
+                    rests_on=gap.predicted_by or (RAN_HERE if run.evidence == "predicted" else None),
                 )
+
+
+def is_selected(code: str, select: Iterable[str], ignore: Iterable[str]) -> bool:
+    """Whether ``code`` starts with a prefix in ``select`` (if there is any) and with none in ``ignore``."""
+    selected, ignored = tuple(select), tuple(ignore)
+    return (not selected or code.startswith(selected)) and not code.startswith(ignored)
 
 
 def check_codes(prefixes: Iterable[str]) -> None:

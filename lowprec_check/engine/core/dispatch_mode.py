@@ -82,9 +82,9 @@ class DispatchMode(TorchDispatchMode):
         return self.handle(func, args, kwargs, keys)
 
     def decomposed(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
-        """In a handler: the result of an op that :func:`is_explicit`, whose ops this mode handles one by one."""
+        """In a handler: the result of an op with a :func:`shared_kernel`, whose ops this mode handles one by one."""
         with self:
-            return run_op(functools.partial(func._op_dk, _EXPLICIT), args, kwargs, keys)
+            return run_op(functools.partial(func._op_dk, shared_kernel(func)), args, kwargs, keys)
 
     def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
         """Return the result of an op, usually that of :func:`run_op`."""
@@ -93,6 +93,7 @@ class DispatchMode(TorchDispatchMode):
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
+_EXPLICIT_NONFUNCTIONAL = torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional
 _BACKENDS = ("CPU", "CUDA", "XPU", "MPS", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 
 
@@ -108,6 +109,15 @@ def is_composite(func: OpOverload) -> bool:
 def is_explicit(func: OpOverload) -> bool:
     """Whether one kernel, made of other ops, serves all devices."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _EXPLICIT.name))
+
+
+@functools.cache
+def shared_kernel(func: OpOverload) -> Any:
+    """The dispatch key of the kernel, made of other ops, that all devices use for ``func``; ``None`` if they have kernels of their own."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    if has_kernel(func.name(), "CPU"):
+        return None
+    return next((key for key in (_EXPLICIT, _EXPLICIT_NONFUNCTIONAL) if has_kernel(func.name(), key.name)), None)
 
 
 class CalledFunctions:

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, is_explicit
+from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, shared_kernel
 from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow
 from lowprec_check.engine.device_twin.kernel_support import KernelSupport
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.op_arguments import has_narrow_dtype, map_values, tensors_in
 from lowprec_check.engine.trace.rescue import Retry
 from lowprec_check.errors import message_of
+from lowprec_check.schema.fallbacks import fallback_warning
 
-_AS_GIVEN = frozenset(
-    f"aten::{name}"
-    for name in ("copy_", "clone", "_to_copy", "resize_", "set_", "zero_", "complex", "polar", "detach_")
-)
-"""Ops that move or convert values, or that check dtypes alike on all devices: the CPU gives the same bits."""
+_AS_GIVEN = frozenset(f"aten::{name}" for name in ("copy_", "clone", "_to_copy", "resize_", "set_", "zero_", "detach_"))
+"""Ops that move or convert values: the CPU gives the same bits."""
+_CHECKED_ALIKE = frozenset({"aten::complex", "aten::polar"})
+"""Ops that check dtypes alike on all devices."""
 
 _ONE_KERNEL = frozenset({"aten::convolution", "aten::_convolution"})
 """Ops whose kernel for all devices only chooses one of the device's own."""
@@ -55,9 +55,12 @@ class EmulatedKernels(DispatchMode):
             _warn_of_fallback(call, self._support.name_of(func))
         if call.traits.packet in _AS_GIVEN:
             return call.run()
-        if call.narrows_inside or (narrow and is_explicit(func) and call.traits.packet not in _ONE_KERNEL):
-            return self.decomposed(func, call.args, kwargs, keys) if is_explicit(func) else call.run()
-        if not narrow or any(tensor.ndim for tensor in wide) or _exceeds(call, narrow):
+        if shared_kernel(func) is not None and call.traits.packet not in _ONE_KERNEL:
+            return self.decomposed(func, call.args, kwargs, keys)
+        if call.narrows_inside:
+            return call.run()
+        as_given = not narrow or any(tensor.ndim for tensor in wide) or call.traits.packet in _CHECKED_ALIKE
+        if as_given or _exceeds(call, narrow):
             return _checked_by_cpu(call, narrow)
         return _emulated(call, narrow)
 
@@ -120,8 +123,4 @@ def _exceeds(call: DispatchedCall, narrow: list[Tensor]) -> bool:
 
 def _warn_of_fallback(call: DispatchedCall, name: str) -> None:
     size = sum(tensor.nbytes for tensor in tensors_in(call.args, call.kwargs))
-    warnings.warn(
-        f"aten::{name} falls back to the CPU: each call copies its inputs ({size} bytes) there, and its "
-        "result back (predicted)",
-        stacklevel=2,
-    )
+    warnings.warn(fallback_warning(name, size), stacklevel=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from lowprec_check.catalog.predictable import has_kernels
 from lowprec_check.catalog.records import DTYPES as DTYPES_OF_CATALOG
 from lowprec_check.catalog.records import FORMATS, SHORT, Dtype
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
+from lowprec_check.schema.devices import device_of
 from lowprec_check.schema.predicted_device import PredictedDevice
 
 DTYPES: dict[torch.dtype, Dtype] = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.complex32: "float16"}
@@ -69,10 +71,12 @@ class KernelSupport:
         covered = has_kernels(device.name, device.torch)
         dtypes = DTYPES_OF_CATALOG if covered else ()
         self._catalogs = {dtype: AtenCatalog(device.name, dtype, device.torch) for dtype in dtypes}
+        variable = device_of(device.name).fallback_variable
+        self._falls_back = variable is not None and os.environ.get(variable) == "1"
         self._find = functools.cache(self._look_up)
         self._without_kernel = functools.cache(self._registration)
         self.known: set[str] = set()
-        """Ops in 16 bits that the catalog has."""
+        """Ops in 16 bits that the catalog has, as op calls name them: ``aten.mm.default``."""
         self.assumed: set[str] = set()
         """Those that it does not have; they are taken to run."""
 
@@ -88,7 +92,7 @@ class KernelSupport:
             return known
         for dtype in {tensor.dtype for tensor in narrow} & DTYPES.keys():
             support = self._find(func, DTYPES[dtype], "complex" if dtype.is_complex else "floating")
-            (self.assumed if support.state is None else self.known).add(name)
+            (self.assumed if support.state is None else self.known).add(str(func))
             if support.state == "none" or (
                 support.state == "some" and _fails_here(name, call, narrow, support.condition)
             ):
@@ -132,6 +136,8 @@ class KernelSupport:
             found = {catalog.of(known).state: catalog.of(known).kind for known in _overloads(func, name)}
             return "none" if "all" not in found and found.get("none") == "no-backend-kernel" else None
         row = catalog.declared.row(name)
+        if row is not None and row.registration == "none" and self._falls_back:
+            return "fallback"
         return row.registration if row is not None else None
 
     def _look_up(self, func: OpOverload, dtype: Dtype, numbers: Numbers) -> AtenSupport:

@@ -40,7 +40,8 @@ def resolve(name: str | None) -> torch.device:
         ) from None
     if not is_available(device.type):
         available = [kind for kind in DEVICES.names() if is_available(kind)]
-        raise UsageError(f"Device {name!r} is not available.", f"Available here: {', '.join(available)}.")
+        hint = f" Predict it with: lowprec-check scan TARGET --device {device.type}" if known.catalog else ""
+        raise UsageError(f"Device {name!r} is not available.", f"Available here: {', '.join(available)}.{hint}")
     return device
 
 

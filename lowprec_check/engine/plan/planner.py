@@ -238,7 +238,7 @@ def _search_bases(batches: Sequence[TargetRuns], proposer: Proposer, options: Pl
 def make_plan(
     proposal: Proposal, target: Target, fp32: Run, proposer: Proposer, machine: dict[str, Any], name: str
 ) -> Plan:
-    """The proposal in the form that is saved; ``machine`` is the environment."""
+    """The proposal in the form that is saved; ``machine`` is the environment, with the torch that is predicted."""
     run, objective = proposal.run, proposer.objective
     assert run is not None
     assert run.base is not None
@@ -250,6 +250,7 @@ def make_plan(
         backend=run.backend,
         device=run.device,
         memory_format=run.memory_format,
+        evidence=run.evidence,
         keep_fp32=run.keep_fp32,
         untied=run.untied,
         minimal=proposal.minimal,
@@ -271,7 +272,9 @@ def make_plan(
         blame=blame(proposal.evidence, run.keep_fp32),
         environment={key: machine.get(key) for key in ("torch", "python", "device", "cpu_capability")},
         modules=describe_modules(target.model),
-        code=snippet(key, describe_target(target, fp32), run.keep_fp32, run.untied),
+        code=snippet(
+            key, describe_target(target, fp32), run.keep_fp32, run.untied, torch_version=str(machine.get("torch") or "")
+        ),
     )
 
 

@@ -11,6 +11,7 @@ from lowprec_check.engine.run.job import Job
 from lowprec_check.engine.run.messages import Measures
 from lowprec_check.engine.run.outcome import JobOutcome
 from lowprec_check.engine.trace.instrumented import Instrumented
+from lowprec_check.schema.op_calls import without_times
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Run, Status
 
@@ -25,7 +26,7 @@ def make_run(job: Job, outcome: JobOutcome, tolerance: float | None) -> Run:
         backend=job.backend,
         device=job.shown_device,
         memory_format=job.memory_format,
-        evidence="measured" if job.predicted is None else "predicted",
+        evidence="measured" if here else "predicted",
         status=status,
         reason=reason,
         exception=plain.exception if plain else None,
@@ -37,10 +38,10 @@ def make_run(job: Job, outcome: JobOutcome, tolerance: float | None) -> Run:
         lockstep_error=explained.lockstep_error if explained and not job.is_reference else None,
         latency_ms=measures.latency_ms if measures and here else None,
         setup_seconds=_setup_seconds(job, plain, measures) if here else None,
-        compiler=measures.compiler if measures else None,
+        compiler=measures.compiler if measures and here else None,
         peak_memory_bytes=_peak_memory(measures, explained) if here and status != "error" else None,
         gaps=explained.gaps if explained else outcome.gaps,
-        op_calls=outcome.op_calls(),
+        op_calls=outcome.op_calls() if here else without_times(outcome.op_calls()),
         uncalled_modules=explained.uncalled_modules if explained else [],
         called_modules=explained.called_modules if explained else [],
         keep_fp32=list(job.keep_fp32),
@@ -54,8 +55,8 @@ def make_run(job: Job, outcome: JobOutcome, tolerance: float | None) -> Run:
         stopped_by=explained.exception if explained else None,
         incomplete_because=outcome.incomplete_because or (explained.incomplete_because if explained else None),
         emulated=explained.emulated if explained else {},
-        known_ops=outcome.twin_ops.known if outcome.twin_ops else [],
-        assumed_ops=outcome.twin_ops.assumed if outcome.twin_ops else [],
+        known_ops=_of_the_model(outcome.twin_ops.known, outcome) if outcome.twin_ops else [],
+        assumed_ops=_of_the_model(outcome.twin_ops.assumed, outcome) if outcome.twin_ops else [],
         notes=[
             *(plain.notes if plain else ()),
             *((*explained.faults, *explained.notes) if explained else ()),
@@ -67,6 +68,12 @@ def make_run(job: Job, outcome: JobOutcome, tolerance: float | None) -> Run:
         random=bool(plain and plain.random),
         output_is_zero=bool(plain and plain.output_is_zero),
     )
+
+
+def _of_the_model(ops: list[str], outcome: JobOutcome) -> list[str]:
+    """Those of ``ops`` that the model called, without those of the instruments; all if its calls are not known."""
+    called = set(outcome.op_calls().op)
+    return [op for op in ops if op in called] if called else ops
 
 
 def explained_by(run: Run, eager: Run) -> Run:

@@ -11,7 +11,8 @@ from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.model.inputs import describe_inputs
 from lowprec_check.engine.model.memory_format import IMAGE_DIMENSIONS
 from lowprec_check.engine.model.target import Target
-from lowprec_check.schema.scan_result import InputLayout, ModelInfo, Run
+from lowprec_check.schema.input_layout import InputLayout
+from lowprec_check.schema.scan_result import ModelInfo, Run
 
 
 def describe_target(target: Target, fp32: Run) -> ModelInfo:

@@ -58,21 +58,24 @@ def missing_reference(outcome: JobOutcome, budget: float) -> tuple[str, str]:
     )
 
 
-def failed_reference(plain: PlainResult, target: Target, device: str, *, predicted: bool = False) -> tuple[str, str]:
-    """The model raises an exception in fp32; ``predicted``: on a CPU that stands for the device."""
+def failed_reference(plain: PlainResult, target: Target, device: str, *, predicted: bool) -> tuple[str, str]:
+    """The model raises an exception in fp32, or is ``predicted`` to do so on a device that is not here."""
     error = plain.exception
     assert error is not None
     place = f" in {error.module}" if error.module else ""
     source = f" at {error.source}" if error.source else ""
     shapes = ", ".join(describe_inputs(target.args, target.kwargs)) or "none"
-    where = f"{device}, predicted on a CPU," if predicted else device
-    message = f"The model fails in fp32 on {where}{place}{source}: {error.text}"
+    fails = "is predicted to fail" if predicted else "fails"
+    message = f"The model {fails} in fp32 on {device}{place}{source}: {error.text}"
     if predicted and _NO_DEVICE.search(error.message):
         return message, "The model names the device itself, which is not here: let it use the device of its inputs."
     if _OUT_OF_MEMORY.search(f"{error.type} {error.message}"):
         return message, f"Memory ran out: {_SMALLER}."
     if device != "cpu" and error.type == "NotImplementedError":
         variable = device_of(device).fallback_variable
+        if predicted:
+            there = f" There, {variable}=1 runs such ops on the CPU." if variable else ""
+            return message, f"No kernel of the op is known on {device}.{there} Scan with --device cpu to see the rest."
         fallback = f"set {variable}=1 to run it on the CPU, or " if variable else ""
         return message, f"If the op has no kernel on {device}, {fallback}scan with --device cpu."
     if target.default_inputs:

@@ -27,7 +27,7 @@ from lowprec_check.engine.run.reference_errors import (
 )
 from lowprec_check.engine.run.scenario import NotTimedError, time_in_scenario
 from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.run.timed_runs import TimedRuns, time_runs
+from lowprec_check.engine.run.timed_runs import TimedRuns, time_runs, untimed
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
@@ -236,10 +236,10 @@ class TargetRuns:
         return run if eager is None else explained_by(run, eager)
 
     def time(self, runs: Sequence[Run]) -> TimedRuns:
-        """fp32 and ``runs``, with the times of calls in rounds over all of them; predicted ones as they are."""
+        """fp32 and ``runs``, with the times of calls in rounds over all of them; predicted runs have none."""
         assert self.fp32 is not None
         if self.options.predicted is not None:
-            return TimedRuns([self.fp32, *runs], None)
+            return untimed([self.fp32, *runs])
         return time_runs(self.fp32, runs, self._timing_job, self._source, self._launcher, self._report_round)
 
     def _timing_job(self, run: Run) -> Job:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Iterator
 
 import msgspec
@@ -28,6 +29,7 @@ from lowprec_check.engine.trace.what_if import predict
 from lowprec_check.engine.trace.withheld_kernels import withholding
 from lowprec_check.errors import message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
+from lowprec_check.schema.fallbacks import FALLBACK_WARNING
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.predictions import WhatIf
 from lowprec_check.schema.run_key import CONTIGUOUS, REFERENCE
@@ -42,6 +44,8 @@ def run_job(job: Job, target: Target, send: Send) -> None:
     check_process(job.predicted)
     if job.predicted is not None:
         become_twin(job.predicted)
+        # The plain part, which has filters of its own, collects them.
+        warnings.filterwarnings("ignore", message=FALLBACK_WARNING)
     with own_compiled_code(autocast=job.uses_autocast), on_device(target, torch.device(job.device)):
         outputs, too_slow = _run_plain(job, target, send) if job.plain else (None, job.measure_once)
         too_slow = too_slow and job.predicted is None  # the times of emulated kernels mean nothing

@@ -16,8 +16,8 @@ def render(diff: ScanDiff) -> str:
     old, new = diff.old, diff.new
     parts = [
         f"### {sign} {verdict(diff)} · {code(new.model)}",
-        f"old: {code(old.target)}, torch {code(old.torch)}, {code(old.device)}  \n"
-        f"new: {code(new.target)}, torch {code(new.torch)}, {code(new.device)}",
+        f"old: {code(old.target)}, torch {code(old.torch)}, {code(old.device)}, {old.evidence}  \n"
+        f"new: {code(new.target)}, torch {code(new.torch)}, {code(new.device)}, {new.evidence}",
     ]
     if diff.warnings:
         shown = [f"- {escape(visible(warning))}" for warning in diff.warnings[:40]]

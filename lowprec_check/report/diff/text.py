@@ -21,7 +21,7 @@ def render(diff: ScanDiff, *, width: int = 100, color: bool = False) -> str:
     with screen(width, color) as (console, printed):
         console.print(Text(f"{verdict(diff)} · {visible(diff.new.model)}", style=style))
         for name, side in (("old", diff.old), ("new", diff.new)):
-            line = visible(f"{name}: {side.target}, torch {side.torch}, {side.device}")
+            line = visible(f"{name}: {side.target}, torch {side.torch}, {side.device}, {side.evidence}")
             console.print(Text(line, style="dim"))
         console.print()
         _print_warnings(console, diff.warnings)

@@ -22,7 +22,7 @@ def render(diff: ScanDiff) -> str:
         }
         for direction, title in TITLES.items()
     ]
-    names = ("target", "model", "tool", "torch", "device")
+    names = ("target", "model", "tool", "torch", "device", "evidence")
     return render_page(
         "diff.html.j2",
         [static("theme.js")],

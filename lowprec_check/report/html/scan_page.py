@@ -10,6 +10,7 @@ from lowprec_check.analysis.error_shares import trusted_budget
 from lowprec_check.analysis.run_summary import memory_ratio
 from lowprec_check.analysis.speed import speed
 from lowprec_check.report import error_budget, summary, times_table, what_if_table
+from lowprec_check.report.certainty import predicted_for, prediction_text
 from lowprec_check.report.escape import visible
 from lowprec_check.report.html import bokeh_files as bokeh
 from lowprec_check.report.html import charts, module_tree
@@ -48,6 +49,7 @@ def render(result: ScanResult) -> str:
         "model_name": visible(result.model.name),
         "machine": summary.machine(result),
         "scope": summary.SCOPE,
+        "prediction": prediction_text(result),
         "names_head": summary.names_head(shown),
         "extra": summary.extra_figures(shown),
         "notes": [visible(note) for note in result.model.notes],
@@ -174,6 +176,7 @@ def _finding(item: Group) -> dict[str, Any]:
         "runs": ", ".join(item.runs),
         "message": first.message,
         "help": first.help,
+        "rests_on": first.rests_on,
         "url": first.url if first.url and first.url.startswith("https://") else None,
         "places": places[:MOST_PLACES],
         "more": max(0, len(places) - MOST_PLACES),
@@ -182,6 +185,6 @@ def _finding(item: Group) -> dict[str, Any]:
 
 def _environment(result: ScanResult) -> Iterator[tuple[str, str]]:
     yield "target", visible(result.target)
-    for name, value in (*result.environment.items(), *result.options.items()):
+    for name, value in (*predicted_for(result), *result.environment.items(), *result.options.items()):
         shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
         yield visible(name.replace("_", " ")), visible(shown if value not in (None, [], "") else "–")

@@ -173,7 +173,7 @@ class RangeChart extends Chart {
     const room = (i) => limits.max / Math.max(ranges.high[i], 1e-45);
     const order = ranges.module.map((_, i) => i).sort((a, b) => (ranges.overflow[b] - ranges.overflow[a]) || room(a) - room(b));
     const remark = byId("range-remark");
-    if (!order.length) { remark.textContent = "No value ranges were measured in this run."; return; }
+    if (!order.length) { remark.textContent = "No value ranges are known of this run."; return; }
     const worst = order[0], over = ranges.overflow[worst];
     const small = ranges.small.indexOf(Math.max(...ranges.small)), most = ranges.small[small];
     remark.classList.toggle("fine", !over && room(worst) > 16 && most < 0.1);
