@@ -25,6 +25,7 @@ _AS_GIVEN = frozenset(f"aten::{name}" for name in ("copy_", "clone", "_to_copy",
 _CHECKED_ALIKE = frozenset({"aten::complex", "aten::polar"})
 """Ops that check dtypes alike on all devices."""
 
+_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 _ONE_KERNEL = frozenset({"aten::convolution", "aten::_convolution"})
 """Ops whose kernel for all devices only chooses one of the device's own."""
 
@@ -106,6 +107,8 @@ def _emulated(call: DispatchedCall, narrow: list[Tensor]) -> Any:
     retry = Retry(call.func, call.args, call.kwargs, torch.float16 if low.is_complex else low, call.written())
     with torch._C._DisableAutocast():
         out = retry.widened()
+    if call.traits.packet == _ATTENTION:  # its second result stays in fp32 on all devices
+        return (out[0], out[1].float())
     return out if low == torch.bfloat16 else map_values(out, _in_half)
 
 
