@@ -58,7 +58,7 @@ def missing_reference(outcome: JobOutcome, budget: float) -> tuple[str, str]:
     )
 
 
-def failed_reference(plain: PlainResult, target: Target, device: str, *, predicted: bool) -> tuple[str, str]:
+def failed_reference(plain: PlainResult, target: Target, device: str, *, predicted: bool = False) -> tuple[str, str]:
     """The model raises an exception in fp32, or is ``predicted`` to do so on a device that is not here."""
     error = plain.exception
     assert error is not None
