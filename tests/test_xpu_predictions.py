@@ -78,6 +78,7 @@ CDIST: Make = functools.partial(Calling, lambda x: torch.cdist(x, x))
 ERFCX: Make = functools.partial(Calling, torch.special.erfcx)
 ANGLE: Make = functools.partial(Calling, torch.angle)
 SVD: Make = functools.partial(Calling, torch.linalg.svdvals)
+PINV: Make = functools.partial(Calling, lambda x: torch.linalg.pinv(x.float()))
 INV: Make = functools.partial(Calling, lambda x: torch.linalg.inv(x @ x.t() + 8 * torch.eye(8, dtype=x.dtype)))
 THREADS: list[tuple[str, Make, tuple[int, ...], str, str, str | None]] = [
     # thread, model, shape, torch, precision, finding
@@ -91,6 +92,9 @@ THREADS: list[tuple[str, Make, tuple[int, ...], str, str, str | None]] = [
     ("torch-xpu-ops#4751", ANGLE, (8, 8), "2.13", "half", "LP101 aten.angle.default"),
     ("torch-xpu-ops#4751", ANGLE, (8, 8), "2.14", "half", None),
     ("torch-xpu-ops#4900", POLAR, (8, 8), "2.13", "half", "LP101 aten.polar.default"),
+    ("torch-xpu-ops#4900", POLAR, (8, 8), "2.14", "half", None),
+    ("torch-xpu-ops#1902", PINV, (8, 8), "2.8", "autocast-fp16", "LP105 aten._linalg_svd.default"),
+    ("recurrent", functools.partial(nn.LSTM, 8, 8), (4, 2, 8), "2.13", "half", None),
     ("torch-xpu-ops#2615", RFFT, (8, 8), "2.11", "half", "LP102 torch.fft.rfft"),
     ("torch-xpu-ops#2615", RFFT, (8, 8), "2.12", "half", None),
     ("torch-xpu-ops#1887", INV, (8, 8), "2.8", "autocast-fp16", "LP105 aten.linalg_inv_ex.default"),

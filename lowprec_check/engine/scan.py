@@ -113,7 +113,8 @@ class ScanOptions:
         chosen = (self.chosen_precisions(), self.chosen_backends(), self.chosen_formats())
         if chosen == ([REFERENCE], [EAGER], [CONTIGUOUS]):
             raise UsageError("fp32 is the reference that every scan runs.", "Add a lower precision, such as half.")
-        self._check_prediction()
+        if self.torch_version is not None:
+            release_of(self.torch_version)
         self.chosen_what_if()
         parse_withheld(words_in(self.without_kernel))
         check_codes([*words_in(self.select), *words_in(self.ignore)])
@@ -132,11 +133,6 @@ class ScanOptions:
                 raise UsageError(
                     f"Unknown {name} {getattr(self, name)!r}.", f"Choose from {', '.join(filter(None, allowed))}."
                 )
-
-    def _check_prediction(self) -> None:
-        """Raise :class:`UsageError` for what a prediction cannot give, if one is asked for."""
-        if self.torch_version is not None:
-            release_of(self.torch_version)
 
     def for_runs(self, device: str, predicted: PredictedDevice | None = None) -> RunOptions:
         """The options of each run, on the resolved ``device``, which may stand for one that is not here."""

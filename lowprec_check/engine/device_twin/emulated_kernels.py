@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, shared_kernel
-from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow
-from lowprec_check.engine.device_twin.kernel_support import KernelSupport
+from lowprec_check.engine.core.floating_dtypes import is_float
+from lowprec_check.engine.device_twin.kernel_support import DTYPES, KernelSupport
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.op_arguments import has_narrow_dtype, map_values, tensors_in
 from lowprec_check.engine.trace.rescue import Retry
@@ -47,8 +47,8 @@ class EmulatedKernels(DispatchMode):
         if call.traits.skipped or call.traits.view:
             return call.run()
         floating = [tensor for tensor in tensors_in(call.args, kwargs) if is_float(tensor)]
-        narrow = [tensor for tensor in floating if is_narrow(tensor)]
-        wide = [tensor for tensor in floating if not is_narrow(tensor)]
+        narrow = [tensor for tensor in floating if tensor.dtype in DTYPES]
+        wide = [tensor for tensor in floating if tensor.dtype not in DTYPES]
         refusal = self._support.why_refused(call, narrow, wide)
         if refusal is not None:
             raise refusal.error()
@@ -60,10 +60,15 @@ class EmulatedKernels(DispatchMode):
             return self.decomposed(func, call.args, kwargs, keys)
         if call.narrows_inside:
             return call.run()
-        as_given = not narrow or any(tensor.ndim for tensor in wide) or call.traits.packet in _CHECKED_ALIKE
-        if as_given or _exceeds(call, narrow):
-            return _checked_by_cpu(call, narrow)
-        return _emulated(call, narrow)
+        return _emulated(call, narrow) if _is_emulated(call, narrow, wide) else _checked_by_cpu(call, narrow)
+
+
+def _is_emulated(call: DispatchedCall, narrow: list[Tensor], wide: list[Tensor]) -> bool:
+    """Whether fp32 takes the place of the CPU's own kernel, which checks dtypes and numbers, or gives the same bits, or is the user's."""
+    if not narrow or any(tensor.ndim for tensor in wide) or _exceeds(call, narrow):
+        return False
+    packet = call.traits.packet
+    return packet.startswith(("aten::", "prims::")) and packet not in _CHECKED_ALIKE and not call.traits.moves
 
 
 def _numbers_as_tensors(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -91,7 +96,7 @@ def _tensors_only(func: OpOverload) -> frozenset[int]:
 
 
 def _checked_by_cpu(call: DispatchedCall, narrow: list[Tensor]) -> Any:
-    """The result of the CPU's own kernel, whose checks of dtypes and numbers are those of all devices."""
+    """The result of the CPU's own kernel; in fp32 and rounded, if this CPU lacks it."""
     try:
         return call.run()
     except Exception as error:

@@ -24,6 +24,7 @@ from lowprec_check.schema.devices import device_of
 from lowprec_check.schema.predicted_device import PredictedDevice
 
 DTYPES: dict[torch.dtype, Dtype] = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.complex32: "float16"}
+"""The dtypes of 16 bits, and what the catalog has for each."""
 SOURCE = "the source of its kernels"
 
 _ON_DEVICE = {
@@ -90,7 +91,7 @@ class KernelSupport:
         known = self._by_source(call, name, narrow, wide) if self._device.name != "cpu" else None
         if known is not None:
             return known
-        for dtype in {tensor.dtype for tensor in narrow} & DTYPES.keys():
+        for dtype in {tensor.dtype for tensor in narrow}:
             support = self._find(func, DTYPES[dtype], "complex" if dtype.is_complex else "floating")
             (self.assumed if support.state is None else self.known).add(str(func))
             if support.state == "none" or (
