@@ -100,6 +100,18 @@ def test_torch_cuda_is_used_only_in_a_few_files() -> None:
 def test_the_fallback_variable_is_suggested_only_for_devices_that_have_one(device: str, hint: str) -> None:
     raised = ExceptionInfo(type="NotImplementedError", message="no kernel", module=None, source=None)
     target = make_target(torch.nn.Linear(2, 2), torch.ones(1, 2))
-    message, found = failed_reference(PlainResult(status="error", exception=raised), target, device)
+    message, found = failed_reference(PlainResult(status="error", exception=raised), target, device, predicted=False)
     assert f"fails in fp32 on {device}" in message
     assert hint in found
+
+
+def test_a_prediction_needs_a_cpu_kernel_of_each_custom_op() -> None:
+    library = torch.library.Library("only_on_cuda", "DEF")
+    library.define("double(Tensor x) -> Tensor")
+    library.impl("double", lambda x: x * 2, "CUDA")
+    with pytest.raises(NotImplementedError) as raised:
+        torch.ops.only_on_cuda.double(torch.ones(1))
+    error = ExceptionInfo(type="NotImplementedError", message=str(raised.value), module=None, source=None)
+    target = make_target(torch.nn.Linear(2, 2), torch.ones(1, 2))
+    _, hint = failed_reference(PlainResult(status="error", exception=error), target, "cuda", predicted=True)
+    assert hint == "A prediction runs on the CPU: register a CPU kernel of only_on_cuda::double."

@@ -22,6 +22,7 @@ _SMALLER = "use a smaller batch or shorter inputs, or free some memory"
 _NO_DEVICE = re.compile(
     r"not compiled with|no NVIDIA driver|No (CUDA|XPU) |not linked with support for|is not available", re.IGNORECASE
 )
+_CUSTOM_OP_WITHOUT_CPU = re.compile(r"Could not run '(?!aten::)([^']+)' with arguments from the '\w*CPU' backend")
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory|can't allocate memory|not enough memory")
 
 
@@ -67,8 +68,9 @@ def failed_reference(plain: PlainResult, target: Target, device: str, *, predict
     shapes = ", ".join(describe_inputs(target.args, target.kwargs)) or "none"
     fails = "is predicted to fail" if predicted else "fails"
     message = f"The model {fails} in fp32 on {device}{place}{source}: {error.text}"
-    if predicted and _NO_DEVICE.search(error.message):
-        return message, "The model names the device itself, which is not here: let it use the device of its inputs."
+    needs_device = _needing_the_device(error.message) if predicted else None
+    if needs_device is not None:
+        return message, needs_device
     if _OUT_OF_MEMORY.search(f"{error.type} {error.message}"):
         return message, f"Memory ran out: {_SMALLER}."
     if device != "cpu" and error.type == "NotImplementedError":
@@ -81,6 +83,14 @@ def failed_reference(plain: PlainResult, target: Target, device: str, *, predict
     if target.default_inputs:
         return message, f"The inputs are defaults ({shapes}); give others: --inputs input_ids=1x32:int64,mask=1x32."
     return message, f"Check that the inputs fit the model. Their shapes: {shapes}."
+
+
+def _needing_the_device(message: str) -> str | None:
+    """A hint for a model that cannot run without the device that is predicted."""
+    if _NO_DEVICE.search(message):
+        return "The model names the device itself, which is not here: let it use the device of its inputs."
+    custom = _CUSTOM_OP_WITHOUT_CPU.search(message)
+    return f"A prediction runs on the CPU: register a CPU kernel of {custom[1]}." if custom is not None else None
 
 
 def nonfinite_reference(measures: Measures | None) -> tuple[str, str]:
