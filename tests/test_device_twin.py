@@ -318,6 +318,64 @@ def test_a_plan_is_predicted_without_times() -> None:
     assert result.recommendation.evidence == "predicted"
 
 
+def test_a_limit_beyond_the_range_of_half_is_no_error_on_a_gpu() -> None:
+    run = predicted(Calls(lambda x: x.clamp(-1e6, 1e6).clamp_(max=1e9)), X, precisions="half").run("half")
+    assert status(run) == ("ok", None)
+
+
+def test_the_message_about_a_transform_has_its_sizes() -> None:
+    run = predicted(Calls(lambda x: rfft(x[:, :11]).abs()), X, precisions="half").run("half")
+    assert "[11]" in str(status(run)[1])
+
+
+def test_a_sparse_product_is_not_looked_up_as_a_dense_one() -> None:
+    sparse = torch.eye(8).to_sparse()
+    run = predicted(Calls(lambda x: torch.sparse.mm(sparse.to(x.dtype), x)), X, precisions="half").run("half")
+    assert any("mm" in op for op in run.assumed_ops)
+    assert not any("mm.default" in op and "addmm" not in op for op in run.known_ops)
+
+
+def test_a_compiled_part_runs_in_eager_mode() -> None:
+    class Compiled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+            self.part = torch.compile(nn.Sequential(nn.Linear(16, 16), nn.ReLU()), backend="eager")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.part(self.linear(x))  # type: ignore[no-any-return]
+
+    result = predicted(Compiled(), X)
+    assert [run.status for run in result.runs] == ["ok"] * 5
+
+
+def test_autocast_of_a_custom_op_for_the_device_applies() -> None:
+    @torch.library.custom_op("predicted_here::scaled", mutates_args=())
+    def scaled(x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            raise RuntimeError("fp32 only")
+        return x * 2
+
+    scaled.register_autocast("cuda", torch.float32)
+    run = predicted(Calls(scaled), X, precisions="autocast-fp16").run("autocast-fp16")
+    assert status(run) == ("ok", None)
+
+
+def test_a_backward_pass_in_the_forward_is_predicted_on_xpu() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv1d(4, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                return torch.autograd.grad(self.conv(x).square().sum(), x)[0]
+
+    run = predicted(Inner(), torch.randn(2, 4, 8), "xpu", precisions="half").run("half")
+    assert status(run) == ("ok", None)
+
+
 # -- the process
 
 
@@ -384,6 +442,9 @@ def test_a_device_that_is_here_is_measured_unless_a_prediction_is_asked_for() ->
         machine_for(None, None, predict=True)
     with pytest.raises(UsageError, match="not a version"):
         machine_for("xpu", "newest", predict=True)
+    for release in ("1.0", "99.0"):
+        with pytest.raises(UsageError, match="Nothing is known"):
+            machine_for("cuda", release, predict=True)
 
 
 @pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has it")

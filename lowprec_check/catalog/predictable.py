@@ -5,7 +5,7 @@ from __future__ import annotations
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.autocast_releases import releases
 from lowprec_check.catalog.declared import release_of
-from lowprec_check.catalog.measured import at_release, sweep_of
+from lowprec_check.catalog.measured import at_release, history, sweep_of
 from lowprec_check.catalog.toml_tables import version_key
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.devices import DEVICES, device_of, is_declared
@@ -23,12 +23,21 @@ def predicted_device(name: str, torch: str, installed: str) -> PredictedDevice:
             f"Device {device.name!r} is not available, and nothing can be predicted for it: the catalog does not cover it.",
             f"Predictions exist for {known}.",
         )
+    measured = [sweep.release for sweep in history("cpu")]
+    if release != release_of(installed) and not _is_between(release, measured[0], measured[-1]):
+        raise UsageError(
+            f"Nothing is known of torch {release}.", f"The catalog has torch {measured[0]} to {measured[-1]}."
+        )
     return PredictedDevice(
         name=device.name,
         torch=release,
         kernels=_kernels(device.name, release),
         autocast=_autocast(device.name, release, release_of(installed)),
     )
+
+
+def _is_between(release: str, oldest: str, newest: str) -> bool:
+    return version_key(oldest) <= version_key(release) <= version_key(newest)
 
 
 def has_kernels(device: str, release: str) -> bool:

@@ -20,13 +20,21 @@ from lowprec_check.engine.trace.rescue import Retry
 from lowprec_check.errors import message_of
 from lowprec_check.schema.fallbacks import fallback_warning
 
-_AS_GIVEN = frozenset(f"aten::{name}" for name in ("copy_", "clone", "_to_copy", "resize_", "set_", "zero_", "detach_"))
-"""Ops that move or convert values: the CPU gives the same bits."""
+_AS_GIVEN = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("copy_", "clone", "_to_copy", "resize_", "set_", "zero_", "detach_"),
+        *("is_same_size", "_has_same_storage_numel"),
+    )
+)
+"""Ops that move or convert values, or compare sizes: the CPU gives the same bits."""
+_NUMBERS_IN_FP32 = frozenset(f"aten::{name}{end}" for name in ("clamp", "clamp_min", "clamp_max") for end in ("", "_"))
+"""Ops whose numbers a CPU converts to the dtype, and a GPU to fp32, where they fit."""
 _CHECKED_ALIKE = frozenset({"aten::complex", "aten::polar"})
 """Ops that check dtypes alike on all devices."""
 
 _ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
-_ONE_KERNEL = frozenset({"aten::convolution", "aten::_convolution"})
+_ONE_KERNEL = frozenset({"aten::convolution", "aten::_convolution", "aten::convolution_backward"})
 """Ops whose kernel for all devices only chooses one of the device's own."""
 
 
@@ -44,9 +52,13 @@ class EmulatedKernels(DispatchMode):
     def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
         """The result of an op call, or the exception that the device raises."""
         call = DispatchedCall(func, _numbers_as_tensors(func, args), kwargs, keys)
-        if call.traits.skipped or call.traits.view:
+        if call.traits.skipped or call.traits.view or call.traits.packet in _AS_GIVEN:
             return call.run()
-        floating = [tensor for tensor in tensors_in(call.args, kwargs) if is_float(tensor)]
+        tensors = tensors_in(call.args, kwargs)
+        if any(tensor.layout != torch.strided or tensor.is_nested for tensor in tensors):
+            self._support.assumed.add(str(func))  # the catalog is about dense tensors
+            return call.run()
+        floating = [tensor for tensor in tensors if is_float(tensor)]
         narrow = [tensor for tensor in floating if tensor.dtype in DTYPES]
         wide = [tensor for tensor in floating if tensor.dtype not in DTYPES]
         refusal = self._support.why_refused(call, narrow, wide)
@@ -54,8 +66,6 @@ class EmulatedKernels(DispatchMode):
             raise refusal.error()
         if self._support.registration(func) == "fallback":
             _warn_of_fallback(call, self._support.name_of(func))
-        if call.traits.packet in _AS_GIVEN:
-            return call.run()
         if shared_kernel(func) is not None and call.traits.packet not in _ONE_KERNEL:
             return self.decomposed(func, call.args, kwargs, keys)
         if call.narrows_inside:
@@ -124,6 +134,8 @@ def _in_half(value: Any) -> Any:
 
 def _exceeds(call: DispatchedCall, narrow: list[Tensor]) -> bool:
     """Whether a number among the arguments is beyond the range of the dtype; some kernels refuse that."""
+    if call.traits.packet in _NUMBERS_IN_FP32:
+        return False
     number = call.largest_number()
     limit = min(torch.finfo(torch.float16 if t.dtype == torch.complex32 else t.dtype).max for t in narrow)
     return number is not None and math.isfinite(number) and abs(number) > limit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,8 +30,9 @@ SOURCE = "the source of its kernels"
 
 _ON_DEVICE = {
     "cuda": {
-        "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_efficient_attention",
         "mkldnn_rnn_layer": "_cudnn_rnn",
+        "_embedding_bag": "_embedding_bag_forward_only",
     },
     "xpu": {
         "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_fused_attention_overrideable",
@@ -97,7 +99,8 @@ class KernelSupport:
             if support.state == "none" or (
                 support.state == "some" and _fails_here(name, call, narrow, support.condition)
             ):
-                return self._refusal(name, DTYPES[dtype], support)
+                refusal = self._refusal(name, DTYPES[dtype], support)
+                return _with_sizes(refusal, name, call) if name in _FFT else refusal
         return None
 
     def _by_source(self, call: DispatchedCall, name: str, narrow: list[Tensor], wide: list[Tensor]) -> Refusal | None:
@@ -179,6 +182,11 @@ class KernelSupport:
         return Refusal(kind, message, f"{self._device.kernels}: aten::{name} in {SHORT[dtype]}{shown}")
 
 
+def _with_sizes(refusal: Refusal, name: str, call: DispatchedCall) -> Refusal:
+    """``refusal`` with the sizes of ``call`` in its message instead of those of the catalog's sample."""
+    return refusal._replace(message=re.sub(r"\[[\d, ]+\]$", str(_transformed(name, call)), refusal.message))
+
+
 def _overloads(func: OpOverload, name: str) -> list[str]:
     """``name`` and, if it is the name of ``func`` itself, the other overloads: one kernel serves them all."""
     base = name.partition(".")[0]
@@ -196,11 +204,14 @@ def _fails_here(name: str, call: DispatchedCall, inputs: list[Tensor], condition
     if name not in _FFT:
         fails = _by_condition(condition, call)
         return fails if fails is not None else any(tensor.numel() for tensor in inputs)
+    return any(size & (size - 1) for size in _transformed(name, call))
+
+
+def _transformed(name: str, call: DispatchedCall) -> list[int]:
+    """The sizes of the dimensions that a Fourier transform is over."""
     given, dims = call.args[0], call.args[1]
     sizes = [given.shape[dim] for dim in dims]
-    if name == "_fft_c2r":
-        sizes[-1] = call.args[3]
-    return any(size & (size - 1) for size in sizes)
+    return [*sizes[:-1], call.args[3]] if name == "_fft_c2r" else sizes
 
 
 def _by_condition(condition: str | None, call: DispatchedCall) -> bool | None:

@@ -48,7 +48,7 @@ def become_twin(device: PredictedDevice) -> None:
     _became.append(twin)
     if device.name == "cpu":
         return
-    twin_autocast.register(policies_for(device), DEFAULT_AUTOCAST)
+    twin_autocast.register(device.name, policies_for(device), DEFAULT_AUTOCAST)
     _answer_as(device.name)
     if twin.support.computes_fft_in_half():
         fft_in_half.allow()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
 
 from lowprec_check.catalog.autocast_releases import CastPolicy
@@ -24,8 +25,8 @@ _RECURRENT = ("lstm.input", "lstm.data", "gru.input", "gru.data", "rnn_tanh.inpu
 """Recurrent layers: CUDA has a kernel for the whole layer (``_cudnn_rnn``), XPU one for each step; both cast all that they read."""
 
 
-def register(policies: Mapping[str, CastPolicy], default: torch.dtype) -> None:
-    """Give autocast on the CPU these policies and the ``default`` dtype, for the rest of this process."""
+def register(device: str, policies: Mapping[str, CastPolicy], default: torch.dtype) -> None:
+    """Give autocast on the CPU the policies of ``device`` and its ``default`` dtype, for the rest of this process."""
     library = torch.library.Library("aten", "IMPL", _KEY)
     _LIBRARIES.append(library)
     policies = {**policies, **dict.fromkeys(_RECURRENT, policies.get("_cudnn_rnn", "lower"))}
@@ -37,8 +38,18 @@ def register(policies: Mapping[str, CastPolicy], default: torch.dtype) -> None:
                 _implement(library, name, torch.library.fallthrough_kernel)
         for name, func in ours.items():
             _implement(library, name, _kernel(func, policies[name]))
+    for custom in list(OPDEFS.values()):
+        dtype = _custom_dtype(custom, device)
+        if dtype is not None and _custom_dtype(custom, "cpu") is None:
+            custom.register_autocast("cpu", dtype)
     torch.set_autocast_dtype("cpu", default)
     replace_autocast_kernels(_KEY, frozenset(func.name() for func in ours.values()))
+
+
+def _custom_dtype(custom: Any, device: str) -> torch.dtype | None:
+    """The dtype that autocast on ``device`` casts the inputs of an op to that was made by ``torch.library.custom_op``."""
+    found: torch.dtype | None = getattr(custom, "_autocast_dtype", {}).get(device)
+    return found if found is not None else getattr(custom, f"_autocast_{device}_dtype", None)  # before torch 2.13
 
 
 _LIBRARIES: list[torch.library.Library] = []
@@ -124,7 +135,8 @@ def _appending_dtype(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _refuse(func: OpOverload, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Call:
-    raise RuntimeError(f"torch.nn.functional.{func.overloadpacket.__name__} is unsafe to autocast (predicted)")
+    name = func.overloadpacket.__name__
+    raise RuntimeError(f"torch.nn.functional.{name} and its module are unsafe to autocast (predicted)")
 
 
 _CHANGES: dict[CastPolicy, Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Call]] = {

@@ -65,7 +65,7 @@ def check_isolation_of_twins(isolation: Isolation) -> None:
     if isolation not in ("fork", "spawn"):
         raise UsageError(
             f"A prediction needs a new process for each run, which the isolation {isolation!r} does not give.",
-            "Choose fork or spawn; if neither works, scan a file with the command.",
+            "Choose fork or spawn.",
         )
 
 

@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.compiled import own_compiled_code
+from lowprec_check.engine.core.compiled import compiled_code_in_eager, own_compiled_code
 from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.device_twin.twin import assumed_ops, become_twin, check_process, emulating, known_ops
 from lowprec_check.engine.model.plain_run import reraise_interrupt, run_once
@@ -83,8 +83,12 @@ def _run_plain(job: Job, target: Target, send: Send) -> tuple[list[Tensor] | Non
 
 @contextlib.contextmanager
 def _kernels(job: Job) -> Iterator[None]:
-    """The kernels that the model runs with: without those that are withheld, and those of the device that is predicted."""
-    with withholding(job.without_kernel), emulating(job.predicted):
+    """The kernels that the model runs with: without those that are withheld, and those of the device that is predicted.
+
+    A compiler would trace the emulation, so that a prediction runs compiled code in eager mode.
+    """
+    eager = compiled_code_in_eager() if job.predicted is not None else contextlib.nullcontext()
+    with eager, withholding(job.without_kernel), emulating(job.predicted):
         yield
 
 
