@@ -68,7 +68,7 @@ class EmulatedKernels(DispatchMode):
             _warn_of_fallback(call, self._support.name_of(func))
         if shared_kernel(func) is not None and call.traits.packet not in _ONE_KERNEL:
             return self.decomposed(func, call.args, kwargs, keys)
-        if call.narrows_inside:
+        if call.narrows_inside or (self._support.is_cpu and not _is_of_torch(call)):
             return call.run()
         return _emulated(call, narrow) if _is_emulated(call, narrow, wide) else _checked_by_cpu(call, narrow)
 
@@ -77,8 +77,12 @@ def _is_emulated(call: DispatchedCall, narrow: list[Tensor], wide: list[Tensor])
     """Whether fp32 takes the place of the CPU's own kernel, which checks dtypes and numbers, or gives the same bits, or is the user's."""
     if not narrow or any(tensor.ndim for tensor in wide) or _exceeds(call, narrow):
         return False
-    packet = call.traits.packet
-    return packet.startswith(("aten::", "prims::")) and packet not in _CHECKED_ALIKE and not call.traits.moves
+    return _is_of_torch(call) and call.traits.packet not in _CHECKED_ALIKE and not call.traits.moves
+
+
+def _is_of_torch(call: DispatchedCall) -> bool:
+    """Whether the op is torch's own, not that of another package."""
+    return call.traits.packet.startswith(("aten::", "prims::"))
 
 
 def _numbers_as_tensors(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -71,6 +71,7 @@ class KernelSupport:
 
     def __init__(self, device: PredictedDevice) -> None:
         self._device = device
+        self.is_cpu = device.name == "cpu"
         covered = has_kernels(device.name, device.torch)
         dtypes = DTYPES_OF_CATALOG if covered else ()
         self._catalogs = {dtype: AtenCatalog(device.name, dtype, device.torch) for dtype in dtypes}
@@ -90,7 +91,7 @@ class KernelSupport:
             return self._without_any_kernel(name)
         if not narrow:
             return None
-        known = self._by_source(call, name, narrow, wide) if self._device.name != "cpu" else None
+        known = self._by_source(call, name, narrow, wide) if not self.is_cpu else None
         if known is not None:
             return known
         for dtype in {tensor.dtype for tensor in narrow}:
@@ -125,7 +126,7 @@ class KernelSupport:
         if not self._catalogs:
             return False
         found = [self._catalogs["float16"].of(name) for name in ("fft_rfft", *_FFT)]
-        return all(support.state != "none" for support in found) and self._device.name != "cpu"
+        return all(support.state != "none" for support in found) and not self.is_cpu
 
     def registration(self, func: OpOverload) -> Registration | None:
         """How the op is registered on the device; ``None`` if that is not known."""
