@@ -375,7 +375,7 @@ def test_an_exact_output_has_no_line() -> None:
 def test_the_ratio_of_the_errors_is_that_of_the_saved_figures() -> None:
     one = a_run(budget=a_budget(-0.64, predicted=0.82))
     assert budget_lines(a_result(one)) == [
-        "half: not known: first order predicts an error 1.6 times as large as the measured one"
+        "half: not known: first order predicts an error 1.6 times as large as that of the run"
     ]
 
 
@@ -484,7 +484,7 @@ def test_a_healthy_network_has_no_warning() -> None:
 def test_tables_and_the_tree_show_the_same_shares() -> None:
     result = budgeted_result()
     [first, *_] = tables(told_runs(result))
-    assert first.predicted == "error 3.1e-01 measured op by op, 2.8e-01 predicted to first order"
+    assert first.predicted == "error 3.1e-01 op by op, 2.8e-01 predicted to first order"
     assert [(bar.name, bar.text, bar.total) for bar in first.bars[:2]] == [
         ("head.out", "46 %", "46 %"), ("encoder.blocks.0.norm", "12 %", "58 %"),
     ]  # fmt: skip

@@ -145,7 +145,7 @@ def test_wrong_shapes_are_errors(spec: str) -> None:
         (["missing.py"], "No such file"),
         (["{file}", "-p", "fp8"], "Unknown precision"),
         (["{file}", "--device", "toaster"], "Unknown device"),
-        (["{file}", "--device", "xpu"], "is not available"),
+        (["{file}", "--device", "mps"], "is not available"),
         (["{file}", "--json", "/no/such/folder/x.json"], "Cannot write"),
         (["{file}", "--select", "XX9"], "No diagnostic code starts with"),
         (["{file}", "--without-kernel", "aten.dot"], "does not parse"),
