@@ -29,7 +29,8 @@ def a_run(precision: str, status: str = "ok", **more: Any) -> Run:
 
 
 def a_gap(op: str = "aten.dot.default", kind: str = "missing-kernel") -> Gap:
-    return Gap(op=op, layer="dispatch", kind=kind, module="", source=None, dtypes=["float16"], message="m")  # type: ignore[arg-type]
+    layer = "dispatch" if op.startswith("aten.") else "function"
+    return Gap(op=op, layer=layer, kind=kind, module="", source=None, dtypes=["float16"], message="m")  # type: ignore[arg-type]
 
 
 def a_result(*runs: Run, **environment: Any) -> ScanResult:
@@ -116,6 +117,7 @@ def test_autocast_is_no_advice_where_it_fails_the_same_way() -> None:
         ([a_run("autocast-fp16", "error", gaps=[a_gap()])], ""),
         ([a_run("autocast-fp16", "error", gaps=[a_gap("aten.inv.default")])], ", or use autocast"),
         ([a_run("autocast-fp16", "error", gaps=[a_gap()]), a_run("autocast-bf16")], ", or use autocast-bf16"),
+        ([a_run("autocast-fp16", "error", gaps=[a_gap("torch.fft.rfft")])], ""),
         ([a_run("autocast-fp16", "error", complete=False)], ""),
         (
             [a_run("autocast-fp16", "timeout", complete=False, op_calls=to_columns([OpCall("aten.dot.default")]))],

@@ -16,7 +16,7 @@ def or_autocast(gap: Gap, run: Run, result: ScanResult) -> str:
     tried = [other for other in _without_plan(result) if uses_autocast(other) and other.status != "skipped"]
     if not tried:
         return ", or try autocast"
-    passing = [other for other in tried if _runs(gap.op, other)]
+    passing = [other for other in tried if _runs(gap, other)]
     same_format = [other for other in tried if other.basis and run.basis and other.basis.format == run.basis.format]
     if any(other in passing for other in same_format):
         return ", or use autocast"
@@ -67,6 +67,9 @@ def _in_format(result: ScanResult, wanted: FloatFormat) -> list[Run]:
     return [run for run in found if run.status != "skipped"]
 
 
-def _runs(op: str, run: Run) -> bool:
-    """Whether ``run`` reached the op, and it ran there without help."""
-    return op not in {gap.op for gap in run.gaps} and (run.complete or op in run.op_calls.op)
+def _runs(gap: Gap, run: Run) -> bool:
+    """Whether ``run`` reached the op of ``gap``, and neither that nor a function at its line, which may call it, needed help."""
+    place = (gap.module, gap.source)
+    at_place = {other.op for other in run.gaps if other.layer == "function" and (other.module, other.source) == place}
+    fails = gap.op in {other.op for other in run.gaps} or at_place
+    return not fails and (run.complete or gap.op in run.op_calls.op)
