@@ -201,3 +201,11 @@ def run_command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False, cwd=cwd
     )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is here")
+def test_a_model_that_is_made_on_an_absent_device_gets_a_hint(write: Write, call: Call) -> None:
+    path = write("import torch\nmodel = torch.nn.Linear(3, 3).cuda()\ninputs = torch.randn(1, 3)")
+    done = call("scan", str(path), "--device", "cuda")
+    assert done.returncode == 2
+    assert "on the CPU: a scan moves them" in " ".join(done.stderr.split())

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from lowprec_check.errors import message_of
+
+_NO_DEVICE = re.compile(
+    r"not compiled with (CUDA|XPU)|no NVIDIA driver|No (CUDA|XPU) |not linked with support for", re.IGNORECASE
+)
+
+
+def says_device_is_absent(message: str) -> bool:
+    """Whether the message of an exception is about a device that this torch or this machine does not have."""
+    return _NO_DEVICE.search(message) is not None
 
 
 def first_line(message: str) -> str:

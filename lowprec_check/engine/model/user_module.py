@@ -13,6 +13,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lowprec_check.engine.core.exceptions import says_device_is_absent
 from lowprec_check.engine.core.source_location import is_user_code, show_line
 from lowprec_check.errors import Terminated, UsageError, message_of, text_of, type_name
 from lowprec_check.process.function_worker import end_if_forked, in_worker
@@ -115,10 +116,13 @@ def call_user_code(what: str, work: Callable[[], T], hint: str | None = None) ->
         if frame is None:
             raise UsageError(f"{what} failed: {type_name(error)}: {message_of(error)}", hint) from None
         message = f"{_description(error, frame)}{_root_cause(error)}"
-        arguments = f"\n{_NO_ARGUMENTS}" if isinstance(error, SystemExit) else ""
-        raise UsageError(message, f"    {text_of(frame.line)}{arguments}") from None
+        advice = _NO_ARGUMENTS if isinstance(error, SystemExit) else ""
+        if says_device_is_absent(message):
+            advice = _ON_THE_CPU
+        raise UsageError(message, "\n".join(filter(None, [f"    {text_of(frame.line)}", advice]))) from None
 
 
+_ON_THE_CPU = "Make the model and its inputs on the CPU: a scan moves them to the device that it measures on."
 _NO_ARGUMENTS = "The file is run without command-line arguments: give those that it requires default values."
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from lowprec_check.engine.core.exceptions import says_device_is_absent
 from lowprec_check.engine.model.inputs import describe_inputs
 from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.model.target import Target
@@ -19,9 +20,6 @@ FORK_WAITED = (
 
 
 _SMALLER = "use a smaller batch or shorter inputs, or free some memory"
-_NO_DEVICE = re.compile(
-    r"not compiled with|no NVIDIA driver|No (CUDA|XPU) |not linked with support for|is not available", re.IGNORECASE
-)
 _CUSTOM_OP_WITHOUT_CPU = re.compile(r"Could not run '(?!aten::)([^']+)' with arguments from the '\w*CPU' backend")
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory|can't allocate memory|not enough memory")
 
@@ -87,7 +85,7 @@ def failed_reference(plain: PlainResult, target: Target, device: str, *, predict
 
 def _needing_the_device(message: str) -> str | None:
     """A hint for a model that cannot run without the device that is predicted."""
-    if _NO_DEVICE.search(message):
+    if says_device_is_absent(message):
         return "The model names the device itself, which is not here: let it use the device of its inputs."
     custom = _CUSTOM_OP_WITHOUT_CPU.search(message)
     return f"A prediction runs on the CPU: register a CPU kernel of {custom[1]}." if custom is not None else None
