@@ -18,6 +18,7 @@ from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.process.command_worker import CommandWorker, LineWorker
 from lowprec_check.process.exit_code import describe_exit, signal_name
 from lowprec_check.process.function_worker import FunctionWorker, SendBytes
+from lowprec_check.process.process_group import UNKNOWN_EXIT, start_command
 from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor
 
 MANY = 500
@@ -234,3 +235,13 @@ def test_a_breadcrumb_is_read_through_another_mapping_and_long_texts_are_cut(tmp
     left = reader.read()
     assert left is not None
     assert (left.in_op, left.seconds_in_op()) == (False, 0.0)
+
+
+def test_a_killed_command_has_no_code_if_ended_processes_are_ignored() -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        group = start_command([sys.executable, "-c", "import time; time.sleep(600)"])
+        group.end()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert group.exit_code == UNKNOWN_EXIT

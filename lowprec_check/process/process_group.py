@@ -53,11 +53,14 @@ class ProcessGroup:
             self._pidfd = None
 
     def _wait(self) -> None:
+        self._exit_code = _exit_code(
+            self.pid, block=True
+        )  # before it is reaped: subprocess takes an unknown code for 0
         if self.popen is not None:
-            self._exit_code = self.popen.wait()
+            self.popen.wait()
             return
         with contextlib.suppress(ChildProcessError):
-            self._exit_code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            os.waitpid(self.pid, 0)
 
 
 def start_command(
@@ -84,10 +87,10 @@ def start_command(
     return ProcessGroup(popen.pid, popen)
 
 
-def _exit_code(pid: int) -> int | None:
-    """The exit code of a child process, which stays a zombie; ``None`` while it runs."""
+def _exit_code(pid: int, *, block: bool = False) -> int | None:
+    """The exit code of a child process, which stays a zombie; ``None`` while it runs, unless to ``block`` until it ends."""
     try:
-        ended: Any = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ended: Any = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | (0 if block else os.WNOHANG))
     except ChildProcessError:
         return UNKNOWN_EXIT
     if ended is None:
