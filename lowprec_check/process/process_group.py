@@ -53,9 +53,10 @@ class ProcessGroup:
             self._pidfd = None
 
     def _wait(self) -> None:
-        self._exit_code = _exit_code(
-            self.pid, block=True
-        )  # before it is reaped: subprocess takes an unknown code for 0
+        # before it is reaped, since subprocess takes an unknown code for 0
+        code = _exit_code(self.pid, block=True)
+        if self._exit_code is None or code != UNKNOWN_EXIT:
+            self._exit_code = code
         if self.popen is not None:
             self.popen.wait()
             return
