@@ -452,7 +452,7 @@ def test_models_in_other_dtypes_are_scanned_as_fp32_with_a_note() -> None:
 def test_nondeterministic_models_are_errors() -> None:
     class Nondeterministic(Mlp):
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * (time.perf_counter() * 1e3 % 100)
+            return super().forward(x) * 2.0 ** (int.from_bytes(os.urandom(2), "big") / 1000)  # 1 to 5e19
 
     with pytest.raises(UsageError, match="too much for a reference"):
         scan(Nondeterministic(), X)
