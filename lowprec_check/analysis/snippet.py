@@ -6,10 +6,11 @@ Its results equal those of :mod:`lowprec_check.engine.model.keep_fp32` bit for b
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 
 from lowprec_check.analysis.input_code import Conversion, convert_inputs
+from lowprec_check.catalog.declared import release_of
+from lowprec_check.catalog.toml_tables import version_key
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.devices import device_type
 from lowprec_check.schema.precisions import PRECISIONS, Precision
@@ -61,8 +62,8 @@ _UNTIE = """\
 """
 
 
-_IN_TORCH: dict[str, tuple[tuple[int, int], str]] = {
-    "xpu": ((2, 5), "import intel_extension_for_pytorch  # provides the device xpu")
+_IN_TORCH: dict[str, tuple[str, str]] = {
+    "xpu": ("2.5", "import intel_extension_for_pytorch  # provides the device xpu")
 }
 """By device: the first release of torch that has it, and the import that provides it in older ones."""
 
@@ -116,11 +117,10 @@ def snippet(
 
 def _providers(device: str, torch_version: str) -> list[str]:
     """The import of the package that provides the device, if a torch of that version does not."""
-    since, provider = _IN_TORCH.get(device, (None, ""))
-    known = re.match(r"(\d+)\.(\d+)", torch_version)
-    if since is None or known is None or (int(known[1]), int(known[2])) >= since:
+    if device not in _IN_TORCH or not torch_version:
         return []
-    return [provider]
+    since, provider = _IN_TORCH[device]
+    return [provider] if version_key(release_of(torch_version)) < version_key(since) else []
 
 
 def _cast(precision: Precision, keep: Sequence[str], untied: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lowprec_check.analysis.run_summary import some
+from lowprec_check.catalog.declared import release_of
 from lowprec_check.report.escape import visible
 from lowprec_check.schema.predicted_device import PredictedDevice
 from lowprec_check.schema.scan_result import ScanResult
@@ -34,14 +35,14 @@ def place_text(device: PredictedDevice, installed: str) -> str:
     """``xpu, predicted on a CPU``; ``cpu, predicted with torch 2.13``, the ``installed`` one."""
     if device.name != "cpu":
         return f"{device.name}, predicted on a CPU"
-    other = _release(installed)
+    other = release_of(installed)
     return f"cpu, predicted with torch {other}" if device.torch != other else "cpu, predicted"
 
 
 def _what_did_not_run(device: PredictedDevice, result: ScanResult) -> str:
     if device.name != "cpu":
         return f"nothing ran on {device.name}"
-    if device.torch != _release(str(result.environment.get("torch") or "")):
+    if device.torch != release_of(str(result.environment["torch"])):
         return f"nothing ran with torch {device.torch}"
     return "the 16-bit kernels of the CPU were emulated"
 
@@ -58,8 +59,3 @@ def _covered(result: ScanResult) -> str:
     if not assumed:
         return text
     return f"{text}, {len(assumed)} {'is' if len(assumed) == 1 else 'are'} assumed to run: {some(assumed, _NAMED)}"
-
-
-def _release(version: str) -> str:
-    """``2.13`` of ``2.13.0+cpu``."""
-    return ".".join(version.partition("+")[0].split(".")[:2])

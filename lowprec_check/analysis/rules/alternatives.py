@@ -70,6 +70,8 @@ def _in_format(result: ScanResult, wanted: FloatFormat) -> list[Run]:
 def _runs(gap: Gap, run: Run) -> bool:
     """Whether ``run`` reached the op of ``gap``, and neither that nor a function at its line, which may call it, needed help."""
     place = (gap.module, gap.source)
-    at_place = {other.op for other in run.gaps if other.layer == "function" and (other.module, other.source) == place}
-    fails = gap.op in {other.op for other in run.gaps} or at_place
+    fails = any(
+        other.op == gap.op or (other.layer == "function" and (other.module, other.source) == place)
+        for other in run.gaps
+    )
     return not fails and (run.complete or gap.op in run.op_calls.op)

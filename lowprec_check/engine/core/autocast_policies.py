@@ -41,14 +41,14 @@ def autocast_policies(device: str, dtype: torch.dtype) -> dict[str, AutocastDtyp
     with contextlib.suppress(RuntimeError, AssertionError):
         torch.zeros(1, device=device)
         for registered in torch._C._dispatch_get_registrations_for_dispatch_key(key):
-            func = _overload(registered)
+            func = aten_overload(registered)
             policy = func and _policy(func, device, dtype)
             if func is not None and policy:
                 found.setdefault(func._schema.name.partition("::")[2], policy)
     return found
 
 
-def _overload(registered: str) -> OpOverload | None:
+def aten_overload(registered: str) -> OpOverload | None:
     """The overload ``aten::conv2d.padding``; ``None`` for those of other packages and for those without a Python binding."""
     space, _, name = registered.partition("::")
     base, _, overload = name.partition(".")

@@ -107,7 +107,7 @@ def is_composite(func: OpOverload) -> bool:
 
 @functools.cache
 def is_explicit(func: OpOverload) -> bool:
-    """Whether one kernel, made of other ops, serves all devices."""
+    """Whether a kernel, made of other ops, serves the devices that have none of their own."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _EXPLICIT.name))
 
 

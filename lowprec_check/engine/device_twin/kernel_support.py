@@ -78,7 +78,7 @@ class KernelSupport:
         variable = device_of(device.name).fallback_variable
         self._falls_back = variable is not None and os.environ.get(variable) == "1"
         self._find = functools.cache(self._look_up)
-        self._without_kernel = functools.cache(self._registration)
+        self._registered = functools.cache(self._registration)
         self.known: set[str] = set()
         """Ops in 16 bits that the catalog has, as op calls name them: ``aten.mm.default``."""
         self.assumed: set[str] = set()
@@ -130,7 +130,7 @@ class KernelSupport:
 
     def registration(self, func: OpOverload) -> Registration | None:
         """How the op is registered on the device; ``None`` if that is not known."""
-        return self._without_kernel(func)
+        return self._registered(func)
 
     def _registration(self, func: OpOverload) -> Registration | None:
         catalog = self._catalogs.get("float32")
@@ -149,25 +149,20 @@ class KernelSupport:
         name = self.name_of(func)
         if func.namespace != "aten":
             return AtenSupport(state=None)
-        reported = self._reported(name, dtype)
-        if reported is not None:
-            return reported
         if not self._catalogs:
-            return AtenSupport(state=None)
+            return self._reported(name, dtype)
         found = self._catalogs[dtype].of(name, numbers)
         base = name.partition(".")[0]
         return found if found.state is not None or base == name else self._catalogs[dtype].of(base, numbers)
 
-    def _reported(self, name: str, dtype: Dtype) -> AtenSupport | None:
+    def _reported(self, name: str, dtype: Dtype) -> AtenSupport:
         """What a known issue says, for a release that the catalog has no data of."""
-        if self._catalogs:
-            return None
         device, low = self._device, SHORT[dtype]
         for issue in matching(op=name, device=device.name, dtype=low, torch=device.torch, code="LP101"):
             if function_name(name) in issue.ops:
                 message = f"\"{name}\" not implemented for '{FORMATS[dtype].cpp_name}'"
                 return AtenSupport(state="none", kind="missing-kernel", message=message, shown_by=[issue.link])
-        return None
+        return AtenSupport(state=None)
 
     def _without_any_kernel(self, name: str) -> Refusal:
         device = self._device.name.upper()

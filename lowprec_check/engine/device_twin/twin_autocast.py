@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
 
 from lowprec_check.catalog.autocast_releases import CastPolicy
+from lowprec_check.engine.core.autocast_policies import aten_overload
 from lowprec_check.engine.core.dispatch_mode import replace_autocast_kernels
-from lowprec_check.engine.trace.op_arguments import map_args
+from lowprec_check.engine.trace.op_arguments import map_args, tensors_in
 
 _KEY = "AutocastCPU"
 _RECURRENT = ("lstm.input", "lstm.data", "gru.input", "gru.data", "rnn_tanh.input", "rnn_relu.input")
@@ -30,11 +31,11 @@ def register(device: str, policies: Mapping[str, CastPolicy], default: torch.dty
     library = torch.library.Library("aten", "IMPL", _KEY)
     _LIBRARIES.append(library)
     policies = {**policies, **dict.fromkeys(_RECURRENT, policies.get("_cudnn_rnn", "lower"))}
-    ours = {name: func for name in policies if (func := overload(name)) is not None}
+    ours = {name: func for name in policies if (func := aten_overload(f"aten::{name}")) is not None}
     with warnings.catch_warnings():  # torch warns that kernels are replaced
         warnings.simplefilter("ignore")
         for name in _registered():
-            if name not in ours and overload(name) is not None:
+            if name not in ours and aten_overload(f"aten::{name}") is not None:
                 _implement(library, name, torch.library.fallthrough_kernel)
         for name, func in ours.items():
             _implement(library, name, _kernel(func, policies[name]))
@@ -61,12 +62,6 @@ def _registered() -> Iterator[str]:
     for name in torch._C._dispatch_get_registrations_for_dispatch_key(_KEY):
         if name.startswith("aten::"):
             yield name.removeprefix("aten::")
-
-
-def overload(name: str) -> OpOverload | None:
-    """The overload ``pow.Tensor_Scalar``; ``None`` if this torch does not have it."""
-    base, _, suffix = name.partition(".")
-    return getattr(getattr(torch.ops.aten, base, None), suffix or "default", None)
 
 
 def _implement(library: torch.library.Library, name: str, kernel: Callable[..., Any]) -> None:
@@ -107,7 +102,7 @@ def _to_fp32(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _promoted(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """All in fp32 if one is; all in the lower dtype if all are."""
     lower = torch.get_autocast_dtype("cpu")
-    dtypes = {tensor.dtype for tensor in _tensors((*args, *kwargs.values())) if _is_eligible(tensor)}
+    dtypes = {tensor.dtype for tensor in tensors_in(args, kwargs) if _is_eligible(tensor)}
     if not dtypes <= {lower, torch.float32}:
         raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
     return func, *_cast(args, kwargs, torch.float32 if torch.float32 in dtypes else lower)
@@ -160,11 +155,3 @@ def _cast(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> 
 def _is_eligible(tensor: Tensor) -> bool:
     """Whether autocast casts it: floating, and not float64."""
     return tensor.is_floating_point() and tensor.dtype != torch.float64
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)

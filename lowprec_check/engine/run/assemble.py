@@ -26,7 +26,7 @@ def make_run(job: Job, outcome: JobOutcome, tolerance: float | None) -> Run:
         backend=job.backend,
         device=job.shown_device,
         memory_format=job.memory_format,
-        evidence="measured" if here else "predicted",
+        evidence=job.evidence,
         status=status,
         reason=reason,
         exception=plain.exception if plain else None,

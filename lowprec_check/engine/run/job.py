@@ -15,6 +15,7 @@ from lowprec_check.process.shared_file import shared_file
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.predicted_device import PredictedDevice
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, MemoryFormat, RunKey
+from lowprec_check.schema.scan_result import Evidence
 
 Send = Callable[[FromJob], None]
 """Sends one message."""
@@ -110,6 +111,11 @@ class Job:
     def shown_device(self) -> str:
         """The device that the run is about."""
         return self.device if self.predicted is None else self.predicted.name
+
+    @property
+    def evidence(self) -> Evidence:
+        """What the run is: measured here, or predicted for another device."""
+        return "measured" if self.predicted is None else "predicted"
 
     @property
     def uses_autocast(self) -> bool:

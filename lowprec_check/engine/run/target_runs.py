@@ -116,11 +116,6 @@ class TargetRuns:
         """Where runs happen."""
         return self._launcher.isolation
 
-    @property
-    def _shown_device(self) -> str:
-        """The device that the runs are about."""
-        return self.options.device if self.options.predicted is None else self.options.predicted.name
-
     # -- the reference
 
     def reference(self, timed_as: Run | None = None) -> Run:
@@ -216,10 +211,10 @@ class TargetRuns:
         A crash, a hang or an exception is reported as the status. A run on another backend is explained by the eager run of
         the same precision and memory format, if there was one.
         """
-        key = RunKey(precision, backend, self._shown_device, memory_format)
-        reason = self._why_skipped(key)
+        asked = self._job(precision, backend=backend, memory_format=memory_format)
+        key, reason = asked.key, self._why_skipped(asked.key)
         if reason is not None:
-            return skipped(key, reason, "measured" if self.options.predicted is None else "predicted")
+            return skipped(key, reason, asked.evidence)
         eager = self._eager.get(key._replace(backend=EAGER)) if backend != EAGER and not keep_fp32 else None
         wanted: dict[str, Any] = {
             "backend": backend,
