@@ -30,16 +30,8 @@ if TYPE_CHECKING:
     from lowprec_check.schema.predictions import WhatIf
     from lowprec_check.schema.recommendation import Recommendation
     from lowprec_check.schema.run_key import RunKey
-    from lowprec_check.schema.scan_result import (
-        Diagnostic,
-        ErrorStats,
-        ExceptionInfo,
-        Gap,
-        ModelInfo,
-        ResultError,
-        Run,
-        ScanResult,
-    )
+    from lowprec_check.schema.scan_result import Diagnostic, Gap, ModelInfo, ResultError, Run, ScanResult
+    from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo
     from lowprec_check.schema.what_if_formats import OperandFormat, WhatIfFormat
 
 _MODULES = {

@@ -8,7 +8,8 @@ from shared_result import ENVIRONMENT, gap, op_calls, run, shared_result
 from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.schema.op_calls import OpCalls, without_times
 from lowprec_check.schema.predicted_device import PredictedDevice
-from lowprec_check.schema.scan_result import ExceptionInfo, Run, ScanResult
+from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.verdict import ExceptionInfo
 
 DEVICE = PredictedDevice(name="xpu", torch="2.3", kernels="measured on xpu (a test), torch 2.3", autocast="2.6")
 BASIS = "measured on xpu (a test), torch 2.3: aten::linalg_cholesky_ex in half, shown by linalg.cholesky"

@@ -17,7 +17,8 @@ from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Blame, Plan
 from lowprec_check.schema.predictions import WhatIf
 from lowprec_check.schema.recommendation import Recommendation
-from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo, Gap, ModelInfo, Run, ScanResult
+from lowprec_check.schema.scan_result import Gap, ModelInfo, Run, ScanResult
+from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo
 
 ENVIRONMENT: dict[str, Any] = {
     "torch": "2.13.0+cpu",

@@ -18,7 +18,8 @@ from lowprec_check.report.summary import no_pass
 from lowprec_check.schema.compiler_check import CompilerCheck
 from lowprec_check.schema.op_calls import OpCall, to_columns
 from lowprec_check.schema.recommendation import Recommendation
-from lowprec_check.schema.scan_result import Diagnostic, ErrorStats, ExceptionInfo, Gap, ModelInfo, Run, ScanResult
+from lowprec_check.schema.scan_result import Diagnostic, Gap, ModelInfo, Run, ScanResult
+from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo
 
 INFO = ModelInfo(name="Net", parameters=1, inputs=["(1, 1)"], modules=1, training=False)
 FP32 = Run(precision="fp32", device="cpu", status="ok", latency_ms=10.0)

@@ -16,7 +16,8 @@ from lowprec_check.analysis.rules.registry import diagnose, rules
 from lowprec_check.cli.scan import _fails
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.op_calls import OpCall, to_columns
-from lowprec_check.schema.scan_result import Diagnostic, ExceptionInfo, ScanResult
+from lowprec_check.schema.scan_result import Diagnostic, ScanResult
+from lowprec_check.schema.verdict import ExceptionInfo
 
 RESULT = shared_result()
 

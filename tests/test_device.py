@@ -13,7 +13,7 @@ from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.run.reference_errors import failed_reference
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.scan_result import ExceptionInfo
+from lowprec_check.schema.verdict import ExceptionInfo
 
 FILES = ("engine/model/device.py", "engine/machine.py")
 """The files that may use a device module."""

@@ -28,7 +28,7 @@ from lowprec_check.engine.run.outcome import JobOutcome
 from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.op_calls import OpCall, OpCalls, to_columns
-from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo
+from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo
 
 ERROR = ErrorStats(rel_l2=math.inf, max_abs=-math.inf, cosine=0.5, sqnr_db=None, top1=1.0)
 RAISED = ExceptionInfo(type="RuntimeError", message="„no” kernel", module="layer", source="model.py:3")

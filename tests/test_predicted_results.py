@@ -38,7 +38,8 @@ from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Plan, Planning
 from lowprec_check.schema.precisions import low_precisions
 from lowprec_check.schema.run_key import RunKey
-from lowprec_check.schema.scan_result import ErrorStats, Run, ScanResult
+from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.verdict import ErrorStats
 
 RESULT = predicted_result()
 FEW = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -20,7 +20,8 @@ from lowprec_check.report.text import render
 from lowprec_check.schema.measures import TimingConditions
 from lowprec_check.schema.op_calls import OpCall, OpCalls, to_columns
 from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.scan_result import ErrorStats, Gap, ModelInfo, ResultError, Run, ScanResult
+from lowprec_check.schema.scan_result import Gap, ModelInfo, ResultError, Run, ScanResult
+from lowprec_check.schema.verdict import ErrorStats
 
 MODEL = ModelInfo(name="Net", parameters=1234567, inputs=["(1, 3)"], modules=3, training=False)
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from lowprec_check.analysis.error_shares import causes_in_brief
 from lowprec_check.schema.run_key import qualified
-from lowprec_check.schema.scan_result import ErrorStats, Run
+from lowprec_check.schema.scan_result import Run
+from lowprec_check.schema.verdict import ErrorStats
 
 NOTHING_TO_COMPARE = "its output holds nothing to compare with fp32's"
 

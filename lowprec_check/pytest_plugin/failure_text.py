@@ -13,7 +13,8 @@ from lowprec_check.catalog.records import SHORT, in_samples
 from lowprec_check.report.console import screen
 from lowprec_check.report.summary import group
 from lowprec_check.report.text import print_group, print_runs
-from lowprec_check.schema.scan_result import ExceptionInfo, ScanResult
+from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.schema.verdict import ExceptionInfo
 
 if TYPE_CHECKING:
     from lowprec_check.pytest_plugin.op_support import OpState, Support

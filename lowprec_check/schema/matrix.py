@@ -10,7 +10,8 @@ import msgspec
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.base import Struct, decode, encode
 from lowprec_check.schema.files import write_file
-from lowprec_check.schema.scan_result import Evidence, GapKind, Status
+from lowprec_check.schema.scan_result import Evidence, GapKind
+from lowprec_check.schema.verdict import Status
 
 SCHEMA = 1
 

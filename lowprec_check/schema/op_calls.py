@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from lowprec_check.schema.base import Struct
+from lowprec_check.schema.run_key import Phase
 
 PRODUCTS = re.compile(r"mm\.|conv|scaled_dot_product|linear|rnn|lstm|gru")
 """Names of the ops that autocast runs in 16 bits whatever their inputs: matrix products, convolutions, attention."""
@@ -73,6 +74,8 @@ class OpCall(msgspec.Struct, gc=False):
     """Number of indices and booleans among which ``flips`` were counted."""
     share: float | None = None
     """Share of the squared output error that this call causes; ``None`` without an error budget."""
+    phase: Phase | None = None
+    """The part of a training step that it belongs to; ``None`` if only the forward pass was run."""
 
 
 _ZERO = 0.0

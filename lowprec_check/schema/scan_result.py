@@ -27,11 +27,11 @@ from lowprec_check.schema.predicted_device import PredictedDevice
 from lowprec_check.schema.predictions import WhatIf
 from lowprec_check.schema.recommendation import Recommendation
 from lowprec_check.schema.run_key import EAGER, REFERENCE, MemoryFormat, Phase, RunKey, qualified
+from lowprec_check.schema.training import TrainingRun, TrainingSetup
+from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo, Status
 
 SCHEMA = 1
 
-Status = Literal["ok", "unjudged", "inaccurate", "nonfinite", "error", "crashed", "timeout", "skipped"]
-"""``unjudged``: it ran, but its output holds nothing that can be compared with fp32's."""
 Evidence = Literal["measured", "predicted"]
 Severity = Literal["error", "warning", "note"]
 Layer = Literal["dispatch", "function"]
@@ -44,40 +44,6 @@ GapKind = Literal[
     "numeric-failure",
     "crash",
 ]
-
-
-class ErrorStats(Struct, frozen=True, kw_only=True):
-    """How far an output is from its reference, the worst over its floating leaves."""
-
-    rel_l2: float | None
-    """‖y − r‖₂ / ‖r‖₂; 0/0 is 0; ``None`` if it is infinite or NaN."""
-    max_abs: float | None
-    cosine: float | None
-    sqnr_db: float | None
-    """Signal-to-quantisation-noise ratio, −20·log₁₀(rel_l2), in dB; ``None`` also if the error is 0."""
-    top1: float | None = None
-    """Share of rows whose argmax agrees, for outputs shaped like a classifier's (N × classes)."""
-    mismatched: float | None = None
-    """Share of the integers and booleans that differ, the largest over those leaves; ``None`` if there are none."""
-
-    @property
-    def distance(self) -> float | None:
-        """What is held against the tolerance: ``rel_l2``, or ``mismatched`` for an output without floating leaves."""
-        return self.mismatched if self.rel_l2 is None and self.max_abs is None else self.rel_l2
-
-
-class ExceptionInfo(Struct, frozen=True, kw_only=True):
-    """The exception that the plain run raises, as the user would see it."""
-
-    type: str
-    message: str
-    module: str | None = None
-    source: str | None = None
-
-    @property
-    def text(self) -> str:
-        """Type and message: ``KeyError: 'scale'``; of one without a message, ``AssertionError (no message)``."""
-        return f"{self.type}: {self.message}" if self.message.strip() else f"{self.type} (no message)"
 
 
 class Gap(Struct, frozen=True, kw_only=True):
@@ -183,6 +149,8 @@ class Run(Struct, frozen=True, kw_only=True):
     """Whether the model drew random numbers."""
     output_is_zero: bool = False
     """Whether the floating output is all zeros, so that a relative error is meaningless."""
+    training: TrainingRun | None = None
+    """What training in this precision does, for a scan with ``--train``."""
     layer_errors: list[LayerError] = []
     """The errors of the layers that a quantizing backend measured, in the order of the model."""
     known_ops: list[str] = []
@@ -324,6 +292,8 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     """The plan of the ``plan`` run, if there is one."""
     prediction: PredictedDevice | None = None
     """The device that is not here, and what the predictions for it rest on; ``None`` if the runs were measured."""
+    training: TrainingSetup | None = None
+    """How the model was trained; ``None`` if only the forward pass was run."""
     what_if: list[WhatIf] = []
     """The output errors predicted for the formats of ``--what-if``, none of which was run."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.tensor_comparison import as_real, nonfinite_unlike
-from lowprec_check.schema.scan_result import ErrorStats
+from lowprec_check.schema.verdict import ErrorStats
 
 NOTHING = ErrorStats(rel_l2=None, max_abs=None, cosine=None, sqnr_db=None)
 

@@ -27,7 +27,7 @@ from lowprec_check.engine.model.target import WithLoss
 from lowprec_check.errors import Terminated, message_of, text_of, type_name
 from lowprec_check.process.function_worker import end_if_forked, in_worker
 from lowprec_check.schema.base import Struct
-from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo, Status
+from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo, Status
 
 COMPARED_CALLS = 3
 """Calls in a row whose outputs are compared: a model may fail or drift after its first call."""

@@ -13,7 +13,8 @@ from lowprec_check.engine.run.outcome import JobOutcome
 from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.schema.op_calls import without_times
 from lowprec_check.schema.run_key import EAGER
-from lowprec_check.schema.scan_result import Run, Status
+from lowprec_check.schema.scan_result import Run
+from lowprec_check.schema.verdict import Status
 
 
 def make_run(job: Job, outcome: JobOutcome, tolerance: float | None) -> Run:

@@ -13,7 +13,8 @@ from lowprec_check.schema.compiler_check import CompilerCheck
 from lowprec_check.schema.measures import LayerError
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.predictions import WhatIf
-from lowprec_check.schema.scan_result import ErrorStats, Gap
+from lowprec_check.schema.scan_result import Gap
+from lowprec_check.schema.verdict import ErrorStats
 
 
 class Measures(Struct, frozen=True, kw_only=True):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.error_budget import ErrorBudget
 from lowprec_check.schema.op_calls import OpCalls, to_columns
-from lowprec_check.schema.scan_result import ErrorStats, ExceptionInfo, Gap
+from lowprec_check.schema.scan_result import Gap
+from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo
 
 
 class Instrumented(Struct, frozen=True, kw_only=True):

@@ -1,0 +1,135 @@
+"""How a model is trained: its loss and its optimizer, those of the user's file or defaults."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lowprec_check.engine.core.floating_dtypes import is_float
+from lowprec_check.engine.core.pytree import leaves
+from lowprec_check.errors import UsageError, type_name
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+DEFAULT_LEARNING_RATE = 1e-3
+
+
+class LossInputs(NamedTuple):
+    """What a loss may read besides the output, for one batch."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    targets: tuple[Any, ...] = ()
+    """The elements of a batch that the model does not take."""
+
+
+def loss_of(loss: Callable[..., Any] | None, output: Any, given: LossInputs) -> Tensor:
+    """The loss of ``output``: ``loss(output)``; one that requires more also gets the targets of the batch, else the inputs.
+
+    Without a function: the loss that the model itself returns; cross-entropy with fixed random labels for an output of shape
+    (N, classes); else the mean squared difference from fixed random targets. Raises :class:`UsageError` for what is no loss.
+    """
+    if loss is None:
+        return _default_loss(output)
+    if _required(loss) <= 1:
+        found = loss(output)
+    elif given.targets:
+        found = loss(output, *given.targets)
+    else:
+        found = loss(output, *given.args, **given.kwargs)
+    return _checked(found)
+
+
+def _required(loss: Callable[..., Any]) -> int:
+    """The number of positional arguments that ``loss`` must get; 1 if that is unknown."""
+    try:
+        parameters = inspect.signature(loss).parameters.values()
+    except (TypeError, ValueError):
+        return 1
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(found.kind in positional and found.default is found.empty for found in parameters)
+
+
+def _checked(found: Any) -> Tensor:
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        shape = f" of shape {tuple(found.shape)}" if isinstance(found, Tensor) else ""
+        raise UsageError(
+            f"`loss` returned an object of type {type_name(found)}{shape}, not a tensor with one element.",
+            "Return a scalar tensor, for example torch.nn.functional.cross_entropy(output, labels).",
+        )
+    return found
+
+
+def _default_loss(output: Any) -> Tensor:
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(own, Tensor) and own.numel() == 1 and own.requires_grad:
+        return own
+    tensors = [tensor for _, tensor in leaves(output) if is_float(tensor) and tensor.numel()]
+    if not tensors:
+        raise UsageError(
+            "The output of the model has no floating-point tensor to compute a loss from.",
+            "Define `loss(output)` in the file.",
+        )
+    generator = torch.Generator().manual_seed(0)
+    if len(tensors) == 1 and tensors[0].ndim == 2 and tensors[0].shape[1] > 1 and not tensors[0].is_complex():
+        scores = tensors[0]
+        labels = torch.randint(0, scores.shape[1], scores.shape[:1], generator=generator)
+        return nn.functional.cross_entropy(scores, labels.to(scores.device))
+    terms = []
+    for tensor in tensors:
+        values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        target = torch.randn(values.shape, generator=generator).to(values.device, values.dtype)
+        terms.append((values - target).square().mean())
+    return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
+
+
+def describe_loss(loss: Callable[..., Any] | None, output: Any) -> str:
+    """The loss in words; ``output`` is an output of the model."""
+    if loss is not None:
+        return f"{getattr(loss, '__name__', type(loss).__name__)} of the file"
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(own, Tensor) and own.numel() == 1:
+        return "the loss that the model returns"
+    tensors = [tensor for _, tensor in leaves(output) if is_float(tensor)]
+    if len(tensors) == 1 and tensors[0].ndim == 2 and tensors[0].shape[1] > 1 and not tensors[0].is_complex():
+        return "cross-entropy with random labels"
+    return "mean squared difference from random targets"
+
+
+def make_optimizer(optimizer: MakeOptimizer | None, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The user's ``optimizer(parameters)``, or AdamW; raises :class:`UsageError` for what is no optimizer."""
+    if optimizer is None:
+        return torch.optim.AdamW(parameters, lr=DEFAULT_LEARNING_RATE)
+    made = optimizer(parameters)
+    if not (callable(getattr(made, "step", None)) and hasattr(made, "param_groups")):
+        raise UsageError(
+            f"`optimizer` returned an object of type {type_name(made)}, not an optimizer.",
+            "Return one, for example torch.optim.AdamW(parameters, lr=1e-3).",
+        )
+    return made
+
+
+def describe_optimizer(made: torch.optim.Optimizer) -> str:
+    """``SGD(lr=0.1, momentum=0.9)``: the settings that differ from the defaults of its class, and the learning rate."""
+    try:
+        parameters = inspect.signature(type(made)).parameters
+    except (TypeError, ValueError):
+        parameters = {}
+    usual = {name: found.default for name, found in parameters.items()}
+    settings = [
+        f"{name}={_number(value)}"
+        for name, value in made.defaults.items()
+        if name in ("lr", "weight_decay") or (name in usual and usual[name] != value)
+    ]
+    groups = len(made.param_groups)
+    return f"{type(made).__name__}({', '.join(settings)})" + (f" with {groups} parameter groups" if groups > 1 else "")
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.item():g}" if value.numel() == 1 else "a tensor"
+    return f"{value:g}" if isinstance(value, float) else str(value)

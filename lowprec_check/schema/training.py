@@ -1,0 +1,169 @@
+"""What ``scan --train`` saves: how the model is trained, and what each precision does to gradients, updates and the loss. Never imports torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lowprec_check.schema.base import Struct
+from lowprec_check.schema.verdict import ExceptionInfo, Status
+
+Values = Literal["weight", "buffer", "optimizer state", "average"]
+"""What an update changes: a parameter, a buffer (running statistics), the state of the optimizer, or an average of the weights."""
+
+
+class TrainingSetup(Struct, frozen=True, kw_only=True):
+    """How the model is trained in every precision, and how far fp32 runs from other seeds differ."""
+
+    steps: int
+    """Steps of each run: forward, loss, backward, optimizer."""
+    loss: str
+    """The loss, in words or as code."""
+    optimizer: str
+    """The optimizer, as code: ``AdamW(lr=0.001, weight_decay=0.01)``."""
+    default_loss: bool = False
+    """Whether the file defines no loss, so that a default is used."""
+    default_optimizer: bool = False
+    new_batches: bool = False
+    """Whether each step gets a batch of its own; otherwise all steps use the same one."""
+    seeds: int = 0
+    """fp32 runs from other seeds: other random draws, other batches if there are several, and 1 % noise on each initial weight."""
+    losses: list[float] = []
+    """The loss of fp32 before each step, and after the last."""
+    loss_low: list[float] = []
+    loss_high: list[float] = []
+    """Between these, the loss of the other seeds lies, counted from the loss of fp32 before the first step."""
+    distances: list[float] = []
+    """After each step, the largest distance of another seed to fp32: ‖Δw − Δw₃₂‖ / ‖Δw₃₂‖, where Δw is how far the weights moved."""
+
+
+class Divergence(Struct, frozen=True, kw_only=True):
+    """Where a run leaves the range of the fp32 runs for good."""
+
+    step: int
+    """The first step after which it is outside, counted from 1; 0 if its loss is wrong before any step."""
+    what: Literal["loss", "weights"]
+    value: float
+    """The loss less its value before the first step; or the distance of the weights to fp32."""
+    limit: float
+    """The limit that it crosses."""
+    parameter: str | None = None
+    """The parameter that is furthest out after this step."""
+
+
+class TrainingWay(Struct, frozen=True, kw_only=True):
+    """One way to train in a precision, run for all steps without instruments."""
+
+    name: str
+    """A key of :data:`WAYS`."""
+    status: Status
+    exception: ExceptionInfo | None = None
+    failed_step: int | None = None
+    """The step in which it failed or first gave a loss that is not finite, counted from 1."""
+    losses: list[float | None] = []
+    """The loss before each step, and after the last; ``None`` where it is not finite."""
+    distances: list[float] = []
+    """After each step, how far the weights are from those of fp32: ‖Δw − Δw₃₂‖ / ‖Δw₃₂‖."""
+    divergence: Divergence | None = None
+    lost_updates: float | None = None
+    """Share (0 to 1) of the updates of weights that are lost to rounding, over all steps; ``None`` if the weights are in fp32."""
+    skipped_steps: int = 0
+    """Steps that ``GradScaler`` skipped, because gradients overflowed."""
+    initial_scale: float | None = None
+    final_scale: float | None = None
+    """Loss scales of a ``GradScaler``."""
+    state_bytes: int | None = None
+    """Bytes of the weights, their copies and the state of the optimizer, after the last step."""
+
+
+class ParameterGradient(Struct, frozen=True, kw_only=True):
+    """The gradient of one parameter in the first step, compared with that of fp32; without loss scaling."""
+
+    parameter: str
+    elements: int
+    error: float | None = None
+    """rel_l2; ``None`` if it is not finite, or there is none."""
+    absmax: float | None = None
+    """The largest magnitude in fp32."""
+    underflow: float = 0.0
+    """Share (0 to 1) of the elements that are not zero in fp32 and zero here."""
+    overflow: float = 0.0
+    """Share of the elements that are finite in fp32 and not here."""
+
+
+class LostUpdates(Struct, frozen=True, kw_only=True):
+    """How much of the updates of one tensor rounding loses.
+
+    An update is lost if the value stays the same where the same update on an fp32 copy changes it.
+    """
+
+    name: str
+    """The parameter, the buffer, or the parameter and the key of the state: ``fc.weight · exp_avg_sq``."""
+    values: Values
+    elements: int
+    lost: float
+    """Share (0 to 1) of the updates that are lost, over all steps."""
+    group: int | None = None
+    """The parameter group of the optimizer, for a weight."""
+    decay_lost: float | None = None
+    """The same share for weight decay alone (a step with zero gradients); ``None`` if it does not move the fp32 copy."""
+
+
+class LossScale(Struct, frozen=True, kw_only=True):
+    """A suggested initial loss scale, which was tried."""
+
+    scale: float
+    largest: float
+    """The largest magnitude of a gradient in the backward pass of fp32, of an op or a parameter, without scaling."""
+    largest_at: str | None = None
+    """The module where it occurs."""
+    underflow_unscaled: float
+    """Share of the gradient's elements (of all parameters) that underflow without scaling."""
+    underflow: float | None = None
+    """The same with this scale, measured."""
+    skipped_steps: int | None = None
+    """Steps that were skipped with this scale."""
+
+
+class EpsilonCheck(Struct, frozen=True, kw_only=True):
+    """What a step with gradients that are all zero does to weights in low precision, by implementation of the optimizer."""
+
+    implementation: Literal["as given", "loop", "foreach", "fused"]
+    nonfinite: float
+    """Share of the weights that are NaN or Inf after it."""
+    error: str | None = None
+    """Why it could not be run."""
+
+
+class TrainingRun(Struct, frozen=True, kw_only=True):
+    """What training in one precision does."""
+
+    ways: list[TrainingWay]
+    """The first is what its user would write; the status of the run is that of this way."""
+    gradients: list[ParameterGradient] = []
+    gradient_error: float | None = None
+    """rel_l2 of all gradients of the first step together."""
+    underflow: float | None = None
+    """Share of all elements of gradients that underflow in the first step, without loss scaling."""
+    lost_updates: list[LostUpdates] = []
+    """Of the first way; empty if everything is in fp32."""
+    loss_scale: LossScale | None = None
+    epsilon: list[EpsilonCheck] = []
+    """For weights in fp16, if the optimizer has an ``eps``."""
+
+    def way(self, name: str) -> TrainingWay | None:
+        """The way of that name, if it was run."""
+        return next((way for way in self.ways if way.name == name), None)
+
+
+WAYS = {
+    "plain": "as it is",
+    "grad-scaler": "GradScaler",
+    "grad-scaler-suggested": "GradScaler with the suggested scale",
+    "master-weights": "fp32 master weights",
+    "master-weights-scaled": "fp32 master weights and GradScaler",
+    "split-weights": "weights split into 16 + 16 bits",
+    "kahan": "Kahan summation",
+    "stochastic-rounding": "stochastic rounding",
+    "one-autocast": "one autocast around all steps",
+}
+"""Names of the ways to train, and how they are shown."""

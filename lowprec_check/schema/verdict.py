@@ -1,0 +1,47 @@
+"""How a run ended: its status, its error and its exception. Never imports torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lowprec_check.schema.base import Struct
+from lowprec_check.schema.run_key import Phase
+
+Status = Literal["ok", "unjudged", "inaccurate", "nonfinite", "error", "crashed", "timeout", "skipped"]
+"""``unjudged``: it ran, but its output holds nothing that can be compared with fp32's."""
+
+
+class ErrorStats(Struct, frozen=True, kw_only=True):
+    """How far an output is from its reference, the worst over its floating leaves."""
+
+    rel_l2: float | None
+    """‖y − r‖₂ / ‖r‖₂; 0/0 is 0; ``None`` if it is infinite or NaN."""
+    max_abs: float | None
+    cosine: float | None
+    sqnr_db: float | None
+    """Signal-to-quantisation-noise ratio, −20·log₁₀(rel_l2), in dB; ``None`` also if the error is 0."""
+    top1: float | None = None
+    """Share of rows whose argmax agrees, for outputs shaped like a classifier's (N × classes)."""
+    mismatched: float | None = None
+    """Share of the integers and booleans that differ, the largest over those leaves; ``None`` if there are none."""
+
+    @property
+    def distance(self) -> float | None:
+        """What is held against the tolerance: ``rel_l2``, or ``mismatched`` for an output without floating leaves."""
+        return self.mismatched if self.rel_l2 is None and self.max_abs is None else self.rel_l2
+
+
+class ExceptionInfo(Struct, frozen=True, kw_only=True):
+    """The exception that the plain run raises, as the user would see it."""
+
+    type: str
+    message: str
+    module: str | None = None
+    source: str | None = None
+    phase: Phase | None = None
+    """The part of a training step that raised it; ``None`` if only the forward pass was run."""
+
+    @property
+    def text(self) -> str:
+        """Type and message: ``KeyError: 'scale'``; of one without a message, ``AssertionError (no message)``."""
+        return f"{self.type}: {self.message}" if self.message.strip() else f"{self.type} (no message)"
