@@ -116,7 +116,7 @@ def make_optimizer(optimizer: MakeOptimizer | None, parameters: list[nn.Paramete
 def describe_optimizer(made: torch.optim.Optimizer) -> str:
     """``SGD(lr=0.1, momentum=0.9)``: the settings that differ from the defaults of its class, and the learning rate."""
     try:
-        parameters = inspect.signature(type(made)).parameters
+        parameters = dict(inspect.signature(type(made)).parameters)
     except (TypeError, ValueError):
         parameters = {}
     usual = {name: found.default for name, found in parameters.items()}
