@@ -48,7 +48,7 @@ class Divergence(Struct, frozen=True, kw_only=True):
     limit: float
     """The limit that it crosses."""
     parameter: str | None = None
-    """The parameter that is furthest out after this step."""
+    """The parameter that adds most to the distance to fp32 after this step, beyond what it adds in runs from other seeds."""
 
 
 class TrainingWay(Struct, frozen=True, kw_only=True):
@@ -83,6 +83,8 @@ class ParameterGradient(Struct, frozen=True, kw_only=True):
     elements: int
     error: float | None = None
     """rel_l2; ``None`` if it is not finite, or there is none."""
+    error_share: float | None = None
+    """Share (0 to 1) of the squared error of all gradients together."""
     absmax: float | None = None
     """The largest magnitude in fp32."""
     underflow: float = 0.0
@@ -114,9 +116,9 @@ class LossScale(Struct, frozen=True, kw_only=True):
 
     scale: float
     largest: float
-    """The largest magnitude of a gradient in the backward pass of fp32, of an op or a parameter, without scaling."""
+    """The largest magnitude of a 16-bit gradient in the backward pass of the first step, without scaling."""
     largest_at: str | None = None
-    """The module where it occurs."""
+    """The module whose op gets it."""
     underflow_unscaled: float
     """Share of the gradient's elements (of all parameters) that underflow without scaling."""
     underflow: float | None = None

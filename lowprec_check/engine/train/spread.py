@@ -21,6 +21,8 @@ SEEDS = 3
 BEYOND = 2.0
 """How many times the largest distance of another seed a run may be from fp32."""
 
+NOTABLE = 0.1
+
 
 class Interval(NamedTuple):
     """An interval of allowed values."""
@@ -117,9 +119,8 @@ class Spread:
         parameter = self._furthest(run, step + 1)
         return Divergence(step=step + 1, what="movement", value=mine[step], limit=limit, parameter=parameter)
 
-    def _distance(self, run: Trajectory, step: int, part: slice = slice(None)) -> float:
-        mine, reference = _moved(run, step)[part], _moved(self._base, step)[part]
-        return _ratio(self._norm(mine - reference, part), self._norm(reference, part))
+    def _distance(self, run: Trajectory, step: int) -> float:
+        return _ratio(self._apart(run, step, slice(None)), self._norm(_moved(self._base, step)))
 
     def _movement(self, run: Trajectory, step: int) -> float:
         return _ratio(self._norm(_moved(run, step)), self._norm(_moved(self._base, step)))
@@ -128,17 +129,23 @@ class Spread:
         return float((values.double().square() * self._samples.weights[part]).sum().sqrt())
 
     def _furthest(self, run: Trajectory, step: int) -> str | None:
-        """The parameter whose distance to fp32 is the largest multiple of its limit."""
-        best, found = 0.0, None
+        """The parameter that adds most to the distance to fp32, beyond what it adds in runs from other seeds.
+
+        ``None`` if none adds :data:`NOTABLE` of the squared distance.
+        """
+        best, found = NOTABLE * self._apart(run, step, slice(None)) ** 2, None
         for name, part in self._samples.slices.items():
-            mine = self._distance(run, step, part)
-            limit = max(
-                (self._distance(other, step, part) for other in self._others if step <= other.steps), default=0.0
+            apart = self._apart(run, step, part)
+            allowed = max(
+                (self._apart(other, step, part) for other in self._others if step <= other.steps), default=0.0
             )
-            excess = mine / max(BEYOND * limit, self._tolerance)
-            if excess > best or math.isnan(excess):
+            excess = apart**2 - (BEYOND * allowed) ** 2
+            if excess > best:
                 best, found = excess, name
         return found
+
+    def _apart(self, run: Trajectory, step: int, part: slice) -> float:
+        return self._norm((_moved(run, step) - _moved(self._base, step))[part], part)
 
 
 def _moved(run: Trajectory, step: int) -> Tensor:
