@@ -78,7 +78,8 @@ class TrainingPart:
             watchers = self._watchers(way)
             found, loop = self._train(way, watchers)
             self._add(found, loop, watchers)
-        if self.ready.precision.kind == "autocast" and underflows(self.ready.application.dtype):
+        ran = any(way.status != "error" for way in self._training.ways)
+        if ran and self.ready.precision.kind == "autocast" and underflows(self.ready.application.dtype):
             self._try_suggested_scale()
         self._snapshot.rewind()
         parameters = [p for p in self.ready.model.parameters() if p.requires_grad]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lowprec_check.engine.core.source_location import ModuleStack, source_line
+from lowprec_check.engine.trace.autograd_nodes import accumulates
 from lowprec_check.schema.run_key import Phase
 
 NodePlace = tuple[str, str | None]
@@ -72,8 +73,3 @@ class Places:
         while number >= 0 and number not in self._created:  # an op that reached no mode, just after one that did
             number -= 1
         return self._created.get(number)
-
-
-def accumulates(node: Any) -> bool:
-    """Whether a node of the autograd graph stores the gradient of a parameter."""
-    return bool(node.name() == "torch::autograd::AccumulateGrad")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
-from lowprec_check.engine.trace.places import Places, accumulates
+from lowprec_check.engine.trace.autograd_nodes import accumulates, nodes_of
+from lowprec_check.engine.trace.places import Places
 
 MOST, LEAST = 2.0**24, 1.0
 """Limits of the suggestion."""
@@ -50,7 +50,7 @@ class LargestGradient(DispatchMode):
         """Compute the gradients of ``loss`` · ``scale``, and find the largest, divided by the scale."""
         hooks = [
             node.register_prehook(functools.partial(self._look, node, scale))
-            for node in _nodes(loss.grad_fn)
+            for node in nodes_of(loss)
             if not accumulates(node)
         ]
         try:
@@ -67,19 +67,6 @@ class LargestGradient(DispatchMode):
             if not value <= self.largest.value:
                 place = self._places.of_node(node)
                 self.largest = Largest(math.inf if math.isnan(value) else value, place and place[0])
-
-
-def _nodes(root: Any) -> Iterator[Any]:
-    """Every node of an autograd graph."""
-    waiting, seen = [root], {root}
-    while waiting:
-        node = waiting.pop()
-        if node is None:
-            continue
-        yield node
-        following = [other for other, _ in node.next_functions if other is not None and other not in seen]
-        seen.update(following)
-        waiting += following
 
 
 def suggested_scale(largest: float, maximum: float) -> float:
