@@ -41,10 +41,10 @@ class Divergence(Struct, frozen=True, kw_only=True):
 
     step: int
     """The first step after which it is outside, counted from 1; 0 if its loss is wrong before any step."""
-    what: Literal["loss", "weights", "movement"]
+    what: Literal["loss", "weights", "progress"]
     value: float
-    """Of the loss: its change since the first step. Of the weights: their distance to fp32. Of their movement: how far they moved,
-    as a multiple of fp32's."""
+    """Of the loss: its change since the first step. Of the weights: their distance to fp32. Of the progress: how much of the way
+    of fp32 they moved."""
     limit: float
     """The limit that it crosses."""
     parameter: str | None = None
@@ -64,6 +64,8 @@ class TrainingWay(Struct, frozen=True, kw_only=True):
     """The loss before each step, and after the last; ``None`` where it is not finite."""
     distances: list[float] = []
     """After each step, how far the weights are from those of fp32: ‖Δw − Δw₃₂‖ / ‖Δw₃₂‖."""
+    progress: float | None = None
+    """After the last step: Δw · Δw₃₂ / ‖Δw₃₂‖², how much of the way of fp32 the weights have moved; 1 is all of it."""
     divergence: Divergence | None = None
     lost_updates: float | None = None
     """Share (0 to 1) of the updates of weights that are lost to rounding, over all steps; ``None`` if the weights are in fp32."""

@@ -151,7 +151,7 @@ class TrainingPart:
         if not all(finite) or trajectory.skipped > MAX_SKIPPED or not trajectory.weights[-1].isfinite().all():
             status, failed = "nonfinite", (finite.index(False) + 1 if False in finite else trajectory.steps)
         else:
-            divergence = spread.divergence(trajectory, self.ready.precision.format.roundoff)
+            divergence = spread.divergence(trajectory, self.ready.precision.format.roundoff, noisy=way.is_random)
             status = "ok" if divergence is None else "inaccurate"
         scaler = getattr(step.updates, "scaler", None)
         return TrainingWay(
@@ -160,6 +160,7 @@ class TrainingPart:
             failed_step=failed,
             losses=[loss if math.isfinite(loss) else None for loss in trajectory.losses],
             distances=[distance for distance in spread.distances(trajectory) if math.isfinite(distance)],
+            progress=next((value for value in reversed(spread.progress(trajectory)) if math.isfinite(value)), None),
             divergence=divergence,
             skipped_steps=trajectory.skipped,
             initial_scale=way.scale,

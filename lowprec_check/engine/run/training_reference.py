@@ -20,7 +20,7 @@ from lowprec_check.engine.run.job import Job, Send
 from lowprec_check.engine.run.messages import CallStarted, Measures, MeasuresDone, PlainDone, TrainingDone
 from lowprec_check.engine.run.reference_file import read_reference, write_reference
 from lowprec_check.engine.train.gradients import FirstGradients
-from lowprec_check.engine.train.spread import SEEDS, Spread, noisy
+from lowprec_check.engine.train.spread import SEEDS, Spread, add_noise
 from lowprec_check.engine.train.step import StepResult, TrainingStep, with_step
 from lowprec_check.engine.train.trajectory import Loop, Samples, StepFailedError, Trajectory, Watcher
 from lowprec_check.engine.train.ways import PLAIN, state_bytes
@@ -149,7 +149,7 @@ class ReferenceTraining:
     def _other_seed(self, number: int) -> Trajectory:
         """A run with other random draws, other batches if there are several, and noise on the initial weights."""
         self._snapshot.rewind()
-        noisy([parameter for parameter in self.ready.model.parameters() if parameter.requires_grad], number)
+        add_noise([parameter for parameter in self.ready.model.parameters() if parameter.requires_grad], number)
         first = number * (self.job.steps + 1) % len(self._batches)
         batches = [*self._batches[first:], *self._batches[:first]]
         return self._loop(self._step(), batches, self.job.seed + number).run(self.job.steps)

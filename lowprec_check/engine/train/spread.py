@@ -63,13 +63,13 @@ class Spread:
         steps = range(min(map(len, changes)))
         return [min(c[k] for c in changes) for k in steps], [max(c[k] for c in changes) for k in steps]
 
-    def divergence(self, run: Trajectory, roundoff: float) -> Divergence | None:
-        """Where ``run`` leaves the limits for good; ``None`` if it is within them at the end."""
-        found = [
-            divergence
-            for divergence in (self._of_loss(run, roundoff), self._of_distance(run), self._of_movement(run))
-            if divergence is not None
-        ]
+    def divergence(self, run: Trajectory, roundoff: float, *, noisy: bool) -> Divergence | None:
+        """Where ``run`` leaves the limits for good; ``None`` if it is within them at the end.
+
+        The distance of the weights is not judged if their rounding is ``noisy``: they are right on average only.
+        """
+        judged = [self._of_loss(run, roundoff), self._of_progress(run), *([] if noisy else [self._of_distance(run)])]
+        found = [divergence for divergence in judged if divergence is not None]
         return min(found, key=lambda divergence: divergence.step, default=None)
 
     def _of_loss(self, run: Trajectory, roundoff: float) -> Divergence | None:
@@ -102,13 +102,12 @@ class Spread:
         parameter = self._furthest(run, step + 1)
         return Divergence(step=step + 1, what="weights", value=mine[step], limit=limits[step], parameter=parameter)
 
-    def _of_movement(self, run: Trajectory) -> Divergence | None:
-        """Whether the weights move much less, or more, than those of any fp32 run."""
-        steps = min(run.steps, self._base.steps)
-        mine = [self._movement(run, step) for step in range(1, steps + 1)]
+    def _of_progress(self, run: Trajectory) -> Divergence | None:
+        """Whether the weights move less, or further, in the direction of fp32 than those of any fp32 run."""
+        mine = self.progress(run)
 
         def limits(index: int) -> Interval:
-            known = [self._movement(other, index + 1) for other in self._others if index < other.steps]
+            known = [self._progress(other, index + 1) for other in self._others if index < other.steps]
             return Interval.around([1.0, *known], self._tolerance)
 
         step = _leaves(mine, limits)
@@ -117,13 +116,19 @@ class Spread:
         interval = limits(step)
         limit = interval.high if mine[step] > interval.high else interval.low
         parameter = self._furthest(run, step + 1)
-        return Divergence(step=step + 1, what="movement", value=mine[step], limit=limit, parameter=parameter)
+        return Divergence(step=step + 1, what="progress", value=mine[step], limit=limit, parameter=parameter)
+
+    def progress(self, run: Trajectory) -> list[float]:
+        """After each step: Δw · Δw₃₂ / ‖Δw₃₂‖², how much of the way of fp32 the weights have moved."""
+        return [self._progress(run, step) for step in range(1, min(run.steps, self._base.steps) + 1)]
 
     def _distance(self, run: Trajectory, step: int) -> float:
         return _ratio(self._apart(run, step, slice(None)), self._norm(_moved(self._base, step)))
 
-    def _movement(self, run: Trajectory, step: int) -> float:
-        return _ratio(self._norm(_moved(run, step)), self._norm(_moved(self._base, step)))
+    def _progress(self, run: Trajectory, step: int) -> float:
+        reference = _moved(self._base, step).double()
+        product = float((_moved(run, step).double() * reference * self._samples.weights).sum())
+        return _ratio(product, float((reference.square() * self._samples.weights).sum()), both_zero=1.0)
 
     def _norm(self, values: Tensor, part: slice = slice(None)) -> float:
         return float((values.double().square() * self._samples.weights[part]).sum().sqrt())
@@ -168,13 +173,13 @@ def _leaves(values: Sequence[float], limits: Callable[[int], Interval]) -> int |
     return first
 
 
-def _ratio(value: float, reference: float) -> float:
+def _ratio(value: float, reference: float, *, both_zero: float = 0.0) -> float:
     if reference == 0.0:
-        return 0.0 if value == 0.0 else math.inf
+        return both_zero if value == 0.0 else math.inf
     return value / reference
 
 
-def noisy(parameters: Sequence[Tensor], seed: int) -> None:
+def add_noise(parameters: Sequence[Tensor], seed: int) -> None:
     """Multiply each element of ``parameters`` by 1 + :data:`NOISE` · N(0, 1), in place."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

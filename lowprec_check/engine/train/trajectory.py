@@ -19,6 +19,7 @@ from lowprec_check.engine.model.plain_run import reraise_interrupt
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.train.step import StepResult, TrainingStep
+from lowprec_check.engine.train.ways import trained_weights
 from lowprec_check.errors import UsageError, message_of, type_name
 
 SAMPLED = 1024
@@ -68,7 +69,7 @@ class Trajectory:
     losses: list[float] = dataclasses.field(default_factory=list)
     """Before each step, and after the last."""
     weights: list[Tensor] = dataclasses.field(default_factory=list)
-    """:class:`Samples` of the parameters before the first step and after each."""
+    """:class:`Samples` of the weights that are trained, before the first step and after each."""
     buffers: list[Tensor] = dataclasses.field(default_factory=list)
     """The same of the floating buffers."""
     skipped: int = 0
@@ -176,7 +177,8 @@ class Loop:
         return self._ready.inputs(batch.args, batch.kwargs)
 
     def _keep(self) -> None:
-        self.trajectory.weights.append(self.samples.take(self.parameters))
+        weights = dict(zip(self.parameters, trained_weights(self._step.updates), strict=True))
+        self.trajectory.weights.append(self.samples.take(weights))
         self.trajectory.buffers.append(self.buffer_samples.take(self.buffers))
 
     def _last_loss(self, number: int) -> float:
