@@ -134,7 +134,7 @@ class Launcher:
 
     def _report_position(self, job: Job, is_run: bool, position: Position | None) -> None:
         if self._on_progress is not None and is_run:
-            otherwise = "predicting output errors" if job.what_if else "plain run"
+            otherwise = "predicting output errors" if job.what_if else "training" if job.steps else "plain run"
             name = "what if" if job.what_if else job.key.label
             self._on_progress(name, describe_position(position) if position else otherwise)
 

@@ -1,0 +1,136 @@
+"""Measure what the instruments cost in training: ``python benchmarks/training_cost.py [--device cuda] [--rounds 5] [--markdown FILE]``.
+
+Time of an instrumented step (forward, loss, backward, optimizer) / (plain fp32 step + plain step in low precision), the medians
+of interleaved rounds, with both errors of each op, accumulated errors only, and none. The goal with both is 2.5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+
+from lowprec_check.engine.model.load_target import load_target
+from lowprec_check.engine.model.prepared import prepared
+from lowprec_check.engine.model.target import Target, make_target
+from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
+from lowprec_check.engine.train.step import TrainingStep, with_step
+from lowprec_check.engine.train.ways import PLAIN, ways_of
+from lowprec_check.schema.precisions import PRECISIONS
+
+GOAL = 2.5
+ERRORS = ("both", "accumulated", "none")
+LOW = ("bfloat16", "autocast-bf16")
+
+
+class Classifier(nn.Module):
+    """A transformer of four layers over token embeddings, and a head."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(1000, width)
+        layer = nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 100)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embedding(ids)).mean(1))
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of the convolutional network."""
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+def resnet() -> Target:
+    """ResNet-18, 8 images of 112 × 112, SGD with momentum."""
+    loaded = load_target("torchvision:resnet18", ("8x3x112x112",))
+    return make_target(loaded.model.train(), loaded.args[0], optimizer=sgd)
+
+
+def transformer() -> Target:
+    """Four layers of width 256, 8 sequences of 128 tokens, AdamW."""
+    torch.manual_seed(0)
+    return make_target(Classifier(), torch.randint(0, 1000, (8, 128)))
+
+
+MODELS: dict[str, Callable[[], Target]] = {"resnet18": resnet, "transformer": transformer}
+
+
+class Bench:
+    """Steps of one model on one device."""
+
+    def __init__(self, target: Target, device: torch.device) -> None:
+        self.target, self.device = target, device
+        target.model.to(device)
+
+    def step(self, precision: str, errors: str | None = None) -> float:
+        """Seconds of one step, instrumented if ``errors`` are given. The optimizer is made before."""
+        fp32 = fp32_state(self.target.model)
+        known = PRECISIONS.get(precision)
+        with prepared(self.target.model, known, self.device, changes_parameters=True) as ready, torch.enable_grad():
+            way = PLAIN if precision == "fp32" else ways_of(ready.application, 1)[0]
+            step = TrainingStep(self.target, ready, way)
+            stepping = with_step(ready, step)
+            inputs, named = ready.inputs(self.target.args, self.target.kwargs)
+            if errors is None:
+                return self._timed(lambda: step(*inputs, **named))
+            options = Options(errors=errors, step=step, changes_parameters=True)  # type: ignore[arg-type]
+            given = self.target.args, self.target.kwargs
+            found: list[Any] = []
+            seconds = self._timed(lambda: found.append(run_instrumented(stepping, *given, fp32, options)))
+            assert found[0].complete, found[0].exception
+            return seconds
+
+    def _timed(self, work: Callable[[], Any]) -> float:
+        self._synchronize()
+        started = time.perf_counter()
+        work()
+        self._synchronize()
+        return time.perf_counter() - started
+
+    def _synchronize(self) -> None:
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).synchronize()
+
+    def ratios(self, precision: str, rounds: int) -> dict[str, float]:
+        """The median ratio for each kind of errors."""
+        samples: dict[str, list[float]] = {errors: [] for errors in ERRORS}
+        for number in range(rounds + 1):
+            base = self.step("fp32") + self.step(precision)
+            for errors, its in samples.items():
+                seconds = self.step(precision, errors)
+                if number:  # the first round warms up
+                    its.append(seconds / base)
+        return {errors: statistics.median(its) for errors, its in samples.items()}
+
+
+def main() -> None:
+    """Measure all models and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--markdown", type=Path)
+    options = parser.parse_args()
+    rows = []
+    for name, build in MODELS.items():
+        bench = Bench(build(), torch.device(options.device))
+        for precision in LOW:
+            ratios = bench.ratios(precision, options.rounds)
+            rows.append([name, precision, *(f"{ratios[errors]:.2f}" for errors in ERRORS)])
+            print(rows[-1], flush=True)
+    table = tabulate(rows, ["model", "precision", *ERRORS], tablefmt="github")
+    print(f"\n{table}\n\nGoal with both errors: {GOAL}")
+    if options.markdown is not None:
+        options.markdown.write_text(f"{table}\n")
+
+
+if __name__ == "__main__":
+    main()
