@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from lowprec_check.analysis.rules.alternatives import faster, or_autocast
-from lowprec_check.analysis.rules.registry import Finding, from_gaps, low_runs, rule
+from lowprec_check.analysis.rules.gaps import from_gaps
+from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.analysis.run_summary import bytes_text, counted, on_which_call
 from lowprec_check.analysis.speed import cores_were_used
 from lowprec_check.schema.devices import DEVICES, device_type
