@@ -128,6 +128,23 @@ def scan(
         Literal["speed", "memory", "accuracy"],
         typer.Option(help="What the recommendation is to gain, among the precisions that pass."),
     ] = "speed",
+    train: Annotated[
+        bool,
+        typer.Option(
+            "--train",
+            help="Scan training: forward, loss, backward, optimizer. Uses loss(output) and optimizer(parameters) of the file if "
+            "it defines them.",
+        ),
+    ] = False,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            metavar="K",
+            min=1,
+            help="With --train: steps of each run, compared with fp32 and with the spread of fp32 runs from other seeds. "
+            "Default: 1.",
+        ),
+    ] = None,
     save_plan: Annotated[
         Path | None, typer.Option("--save-plan", help="Save the plan found, for lowprec_check.apply.")
     ] = None,
@@ -197,6 +214,8 @@ def scan(
             scenario=scenario,
             what_if=predicted,
             prefer=prefer,
+            train=train,
+            steps=steps,
         )
         spec = TargetSpec(target, tuple(inputs or ()), weights)
         result, ended_by = last_before_end(scan_file(spec, options, isolation, shown.step), shown.done)

@@ -17,6 +17,7 @@ from lowprec_check.engine.machine import Machine, machine_for, version
 from lowprec_check.engine.model.application import application_of
 from lowprec_check.engine.model.calibration import Calibration
 from lowprec_check.engine.model.target import make_target
+from lowprec_check.engine.model.training import MakeOptimizer
 from lowprec_check.engine.plan.planner import plan_for_scan
 from lowprec_check.engine.run.further_batches import open_batches
 from lowprec_check.engine.run.isolation import check_isolation, check_isolation_of_twins, isolated, isolation_on
@@ -72,6 +73,8 @@ class ScanOptions:
     scenario: Scenario | None = None
     what_if: Names = None
     prefer: Prefer = "speed"
+    train: bool = False
+    steps: int | None = None
     select: str | Sequence[str] = ()
     ignore: str | Sequence[str] = ()
 
@@ -103,6 +106,11 @@ class ScanOptions:
         return _names(WHAT_IF_FORMATS, self.what_if)
 
     @property
+    def training_steps(self) -> int:
+        """Steps of training; 0 if only the forward pass is run."""
+        return (1 if self.steps is None else self.steps) if self.train else 0
+
+    @property
     def _matrix(self) -> RunMatrix:
         return RUN_MATRICES.get(self.matrix or RUN_MATRICES.names()[0])
 
@@ -119,6 +127,7 @@ class ScanOptions:
         parse_withheld(words_in(self.without_kernel))
         check_codes([*words_in(self.select), *words_in(self.ignore)])
         self.for_runs("cpu")
+        self._check_training()
         if not isinstance(self.batches, int) or self.batches < 1:
             raise UsageError(f"batches is {self.batches!r}.", "Give the number of batches, at least 1.")
         for name, allowed in (
@@ -134,8 +143,29 @@ class ScanOptions:
                     f"Unknown {name} {getattr(self, name)!r}.", f"Choose from {', '.join(filter(None, allowed))}."
                 )
 
+    def _check_training(self) -> None:
+        """Raise :class:`UsageError` for options that do not go together with training, or only with it."""
+        if self.steps is not None and (not isinstance(self.steps, int) or self.steps < 1):
+            raise UsageError(f"steps is {self.steps!r}.", "Give the number of training steps, at least 1.")
+        if not self.train:
+            if self.steps is not None:
+                raise UsageError("steps are steps of training.", "Add --train.")
+            return
+        for name, given in (("scenario", self.scenario), ("what_if", self.what_if), ("predict", self.predict)):
+            if given:
+                raise UsageError(
+                    f"{name} is about the forward pass, not about training.", f"Leave out --{name.replace('_', '-')}."
+                )
+        if self.batches > 1:
+            raise UsageError("Training takes a new batch for each step by itself.", "Leave out --batches.")
+
     def for_runs(self, device: str, predicted: PredictedDevice | None = None) -> RunOptions:
         """The options of each run, on the resolved ``device``, which may stand for one that is not here."""
+        if predicted is not None and self.train:
+            raise UsageError(
+                f"Training is not predicted: {predicted.name} is not here.",
+                "Run it on the device, or with --device cpu.",
+            )
         if predicted is not None and self.scenario is not None:
             raise UsageError("A prediction has no times, so no scenario.", "Leave out --scenario.")
         return RunOptions(
@@ -150,6 +180,7 @@ class ScanOptions:
             seed=self.seed,
             without_kernel=tuple(words_in(self.without_kernel)),
             scenario=self.scenario,
+            steps=self.training_steps,
         )
 
     def saved(self, isolation: Isolation) -> dict[str, Any]:
@@ -174,6 +205,7 @@ class ScanOptions:
             "scenario": self.scenario,
             "what_if": self.chosen_what_if(),
             "prefer": self.prefer,
+            "steps": self.training_steps,
             "without_kernel": words_in(self.without_kernel),
         }
 
@@ -208,9 +240,13 @@ def scan(
     scenario: Scenario | None = None,
     what_if: Names = None,
     prefer: Prefer = "speed",
+    train: bool = False,
+    steps: int | None = None,
     select: str | Sequence[str] = (),
     ignore: str | Sequence[str] = (),
-    loss: Callable[[Any], Tensor] | None = None,
+    loss: Callable[..., Tensor] | None = None,
+    optimizer: MakeOptimizer | torch.optim.Optimizer | None = None,
+    average: Callable[[nn.Module], Any] | None = None,
     metric: Callable[[nn.Module], float] | None = None,
     calibration: Calibration | None = None,
     isolation: Isolation | None = None,
@@ -249,9 +285,17 @@ def scan(
             ``int8-weights``, ``bf16-accumulate``.
         prefer: what the recommendation is to gain: ``speed``; ``memory``, the smallest peak of what passes; ``accuracy``, the
             smallest error.
+        train: scan steps of training: forward, loss, backward, optimizer.
+        steps: how many steps of training each run makes, by default 1.
         select: report only diagnostics whose code starts with one of these prefixes.
         ignore: omit those whose code starts with one of these.
-        loss: ``loss(output) -> tensor``; it is run and checked as part of the model.
+        loss: ``loss(output) -> tensor``; it is run and checked as part of the model. If it requires more arguments, it gets the
+            elements of a batch that the model does not take, or the inputs if there are none. By default, of training: the
+            loss that the model returns, cross-entropy with random labels, or the mean squared difference from random targets.
+        optimizer: ``optimizer(parameters) -> Optimizer`` for training, or an optimizer of the model's parameters, which is
+            imitated; by default ``AdamW(lr=1e-3)``.
+        average: ``average(model)`` returns an average of the weights that is updated after each step of training by its method
+            ``update_parameters(model)``, such as ``torch.optim.swa_utils.AveragedModel``.
         metric: ``metric(model) -> float``; it is reported for each run.
         calibration: batches like ``inputs`` that int8 is calibrated on (a list, a ``DataLoader``), or a function that returns
             or yields them; by default ``inputs``.
@@ -269,7 +313,8 @@ def scan(
     options = ScanOptions.given(locals())
     check_isolation(isolation)
     options.check()
-    source = TargetSource(make_target(model, inputs, loss=loss, metric=metric, calibration=calibration))
+    functions = {"loss": loss, "optimizer": optimizer, "average": average, "metric": metric}
+    source = TargetSource(make_target(model, inputs, calibration=calibration, **functions))
     return scan_target(source, isolation, options, on_progress=on_progress)
 
 
@@ -314,7 +359,7 @@ def growing_scan(
     ):
         fp32 = target_runs.reference()
         further.references(fp32)
-        model = describe_target(target, fp32)
+        model = describe_target(target, fp32, trains=settings.steps > 0)
         notes = [*model.notes, *replaced(options.chosen_backends())[1]]
         result = ScanResult(
             tool=f"lowprec-check {version()}",
@@ -323,6 +368,7 @@ def growing_scan(
             environment=machine.environment,
             prediction=machine.predicted,
             options=options.saved(target_runs.isolation),
+            training=target_runs.training,
             runs=[fp32],
         )
         yield result

@@ -41,9 +41,10 @@ class Divergence(Struct, frozen=True, kw_only=True):
 
     step: int
     """The first step after which it is outside, counted from 1; 0 if its loss is wrong before any step."""
-    what: Literal["loss", "weights"]
+    what: Literal["loss", "weights", "movement"]
     value: float
-    """The loss less its value before the first step; or the distance of the weights to fp32."""
+    """Of the loss: its change since the first step. Of the weights: their distance to fp32. Of their movement: how far they moved,
+    as a multiple of fp32's."""
     limit: float
     """The limit that it crosses."""
     parameter: str | None = None

@@ -26,6 +26,8 @@ class Batch(NamedTuple):
     notes: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
     """The same as code."""
+    targets: tuple[Any, ...] = ()
+    """The elements of the batch that ``forward`` does not require."""
 
 
 def take_batch(given: Any, forward: Callable[..., Any]) -> Batch:
@@ -151,8 +153,9 @@ def _needed(first: Any, note: str, code: str, forward: Callable[..., Any]) -> Ba
         return Batch(tuple(first), (note,), (f"inputs = tuple({code})",))
     note = f"{note}, {required} of its {len(first)} elements: forward requires no more"
     if required == 1 and isinstance(first[0], torch.Tensor):
-        return Batch(first[0], (note,), (f"inputs = {code}[0]",))
-    return Batch(tuple(first[:required]), (note,), (f"inputs = tuple({code}[:{required}])",))
+        return Batch(first[0], (note,), (f"inputs = {code}[0]",), tuple(first[1:]))
+    setup = (f"inputs = tuple({code}[:{required}])",)
+    return Batch(tuple(first[:required]), (note,), setup, tuple(first[required:]))
 
 
 def _named(first: Mapping[str, Any], note: str, code: str, parameters: list[inspect.Parameter]) -> Batch:
@@ -165,7 +168,8 @@ def _named(first: Mapping[str, Any], note: str, code: str, parameters: list[insp
     left_out = ", ".join(repr(name) for name in first if name not in names)
     note = f"{note}, without {left_out}, which forward does not accept"
     picked = "{name: batch[name] for name in " + repr(names) + "}"
-    return Batch({name: first[name] for name in names}, (note,), (f"batch = {code}", f"inputs = {picked}"))
+    targets = tuple(value for name, value in first.items() if name not in names)
+    return Batch({name: first[name] for name in names}, (note,), (f"batch = {code}", f"inputs = {picked}"), targets)
 
 
 def _parameters(forward: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -204,7 +208,7 @@ def _with_tensors(batch: Batch) -> Batch:
         inputs = tree_map(_as_tensor, given)
     wide = ", from fp64 to fp32" if any(_is_wide(array) for array in arrays) else ""
     note = f"NumPy arrays in `inputs` were converted to tensors{wide}"
-    return Batch(inputs, (*batch.notes, note), (*batch.setup, *_conversion(given, arrays)))
+    return Batch(inputs, (*batch.notes, note), (*batch.setup, *_conversion(given, arrays)), batch.targets)
 
 
 def _conversion(given: Any, arrays: list[Any]) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lowprec_check.engine.model.batch import BatchMaker
 from lowprec_check.engine.model.calibration import check_calibration
@@ -101,8 +102,7 @@ def _load_from_module(spec: str, inputs: tuple[str, ...]) -> Target:
         model,
         given,
         name=encodable(title),
-        loss=_optional(module, "loss"),
-        metric=_optional(module, "metric"),
+        **_functions(module),
         source=source,
         make_batch=_make_batch(module, inputs),
         setup=_setup(module, found_name, found, inputs, imported),
@@ -126,8 +126,7 @@ def _target_of_call(call: ScriptCall, module: types.ModuleType, inputs: tuple[st
     return unchecked_target(
         call.model,
         given,
-        loss=_optional(module, "loss"),
-        metric=_optional(module, "metric"),
+        **_functions(module),
         source=call.line,
         make_batch=_make_batch(module, inputs),
         setup=(f"# before {call.line}: `model` is the model that this line calls, `inputs` what it is called with",),
@@ -249,6 +248,18 @@ def _make_batch(module: types.ModuleType, inputs: tuple[str, ...]) -> Callable[[
         return lambda index: parse_inputs(inputs, seed=index)
     maker = BatchMaker.of(attribute_of(module, "inputs"))
     return maker and (lambda index: call_function("inputs", lambda: maker(index)))
+
+
+def _functions(module: types.ModuleType) -> dict[str, Any]:
+    """The functions that a file may define besides its model and inputs; ``None`` for the others.
+
+    A training script has an optimizer: one like it is used.
+    """
+    found = {name: _optional(module, name) for name in ("loss", "metric")}
+    for name, kind in (("optimizer", Optimizer), ("average", ())):
+        value = attribute_of(module, name)
+        found[name] = value if is_function(value) or isinstance(value, kind) else None
+    return found
 
 
 def _optional(module: types.ModuleType, name: str) -> Any:

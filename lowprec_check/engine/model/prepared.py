@@ -39,6 +39,8 @@ class Prepared(NamedTuple):
     call: Callable[..., Any]
     """The function to call: the model, or the model and the user's loss."""
     memory_format: MemoryFormat = CONTIGUOUS
+    enters_context: bool = False
+    """Whether the function enters the context itself, as a training step does for its forward pass."""
 
     @property
     def precision(self) -> Precision:
@@ -61,6 +63,8 @@ class Prepared(NamedTuple):
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         """A new context for the call: autocast or nothing."""
+        if self.enters_context:
+            return contextlib.nullcontext()
         return self.application.context(self.device.type)
 
 

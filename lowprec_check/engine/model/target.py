@@ -19,8 +19,12 @@ from lowprec_check.engine.model.batch import BatchMaker, take_batch
 from lowprec_check.engine.model.calibration import calibration_calls, check_calibration
 from lowprec_check.engine.model.inputs import Arguments, as_call, is_function
 from lowprec_check.engine.model.source_lines import class_line
+from lowprec_check.engine.model.training import LossInputs, MakeOptimizer, loss_of, optimizer_like
 from lowprec_check.errors import UsageError, message_of, type_name
 from lowprec_check.schema.backends import Call
+
+IN_TRAINING_MODE = "the model is in training mode; for inference, call model.eval() in your file"
+"""A note on a model whose forward pass alone is scanned."""
 
 _PASTE_BATCHES = """Make `inputs` a function of the batch number:
 
@@ -43,7 +47,14 @@ class Target(NamedTuple):
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    loss: Callable[[Any], Tensor] | None = None
+    loss: Callable[..., Tensor] | None = None
+    """``loss(output)``; of a scan of training, it may require the targets, or the inputs, too."""
+    optimizer: MakeOptimizer | torch.optim.Optimizer | None = None
+    """``optimizer(parameters)``, for a scan of training; :func:`check` replaces an optimizer by what makes one like it."""
+    average: Callable[[nn.Module], Any] | None = None
+    """``average(model)``: an average of the weights with a method ``update_parameters(model)``, such as ``AveragedModel``."""
+    targets: tuple[Any, ...] = ()
+    """The elements of the batch that the model does not take, for the loss."""
     metric: Callable[[nn.Module], float] | None = None
     source: str | None = None
     """The line that makes the model, for ops that no line of the user's code calls."""
@@ -93,31 +104,36 @@ class Target(NamedTuple):
         mine, others = (list(leaves(given)) for given in ((self.args, self.kwargs), (args, kwargs)))
         if len(mine) == len(others) and all(torch.equal(a, b) for (_, a), (_, b) in zip(mine, others, strict=True)):
             raise UsageError(f"`inputs` returns the same values for batch {index} as for batch 0.", _PASTE_BATCHES)
-        return self._replace(args=args, kwargs=kwargs, calibration_inputs=self.calibration_inputs or self.inputs)
+        calibration = self.calibration_inputs or self.inputs
+        return self._replace(args=args, kwargs=kwargs, targets=batch.targets, calibration_inputs=calibration)
+
+    @property
+    def called(self) -> nn.Module:
+        """The model, as its user compiled it."""
+        return self.model if self.compiled is None else self.compiled
 
     def call(self, model: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """The function to call: ``model`` (by default the target's, as compiled), followed by the loss if there is one."""
-        loss = self.loss
-        if model is None:
-            model = self.model if self.compiled is None else self.compiled
+        loss, called = self.loss, self.called if model is None else model
         if loss is None:
-            return model
+            return called
 
         def model_and_loss(*args: Any, **kwargs: Any) -> WithLoss:
-            output = model(*args, **kwargs)
-            return WithLoss(output, loss(output))
+            output = called(*args, **kwargs)
+            return WithLoss(output, loss_of(loss, output, LossInputs(args, kwargs, self.targets)))
 
         return model_and_loss
 
 
-def make_target(
-    model: nn.Module, inputs: Any, *, loss: Any = None, metric: Any = None, calibration: Any = None
-) -> Target:
-    """A target from a model and its inputs, of the API; raises :class:`UsageError` if it cannot be scanned."""
+def make_target(model: nn.Module, inputs: Any, *, calibration: Any = None, **functions: Any) -> Target:
+    """A target from a model and its inputs, of the API; raises :class:`UsageError` if it cannot be scanned.
+
+    ``functions`` are those that a file may define: ``loss``, ``optimizer``, ``average`` and ``metric``.
+    """
     make_batch = BatchMaker.of(inputs)
     given = inputs if make_batch is None else make_batch(0)
     calibrate = check_calibration(calibration, "calibration")
-    return check(unchecked_target(model, given, loss=loss, metric=metric, make_batch=make_batch, calibrate=calibrate))
+    return check(unchecked_target(model, given, make_batch=make_batch, calibrate=calibrate, **functions))
 
 
 def unchecked_target(
@@ -132,6 +148,7 @@ def unchecked_target(
     args, kwargs, form = as_call(batch.inputs, forward)
     known["setup"] = (*known.get("setup", ()), *batch.setup)
     known["notes"] = (*known.get("notes", ()), *batch.notes)
+    known["targets"] = batch.targets
     return Target(
         name or type(model).__name__,
         model,
@@ -191,10 +208,12 @@ def check(target: Target) -> Target:
     if dtypes:
         names = " and ".join(dtypes)
         notes.append(f"the model has {names} weights: the fp32 run converts them, autocast runs the model unchanged")
+    if isinstance(target.optimizer, torch.optim.Optimizer):
+        target = target._replace(optimizer=optimizer_like(target.optimizer, model))
     if torchvision_ops.replaced_in(model):
         notes.append(torchvision_ops.NOTE)
     if model.training:
-        notes.append("the model is in training mode; for inference, call model.eval() in your file")
+        notes.append(IN_TRAINING_MODE)
     return target._replace(notes=tuple(notes))
 
 

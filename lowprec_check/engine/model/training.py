@@ -45,9 +45,9 @@ def loss_of(loss: Callable[..., Any] | None, output: Any, given: LossInputs) -> 
 
 
 def _required(loss: Callable[..., Any]) -> int:
-    """The number of positional arguments that ``loss`` must get; 1 if that is unknown."""
+    """The number of positional arguments that ``loss``, a function or a module, must get; 1 if that is unknown."""
     try:
-        parameters = inspect.signature(loss).parameters.values()
+        parameters = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters.values()
     except (TypeError, ValueError):
         return 1
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -100,17 +100,42 @@ def describe_loss(loss: Callable[..., Any] | None, output: Any) -> str:
     return "mean squared difference from random targets"
 
 
-def make_optimizer(optimizer: MakeOptimizer | None, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def make_optimizer(optimizer: Any, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """The user's ``optimizer(parameters)``, or AdamW; raises :class:`UsageError` for what is no optimizer."""
+    if not parameters:
+        raise UsageError(
+            "The model has no parameter that requires a gradient, so there is nothing to train.",
+            "Check requires_grad of its parameters.",
+        )
     if optimizer is None:
         return torch.optim.AdamW(parameters, lr=DEFAULT_LEARNING_RATE)
-    made = optimizer(parameters)
+    made: Any = optimizer(parameters)
     if not (callable(getattr(made, "step", None)) and hasattr(made, "param_groups")):
         raise UsageError(
             f"`optimizer` returned an object of type {type_name(made)}, not an optimizer.",
             "Return one, for example torch.optim.AdamW(parameters, lr=1e-3).",
         )
-    return made
+    found: torch.optim.Optimizer = made
+    return found
+
+
+def optimizer_like(given: torch.optim.Optimizer, model: nn.Module) -> MakeOptimizer:
+    """What makes an optimizer with the class and the parameter groups of ``given``, which a file made for ``model``."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    position = {id(parameter): index for index, parameter in enumerate(trained)}
+
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        listed = list(parameters)
+        groups = []
+        for group in given.param_groups:
+            mine = [listed[position[id(known)]] for known in group["params"] if id(known) in position]
+            settings = {name: value for name, value in group.items() if name != "params"}
+            groups.append({"params": mine, **settings})
+        kind: Any = type(given)
+        made: torch.optim.Optimizer = kind(groups)
+        return made
+
+    return make
 
 
 def describe_optimizer(made: torch.optim.Optimizer) -> str:

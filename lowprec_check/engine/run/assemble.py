@@ -49,6 +49,7 @@ def make_run(job: Job, outcome: JobOutcome, tolerance: float | None) -> Run:
         tolerance=tolerance if not job.is_reference else None,
         loss=plain.loss if plain else None,
         metric=_finite(measures.metric) if measures else None,
+        training=outcome.training.run if outcome.training else None,
         layer_errors=measures.layer_errors if measures else [],
         perturbed=explained.perturbed if explained else None,
         function_mode=explained.function_mode if explained else False,

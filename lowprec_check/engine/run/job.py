@@ -91,6 +91,8 @@ class Job:
     """Whether calls write to parameters, whose values are then saved and restored."""
     what_if: tuple[str, ...] = ()
     """Formats whose output error is predicted."""
+    steps: int = 0
+    """Steps of training; 0 if only the forward pass is run."""
 
     @property
     def is_reference(self) -> bool:

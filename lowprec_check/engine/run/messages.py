@@ -14,6 +14,7 @@ from lowprec_check.schema.measures import LayerError
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.predictions import WhatIf
 from lowprec_check.schema.scan_result import Gap
+from lowprec_check.schema.training import TrainingRun, TrainingSetup
 from lowprec_check.schema.verdict import ErrorStats
 
 
@@ -52,6 +53,14 @@ class MeasuresDone(Struct, frozen=True, tag="measures"):
     """What was measured so far; a later message replaces it."""
 
     measures: Measures
+
+
+class TrainingDone(Struct, frozen=True, kw_only=True, tag="training"):
+    """What is known of training in a precision; a later message replaces it."""
+
+    run: TrainingRun
+    setup: TrainingSetup | None = None
+    """How the model is trained, from the fp32 run."""
 
 
 class GapFound(Struct, frozen=True, tag="gap"):
@@ -155,6 +164,7 @@ FromJob = (
     | CallStarted
     | PlainDone
     | MeasuresDone
+    | TrainingDone
     | GapFound
     | OpCallsFound
     | Explained

@@ -10,15 +10,19 @@ from torch.utils._pytree import tree_flatten
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.model.inputs import describe_inputs
 from lowprec_check.engine.model.memory_format import IMAGE_DIMENSIONS
-from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.model.target import IN_TRAINING_MODE, Target
 from lowprec_check.schema.input_layout import InputLayout
 from lowprec_check.schema.scan_result import ModelInfo, Run
 
+IN_EVAL_MODE = "the file's model is in eval mode; it is trained after model.train()"
 
-def describe_target(target: Target, fp32: Run) -> ModelInfo:
-    """Describe the model and its inputs."""
+
+def describe_target(target: Target, fp32: Run, *, trains: bool = False) -> ModelInfo:
+    """Describe the model and its inputs; ``trains``: the scan is of training, which calls ``model.train()``."""
     model = target.model
-    notes = list(target.notes)
+    notes = [note for note in target.notes if not (trains and note == IN_TRAINING_MODE)]
+    if trains and not model.training:
+        notes.append(IN_EVAL_MODE)
     notes += fp32.notes
     if fp32.output_is_zero:
         notes.append("the fp32 output is all zeros (a zero-initialized head?)")
@@ -27,7 +31,7 @@ def describe_target(target: Target, fp32: Run) -> ModelInfo:
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         inputs=describe_inputs(target.args, target.kwargs),
         modules=sum(1 for _ in model.modules()),
-        training=model.training,
+        training=model.training or trains,
         call=target.form,
         calibration=target.calibration_code,
         setup=list(target.setup),

@@ -17,6 +17,7 @@ from lowprec_check.engine.run.messages import (
     OpCallsFound,
     PlainDone,
     Predicted,
+    TrainingDone,
     TurnFailed,
     TurnTimed,
     TwinOps,
@@ -45,6 +46,7 @@ class JobOutcome:
     """The call of the plain part that was started last."""
     plain: PlainResult | None = None
     measures: Measures | None = None
+    training: TrainingDone | None = None
     explained: Instrumented | None = None
     gaps: list[Gap] = dataclasses.field(default_factory=list)
     """Gaps in the order they were found, for an instrumented part that did not finish."""
@@ -85,6 +87,8 @@ class JobOutcome:
             self.plain = message.result
         elif isinstance(message, MeasuresDone):
             self.measures = message.measures
+        elif isinstance(message, TrainingDone):
+            self.training = message
         elif isinstance(message, Explained):
             self.explained = message.result
             self.op_calls_found.clear()  # it has them all

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import zlib
 from collections.abc import Callable
 from ctypes import c_char
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -34,12 +33,11 @@ from lowprec_check.engine.run.compiler_check import CompilerChecker
 from lowprec_check.engine.run.job import Job, Send
 from lowprec_check.engine.run.messages import CallStarted, Measures, MeasuresDone, PlainDone
 from lowprec_check.engine.run.on_backend import OnBackend
+from lowprec_check.engine.run.reference_file import read_reference, write_reference
 from lowprec_check.engine.run.standalone import as_standalone
 from lowprec_check.engine.trace.draws import Draw, RecordDraws
 from lowprec_check.engine.trace.first_nonfinite import first_nonfinite
 from lowprec_check.engine.trace.twins import storage_key
-from lowprec_check.errors import UsageError
-from lowprec_check.process.shared_file import clear_shared
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.run_key import EAGER
 
@@ -59,29 +57,13 @@ class Fp32Outputs(NamedTuple):
         """Write the file that :meth:`load` reads; raises :class:`UsageError` if memory, or a limit of it, is too small."""
         outputs = [[tensor.cpu() for tensor in tensors] for tensors in self.outputs]
         probe = self.probe and (self.probe.module, self.probe.number, [tensor.cpu() for tensor in self.probe.tensors])
-        clear_shared(job.files.reference)
-        try:
-            with _reference_file(job, "wb") as file:
-                torch.save({"outputs": outputs, "probe": probe}, file)
-        except OSError as error:
-            raise UsageError(
-                f"The fp32 output cannot be kept for the comparison: {error.strerror}.",
-                "Free some memory, or raise the limit of file sizes (ulimit -f).",
-            ) from None
+        write_reference(job, {"outputs": outputs, "probe": probe})
 
     @classmethod
     def load(cls, job: Job) -> Fp32Outputs:
         """Read what the fp32 run saved."""
-        with _reference_file(job, "rb") as file:
-            saved: dict[str, Any] = torch.load(file, weights_only=True)
+        saved = read_reference(job)
         return cls(saved["outputs"], saved["probe"] and ModuleOutput(*saved["probe"]))
-
-
-def _reference_file(job: Job, mode: str) -> IO[bytes]:
-    """The file with the reference's outputs, from its start."""
-    file: IO[bytes] = os.fdopen(os.dup(job.files.reference), mode)
-    file.seek(0)
-    return file
 
 
 class PlainPart:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -14,6 +15,8 @@ from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.job import Job
 from lowprec_check.engine.run.memory_limits import check_weights_fit
 from lowprec_check.engine.run.on_backend import OnBackend
+from lowprec_check.engine.train.step import TrainingStep, with_step
+from lowprec_check.engine.train.ways import ways_of
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import EAGER
@@ -53,6 +56,32 @@ def prepared_for(job: Job, target: Target) -> contextlib.AbstractContextManager[
         inputs=target.inputs,
         changes_parameters=job.changes_parameters,
     )
+
+
+@contextlib.contextmanager
+def in_training(job: Job, target: Target) -> Iterator[Prepared]:
+    """The model of ``job`` in training mode, with gradients; restored afterwards."""
+    with prepared_for(dataclasses.replace(job, changes_parameters=True), target) as ready, torch.enable_grad():
+        if not ready.model.training:
+            ready.model.train()
+        yield ready
+
+
+def ready_for(job: Job, target: Target) -> contextlib.AbstractContextManager[Prepared]:
+    """The model of ``job``, called as it runs: on its backend, or by a step of training in the first way of its precision."""
+    return _stepping(job, target) if job.steps else _called(job, target)
+
+
+@contextlib.contextmanager
+def _called(job: Job, target: Target) -> Iterator[Prepared]:
+    with prepared_for(job, target) as ready:
+        yield on_backend(job, target, ready)
+
+
+@contextlib.contextmanager
+def _stepping(job: Job, target: Target) -> Iterator[Prepared]:
+    with in_training(job, target) as ready:
+        yield with_step(ready, TrainingStep(target, ready, ways_of(ready.application, job.steps)[0]))
 
 
 def in_eager_mode(ready: Prepared, target: Target) -> Prepared:

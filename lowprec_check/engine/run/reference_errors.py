@@ -102,6 +102,14 @@ def nonfinite_reference(measures: Measures | None) -> tuple[str, str]:
     return f"The model's fp32 output has NaN or Inf, first produced by {op}{place}{line}.", "Fix it in fp32 first."
 
 
+def diverging_reference(steps: int) -> tuple[str, str]:
+    """Training in fp32 gives a loss or weights that are not finite."""
+    return (
+        f"Training in fp32 gives NaN or Inf in step {steps}, in the loss or the weights.",
+        "Fix it in fp32 first: check the loss, or lower the learning rate in `optimizer`.",
+    )
+
+
 def nondeterministic_reference(error: float) -> tuple[str, str]:
     """Two fp32 runs differ by ``error`` (rel_l2)."""
     return (

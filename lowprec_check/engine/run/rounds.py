@@ -34,7 +34,7 @@ from lowprec_check.engine.run.messages import (
     decode,
     encode,
 )
-from lowprec_check.engine.run.preparation import on_backend, on_device, prepared_for
+from lowprec_check.engine.run.preparation import on_device, ready_for
 from lowprec_check.engine.run.round_schedule import RoundSchedule
 from lowprec_check.engine.run.target_source import Load, TargetSource
 from lowprec_check.engine.run.turns import TimedCalls
@@ -107,8 +107,8 @@ def time_in_place(jobs: Sequence[Job], target: Target, send: Send) -> None:
 
 def _turn_in_place(job: Job, row: int, schedule: RoundSchedule, target: Target) -> TurnTimed | TurnFailed:
     try:
-        with prepared_for(job, target) as in_precision:
-            calls = TimedCalls(job, target, on_backend(job, target, in_precision))
+        with ready_for(job, target) as ready:
+            calls = TimedCalls(job, target, ready)
             calls.warm_up()
             return calls.turn(row, schedule.number, on_one_core=schedule.is_disturbed)
     except BaseException as error:
@@ -209,8 +209,8 @@ def _work_in_turns(job: Job, row: int, waits: int, load: Load, send_bytes: SendB
 
     def work(target: Target) -> None:
         try:
-            with own_compiled_code(autocast=job.uses_autocast), prepared_for(job, target) as in_precision:
-                calls = TimedCalls(job, target, on_backend(job, target, in_precision))
+            with own_compiled_code(autocast=job.uses_autocast), ready_for(job, target) as ready:
+                calls = TimedCalls(job, target, ready)
                 calls.warm_up()
                 send(InstanceReady())
                 while turn := os.read(waits, 2):

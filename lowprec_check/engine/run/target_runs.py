@@ -20,6 +20,7 @@ from lowprec_check.engine.run.memory_limits import check_weights_fit, why_too_la
 from lowprec_check.engine.run.messages import Measures
 from lowprec_check.engine.run.outcome import JobOutcome
 from lowprec_check.engine.run.reference_errors import (
+    diverging_reference,
     failed_reference,
     missing_reference,
     nondeterministic_reference,
@@ -38,6 +39,7 @@ from lowprec_check.schema.predicted_device import PredictedDevice
 from lowprec_check.schema.predictions import WhatIf
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, MemoryFormat, RunKey
 from lowprec_check.schema.scan_result import Run, skipped
+from lowprec_check.schema.training import TrainingSetup
 
 REFERENCE_BUDGET = 600.0
 """Budget in seconds of the fp32 run, whose time is not known yet."""
@@ -68,6 +70,8 @@ class RunOptions:
     seed: int = 0
     without_kernel: tuple[str, ...] = ()
     scenario: Scenario | None = None
+    steps: int = 0
+    """Steps of training; 0 if only the forward pass is run."""
 
     def __post_init__(self) -> None:
         """Raise :class:`UsageError` for a number that is none or out of range; the command line has checked its own."""
@@ -101,6 +105,8 @@ class TargetRuns:
         self._launcher = Launcher(source, isolation, on_progress)
         self._on_progress = on_progress
         self.fp32: Run | None = None
+        self.training: TrainingSetup | None = None
+        """How the model is trained; known after the reference."""
         self._fp32_ms: float | None = None
         """The time of fp32 here, which limits are derived from."""
         self._self_error = 0.0
@@ -137,13 +143,14 @@ class TargetRuns:
         if plain.exception is not None:
             raise UsageError(*failed_reference(plain, self.target, job.shown_device, predicted=bool(job.predicted)))
         if plain.status == "nonfinite":
-            raise UsageError(*nonfinite_reference(measures))
+            raise UsageError(*(diverging_reference(plain.calls) if job.steps else nonfinite_reference(measures)))
         self._self_error = self._repeat_in_another_process(_self_error(measures), budget)
         if self._self_error > MAX_SELF_ERROR:
             raise UsageError(*nondeterministic_reference(self._self_error))
         self._first_seconds = plain.first_seconds
         self._fp32_ms = timed_as.latency_ms if timed_as is not None else measures.latency_ms if measures else None
         run = make_run(job, outcome, None)
+        self.training = outcome.training.setup if outcome.training is not None else None
         notes = [*run.notes, *([HIDDEN_STATE] if self._hidden_state else [])]
         run = msgspec.structs.replace(run, nondeterministic=self._self_error > 0, notes=notes)
         self.fp32 = self._timed(run, job) if timed_as is None else _timed_as(run, timed_as)
@@ -285,8 +292,8 @@ class TargetRuns:
     def _why_skipped(self, key: RunKey) -> str | None:
         """Why a run is not possible here, in words."""
         backend, target = BACKENDS.get(key.backend), self.target
-        if self.options.predicted is not None and backend.name != EAGER:
-            return "only eager runs are predicted"
+        if backend.name != EAGER and (self.options.predicted is not None or self.options.steps):
+            return f"only eager runs are {'predicted' if self.options.predicted is not None else 'trained'}"
         if backend.changes_process and self.isolation == "none":
             return (
                 f"{backend.name} changes its process for good, so it runs in a worker only (--isolation fork or spawn)"
@@ -322,7 +329,7 @@ class TargetRuns:
             "predicted": options.predicted,
             "files": self._files,
             "errors": options.errors,
-            "budget_error": options.budget_error,
+            "budget_error": options.budget_error and not options.steps,
             "limits_memory": options.limits_memory,
             "reference": options.reference,
             "tolerance": self.tolerance(precision),
@@ -332,7 +339,8 @@ class TargetRuns:
             "fp32_ms": self._fp32_ms,
             "fp32_peak": self.fp32.peak_memory_bytes if self.fp32 else None,
             "without_kernel": options.without_kernel,
-            "changes_parameters": self._changes_parameters,
+            "changes_parameters": self._changes_parameters or options.steps > 0,
+            "steps": options.steps,
         }
         return Job(**settings | changes)
 

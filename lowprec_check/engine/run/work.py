@@ -20,13 +20,19 @@ from lowprec_check.engine.run.job import Job, Send
 from lowprec_check.engine.run.memory_limits import allowance
 from lowprec_check.engine.run.messages import Explained, GapFound, InstrumentFault, OpCallsFound, Predicted, TwinOps
 from lowprec_check.engine.run.plain_part import Fp32Outputs, PlainPart
-from lowprec_check.engine.run.preparation import in_eager_mode, on_backend, on_device, prepared_for
+from lowprec_check.engine.run.preparation import in_eager_mode, in_training, on_backend, on_device, prepared_for
 from lowprec_check.engine.run.same_draws import judge_with_same_draws
+from lowprec_check.engine.run.training_part import TrainingPart
+from lowprec_check.engine.run.training_reference import ReferenceTraining
 from lowprec_check.engine.trace.emulation import Emulation
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
 from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.engine.trace.what_if import predict
 from lowprec_check.engine.trace.withheld_kernels import withholding
+from lowprec_check.engine.train.batches import batches_of
+from lowprec_check.engine.train.spread import SEEDS
+from lowprec_check.engine.train.step import TrainingStep, with_step
+from lowprec_check.engine.train.ways import ways_of
 from lowprec_check.errors import message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.fallbacks import FALLBACK_WARNING
@@ -47,7 +53,8 @@ def run_job(job: Job, target: Target, send: Send) -> None:
         # The plain part, which has filters of its own, collects them.
         warnings.filterwarnings("ignore", message=FALLBACK_WARNING)
     with own_compiled_code(autocast=job.uses_autocast), on_device(target, torch.device(job.device)):
-        outputs, too_slow = _run_plain(job, target, send) if job.plain else (None, job.measure_once)
+        run_plain = _train if job.steps else _run_plain
+        outputs, too_slow = run_plain(job, target, send) if job.plain else (None, job.measure_once)
         too_slow = too_slow and job.predicted is None  # the times of emulated kernels mean nothing
         if job.instrumented:
             with _report_faults("instrumenting", send):
@@ -79,6 +86,20 @@ def _run_plain(job: Job, target: Target, send: Send) -> tuple[list[Tensor] | Non
         ):
             judge_with_same_draws(in_eager_mode(ready, target), part, send)
     return part.comparable_output(), part.too_slow
+
+
+def _train(job: Job, target: Target, send: Send) -> tuple[list[Tensor] | None, bool]:
+    """Like :func:`_run_plain`, for a job that trains."""
+    part: ReferenceTraining | TrainingPart
+    with in_training(job, target) as ready, _kernels(job):
+        batches = batches_of(target, (SEEDS + 1) * (job.steps + 1) if job.steps > 1 else 1)
+        part = (ReferenceTraining if job.saves_reference else TrainingPart)(job, target, ready, send, batches)
+        part.run()
+        with _report_faults("measuring", send):
+            part.measure()
+        with _report_faults("comparing the ways to train", send):
+            part.compare_ways()
+    return part.outputs, part.too_slow
 
 
 @contextlib.contextmanager
@@ -148,8 +169,15 @@ def _instrument(job: Job, target: Target, outputs: list[Tensor] | None, send: Se
     if too_slow:
         _warm_up(job, target)
     fp32 = fp32_state(target.model)
-    with prepared_for(job, target) as ready, _kernels(job):
-        found = run_instrumented(in_eager_mode(ready, target), target.args, target.kwargs, fp32, options, outputs)
+    if job.steps:
+        with in_training(job, target) as ready, _kernels(job):
+            step = TrainingStep(target, ready, ways_of(ready.application, job.steps)[0], target.model)
+            options = options._replace(phase=lambda: step.phase, before_pass=step.restart)
+            stepping = with_step(ready, step)
+            found = run_instrumented(stepping, target.args, target.kwargs, fp32, options, outputs)
+    else:
+        with prepared_for(job, target) as ready, _kernels(job):
+            found = run_instrumented(in_eager_mode(ready, target), target.args, target.kwargs, fp32, options, outputs)
     return msgspec.structs.replace(found, notes=notes)
 
 

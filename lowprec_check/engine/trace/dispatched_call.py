@@ -16,6 +16,7 @@ from lowprec_check.engine.trace.op_traits import TRAINING, OpTraits, traits
 from lowprec_check.engine.trace.twins import KnownFacts
 from lowprec_check.errors import encodable
 from lowprec_check.schema.op_calls import CallOutcome, OpCall
+from lowprec_check.schema.run_key import Phase
 
 
 class DispatchedCall:
@@ -23,7 +24,7 @@ class DispatchedCall:
 
     __slots__ = (
         *("args", "autocast_keys", "before", "exact_arguments", "func", "input_facts", "inputs", "involved", "kwargs"),
-        *("module", "outcome", "seconds", "source", "traits", "widened_outputs"),
+        *("module", "outcome", "phase", "seconds", "source", "traits", "widened_outputs"),
     )
 
     def __init__(
@@ -40,6 +41,7 @@ class DispatchedCall:
         """Whether low-precision values reach this op; if not, it is its own reference."""
         self.module = ""
         self.source: str | None = None
+        self.phase: Phase | None = None
         self.outcome: CallOutcome = "ok"
         self.seconds = 0.0
         self.exact_arguments: tuple[Args, Kwargs] | None = None
@@ -101,4 +103,5 @@ class DispatchedCall:
             dtype_flow(self.inputs, outputs),
             shape_text(outputs),
             self.outcome,
+            phase=self.phase,
         )

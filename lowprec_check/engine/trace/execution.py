@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from lowprec_check.engine.core.source_location import ModuleStack
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.emulation import Emulation
 from lowprec_check.engine.trace.journal import Journal
@@ -29,7 +28,6 @@ class Execution:
         self,
         low: torch.dtype,
         lockstep: Lockstep,
-        stack: ModuleStack,
         journal: Journal,
         emulation: Emulation,
         *,
@@ -42,7 +40,7 @@ class Execution:
         self.solver_failures = SolverFailures(lockstep.twins, journal)
         self.raised: BaseException | None = None
         """The last error that no rescue explains; it was raised to the model."""
-        self._lockstep, self._stack, self._journal = lockstep, stack, journal
+        self._lockstep, self._journal = lockstep, journal
         self._emulation = emulation
         self._follow_reference = follow_reference
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from lowprec_check.engine.core.source_location import source_line
 from lowprec_check.engine.trace.op_arguments import dtype_names
 from lowprec_check.engine.trace.rescue import Retry, find_rescue, predicted_by
 from lowprec_check.errors import message_of
@@ -49,12 +48,14 @@ class FunctionRescue(TorchFunctionMode):
             execution.raised = error
             raise error
         if len(journal.gaps) == gaps_before or found.kind == "dtype-mismatch":
+            module, source = self.recorder.places.of(sys._getframe(2))
             journal.add_gap(
                 name,
-                self.recorder.stack.current,
-                source_line(sys._getframe(2)),
+                module,
+                source,
                 kind=found.kind,
                 layer="function",
+                phase=self.recorder.places.phase or "forward",
                 message=message_of(error),
                 dtypes=dtype_names(retry.floating),
                 predicted_by=predicted_by(error),

@@ -31,6 +31,7 @@ from lowprec_check.engine.trace.journal import Journal
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.output_budget import error_budget
 from lowprec_check.engine.trace.pending_figures import PendingFigures
+from lowprec_check.engine.trace.places import Places
 from lowprec_check.engine.trace.recorder import Errors, Recorder
 from lowprec_check.engine.trace.seeding import seed_inputs, seed_state
 from lowprec_check.engine.trace.twins import storage_key
@@ -39,6 +40,7 @@ from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.error_budget import ErrorBudget
 from lowprec_check.schema.module_paths import module_around, paths_above
 from lowprec_check.schema.op_calls import OpCalls
+from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.scan_result import Gap
 
 
@@ -65,6 +67,10 @@ class Options(NamedTuple):
     """The output of a module that the budget is about, if that of the model holds nothing to compare."""
     autocast: bool = False
     """Whether the run is under autocast."""
+    phase: Callable[[], Phase] | None = None
+    """The part of a training step that runs; ``None`` if only the forward pass is run."""
+    before_pass: Callable[[], None] = lambda: None
+    """Called before each pass: what the call keeps besides the model starts anew."""
     deferred: bool = False
     """Whether figures are read in batches on a CPU too, as they are on an accelerator."""
 
@@ -110,6 +116,7 @@ def _pass(
 ) -> tuple[Instrumented, bool]:
     """One pass; the second value is true if an exception came from above dispatch."""
     ready = model_call.ready
+    options.before_pass()
     journal = Journal(options.on_gap, options.on_op_calls)
     figures = PendingFigures(deferred=options.deferred or ready.device.type != "cpu", everywhere=options.deferred)
     lockstep = Lockstep(options.wide, _tape_limit(ready, options) if options.budget else None, figures)
@@ -118,6 +125,8 @@ def _pass(
     seed_inputs(lockstep, (inputs, named), (model_call.args, model_call.kwargs), ready.device)
     counter = StorageCounter(ready, inputs, named) if options.count_memory else None
     with ModuleStack(ready.model) as stack:
+        places = Places(stack, options.phase)
+        places.own(ready.model)
         recorder = Recorder(
             ready.application.dtype,
             lockstep,
@@ -128,6 +137,7 @@ def _pass(
             breadcrumb=options.breadcrumb,
             counter=counter,
             timed=ready.device.type == "cpu",
+            places=places,
         )
         rescue = FunctionRescue(recorder) if function_mode else None
         with kept_output(ready.model, options.probe) as probed:

@@ -19,7 +19,7 @@ SECONDS = 1.0
 
 
 class Journal:
-    """Collects rows and gaps of one ``phase``.
+    """Collects rows and gaps.
 
     ``on_gap`` is called with each new gap, ``on_op_calls`` now and then with the calls since the last time.
     """
@@ -28,9 +28,7 @@ class Journal:
         self,
         on_gap: Callable[[Gap], None] | None = None,
         on_op_calls: Callable[[OpCalls], None] | None = None,
-        phase: Phase = "forward",
     ) -> None:
-        self.phase = phase
         self.before_report: Callable[[], None] = lambda: None
         """Called before calls are reported: fills in what is not known yet."""
         self.rows: list[OpCall] = []
@@ -58,6 +56,7 @@ class Journal:
             call.source,
             kind=kind,
             layer="dispatch",
+            phase=call.phase or "forward",
             message=message,
             dtypes=dtype_names(call.inputs),
             predicted_by=predicted_by,
@@ -72,13 +71,14 @@ class Journal:
         *,
         kind: GapKind,
         layer: Layer,
+        phase: Phase,
         message: str,
         dtypes: list[str],
         predicted_by: str | None = None,
         constant: float | None = None,
     ) -> None:
         """Add a gap; if the same gap is known at this location, count one more call."""
-        key = (op, kind, self.phase, module, source)
+        key = (op, kind, phase, module, source)
         known = self._gaps.get(key)
         if known is not None:
             self._gaps[key] = msgspec.structs.replace(known, calls=known.calls + 1, constant=constant)
@@ -87,7 +87,7 @@ class Journal:
             op=op,
             layer=layer,
             kind=kind,
-            phase=self.phase,
+            phase=phase,
             module=module,
             source=source,
             dtypes=dtypes,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from torch._ops import OpOverload
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode
 from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.floating_dtypes import NARROW, is_narrow, underflows
-from lowprec_check.engine.core.source_location import ModuleStack, source_line
+from lowprec_check.engine.core.source_location import ModuleStack
 from lowprec_check.engine.model.memory import StorageCounter
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.draws import GeneratorState, has_drawn, state_before
@@ -33,6 +34,7 @@ from lowprec_check.engine.trace.local_error import (
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs, has_narrow_dtype, outputs_of
 from lowprec_check.engine.trace.op_errors import OpErrors
+from lowprec_check.engine.trace.places import Places
 from lowprec_check.engine.trace.twins import storage_key
 from lowprec_check.engine.trace.vanishing_constants import vanished_constant
 from lowprec_check.engine.trace.wide_run import run_wide
@@ -65,9 +67,11 @@ class Recorder(DispatchMode):
         breadcrumb: Breadcrumb | None = None,
         counter: StorageCounter | None = None,
         timed: bool = True,
+        places: Places | None = None,
     ) -> None:
         super().__init__()
-        self.lockstep, self.stack, self.journal = lockstep, stack, journal
+        self.lockstep, self.journal = lockstep, journal
+        self.places = places or Places(stack)
         journal.before_report = self._settle
         self.emulation = emulation or Emulation()
         self.counter = counter
@@ -78,7 +82,7 @@ class Recorder(DispatchMode):
         self.drew = False
         """Whether an op has drawn random numbers."""
         self.execution = Execution(
-            low, lockstep, stack, journal, self.emulation, follow_reference=errors != "none", breadcrumb=breadcrumb
+            low, lockstep, journal, self.emulation, follow_reference=errors != "none", breadcrumb=breadcrumb
         )
         self._op_errors = OpErrors(
             lockstep,
@@ -94,10 +98,9 @@ class Recorder(DispatchMode):
         call = DispatchedCall(func, args, kwargs, keys)
         if call.traits.skipped:
             return call.run()
-        call.module = self.stack.current
         if call.traits.view:
             return self._run_view(call)
-        call.source = source_line(sys._getframe(1))
+        self._locate(call, sys._getframe(1))
         call.involved = self._is_involved(call)
         state = state_before(call) if call.involved and self._errors != "none" else None
         widened = self._guarded(call, self._prepare, call, state is not None)
@@ -109,6 +112,10 @@ class Recorder(DispatchMode):
                 self.counter.count(tensor)
         self._guarded(call, self._record, call, out, widened, state)
         return out
+
+    def _locate(self, call: DispatchedCall, frame: FrameType) -> None:
+        call.module, call.source = self.places.of(frame)
+        call.phase = self.places.phase
 
     def finish(self, outputs: list[Tensor]) -> None:
         """After the run: ``outputs`` of the model count as used."""
@@ -126,10 +133,11 @@ class Recorder(DispatchMode):
 
     def _run_view(self, call: DispatchedCall) -> Any:
         """Run a view. It shares the twin of the tensor it views, so only a view that fails is recorded."""
+        self.places.note(sys._getframe(2))
         try:
             out = call.run()
         except Exception as error:
-            call.source = source_line(sys._getframe(2))
+            self._locate(call, sys._getframe(2))
             call.involved = self._is_involved(call)
             out = self.execution.rescue(call, error)
             self._guarded(call, self._record, call, out, None, None)

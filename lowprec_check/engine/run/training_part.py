@@ -1,0 +1,217 @@
+"""The plain part of a job that trains: steps in each way, without instruments, judged against fp32 runs from other seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from lowprec_check.engine.core.floating_dtypes import NARROW, underflows
+from lowprec_check.engine.core.output_comparison import compare_outputs
+from lowprec_check.engine.model.memory import measure_memory
+from lowprec_check.engine.model.plain_run import PlainResult, describe_error, output_tensors, reraise_interrupt
+from lowprec_check.engine.model.prepared import Prepared
+from lowprec_check.engine.model.snapshot import Snapshot
+from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.model.training import make_optimizer
+from lowprec_check.engine.run.job import Job, Send
+from lowprec_check.engine.run.messages import CallStarted, Measures, MeasuresDone, PlainDone, TrainingDone
+from lowprec_check.engine.run.training_reference import TrainingReference
+from lowprec_check.engine.train.epsilon import check_epsilon
+from lowprec_check.engine.train.gradients import FirstGradients, compare_gradients
+from lowprec_check.engine.train.loss_scale import suggested_scale
+from lowprec_check.engine.train.lost_updates import LostUpdateCounter, lost_buffer_updates
+from lowprec_check.engine.train.spread import Spread
+from lowprec_check.engine.train.step import StepResult, TrainingStep, with_step
+from lowprec_check.engine.train.trajectory import MAX_SKIPPED, Loop, Trajectory, Watcher
+from lowprec_check.engine.train.ways import DEFAULT_SCALE, PLAIN, Way, state_bytes, ways_of
+from lowprec_check.errors import UsageError
+from lowprec_check.schema.training import LossScale, TrainingRun, TrainingWay
+from lowprec_check.schema.verdict import ErrorStats, Status
+
+
+class TrainingPart:
+    """Trains the model ``ready`` on ``batches`` in each way of its precision; sends what it finds."""
+
+    def __init__(self, job: Job, target: Target, ready: Prepared, send: Send, batches: Sequence[Target]) -> None:
+        self.job, self.target, self.ready, self._send, self._batches = job, target, ready, send, batches
+        self._snapshot = Snapshot(ready.model, target.inputs, parameters=True)
+        self._reference = TrainingReference.load(job)
+        self._ways = ways_of(ready.application, job.steps)
+        self._training = TrainingRun(ways=[])
+        self.result = PlainResult(status="error")
+        self.outputs: list[Tensor] | None = None
+        """What the first step computed: its output, loss, gradients and weights, in this order."""
+
+    @property
+    def too_slow(self) -> bool:
+        """Whether a step failed, or is too slow to be repeated."""
+        return self.result.status == "error" or self.result.seconds > self.job.slow_seconds
+
+    def run(self) -> None:
+        """Train in the first way, whose status is that of the run."""
+        way, watchers = self._ways[0], self._watchers(self._ways[0])
+        found, loop = self._train(way, watchers)
+        error = None
+        if self.outputs is not None:
+            compared = compare_outputs(self.outputs[: len(self._reference.outputs)], self._reference.outputs)
+            error = compared.error if compared.compared else None
+        self.result = _plain_result(found, loop, error)
+        self._send(PlainDone(self.result))
+        self._add(found, loop, watchers)
+
+    def compare_ways(self) -> None:
+        """Train in the other ways, and in one with the suggested loss scale; then look for an ``eps`` of zero."""
+        for way in self._ways[1:]:
+            watchers = self._watchers(way)
+            found, loop = self._train(way, watchers)
+            self._add(found, loop, watchers)
+        if self.ready.precision.kind == "autocast" and underflows(self.ready.application.dtype):
+            self._try_suggested_scale()
+        self._snapshot.rewind()
+        parameters = [p for p in self.ready.model.parameters() if p.requires_grad]
+        if any(p.dtype in NARROW and underflows(p.dtype) for p in parameters):
+            self._report(epsilon=check_epsilon(parameters, self._make))
+
+    def measure(self) -> None:
+        """Send the time of the fastest step, and the peak memory of one more."""
+        if self.result.status == "error":
+            return
+        measures = Measures(latency_ms=self.result.seconds * 1e3)
+        self._send(MeasuresDone(measures))
+        if self.job.measured and not self.too_slow:
+            self._snapshot.rewind()
+            ready = with_step(self.ready, self._step(self._ways[0]))
+            peak = measure_memory(ready, self.target.args, self.target.kwargs, seed=self.job.seed).peak
+            self._send(MeasuresDone(msgspec.structs.replace(measures, peak_memory_bytes=peak)))
+
+    def _step(self, way: Way) -> TrainingStep:
+        return TrainingStep(self.target, self.ready, way)
+
+    def _make(self, parameters: Any) -> Any:
+        return make_optimizer(self.target.optimizer, list(parameters))
+
+    def _watchers(self, way: Way) -> dict[str, Watcher]:
+        """What observes the steps of ``way``: its gradients, without loss scaling; the updates, if the weights are cast."""
+        parameters = {name: p for name, p in self.ready.model.named_parameters() if p.requires_grad}
+        watchers: dict[str, Watcher] = {}
+        if way.name in ("plain", "grad-scaler-suggested"):
+            watchers["gradients"] = FirstGradients(parameters)
+        if way == PLAIN and any(p.dtype in NARROW for p in parameters.values()):
+            watchers["updates"] = LostUpdateCounter(parameters, self._make)
+        return watchers
+
+    def _train(self, way: Way, watchers: dict[str, Watcher]) -> tuple[TrainingWay, Loop]:
+        """The steps in one way, from the initial state."""
+        self._snapshot.rewind()
+        step = self._step(way)
+        loop = Loop(
+            self.ready,
+            step,
+            self._batches,
+            self.job.seed,
+            on_step=lambda number: self._send(CallStarted(number)),
+            watchers=list(watchers.values()),
+            on_first=self._keep_outputs if way == self._ways[0] else None,
+        )
+        limit = max(self.job.budget, 3 * self.job.steps * (self.job.fp32_ms or 0.0) / 1e3)
+        try:
+            trajectory = loop.run(self.job.steps, may_continue=lambda seconds: seconds <= limit)
+        except UsageError:
+            raise
+        except BaseException as error:
+            reraise_interrupt(error)
+            exception = msgspec.structs.replace(describe_error(error, self.ready.model), phase=step.phase)
+            failed = loop.trajectory.steps + 1
+            return TrainingWay(name=way.name, status="error", exception=exception, failed_step=failed), loop
+        return self._judged(way, step, trajectory), loop
+
+    def _keep_outputs(self, result: StepResult) -> None:
+        self.outputs = [tensor.clone() for tensor in output_tensors(result)]
+
+    def _judged(self, way: Way, step: TrainingStep, trajectory: Trajectory) -> TrainingWay:
+        spread = Spread(
+            self._reference.base, self._reference.others, self._reference.samples, self.job.tolerance or 0.0
+        )
+        status: Status = "ok"
+        divergence, failed = None, None
+        finite = [math.isfinite(loss) for loss in trajectory.losses]
+        if not all(finite) or trajectory.skipped > MAX_SKIPPED or not trajectory.weights[-1].isfinite().all():
+            status, failed = "nonfinite", (finite.index(False) + 1 if False in finite else trajectory.steps)
+        else:
+            divergence = spread.divergence(trajectory, self.ready.precision.format.roundoff)
+            status = "ok" if divergence is None else "inaccurate"
+        scaler = getattr(step.updates, "scaler", None)
+        return TrainingWay(
+            name=way.name,
+            status=status,
+            failed_step=failed,
+            losses=[loss if math.isfinite(loss) else None for loss in trajectory.losses],
+            distances=[distance for distance in spread.distances(trajectory) if math.isfinite(distance)],
+            divergence=divergence,
+            skipped_steps=trajectory.skipped,
+            initial_scale=way.scale,
+            final_scale=None if scaler is None else float(scaler.get_scale()),
+            state_bytes=state_bytes(step.updates),
+        )
+
+    def _add(self, way: TrainingWay, loop: Loop, watchers: dict[str, Watcher]) -> None:
+        """Send what is known with this way, and what was observed of it."""
+        changes: dict[str, Any] = {}
+        updates = watchers.get("updates")
+        if isinstance(updates, LostUpdateCounter) and way.status != "error":
+            way = msgspec.structs.replace(way, lost_updates=updates.share())
+            narrow = {name for name, buffer in loop.buffers.items() if buffer.dtype in NARROW}
+            buffers = lost_buffer_updates(loop.trajectory, self._reference.base, loop.buffer_samples, narrow)
+            changes["lost_updates"] = [*updates.figures(), *buffers]
+        gradients = watchers.get("gradients")
+        if isinstance(gradients, FirstGradients) and way.name == "plain" and gradients.found:
+            compared = compare_gradients(gradients.found, self._reference.gradients)
+            changes |= {"gradients": compared.parameters, "gradient_error": compared.error}
+            if underflows(self.ready.application.dtype):
+                changes["underflow"] = compared.underflow
+        self._report(ways=[*self._training.ways, way], **changes)
+
+    def _report(self, **changes: Any) -> None:
+        self._training = msgspec.structs.replace(self._training, **changes)
+        self._send(TrainingDone(run=self._training))
+
+    def _try_suggested_scale(self) -> None:
+        """Suggest an initial loss scale, and train with it."""
+        largest = self._reference.largest
+        scale = suggested_scale(largest.value, self.ready.precision.format.largest)
+        suggestion = LossScale(
+            scale=scale,
+            largest=largest.value,
+            largest_at=largest.module,
+            underflow_unscaled=self._training.underflow or 0.0,
+        )
+        way = Way("grad-scaler-suggested", scale=scale)
+        watchers = self._watchers(way)
+        found, loop = self._train(way, watchers)
+        if scale != DEFAULT_SCALE:
+            self._add(found, loop, watchers)
+        gradients = watchers["gradients"]
+        underflow = None
+        if isinstance(gradients, FirstGradients) and gradients.found:
+            underflow = compare_gradients(gradients.found, self._reference.gradients).underflow
+        skipped = found.skipped_steps if found.status != "error" else None
+        self._report(loss_scale=msgspec.structs.replace(suggestion, underflow=underflow, skipped_steps=skipped))
+
+
+def _plain_result(way: TrainingWay, loop: Loop, output_error: ErrorStats | None) -> PlainResult:
+    """The verdict on the first way, as that of the run; its error is that of the output and the loss in the first step."""
+    seconds = loop.trajectory.seconds
+    return PlainResult(
+        status=way.status,
+        exception=way.exception,
+        output_error=output_error,
+        seconds=min(seconds, default=0.0),
+        first_seconds=seconds[0] if seconds else 0.0,
+        calls=max(1, loop.trajectory.steps),
+        failed_call=way.failed_step if way.failed_step != 1 else None,
+        loss=way.losses[-1] if way.losses else None,
+    )

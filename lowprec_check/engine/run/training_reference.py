@@ -1,0 +1,208 @@
+"""Training in fp32: the run that all others are compared with, and runs from other seeds, whose spread is the limit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lowprec_check.engine.core.seed import seed_everything
+from lowprec_check.engine.core.source_location import ModuleStack, call_model
+from lowprec_check.engine.model.memory import measure_memory
+from lowprec_check.engine.model.plain_run import PlainResult, describe_error, output_tensors, reraise_interrupt
+from lowprec_check.engine.model.prepared import Prepared
+from lowprec_check.engine.model.snapshot import Snapshot
+from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.model.training import describe_loss, describe_optimizer
+from lowprec_check.engine.run.job import Job, Send
+from lowprec_check.engine.run.messages import CallStarted, Measures, MeasuresDone, PlainDone, TrainingDone
+from lowprec_check.engine.run.reference_file import read_reference, write_reference
+from lowprec_check.engine.trace.places import Places
+from lowprec_check.engine.train.gradients import FirstGradients
+from lowprec_check.engine.train.loss_scale import Largest, LargestGradient
+from lowprec_check.engine.train.spread import SEEDS, Spread, noisy
+from lowprec_check.engine.train.step import StepResult, TrainingStep, with_step
+from lowprec_check.engine.train.trajectory import Loop, Samples, Trajectory, Watcher
+from lowprec_check.engine.train.ways import PLAIN, state_bytes
+from lowprec_check.errors import UsageError
+from lowprec_check.schema.training import TrainingRun, TrainingSetup, TrainingWay
+
+
+@dataclasses.dataclass
+class TrainingReference:
+    """What the fp32 run keeps for the runs that are compared with it."""
+
+    base: Trajectory
+    others: list[Trajectory]
+    """From other seeds."""
+    samples: Samples
+    outputs: list[Tensor]
+    """The output and the loss of the first step."""
+    gradients: dict[str, Tensor]
+    """Of the first step, by parameter."""
+    largest: Largest
+    """The largest gradient in the backward pass of the first step."""
+
+    def save(self, job: Job) -> None:
+        """Write the file that :meth:`load` reads."""
+        content: dict[str, Any] = {
+            "runs": [dataclasses.asdict(run) for run in (self.base, *self.others)],
+            "sizes": self.samples.sizes,
+            "outputs": self.outputs,
+            "gradients": self.gradients,
+            "largest": tuple(self.largest),
+        }
+        write_reference(job, content)
+
+    @classmethod
+    def load(cls, job: Job) -> TrainingReference:
+        """Read what the fp32 run saved."""
+        saved = read_reference(job)
+        base, *others = (Trajectory(**run) for run in saved["runs"])
+        return cls(
+            base, others, Samples(saved["sizes"]), saved["outputs"], saved["gradients"], Largest(*saved["largest"])
+        )
+
+
+class ReferenceTraining:
+    """Trains the model ``ready`` in fp32 on the first of ``batches`` in turn, then from other seeds; sends what it finds."""
+
+    def __init__(self, job: Job, target: Target, ready: Prepared, send: Send, batches: Sequence[Target]) -> None:
+        self.job, self.target, self.ready, self._send, self._batches = job, target, ready, send, batches
+        self._snapshot = Snapshot(ready.model, target.inputs, parameters=True)
+        self.result = PlainResult(status="error")
+        self.outputs: list[Tensor] | None = None
+        """What the first step computed: its output, loss, gradients and weights, in this order."""
+        self._count = 0
+        """How many of these are the output and the loss."""
+        self._loss = ""
+
+    @property
+    def too_slow(self) -> bool:
+        """Whether a step failed."""
+        return self.result.status == "error"
+
+    def run(self) -> None:
+        """Train, and send the verdict: an exception, or a loss that is not finite, is for the user to fix."""
+        parameters = {name: p for name, p in self.ready.model.named_parameters() if p.requires_grad}
+        gradients = FirstGradients(parameters)
+        step = self._step()
+        loop = self._loop(step, self._batches, self.job.seed, (gradients,), self._keep_outputs)
+        try:
+            base = loop.run(self.job.steps)
+        except UsageError:
+            raise
+        except BaseException as error:
+            reraise_interrupt(error)
+            self.result = PlainResult(
+                status="error", exception=describe_error(error, self.ready.model), calls=loop.trajectory.steps + 1
+            )
+            self._send(PlainDone(self.result))
+            return
+        finite = all(map(math.isfinite, base.losses)) and bool(base.weights[-1].isfinite().all())
+        self.result = PlainResult(
+            status="ok" if finite else "nonfinite",
+            seconds=min(base.seconds, default=0.0),
+            first_seconds=base.seconds[0] if base.seconds else 0.0,
+            calls=max(1, base.steps),
+            loss=base.losses[-1] if finite else None,
+        )
+        if finite:
+            self._add_seeds(base, loop.samples, gradients.found, step)
+        self._send(PlainDone(self.result))
+
+    def measure(self) -> None:
+        """Send the time of the fastest step, and the peak memory of one more."""
+        if self.result.status != "ok":
+            return
+        self._snapshot.rewind()
+        ready = with_step(self.ready, self._step())
+        peak = measure_memory(ready, self.target.args, self.target.kwargs, seed=self.job.seed).peak
+        self._send(MeasuresDone(Measures(latency_ms=self.result.seconds * 1e3, peak_memory_bytes=peak)))
+
+    def compare_ways(self) -> None:
+        """There is only one way in fp32."""
+
+    def _add_seeds(
+        self, base: Trajectory, samples: Samples, gradients: dict[str, Tensor], trained: TrainingStep
+    ) -> None:
+        """Train from other seeds; save all for the other runs, and send how the model was trained."""
+        optimizer, state = describe_optimizer(trained.updates.optimizer), state_bytes(trained.updates)
+        others = [self._other_seed(number) for number in range(1, SEEDS + 1)]
+        assert self.outputs is not None
+        reference = TrainingReference(
+            base=base,
+            others=[other for other in others if all(map(math.isfinite, other.losses))],
+            samples=samples,
+            outputs=[tensor.cpu() for tensor in self.outputs[: self._count]],
+            gradients=gradients,
+            largest=self._largest_gradient(),
+        )
+        reference.save(self.job)
+        spread = Spread(base, reference.others, samples, 0.0)
+        low, high = spread.loss_band()
+        setup = TrainingSetup(
+            steps=self.job.steps,
+            loss=self._loss,
+            optimizer=optimizer,
+            default_loss=self.target.loss is None,
+            default_optimizer=self.target.optimizer is None,
+            new_batches=len(self._batches) > 1,
+            seeds=len(reference.others),
+            losses=base.losses,
+            loss_low=low,
+            loss_high=high,
+            distances=spread.distance_limits(),
+        )
+        way = TrainingWay(name=PLAIN.name, status="ok", losses=list(base.losses), state_bytes=state)
+        self._send(TrainingDone(run=TrainingRun(ways=[way]), setup=setup))
+
+    def _other_seed(self, number: int) -> Trajectory:
+        """A run with other random draws, other batches if there are several, and noise on the initial weights."""
+        self._snapshot.rewind()
+        noisy([parameter for parameter in self.ready.model.parameters() if parameter.requires_grad], number)
+        first = number * (self.job.steps + 1) % len(self._batches)
+        batches = [*self._batches[first:], *self._batches[:first]]
+        return self._loop(self._step(), batches, self.job.seed + number).run(self.job.steps)
+
+    def _largest_gradient(self) -> Largest:
+        self._snapshot.rewind()
+        step = self._step()
+        with ModuleStack(self.ready.model) as stack:
+            places = Places(stack, lambda: step.phase)
+            places.own(self.ready.model)
+            mode = LargestGradient(step, places)
+            seed_everything(self.job.seed)
+            inputs, named = self.ready.inputs(self.target.args, self.target.kwargs)
+            with mode:
+                call_model(step, inputs, named)
+        return mode.largest
+
+    def _step(self) -> TrainingStep:
+        return TrainingStep(self.target, self.ready, PLAIN)
+
+    def _loop(
+        self,
+        step: TrainingStep,
+        batches: Sequence[Target],
+        seed: int,
+        watchers: Sequence[Watcher] = (),
+        on_first: Any = None,
+    ) -> Loop:
+        return Loop(
+            self.ready,
+            step,
+            batches,
+            seed,
+            on_step=lambda number: self._send(CallStarted(number)),
+            on_first=on_first,
+            watchers=watchers,
+        )
+
+    def _keep_outputs(self, result: StepResult) -> None:
+        self.outputs = [tensor.clone() for tensor in output_tensors(result)]
+        self._count = len(output_tensors((result.output, result.loss)))
+        self._loss = describe_loss(self.target.loss, result.output)

@@ -1,0 +1,77 @@
+"""Where an op runs: the phase of a training step, the module, and the user's line; in backward, those of the forward op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowprec_check.engine.core.source_location import ModuleStack, source_line
+from lowprec_check.schema.run_key import Phase
+
+NodePlace = tuple[str, str | None]
+"""The module and the line that created a node of the autograd graph."""
+
+_ACCUMULATES = "torch::autograd::AccumulateGrad"
+
+
+class Places:
+    """Finds the place of each op of a run.
+
+    A node of the autograd graph has the sequence number that was current when its op was called in the forward pass. The ops
+    that its backward calls belong to the module and the line noted for this number. ``phase`` returns the part of the step
+    that runs; without it, only the forward pass is run, and nothing is noted.
+    """
+
+    def __init__(self, stack: ModuleStack, phase: Callable[[], Phase] | None = None) -> None:
+        self._stack, self._phase = stack, phase
+        self._created: dict[int, NodePlace] = {}
+        self._owners: dict[int, str] = {}
+
+    @property
+    def phase(self) -> Phase | None:
+        """The part of the step that runs; ``None`` if only the forward pass is run."""
+        return None if self._phase is None else self._phase()
+
+    def own(self, model: nn.Module) -> None:
+        """Note which module owns each parameter of ``model``."""
+        for name, parameter in model.named_parameters():
+            self._owners[id(parameter)] = name.rpartition(".")[0]
+
+    def note(self, frame: FrameType) -> None:
+        """Before a view, which has no row, runs: note the node that it created."""
+        if self._phase is not None and self._phase() == "forward":
+            self._note(self._stack.current, source_line(frame))
+
+    def of(self, frame: FrameType) -> NodePlace:
+        """The module and the user's line of the op that ``frame`` calls."""
+        module, source = self._stack.current, source_line(frame)
+        if self._phase is None:
+            return module, source
+        phase = self._phase()
+        if phase == "forward":
+            self._note(module, source)
+        elif phase == "backward":
+            created = self._of_node()
+            if created is not None:
+                return module or created[0], source or created[1]
+        return module, source
+
+    def _note(self, module: str, source: str | None) -> None:
+        self._created.setdefault(torch.autograd._get_sequence_nr() - 1, (module, source))  # type: ignore[attr-defined]
+
+    def _of_node(self) -> NodePlace | None:
+        """Where the node that autograd evaluates was created; ``None`` if it evaluates none, or one of unknown origin."""
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return None
+        if node.name() == _ACCUMULATES:
+            owner = self._owners.get(id(node.variable))
+            return None if owner is None else (owner, None)
+        number = node._sequence_nr()
+        while number >= 0 and number not in self._created:  # an op that reached no mode, just after one that did
+            number -= 1
+        return self._created.get(number)

@@ -1,0 +1,184 @@
+"""Which updates of 16-bit values are lost to rounding: the same step is made on fp32 copies beside the run."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lowprec_check.engine.core.floating_dtypes import NARROW
+from lowprec_check.engine.model.training import MakeOptimizer
+from lowprec_check.engine.train.step import TrainingStep, copy_of
+from lowprec_check.engine.train.trajectory import Samples, Trajectory
+from lowprec_check.schema.training import LostUpdates, Values
+
+Name = tuple[str, Values]
+
+
+class _Count(NamedTuple):
+    wanted: int = 0
+    """Elements that the step on fp32 copies changes, over all steps."""
+    lost: int = 0
+    """Those of them that stay the same in 16 bits."""
+
+
+class LostUpdateCounter:
+    """A watcher that repeats each update on fp32 copies of the 16-bit values, and counts what they change and the run does not.
+
+    The copies start each step from the values of the run, with its gradients and the state of its optimizer, so that each step
+    is judged alone. ``make`` makes the optimizer.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], make: MakeOptimizer) -> None:
+        self._parameters = parameters
+        self._copies = {name: nn.Parameter(p.detach().to(torch.float32, copy=True)) for name, p in parameters.items()}
+        self._make = make
+        self._optimizer = make(list(self._copies.values()))
+        self._counts: defaultdict[Name, _Count] = defaultdict(_Count)
+        self._sizes: dict[Name, int] = {}
+        self._before: dict[str, Tensor] = {}
+        self._state_before: dict[str, dict[str, Tensor]] = {}
+        self._average: tuple[nn.Module, list[Tensor]] | None = None
+        self._decay: dict[str, float | None] = {}
+        self._groups: dict[str, int] = {}
+
+    def before(self, step: TrainingStep) -> None:
+        """Keep the values, and on the first step count what weight decay alone changes."""
+        optimizer = step.updates.optimizer
+        if not self._groups:
+            self._groups = _groups(optimizer, self._parameters)
+            self._decay = _lost_decay(self._parameters, self._make)
+        self._before = {name: p.detach().clone() for name, p in self._parameters.items()}
+        self._state_before = {
+            name: {key: value.clone() for key, value in _tensors(optimizer.state.get(parameter, {}))}
+            for name, parameter in self._parameters.items()
+        }
+        if step.average is not None:
+            self._average = copy_of(step.average), [tensor.clone() for tensor in _floats(step.average)]
+
+    def after(self, step: TrainingStep) -> None:
+        """Make the same step on the copies, and count."""
+        for name, parameter in self._parameters.items():
+            mine = self._copies[name]
+            mine.data = self._before[name].to(torch.float32, copy=True)
+            mine.grad = None if parameter.grad is None else parameter.grad.detach().float()
+            if self._state_before[name]:
+                self._optimizer.state[mine] = _widened(
+                    step.updates.optimizer.state[parameter], self._state_before[name]
+                )
+        self._optimizer.step()
+        for name, parameter in self._parameters.items():
+            before = self._before[name]
+            self._count((name, "weight"), before, parameter.detach(), self._copies[name].detach())
+            state = dict(_tensors(step.updates.optimizer.state.get(parameter, {})))
+            exact = dict(_tensors(self._optimizer.state.get(self._copies[name], {})))
+            for key, value in state.items():
+                known = self._state_before[name].get(key, torch.zeros_like(value))
+                if value.shape == before.shape and key in exact:
+                    self._count((f"{name} · {key}", "optimizer state"), known, value, exact[key])
+        self._count_average(step)
+
+    def _count_average(self, step: TrainingStep) -> None:
+        if self._average is None or step.average is None:
+            return
+        exact, before = self._average
+        exact.update_parameters(copy_of(step.model))  # type: ignore[operator]
+        for (name, _), old, new, wide in zip(
+            step.average.named_parameters(), before, _floats(step.average), _floats(exact), strict=False
+        ):
+            self._count((name, "average"), old, new, wide)
+
+    def _count(self, name: Name, before: Tensor, after: Tensor, exact: Tensor) -> None:
+        """Count the elements of a 16-bit tensor that should change, and those of them that do not."""
+        if after.dtype not in NARROW:
+            return
+        wanted = exact != before.float()
+        known = self._counts[name]
+        lost = int((wanted & (after == before)).sum())
+        self._counts[name] = _Count(known.wanted + int(wanted.sum()), known.lost + lost)
+        self._sizes[name] = after.numel()
+
+    def figures(self) -> list[LostUpdates]:
+        """What was counted of each tensor, in the order of the model."""
+        return [
+            LostUpdates(
+                name=name,
+                values=values,
+                elements=self._sizes[name, values],
+                lost=count.lost / max(count.wanted, 1),
+                group=self._groups.get(name) if values == "weight" else None,
+                decay_lost=self._decay.get(name) if values == "weight" else None,
+            )
+            for (name, values), count in self._counts.items()
+            if count.wanted
+        ]
+
+    def share(self) -> float | None:
+        """Share of the updates of all weights that are lost; ``None`` if no weight has 16 bits."""
+        counts = [count for (_, values), count in self._counts.items() if values == "weight"]
+        wanted = sum(count.wanted for count in counts)
+        return sum(count.lost for count in counts) / wanted if wanted else None
+
+
+def lost_buffer_updates(run: Trajectory, base: Trajectory, samples: Samples, narrow: set[str]) -> list[LostUpdates]:
+    """Of each buffer in ``narrow``, by name: the share of its elements that stay the same in steps in which those of fp32 change."""
+    found = []
+    for name, part in samples.slices.items():
+        if name not in narrow:
+            continue
+        wanted = lost = 0
+        for step in range(1, min(run.steps, base.steps) + 1):
+            changes = base.buffers[step][part] != base.buffers[step - 1][part]
+            stays = run.buffers[step][part] == run.buffers[step - 1][part]
+            wanted, lost = wanted + int(changes.sum()), lost + int((changes & stays).sum())
+        if wanted:
+            found.append(LostUpdates(name=name, values="buffer", elements=samples.sizes[name], lost=lost / wanted))
+    return found
+
+
+def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            yield key, value
+
+
+def _floats(module: nn.Module) -> list[Tensor]:
+    return [parameter.detach() for parameter in module.parameters()]
+
+
+def _widened(state: Mapping[str, Any], before: Mapping[str, Tensor]) -> dict[str, Any]:
+    """A copy of the state of one parameter, with its tensors as they were before the step, in fp32."""
+    return {
+        key: before[key].to(torch.float32, copy=True) if key in before else copy.deepcopy(value)
+        for key, value in state.items()
+    }
+
+
+def _groups(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
+    """By name, the parameter group."""
+    of = {id(parameter): index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
+    return {name: of[id(parameter)] for name, parameter in parameters.items() if id(parameter) in of}
+
+
+def _lost_decay(parameters: Mapping[str, nn.Parameter], make: MakeOptimizer) -> dict[str, float | None]:
+    """By name, the share of the updates by weight decay alone, with gradients of zero, that are lost."""
+    low = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in parameters.items()}
+    wide = {name: nn.Parameter(p.detach().to(torch.float32, copy=True)) for name, p in parameters.items()}
+    for copies in (low, wide):
+        for parameter in copies.values():
+            parameter.grad = torch.zeros_like(parameter)
+        try:
+            make(list(copies.values())).step()
+        except Exception:  # an optimizer that fails on such gradients: the run itself shows it
+            return {}
+    found: dict[str, float | None] = {}
+    for name, original in parameters.items():
+        wanted = wide[name] != original.float()
+        count = int(wanted.sum())
+        stays = wanted & (low[name] == original)
+        found[name] = int(stays.sum()) / count if count and low[name].dtype in NARROW else None
+    return found

@@ -1,0 +1,35 @@
+import torch
+
+
+class KahanSummation:
+    """Adds what rounding took from an update of a 16-bit parameter to its next update."""
+
+    def __init__(self, parameters, make_optimizer):
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.lost = [torch.zeros_like(p) for p in self.parameters]
+        self.copies = [torch.nn.Parameter(p.detach().to(torch.float32, copy=True)) for p in self.parameters]
+        self.optimizer = make_optimizer(self.copies)
+        self._free()
+
+    def _free(self):  # between steps, nothing is held in fp32 but the state of the optimizer
+        for copy in self.copies:
+            copy.data, copy.grad = torch.empty_like(copy[..., :0] if copy.ndim else copy), None
+
+    def zero_grad(self):
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def backward(self, loss):
+        loss.backward()
+
+    @torch.no_grad()
+    def step(self):
+        for parameter, copy in zip(self.parameters, self.copies):
+            copy.data = parameter.to(torch.float32, copy=True)
+            copy.grad = None if parameter.grad is None else parameter.grad.float()
+        self.optimizer.step()
+        for parameter, lost, copy in zip(self.parameters, self.lost, self.copies):
+            wanted = copy.detach() + lost  # where the parameter should be
+            parameter.copy_(wanted)
+            lost.copy_(wanted - parameter)
+        self._free()

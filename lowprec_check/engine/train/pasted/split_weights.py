@@ -1,0 +1,42 @@
+import torch
+
+
+class SplitWeights:
+    """Keeps fp32 weights as bf16 parameters, their upper 16 bits (rounded), and int16 tensors, what is missing to fp32."""
+
+    def __init__(self, parameters, make_optimizer):
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.rests = [torch.zeros_like(p, dtype=torch.int16) for p in self.parameters]
+        self.masters = [torch.nn.Parameter(p.detach().to(torch.float32, copy=True)) for p in self.parameters]
+        self.optimizer = make_optimizer(self.masters)
+        self._free()
+
+    def _free(self):  # between steps, nothing is held in fp32 but the state of the optimizer
+        for master in self.masters:
+            master.data, master.grad = torch.empty_like(master[..., :0] if master.ndim else master), None
+
+    def zero_grad(self):
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def backward(self, loss):
+        loss.backward()
+
+    @torch.no_grad()
+    def step(self):
+        for parameter, rest, master in zip(self.parameters, self.rests, self.masters):
+            if parameter.dtype == torch.bfloat16:
+                master.data = ((parameter.view(torch.int16).int() << 16) + rest).view(torch.float32)
+            else:
+                master.data = parameter.float()
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        self.optimizer.step()
+        for parameter, rest, master in zip(self.parameters, self.rests, self.masters):
+            if parameter.dtype == torch.bfloat16:
+                bits = master.detach().view(torch.int32)
+                upper = (bits + 0x8000) >> 16
+                parameter.copy_(upper.to(torch.int16).view(torch.bfloat16))
+                rest.copy_(bits - (upper << 16))
+            else:
+                parameter.copy_(master)
+        self._free()

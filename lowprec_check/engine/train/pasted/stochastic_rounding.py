@@ -1,0 +1,40 @@
+import torch
+
+
+class StochasticRounding:
+    """Rounds updated bf16 parameters up or down at random, so that small updates are right on average."""
+
+    def __init__(self, parameters, make_optimizer, seed=0):
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.copies = [torch.nn.Parameter(p.detach().to(torch.float32, copy=True)) for p in self.parameters]
+        self.optimizer = make_optimizer(self.copies)
+        device = self.parameters[0].device if self.parameters else "cpu"
+        self.generator = torch.Generator(device).manual_seed(seed)  # the model's random numbers stay as they are
+        self._free()
+
+    def _free(self):  # between steps, nothing is held in fp32 but the state of the optimizer
+        for copy in self.copies:
+            copy.data, copy.grad = torch.empty_like(copy[..., :0] if copy.ndim else copy), None
+
+    def zero_grad(self):
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def backward(self, loss):
+        loss.backward()
+
+    @torch.no_grad()
+    def step(self):
+        for parameter, copy in zip(self.parameters, self.copies):
+            copy.data = parameter.to(torch.float32, copy=True)
+            copy.grad = None if parameter.grad is None else parameter.grad.float()
+        self.optimizer.step()
+        for parameter, copy in zip(self.parameters, self.copies):
+            if parameter.dtype == torch.bfloat16:
+                bits = copy.detach().view(torch.int32)
+                noise = torch.randint(0, 1 << 16, bits.shape, generator=self.generator, device=bits.device)
+                upper = (bits + noise.int()) >> 16
+                parameter.copy_(upper.to(torch.int16).view(torch.bfloat16))
+            else:
+                parameter.copy_(copy)
+        self._free()
