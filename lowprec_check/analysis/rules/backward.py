@@ -37,14 +37,15 @@ def gradient_underflow(result: ScanResult) -> Iterator[Finding]:
     under autocast. Or use bf16, which has the range of fp32:
 
         # before
-        with torch.autocast("cuda", dtype=torch.float16):
-            step_loss = loss(model(*inputs))
-        step_loss.backward()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = criterion(model(inputs), targets)
+        loss.backward()
         optimizer.step()
-        # after, with scaler = torch.amp.GradScaler("cuda") before the first step
-        with torch.autocast("cuda", dtype=torch.float16):
-            step_loss = loss(model(*inputs))
-        scaler.scale(step_loss).backward()
+        # after
+        scaler = torch.amp.GradScaler("cpu")  # once, before the first step
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = criterion(model(inputs), targets)
+        scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
     """
@@ -113,9 +114,9 @@ def gradient_not_finite(result: ScanResult) -> Iterator[Finding]:
     derivative is computed in fp32 too:
 
         # before
-        y = torch.linalg.vector_norm(x, dim=-1)
+        y = x.square().sum(-1).sqrt()
         # after
-        y = torch.linalg.vector_norm(x.float(), dim=-1).to(x.dtype)
+        y = x.float().square().sum(-1).sqrt().to(x.dtype)
     """
     for run in low_runs(result):
         wrong = [found for found in run.training.gradients if found.overflow > 0] if run.training else []
@@ -150,9 +151,9 @@ def _not_finite(run: Run, result: ScanResult, wrong: Sequence[ParameterGradient]
 def scaler_skips(result: ScanResult) -> Iterator[Finding]:
     """`GradScaler` skipped many steps.
 
-    Observed: gradients overflowed with the loss scale of `GradScaler` in more than 10 % of the steps, and in at least
-    two. It skips such a step and halves its scale. Skipped steps train nothing, and a schedule of the learning rate
-    that counts them runs ahead.
+    Observed: gradients overflowed with the loss scale of `GradScaler`, at least twice and in more than 10 % of the
+    steps. It skips such a step and halves its scale; the scan repeats the step. Skipped steps train nothing, and a schedule
+    of the learning rate that counts them runs ahead.
 
     Usual causes: an initial scale, by default 65536, that is too large for the gradients of this model; gradients that
     are not finite at any scale (LP502). Over a long training, the steps that are lost until the scale fits do not matter.
@@ -160,9 +161,9 @@ def scaler_skips(result: ScanResult) -> Iterator[Finding]:
     What to do: start with a smaller scale; the finding suggests one:
 
         # before
-        scaler = torch.amp.GradScaler("cuda")
+        scaler = torch.amp.GradScaler("cpu")
         # after
-        scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     """
     steps = result.training.steps if result.training else 0
     for run in low_runs(result):
@@ -170,10 +171,10 @@ def scaler_skips(result: ScanResult) -> Iterator[Finding]:
         many = [way for way in ways if way.skipped_steps >= max(LEAST_SKIPPED, MANY_SKIPPED * steps)]
         many = [way for way in many if way.skipped_steps > MANY_SKIPPED * steps and way.name != "one-autocast"]
         for way in many[:1]:
-            scale = f", whose scale started at {way.initial_scale:g}" if way.initial_scale else ""
-            message = f"{counted(way.skipped_steps, 'step')} of {steps} were skipped by GradScaler{scale}"
+            scale = f" with an initial loss scale of {way.initial_scale:g}" if way.initial_scale else ""
+            message = f"GradScaler skipped {counted(way.skipped_steps, 'step')}{scale}: gradients overflow"
             named = "" if way.name == "grad-scaler" else f"{WAYS.get(way.name, way.name)}: "
-            yield Finding(f"{named}{message}: gradients overflow", run, help=_smaller_scale(run.training, way))
+            yield Finding(named + message, run, help=_smaller_scale(run.training, way))
 
 
 def _smaller_scale(training: TrainingRun | None, way: TrainingWay) -> str:

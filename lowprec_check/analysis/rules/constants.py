@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lowprec_check.analysis.rules.phases import in_phase
+from lowprec_check.analysis.rules.phases import advice_in, in_phase
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.analysis.run_summary import short_op
 from lowprec_check.schema.op_calls import OpCall
@@ -76,7 +76,7 @@ def _finding(run: Run, result: ScanResult, calls: list[OpCall], after: OpCall | 
         first.module,
         first.op,
         first.source or result.model.source,
-        help=f"use a constant of at least {smallest}, or compute this in fp32",
+        help=advice_in(first.phase) or f"use a constant of at least {smallest}, or compute this in fp32",
         calls=sum(row.op == first.op for row in calls),
         severity="warning" if after is not None else None,
     )

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lowprec_check.analysis.rules.alternatives import planning_command
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
-from lowprec_check.analysis.rules.updates import RECOVERING
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.training import WAYS, Divergence, TrainingSetup, TrainingWay
 
@@ -36,7 +34,7 @@ def unscale_fp16(result: ScanResult) -> Iterator[Finding]:
         model.half()
         output = model(inputs.half())
         # after
-        with torch.autocast("cuda", dtype=torch.float16):
+        with torch.autocast("cpu", dtype=torch.float16):
             output = model(inputs)
     """
     for run in low_runs(result):
@@ -88,7 +86,7 @@ def training_diverges(result: ScanResult) -> Iterator[Finding]:
         model.bfloat16()
         output = model(inputs.bfloat16())
         # after
-        with torch.autocast("cuda", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
             output = model(inputs)
     """
     setup = result.training
@@ -97,15 +95,15 @@ def training_diverges(result: ScanResult) -> Iterator[Finding]:
         if setup is None or way is None or way.status in ("ok", "error"):
             continue
         parameter = way.divergence.parameter if way.divergence else None
-        message = _nonfinite(way, setup) if way.status == "nonfinite" else _outside(way.divergence, setup)
+        message = _nonfinite(way, setup) if way.status == "nonfinite" else _outside(way.divergence)
         module = parameter.rpartition(".")[0] if parameter else None
-        yield Finding(message, run, module, help=_instead(run, result))
+        yield Finding(message, run, module, help=_instead(result))
 
 
 def _nonfinite(way: TrainingWay, setup: TrainingSetup) -> str:
     """Where the loss, or else a weight, is not finite."""
-    if way.skipped_steps and way.skipped_steps >= setup.steps:
-        return "GradScaler skipped every step: gradients overflow with every scale that it tried"
+    if way.skipped_steps and None not in way.losses and len(way.losses) <= setup.steps:
+        return f"GradScaler skips step {len(way.losses) + 1} with every scale: gradients are not finite"
     if None in way.losses:
         step = way.losses.index(None)
         when = f"in step {step + 1}" if step + 1 <= setup.steps else f"after step {step}"
@@ -113,7 +111,7 @@ def _nonfinite(way: TrainingWay, setup: TrainingSetup) -> str:
     return f"weights are NaN or Inf after step {way.failed_step or setup.steps}, where fp32 is finite"
 
 
-def _outside(found: Divergence | None, setup: TrainingSetup) -> str:
+def _outside(found: Divergence | None) -> str:
     """In which step the run leaves the range, and by how much."""
     if found is None:
         return "the trajectory leaves the range of fp32 runs from other seeds"
@@ -132,16 +130,13 @@ def _outside(found: Divergence | None, setup: TrainingSetup) -> str:
     )
 
 
-def _instead(run: Run, result: ScanResult) -> str:
-    """What the scan recommends, or what passed in this run; else a search."""
+def _instead(result: ScanResult) -> str:
+    """What the scan recommends."""
     best = result.recommendation
     if best is not None:
-        way = f" with {WAYS[best.way]}" if best.way in WAYS and best.way != "plain" else ""
+        way = f" with {WAYS.get(best.way, best.way)}" if best.way not in (None, "plain") else ""
         return f"use {best.label}{way}"
-    passed = [way for name in RECOVERING if run.training and (way := run.training.way(name)) and way.status == "ok"]
-    if passed:
-        return f"use {WAYS[passed[0].name]}"
-    return f"fix the other findings of this precision, or find modules to keep in fp32: {planning_command(result)}"
+    return "fix the other findings of this precision, or keep the module in fp32"
 
 
 @rule("LP508", "stale-autocast-cache", "note")

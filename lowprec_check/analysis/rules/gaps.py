@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from lowprec_check.analysis.rules.alternatives import or_autocast
 from lowprec_check.analysis.rules.catalogued import fixed_since
-from lowprec_check.analysis.rules.phases import in_phase
+from lowprec_check.analysis.rules.phases import advice_in, in_phase
 from lowprec_check.analysis.rules.registry import RAN_HERE, Finding, low_runs
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Gap, GapKind, Run, ScanResult
@@ -22,7 +22,10 @@ def from_gaps(result: ScanResult, kind: GapKind, help: str | Advice) -> Iterator
             if gap.kind == kind:
                 caught = run.status in ("ok", "inaccurate", "nonfinite")
                 caught_text = f"; {_how_it_passed(run)}" if caught else ""
-                advice = _in_training(gap, run, result) or (help if isinstance(help, str) else help(gap, run))
+                advice = help if isinstance(help, str) else help(gap, run)
+                outside = advice_in(gap.phase)
+                if outside is not None:
+                    advice = outside + or_autocast(gap, run, result)
                 yield Finding(
                     f"{in_phase(gap.phase)}{gap.message}{caught_text}",
                     run=run,
@@ -41,14 +44,3 @@ def _how_it_passed(run: Run) -> str:
     if run.backend == EAGER:
         return "the model catches this exception and continues"
     return f"only in eager mode, the {run.backend} backend runs it"
-
-
-def _in_training(gap: Gap, run: Run, result: ScanResult) -> str | None:
-    """What to do about an op that no line of the model calls; ``None`` for one in the forward pass."""
-    if gap.phase == "backward":
-        return f"compute the op of the forward pass in fp32 too, on x.float(){or_autocast(gap, run, result)}"
-    if gap.phase == "optimizer":
-        return (
-            f"keep the weights that the optimizer updates in fp32: fp32 master weights{or_autocast(gap, run, result)}"
-        )
-    return None

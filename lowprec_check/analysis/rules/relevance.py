@@ -14,7 +14,7 @@ from lowprec_check.analysis.error_shares import (
     share_text,
     trusted_budget,
 )
-from lowprec_check.analysis.rules.phases import in_phase
+from lowprec_check.analysis.rules.phases import advice_in, in_phase
 from lowprec_check.analysis.rules.registry import Finding
 from lowprec_check.schema.error_budget import MATTERS
 from lowprec_check.schema.op_calls import OpCall
@@ -39,9 +39,9 @@ def by_place(run: Run, keep: Callable[[OpCall], bool], worst: Callable[[OpCall],
 def place_finding(
     run: Run, result: ScanResult, row: OpCall, count: int, message: str, help: str | None = None
 ) -> Finding:
-    """A finding at the place of an op call."""
-    source = row.source or result.model.source
-    return Finding(in_phase(row.phase) + message, run, row.module, row.op, source, help=help, calls=count)
+    """A finding at the place of an op call; ``help`` is about one in the forward pass."""
+    source, advice = row.source or result.model.source, advice_in(row.phase) or help
+    return Finding(in_phase(row.phase) + message, run, row.module, row.op, source, help=advice, calls=count)
 
 
 def knowledge_of(run: Run) -> Knowledge:

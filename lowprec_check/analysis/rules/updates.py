@@ -38,7 +38,7 @@ class _Loss(NamedTuple):
     @property
     def worst(self) -> LostUpdates:
         """The tensor that loses most."""
-        return max(self.tensors, key=lambda found: max(found.lost, found.decay_lost or 0.0))
+        return max(self.tensors, key=lambda found: (found.lost, found.decay_lost or 0.0))
 
 
 def _mean(tensors: Sequence[LostUpdates], share: Callable[[LostUpdates], float | None]) -> float | None:
@@ -65,7 +65,7 @@ def lost_update(result: ScanResult) -> Iterator[Finding]:
         model.bfloat16()
         output = model(inputs.bfloat16())
         # after
-        with torch.autocast("cuda", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
             output = model(inputs)
     """
     for run in low_runs(result):
@@ -75,8 +75,7 @@ def lost_update(result: ScanResult) -> Iterator[Finding]:
             several = len({tensor.group for tensor in lost if tensor.values == "weight"}) > 1
             of = f" of parameter group {group}" if several else ""
             if max(found.share, found.decay or 0.0) >= LOST:
-                message = f"{percent(found.share)} of the updates of weights{of} are lost to rounding"
-                yield _lost(run, result, found, message)
+                yield Finding(_lost(found, of), run, _module_of(found.worst), help=what_recovers(run, result))
         averages = _Loss([tensor for tensor in lost if tensor.values == "average"])
         if averages.tensors and averages.share >= LOST:
             message = f"{percent(averages.share)} of the updates of the average of the weights are lost to rounding"
@@ -85,13 +84,17 @@ def lost_update(result: ScanResult) -> Iterator[Finding]:
             )
 
 
-def _lost(run: Run, result: ScanResult, found: _Loss, message: str) -> Finding:
-    if found.decay is not None and found.decay >= LOST:
-        message += f", {percent(found.decay)} of those by weight decay alone"
-    worst = found.worst
-    if len(found.tensors) > 1:
-        message += f"; most in {worst.name}: {percent(max(worst.lost, worst.decay_lost or 0.0))}"
-    return Finding(message, run, _module_of(worst), help=what_recovers(run, result))
+def _lost(found: _Loss, of: str) -> str:
+    """What a parameter group loses, in words; ``of`` names the group."""
+    decay = found.decay or 0.0
+    if found.share < LOST:
+        return (
+            f"{percent(decay)} of the updates of weights{of} by weight decay alone are lost to rounding, "
+            f"{percent(found.share) if found.share else 'none'} of those with gradients"
+        )
+    worst = f"; most in {found.worst.name}: {percent(found.worst.lost)}" if len(found.tensors) > 1 else ""
+    alone = f"; by weight decay alone: {percent(decay)}" if decay >= LOST else ""
+    return f"{percent(found.share)} of the updates of weights{of} are lost to rounding{alone}{worst}"
 
 
 def _module_of(found: LostUpdates) -> str:
@@ -169,9 +172,9 @@ def stalled_state(result: ScanResult) -> Iterator[Finding]:
 def zero_epsilon(result: ScanResult) -> Iterator[Finding]:
     """The `eps` of the optimizer is zero in fp16.
 
-    Observed: a step with zero gradients makes weights NaN or Inf. Adam divides by `sqrt(v) + eps`, and its default `eps` of
-    1e-8 is zero in fp16: 0 / 0. The scan tries each implementation that the optimizer has: a loop over the parameters,
-    `foreach`, and `fused`, which may compute in fp32.
+    Observed: a step with zero gradients makes weights NaN or Inf. Adam divides by `sqrt(v) + eps`, and its default
+    `eps` of 1e-8 is zero in fp16: 0 / 0. The scan tries each implementation that the optimizer has: a loop over the
+    parameters, `foreach`, and `fused`, which may compute in fp32.
 
     Usual causes: weights in fp16, whose optimizer state is in fp16 too; parameters that get no gradient in some steps,
     or one that underflows.

@@ -52,7 +52,8 @@ _ON_THE_CPU = {"logit": ("eps",)}
 def _slots(func: OpOverload, device: str) -> tuple[tuple[int, str], ...]:
     """Position and name of the arguments of ``func`` that may hold such a number, on this type of device."""
     name = func._schema.name.removeprefix("aten::").removesuffix("_")
-    wanted = _ARGUMENTS.get(name) or (_ON_THE_CPU.get(name, ()) if device == "cpu" else ())
+    known = _ARGUMENTS | _ON_THE_CPU if device == "cpu" else _ARGUMENTS
+    wanted = known.get(name, ())
     return tuple((index, found.name) for index, found in enumerate(func._schema.arguments) if found.name in wanted)
 
 
