@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -351,6 +352,8 @@ def growing_scan(
         check_isolation_of_twins(isolation)
     source.isolated_by(isolation)
     settings = options.for_runs(runs_on, machine.predicted)
+    if settings.steps:
+        importlib.import_module("torch._dynamo")  # optimizers import it, which takes a second in each fork
     target = source.target
     name = encodable(spec or target.name)
     with (

@@ -51,14 +51,14 @@ class Divergence(Struct, frozen=True, kw_only=True):
 
     step: int
     """The first step after which it is outside, counted from 1; 0 if its loss is wrong before any step."""
-    what: Literal["loss", "weights", "movement"]
+    what: Literal["loss", "weights", "progress"]
     value: float
-    """Of the loss: its change since the first step. Of the weights: their distance to fp32. Of their movement: how far they moved,
-    as a multiple of fp32's."""
+    """Of the loss: its change since the first step. Of the weights: their distance to fp32. Of the progress: how much of the way
+    of fp32 they moved."""
     limit: float
     """The limit that it crosses."""
     parameter: str | None = None
-    """The parameter that is furthest out after this step."""
+    """The parameter that adds most to the distance to fp32 after this step, beyond what it adds in runs from other seeds."""
 
 
 class TrainingWay(Struct, frozen=True, kw_only=True):
@@ -74,6 +74,8 @@ class TrainingWay(Struct, frozen=True, kw_only=True):
     """The loss before each step, and after the last; ``None`` where it is not finite."""
     distances: list[float] = []
     """After each step, how far the weights are from those of fp32: ‖Δw − Δw₃₂‖ / ‖Δw₃₂‖."""
+    progress: float | None = None
+    """After the last step: Δw · Δw₃₂ / ‖Δw₃₂‖², how much of the way of fp32 the weights have moved; 1 is all of it."""
     divergence: Divergence | None = None
     lost_updates: float | None = None
     """Share (0 to 1) of the updates of weights that are lost to rounding, over all steps; ``None`` if the weights are in fp32."""
@@ -93,6 +95,8 @@ class ParameterGradient(Struct, frozen=True, kw_only=True):
     elements: int
     error: float | None = None
     """rel_l2; ``None`` if it is not finite, or there is none."""
+    error_share: float | None = None
+    """Share (0 to 1) of the squared error of all gradients together."""
     absmax: float | None = None
     """The largest magnitude in fp32."""
     underflow: float = 0.0
@@ -124,9 +128,9 @@ class LossScale(Struct, frozen=True, kw_only=True):
 
     scale: float
     largest: float
-    """The largest magnitude of a gradient in the backward pass of fp32, of an op or a parameter, without scaling."""
+    """The largest magnitude of a 16-bit gradient in the backward pass of the first step, without scaling."""
     largest_at: str | None = None
-    """The module where it occurs."""
+    """The module whose op gets it."""
     underflow_unscaled: float
     """Share of the gradient's elements (of all parameters) that underflow without scaling."""
     underflow: float | None = None

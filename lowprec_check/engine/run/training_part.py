@@ -11,24 +11,33 @@ from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import NARROW, underflows
 from lowprec_check.engine.core.output_comparison import compare_outputs
+from lowprec_check.engine.core.seed import seed_everything
+from lowprec_check.engine.core.source_location import ModuleStack
 from lowprec_check.engine.model.memory import measure_memory
-from lowprec_check.engine.model.plain_run import PlainResult, describe_error, output_tensors, reraise_interrupt
+from lowprec_check.engine.model.plain_run import PlainResult, describe_error, output_tensors
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.training import make_optimizer
 from lowprec_check.engine.run.job import Job, Send
-from lowprec_check.engine.run.messages import CallStarted, Measures, MeasuresDone, PlainDone, TrainingDone
+from lowprec_check.engine.run.messages import (
+    CallStarted,
+    InstrumentFault,
+    Measures,
+    MeasuresDone,
+    PlainDone,
+    TrainingDone,
+)
 from lowprec_check.engine.run.training_reference import TrainingReference
+from lowprec_check.engine.trace.places import Places
 from lowprec_check.engine.train.epsilon import check_epsilon
 from lowprec_check.engine.train.gradients import FirstGradients, compare_gradients
-from lowprec_check.engine.train.loss_scale import suggested_scale
+from lowprec_check.engine.train.loss_scale import Largest, LargestGradient, suggested_scale
 from lowprec_check.engine.train.lost_updates import LostUpdateCounter, lost_buffer_updates
 from lowprec_check.engine.train.spread import Spread
 from lowprec_check.engine.train.step import StepResult, TrainingStep, with_step
-from lowprec_check.engine.train.trajectory import MAX_SKIPPED, Loop, Trajectory, Watcher
+from lowprec_check.engine.train.trajectory import MAX_SKIPPED, Loop, StepFailedError, Trajectory, Watcher
 from lowprec_check.engine.train.ways import DEFAULT_SCALE, PLAIN, Way, state_bytes, ways_of
-from lowprec_check.errors import UsageError
 from lowprec_check.schema.training import LossScale, TrainingRun, TrainingWay
 from lowprec_check.schema.verdict import ErrorStats, Status
 
@@ -69,7 +78,8 @@ class TrainingPart:
             watchers = self._watchers(way)
             found, loop = self._train(way, watchers)
             self._add(found, loop, watchers)
-        if self.ready.precision.kind == "autocast" and underflows(self.ready.application.dtype):
+        ran = any(way.status != "error" for way in self._training.ways)
+        if ran and self.ready.precision.kind == "autocast" and underflows(self.ready.application.dtype):
             self._try_suggested_scale()
         self._snapshot.rewind()
         parameters = [p for p in self.ready.model.parameters() if p.requires_grad]
@@ -120,13 +130,12 @@ class TrainingPart:
         limit = max(self.job.budget, 3 * self.job.steps * (self.job.fp32_ms or 0.0) / 1e3)
         try:
             trajectory = loop.run(self.job.steps, may_continue=lambda seconds: seconds <= limit)
-        except UsageError:
-            raise
-        except BaseException as error:
-            reraise_interrupt(error)
-            exception = msgspec.structs.replace(describe_error(error, self.ready.model), phase=step.phase)
+        except StepFailedError as failure:
+            exception = msgspec.structs.replace(describe_error(failure.error, self.ready.model), phase=step.phase)
             failed = loop.trajectory.steps + 1
             return TrainingWay(name=way.name, status="error", exception=exception, failed_step=failed), loop
+        for fault in loop.faults:
+            self._send(InstrumentFault(fault))
         return self._judged(way, step, trajectory), loop
 
     def _keep_outputs(self, result: StepResult) -> None:
@@ -142,7 +151,7 @@ class TrainingPart:
         if not all(finite) or trajectory.skipped > MAX_SKIPPED or not trajectory.weights[-1].isfinite().all():
             status, failed = "nonfinite", (finite.index(False) + 1 if False in finite else trajectory.steps)
         else:
-            divergence = spread.divergence(trajectory, self.ready.precision.format.roundoff)
+            divergence = spread.divergence(trajectory, self.ready.precision.format.roundoff, noisy=way.is_random)
             status = "ok" if divergence is None else "inaccurate"
         scaler = getattr(step.updates, "scaler", None)
         return TrainingWay(
@@ -151,6 +160,7 @@ class TrainingPart:
             failed_step=failed,
             losses=[loss if math.isfinite(loss) else None for loss in trajectory.losses],
             distances=[distance for distance in spread.distances(trajectory) if math.isfinite(distance)],
+            progress=next((value for value in reversed(spread.progress(trajectory)) if math.isfinite(value)), None),
             divergence=divergence,
             skipped_steps=trajectory.skipped,
             initial_scale=way.scale,
@@ -181,7 +191,7 @@ class TrainingPart:
 
     def _try_suggested_scale(self) -> None:
         """Suggest an initial loss scale, and train with it."""
-        largest = self._reference.largest
+        largest = self._largest_gradient()
         scale = suggested_scale(largest.value, self.ready.precision.format.largest)
         suggestion = LossScale(
             scale=scale,
@@ -200,6 +210,24 @@ class TrainingPart:
             underflow = compare_gradients(gradients.found, self._reference.gradients).underflow
         skipped = found.skipped_steps if found.status != "error" else None
         self._report(loss_scale=msgspec.structs.replace(suggestion, underflow=underflow, skipped_steps=skipped))
+
+    def _largest_gradient(self) -> Largest:
+        """The largest gradient in 16 bits of the first step; of a loss that is scaled down, if it is not finite."""
+        largest = Largest(0.0, None)
+        for scale in (1.0, 2.0**-10, 2.0**-20):
+            self._snapshot.rewind()
+            step = self._step(PLAIN)
+            with ModuleStack(self.ready.model) as stack:
+                mode = LargestGradient(Places(stack, lambda: "forward"), self.ready.application.dtype)
+                seed_everything(self.job.seed)
+                inputs, named = self.ready.inputs(self.target.args, self.target.kwargs)
+                with mode:
+                    _, loss = step.forward(inputs, named)
+            mode.backward(loss, scale)
+            largest = mode.largest
+            if math.isfinite(largest.value):
+                break
+        return largest
 
 
 def _plain_result(way: TrainingWay, loop: Loop, output_error: ErrorStats | None) -> PlainResult:

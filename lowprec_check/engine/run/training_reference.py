@@ -7,12 +7,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
-from lowprec_check.engine.core.seed import seed_everything
-from lowprec_check.engine.core.source_location import ModuleStack, call_model
 from lowprec_check.engine.model.memory import measure_memory
-from lowprec_check.engine.model.plain_run import PlainResult, describe_error, output_tensors, reraise_interrupt
+from lowprec_check.engine.model.plain_run import PlainResult, describe_error, output_tensors
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
@@ -20,14 +19,11 @@ from lowprec_check.engine.model.training import describe_loss, describe_optimize
 from lowprec_check.engine.run.job import Job, Send
 from lowprec_check.engine.run.messages import CallStarted, Measures, MeasuresDone, PlainDone, TrainingDone
 from lowprec_check.engine.run.reference_file import read_reference, write_reference
-from lowprec_check.engine.trace.places import Places
 from lowprec_check.engine.train.gradients import FirstGradients
-from lowprec_check.engine.train.loss_scale import Largest, LargestGradient
-from lowprec_check.engine.train.spread import SEEDS, Spread, noisy
+from lowprec_check.engine.train.spread import SEEDS, Spread, add_noise
 from lowprec_check.engine.train.step import StepResult, TrainingStep, with_step
-from lowprec_check.engine.train.trajectory import Loop, Samples, Trajectory, Watcher
+from lowprec_check.engine.train.trajectory import Loop, Samples, StepFailedError, Trajectory, Watcher
 from lowprec_check.engine.train.ways import PLAIN, state_bytes
-from lowprec_check.errors import UsageError
 from lowprec_check.schema.training import TrainingRun, TrainingSetup, TrainingWay
 
 
@@ -43,8 +39,6 @@ class TrainingReference:
     """The output and the loss of the first step."""
     gradients: dict[str, Tensor]
     """Of the first step, by parameter."""
-    largest: Largest
-    """The largest gradient in the backward pass of the first step."""
 
     def save(self, job: Job) -> None:
         """Write the file that :meth:`load` reads."""
@@ -53,7 +47,6 @@ class TrainingReference:
             "sizes": self.samples.sizes,
             "outputs": self.outputs,
             "gradients": self.gradients,
-            "largest": tuple(self.largest),
         }
         write_reference(job, content)
 
@@ -62,9 +55,7 @@ class TrainingReference:
         """Read what the fp32 run saved."""
         saved = read_reference(job)
         base, *others = (Trajectory(**run) for run in saved["runs"])
-        return cls(
-            base, others, Samples(saved["sizes"]), saved["outputs"], saved["gradients"], Largest(*saved["largest"])
-        )
+        return cls(base, others, Samples(saved["sizes"]), saved["outputs"], saved["gradients"])
 
 
 class ReferenceTraining:
@@ -93,13 +84,9 @@ class ReferenceTraining:
         loop = self._loop(step, self._batches, self.job.seed, (gradients,), self._keep_outputs)
         try:
             base = loop.run(self.job.steps)
-        except UsageError:
-            raise
-        except BaseException as error:
-            reraise_interrupt(error)
-            self.result = PlainResult(
-                status="error", exception=describe_error(error, self.ready.model), calls=loop.trajectory.steps + 1
-            )
+        except StepFailedError as failure:
+            exception = msgspec.structs.replace(describe_error(failure.error, self.ready.model), phase=step.phase)
+            self.result = PlainResult(status="error", exception=exception, calls=loop.trajectory.steps + 1)
             self._send(PlainDone(self.result))
             return
         finite = all(map(math.isfinite, base.losses)) and bool(base.weights[-1].isfinite().all())
@@ -139,7 +126,6 @@ class ReferenceTraining:
             samples=samples,
             outputs=[tensor.cpu() for tensor in self.outputs[: self._count]],
             gradients=gradients,
-            largest=self._largest_gradient(),
         )
         reference.save(self.job)
         spread = Spread(base, reference.others, samples, 0.0)
@@ -163,23 +149,10 @@ class ReferenceTraining:
     def _other_seed(self, number: int) -> Trajectory:
         """A run with other random draws, other batches if there are several, and noise on the initial weights."""
         self._snapshot.rewind()
-        noisy([parameter for parameter in self.ready.model.parameters() if parameter.requires_grad], number)
+        add_noise([parameter for parameter in self.ready.model.parameters() if parameter.requires_grad], number)
         first = number * (self.job.steps + 1) % len(self._batches)
         batches = [*self._batches[first:], *self._batches[:first]]
         return self._loop(self._step(), batches, self.job.seed + number).run(self.job.steps)
-
-    def _largest_gradient(self) -> Largest:
-        self._snapshot.rewind()
-        step = self._step()
-        with ModuleStack(self.ready.model) as stack:
-            places = Places(stack, lambda: step.phase)
-            places.own(self.ready.model)
-            mode = LargestGradient(step, places)
-            seed_everything(self.job.seed)
-            inputs, named = self.ready.inputs(self.target.args, self.target.kwargs)
-            with mode:
-                call_model(step, inputs, named)
-        return mode.largest
 
     def _step(self) -> TrainingStep:
         return TrainingStep(self.target, self.ready, PLAIN)

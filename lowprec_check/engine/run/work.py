@@ -172,7 +172,7 @@ def _instrument(job: Job, target: Target, outputs: list[Tensor] | None, send: Se
     if job.steps:
         with in_training(job, target) as ready, _kernels(job):
             step = TrainingStep(target, ready, ways_of(ready.application, job.steps)[0], target.model)
-            options = options._replace(phase=lambda: step.phase, before_pass=step.restart)
+            options = options._replace(step=step)
             stepping = with_step(ready, step)
             found = run_instrumented(stepping, target.args, target.kwargs, fp32, options, outputs)
     else:

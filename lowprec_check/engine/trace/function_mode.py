@@ -7,61 +7,94 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from lowprec_check.engine.trace.backward_failures import BackwardFailures
 from lowprec_check.engine.trace.op_arguments import dtype_names
-from lowprec_check.engine.trace.rescue import Retry, find_rescue, predicted_by
+from lowprec_check.engine.trace.rescue import Retry, find_rescue, gap_kind, predicted_by
 from lowprec_check.errors import message_of
+from lowprec_check.schema.run_key import Phase
+from lowprec_check.schema.scan_result import GapKind
 
 if TYPE_CHECKING:
     from lowprec_check.engine.trace.recorder import Recorder
 
 
 class FunctionRescue(TorchFunctionMode):
-    """Rescues calls of torch functions that do not support a dtype; used together with an active :class:`Recorder`."""
+    """Rescues calls of torch functions that do not support a dtype; used together with an active :class:`Recorder`.
 
-    def __init__(self, recorder: Recorder) -> None:
+    Of a step of training, it also calls the functions on widened inputs whose derivatives failed in an earlier pass.
+    """
+
+    def __init__(self, recorder: Recorder, failures: BackwardFailures) -> None:
         super().__init__()
         self.recorder = recorder
+        self._failures = failures
+        failures.restart()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        try:
+        phase = self.recorder.places.phase
+        if phase == "backward":  # ``Tensor.backward`` itself
             return func(*args, **kwargs)
+        try:
+            return self._call(func, args, kwargs) if phase == "forward" else func(*args, **kwargs)
         except Exception as error:
             if error is self.recorder.execution.raised:
                 raise
             return self._rescue(func, args, kwargs, error)
 
+    def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function in the forward pass of a step, on widened inputs if its derivative has failed."""
+        name = function_name(func)
+        known = self._failures.widened.get(name)
+        if known is not None:
+            retry = self._retry(name, func, args, kwargs)
+            if retry.low_precision:
+                result = retry.widened()
+                self._add_gap(name, retry, gap_kind(known, "dispatch"), known, "backward", sys._getframe(2))
+                return result
+        return self._failures.call(name, lambda: func(*args, **kwargs))
+
     def _rescue(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
         execution, journal = self.recorder.execution, self.recorder.journal
         name = function_name(func)
-        retry = Retry(func, args, kwargs, execution.low, _written(name, args, kwargs))
+        retry = self._retry(name, func, args, kwargs)
         gaps_before = len(journal.gaps)
         found = find_rescue(retry, error, "function")
         if found is None:
             execution.raised = error
             raise error
         if len(journal.gaps) == gaps_before or found.kind == "dtype-mismatch":
-            module, source = self.recorder.places.of(sys._getframe(2))
-            journal.add_gap(
-                name,
-                module,
-                source,
-                kind=found.kind,
-                layer="function",
-                phase=self.recorder.places.phase or "forward",
-                message=message_of(error),
-                dtypes=dtype_names(retry.floating),
-                predicted_by=predicted_by(error),
-            )
+            phase = self.recorder.places.phase or "forward"
+            self._add_gap(name, retry, found.kind, error, phase, sys._getframe(2))
         execution.pending.add(found.result)
         return found.result
+
+    def _retry(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Retry:
+        return Retry(func, args, kwargs, self.recorder.execution.low, _written(name, args, kwargs))
+
+    def _add_gap(
+        self, name: str, retry: Retry, kind: GapKind, error: Exception, phase: Phase, frame: FrameType
+    ) -> None:
+        module, source = self.recorder.places.of(frame)
+        self.recorder.journal.add_gap(
+            name,
+            module,
+            source,
+            kind=kind,
+            layer="function",
+            phase=phase,
+            message=message_of(error),
+            dtypes=dtype_names(retry.floating),
+            predicted_by=predicted_by(error),
+        )
 
 
 def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

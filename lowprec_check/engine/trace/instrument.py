@@ -24,6 +24,7 @@ from lowprec_check.engine.model.module_probe import ModuleOutput, kept_output
 from lowprec_check.engine.model.plain_run import describe_error, output_tensors, reraise_interrupt
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
+from lowprec_check.engine.trace.backward_failures import BackwardFailures, SteppingCall
 from lowprec_check.engine.trace.emulation import Emulation
 from lowprec_check.engine.trace.function_mode import FunctionRescue
 from lowprec_check.engine.trace.instrumented import Instrumented
@@ -40,7 +41,6 @@ from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.error_budget import ErrorBudget
 from lowprec_check.schema.module_paths import module_around, paths_above
 from lowprec_check.schema.op_calls import OpCalls
-from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.scan_result import Gap
 
 
@@ -67,10 +67,8 @@ class Options(NamedTuple):
     """The output of a module that the budget is about, if that of the model holds nothing to compare."""
     autocast: bool = False
     """Whether the run is under autocast."""
-    phase: Callable[[], Phase] | None = None
-    """The part of a training step that runs; ``None`` if only the forward pass is run."""
-    before_pass: Callable[[], None] = lambda: None
-    """Called before each pass: what the call keeps besides the model starts anew."""
+    step: SteppingCall | None = None
+    """The call, if it is a step of training."""
     deferred: bool = False
     """Whether figures are read in batches on a CPU too, as they are on an accelerator."""
 
@@ -89,15 +87,21 @@ def run_instrumented(
     options: Options,
     plain_outputs: list[Tensor] | None = None,
 ) -> Instrumented:
-    """Run with a dispatch mode; if an exception came from above dispatch, run again with a function mode too."""
+    """Run with a dispatch mode; if an exception came from above dispatch, run again with a function mode too.
+
+    A derivative that fails above dispatch takes one more run for each function.
+    """
     model_call = _ModelCall(ready, args, kwargs, fp32)
     snapshot = Snapshot(ready.model, (args, kwargs), parameters=options.changes_parameters)
     try:
-        found, failed_above = _pass(model_call, options, plain_outputs, function_mode=False)
-        if failed_above:
+        found, failed_above = _pass(model_call, options, plain_outputs)
+        failures = BackwardFailures()
+        while failed_above:
             snapshot.rewind()
-            found, _ = _pass(model_call, options, None, function_mode=True)
-        return found
+            found, failed_above = _pass(model_call, options, None, failures)
+            failed_above = failed_above and failures.learn()
+        proven = [gap for gap in found.gaps if gap.phase != "backward" or gap.op != failures.unproven]
+        return found if len(proven) == len(found.gaps) else msgspec.structs.replace(found, gaps=proven)
     finally:
         snapshot.restore()
 
@@ -112,11 +116,18 @@ class _ModelCall(NamedTuple):
 
 
 def _pass(
-    model_call: _ModelCall, options: Options, plain_outputs: list[Tensor] | None, *, function_mode: bool
+    model_call: _ModelCall,
+    options: Options,
+    plain_outputs: list[Tensor] | None,
+    failures: BackwardFailures | None = None,
 ) -> tuple[Instrumented, bool]:
-    """One pass; the second value is true if an exception came from above dispatch."""
-    ready = model_call.ready
-    options.before_pass()
+    """One pass, with a function mode too if ``failures`` are given; the second value is true if an exception came from above
+    dispatch.
+    """
+    ready, step = model_call.ready, options.step
+    if step is not None:
+        step.restart()
+        step.on_loss = (failures or BackwardFailures()).watch
     journal = Journal(options.on_gap, options.on_op_calls)
     figures = PendingFigures(deferred=options.deferred or ready.device.type != "cpu", everywhere=options.deferred)
     lockstep = Lockstep(options.wide, _tape_limit(ready, options) if options.budget else None, figures)
@@ -125,7 +136,7 @@ def _pass(
     seed_inputs(lockstep, (inputs, named), (model_call.args, model_call.kwargs), ready.device)
     counter = StorageCounter(ready, inputs, named) if options.count_memory else None
     with ModuleStack(ready.model) as stack:
-        places = Places(stack, options.phase)
+        places = Places(stack, None if step is None else lambda: step.phase)
         places.own(ready.model)
         recorder = Recorder(
             ready.application.dtype,
@@ -139,7 +150,7 @@ def _pass(
             timed=ready.device.type == "cpu",
             places=places,
         )
-        rescue = FunctionRescue(recorder) if function_mode else None
+        rescue = None if failures is None else FunctionRescue(recorder, failures)
         with kept_output(ready.model, options.probe) as probed:
             output, error = call_under(recorder, ready, inputs, named, options.seed, rescue)
         recorder.finish(output_tensors(output) if error is None else [])
@@ -153,15 +164,18 @@ def _pass(
         op_calls=journal.op_calls(),
         uncalled_modules=_uncalled(ready.model, stack, recorder.input_storages),
         called_modules=[name for name, _ in ready.model.named_modules() if name and stack.calls[name]],
-        function_mode=function_mode,
+        function_mode=failures is not None,
         complete=error is None,
         emulated=options.emulation.reasons(),
         faults=tuple(recorder.faults),
     )
     if error is not None:
         above = error is not recorder.execution.raised and isinstance(error, Exception)
-        return msgspec.structs.replace(found, exception=describe_error(error, ready.model)), above
-    comparable = plain_outputs if not (found.gaps or found.emulated or function_mode) else None
+        if above and failures is not None and places.phase == "backward":
+            failures.failed(error)
+        exception = msgspec.structs.replace(describe_error(error, ready.model), phase=places.phase)
+        return msgspec.structs.replace(found, exception=exception), above
+    comparable = plain_outputs if not (found.gaps or found.emulated or failures) else None
     found = _with_output(found, output, comparable, lockstep if options.errors != "none" else None)
     return msgspec.structs.replace(found, peak_memory_bytes=counter.peak if counter is not None else None), False
 

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from lowprec_check.engine.core.source_location import ModuleStack, source_line
+from lowprec_check.engine.trace.autograd_nodes import accumulates
 from lowprec_check.schema.run_key import Phase
 
 NodePlace = tuple[str, str | None]
 """The module and the line that created a node of the autograd graph."""
-
-_ACCUMULATES = "torch::autograd::AccumulateGrad"
 
 
 class Places:
@@ -55,7 +54,7 @@ class Places:
         if phase == "forward":
             self._note(module, source)
         elif phase == "backward":
-            created = self._of_node()
+            created = self.of_node(torch._C._current_autograd_node())
             if created is not None:
                 return module or created[0], source or created[1]
         return module, source
@@ -63,12 +62,11 @@ class Places:
     def _note(self, module: str, source: str | None) -> None:
         self._created.setdefault(torch.autograd._get_sequence_nr() - 1, (module, source))  # type: ignore[attr-defined]
 
-    def _of_node(self) -> NodePlace | None:
-        """Where the node that autograd evaluates was created; ``None`` if it evaluates none, or one of unknown origin."""
-        node: Any = torch._C._current_autograd_node()
+    def of_node(self, node: Any) -> NodePlace | None:
+        """Where a node of the autograd graph was created; ``None`` if there is none, or that is unknown."""
         if node is None:
             return None
-        if node.name() == _ACCUMULATES:
+        if accumulates(node):
             owner = self._owners.get(id(node.variable))
             return None if owner is None else (owner, None)
         number = node._sequence_nr()

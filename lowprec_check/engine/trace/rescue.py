@@ -121,7 +121,7 @@ def find_rescue(retry: Retry, error: BaseException, layer: Layer) -> Rescue | No
     if retry.low_precision:
         result = _try(retry.widened)
         if result is not None:
-            return Rescue(_kind(error, layer), result.value)
+            return Rescue(gap_kind(error, layer), result.value)
     if any(tensor.device.type != "cpu" for tensor in retry.floating) and _lacks_backend(error):
         result = _try(retry.on_cpu)
         if result is not None:
@@ -146,7 +146,8 @@ def _try(run: Callable[[], Any]) -> _Success | None:
         return None
 
 
-def _kind(error: Exception, layer: Layer) -> GapKind:
+def gap_kind(error: Exception, layer: Layer) -> GapKind:
+    """What a failure that widened inputs avoid is called."""
     if "without overflow" in message_of(error):
         return "scalar-overflow"
     return "missing-kernel" if layer == "dispatch" else "unsupported-dtype"

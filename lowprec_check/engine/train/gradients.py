@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from lowprec_check.engine.train.step import TrainingStep
@@ -46,7 +47,7 @@ class GradientComparison(NamedTuple):
 
 def compare_gradients(mine: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> GradientComparison:
     """Compare the gradients ``mine`` with those of fp32, by name. A parameter that got none here has a gradient of zero."""
-    rows, difference, norm, flushed, elements = [], 0.0, 0.0, 0, 0
+    rows, squares, norm, flushed, elements = list[ParameterGradient](), list[float](), 0.0, 0, 0
     for name, exact in reference.items():
         found = mine.get(name)
         low = torch.zeros_like(exact) if found is None else found
@@ -64,9 +65,12 @@ def compare_gradients(mine: Mapping[str, Tensor], reference: Mapping[str, Tensor
                 overflow=overflown / max(count, 1),
             )
         )
-        difference, norm = difference + apart**2, norm + size**2
-        flushed, elements = flushed + zero, elements + count
-    error = _finite(math.sqrt(difference / norm)) if norm else None
+        squares.append(apart**2)
+        norm, flushed, elements = norm + size**2, flushed + zero, elements + count
+    total = sum(squares)
+    if total and math.isfinite(total):
+        rows = [structs.replace(row, error_share=square / total) for row, square in zip(rows, squares, strict=True)]
+    error = _finite(math.sqrt(total / norm)) if norm else None
     return GradientComparison(rows, error, flushed / elements if elements else None)
 
 

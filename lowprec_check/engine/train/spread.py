@@ -21,6 +21,8 @@ SEEDS = 3
 BEYOND = 2.0
 """How many times the largest distance of another seed a run may be from fp32."""
 
+NOTABLE = 0.1
+
 
 class Interval(NamedTuple):
     """An interval of allowed values."""
@@ -61,13 +63,13 @@ class Spread:
         steps = range(min(map(len, changes)))
         return [min(c[k] for c in changes) for k in steps], [max(c[k] for c in changes) for k in steps]
 
-    def divergence(self, run: Trajectory, roundoff: float) -> Divergence | None:
-        """Where ``run`` leaves the limits for good; ``None`` if it is within them at the end."""
-        found = [
-            divergence
-            for divergence in (self._of_loss(run, roundoff), self._of_distance(run), self._of_movement(run))
-            if divergence is not None
-        ]
+    def divergence(self, run: Trajectory, roundoff: float, *, noisy: bool) -> Divergence | None:
+        """Where ``run`` leaves the limits for good; ``None`` if it is within them at the end.
+
+        The distance of the weights is not judged if their rounding is ``noisy``: they are right on average only.
+        """
+        judged = [self._of_loss(run, roundoff), self._of_progress(run), *([] if noisy else [self._of_distance(run)])]
+        found = [divergence for divergence in judged if divergence is not None]
         return min(found, key=lambda divergence: divergence.step, default=None)
 
     def _of_loss(self, run: Trajectory, roundoff: float) -> Divergence | None:
@@ -100,13 +102,12 @@ class Spread:
         parameter = self._furthest(run, step + 1)
         return Divergence(step=step + 1, what="weights", value=mine[step], limit=limits[step], parameter=parameter)
 
-    def _of_movement(self, run: Trajectory) -> Divergence | None:
-        """Whether the weights move much less, or more, than those of any fp32 run."""
-        steps = min(run.steps, self._base.steps)
-        mine = [self._movement(run, step) for step in range(1, steps + 1)]
+    def _of_progress(self, run: Trajectory) -> Divergence | None:
+        """Whether the weights move less, or further, in the direction of fp32 than those of any fp32 run."""
+        mine = self.progress(run)
 
         def limits(index: int) -> Interval:
-            known = [self._movement(other, index + 1) for other in self._others if index < other.steps]
+            known = [self._progress(other, index + 1) for other in self._others if index < other.steps]
             return Interval.around([1.0, *known], self._tolerance)
 
         step = _leaves(mine, limits)
@@ -115,30 +116,41 @@ class Spread:
         interval = limits(step)
         limit = interval.high if mine[step] > interval.high else interval.low
         parameter = self._furthest(run, step + 1)
-        return Divergence(step=step + 1, what="movement", value=mine[step], limit=limit, parameter=parameter)
+        return Divergence(step=step + 1, what="progress", value=mine[step], limit=limit, parameter=parameter)
 
-    def _distance(self, run: Trajectory, step: int, part: slice = slice(None)) -> float:
-        mine, reference = _moved(run, step)[part], _moved(self._base, step)[part]
-        return _ratio(self._norm(mine - reference, part), self._norm(reference, part))
+    def progress(self, run: Trajectory) -> list[float]:
+        """After each step: Δw · Δw₃₂ / ‖Δw₃₂‖², how much of the way of fp32 the weights have moved."""
+        return [self._progress(run, step) for step in range(1, min(run.steps, self._base.steps) + 1)]
 
-    def _movement(self, run: Trajectory, step: int) -> float:
-        return _ratio(self._norm(_moved(run, step)), self._norm(_moved(self._base, step)))
+    def _distance(self, run: Trajectory, step: int) -> float:
+        return _ratio(self._apart(run, step, slice(None)), self._norm(_moved(self._base, step)))
+
+    def _progress(self, run: Trajectory, step: int) -> float:
+        reference = _moved(self._base, step).double()
+        product = float((_moved(run, step).double() * reference * self._samples.weights).sum())
+        return _ratio(product, float((reference.square() * self._samples.weights).sum()), both_zero=1.0)
 
     def _norm(self, values: Tensor, part: slice = slice(None)) -> float:
         return float((values.double().square() * self._samples.weights[part]).sum().sqrt())
 
     def _furthest(self, run: Trajectory, step: int) -> str | None:
-        """The parameter whose distance to fp32 is the largest multiple of its limit."""
-        best, found = 0.0, None
+        """The parameter that adds most to the distance to fp32, beyond what it adds in runs from other seeds.
+
+        ``None`` if none adds :data:`NOTABLE` of the squared distance.
+        """
+        best, found = NOTABLE * self._apart(run, step, slice(None)) ** 2, None
         for name, part in self._samples.slices.items():
-            mine = self._distance(run, step, part)
-            limit = max(
-                (self._distance(other, step, part) for other in self._others if step <= other.steps), default=0.0
+            apart = self._apart(run, step, part)
+            allowed = max(
+                (self._apart(other, step, part) for other in self._others if step <= other.steps), default=0.0
             )
-            excess = mine / max(BEYOND * limit, self._tolerance)
-            if excess > best or math.isnan(excess):
+            excess = apart**2 - (BEYOND * allowed) ** 2
+            if excess > best:
                 best, found = excess, name
         return found
+
+    def _apart(self, run: Trajectory, step: int, part: slice) -> float:
+        return self._norm((_moved(run, step) - _moved(self._base, step))[part], part)
 
 
 def _moved(run: Trajectory, step: int) -> Tensor:
@@ -161,13 +173,13 @@ def _leaves(values: Sequence[float], limits: Callable[[int], Interval]) -> int |
     return first
 
 
-def _ratio(value: float, reference: float) -> float:
+def _ratio(value: float, reference: float, *, both_zero: float = 0.0) -> float:
     if reference == 0.0:
-        return 0.0 if value == 0.0 else math.inf
+        return both_zero if value == 0.0 else math.inf
     return value / reference
 
 
-def noisy(parameters: Sequence[Tensor], seed: int) -> None:
+def add_noise(parameters: Sequence[Tensor], seed: int) -> None:
     """Multiply each element of ``parameters`` by 1 + :data:`NOISE` · N(0, 1), in place."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

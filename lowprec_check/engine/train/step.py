@@ -37,6 +37,8 @@ class TrainingStep:
         self.target, self.way = target, way
         self.phase: Phase = "forward"
         """The part that runs, or failed."""
+        self.on_loss: Callable[[Tensor], None] = lambda _loss: None
+        """Called with the loss, before the backward pass."""
         self._ready = ready
         self._model: Callable[..., Any] = ready.call if isinstance(ready.call, FailedCast) else call or target.called
         self.targets: tuple[Any, ...] = target.targets
@@ -60,6 +62,7 @@ class TrainingStep:
         """Do one step on a batch, prepared by ``ready.inputs``."""
         self.updates.zero_grad()
         output, loss = self.forward(args, kwargs)
+        self.on_loss(loss)
         self.phase = "backward"
         self.updates.backward(loss)
         self.phase = "optimizer"

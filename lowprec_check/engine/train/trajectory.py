@@ -10,13 +10,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import call_model
 from lowprec_check.engine.model import device as devices
+from lowprec_check.engine.model.plain_run import reraise_interrupt
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.train.step import StepResult, TrainingStep
+from lowprec_check.engine.train.ways import trained_weights
+from lowprec_check.errors import UsageError, message_of, type_name
 
 SAMPLED = 1024
 """Elements of each tensor that are kept of every step, chosen at random; all, if it has no more."""
@@ -65,7 +69,7 @@ class Trajectory:
     losses: list[float] = dataclasses.field(default_factory=list)
     """Before each step, and after the last."""
     weights: list[Tensor] = dataclasses.field(default_factory=list)
-    """:class:`Samples` of the parameters before the first step and after each."""
+    """:class:`Samples` of the weights that are trained, before the first step and after each."""
     buffers: list[Tensor] = dataclasses.field(default_factory=list)
     """The same of the floating buffers."""
     skipped: int = 0
@@ -107,7 +111,9 @@ class Loop:
         watchers: Sequence[Watcher] = (),
     ) -> None:
         self._ready, self._step, self._batches, self._seed = ready, step, batches, seed
-        self._on_step, self._on_first, self._watchers = on_step, on_first, watchers
+        self._on_step, self._on_first, self._watchers = on_step, on_first, list(watchers)
+        self.faults: list[str] = []
+        """Failures of watchers."""
         self.trajectory = Trajectory()
         self.parameters = {n: p for n, p in ready.model.named_parameters() if p.requires_grad}
         self.buffers = {n: b for n, b in ready.model.named_buffers() if is_float(b) and b.layout == torch.strided}
@@ -116,54 +122,77 @@ class Loop:
     def run(self, steps: int, *, may_continue: Callable[[float], bool] = lambda _seconds: True) -> Trajectory:
         """Do ``steps`` updates, fewer if ``may_continue``, which gets the seconds so far, says no; then compute the loss once more.
 
-        Raises what the step raises.
+        It ends early after a loss that is not finite, and if a ``GradScaler`` skips every step. Raises :class:`StepFailedError`.
         """
         found = self.trajectory
         self._keep()
         with self._step.around():
             while found.steps < steps and (not found.steps or may_continue(sum(found.seconds))):
                 self._do(found.steps)
-                if not math.isfinite(found.losses[-1]) or found.skipped > MAX_SKIPPED:
+                if found.skipped > MAX_SKIPPED or not all(map(math.isfinite, found.losses[-1:])):
                     return found
             found.losses.append(self._last_loss(found.steps))
         return found
 
     def _do(self, number: int) -> None:
+        """One step; if a ``GradScaler`` skips it, nothing but that is noted."""
         found, step = self.trajectory, self._step
         scale = _scale(step)
-        for watcher in self._watchers:
-            watcher.before(step)
+        self._observe(lambda watcher: watcher.before(step))
         if self._on_step is not None:
             self._on_step(number + 1)
-        batch = self._batches[number % len(self._batches)]
-        step.targets = batch.targets
-        seed_everything(step_seed(self._seed, number))
-        inputs, named = self._ready.inputs(batch.args, batch.kwargs)
-        result, seconds = devices.timed(self._ready.device, lambda: call_model(step, inputs, named))
+        inputs, named = self._inputs(number)
+        try:
+            result, seconds = devices.timed(self._ready.device, lambda: call_model(step, inputs, named))
+        except UsageError:
+            raise
+        except BaseException as error:
+            reraise_interrupt(error)
+            raise StepFailedError(error) from error
         if self._on_first is not None:
             self._on_first(result)
             self._on_first = None
-        for watcher in self._watchers:
-            watcher.after(step)
+        self._observe(lambda watcher: watcher.after(step))
         if scale is not None and (_scale(step) or 0.0) < scale:
             found.skipped += 1
-            if found.skipped <= MAX_SKIPPED:
-                return  # the same step again, with a smaller scale
+            return  # the same step again, with a smaller scale
         found.losses.append(float(result.loss))
         found.seconds.append(seconds)
         self._keep()
 
-    def _keep(self) -> None:
-        self.trajectory.weights.append(self.samples.take(self.parameters))
-        self.trajectory.buffers.append(self.buffer_samples.take(self.buffers))
+    def _observe(self, call: Callable[[Watcher], None]) -> None:
+        """Let the watchers look; one that fails is left out from then on, and the failure is noted."""
+        for watcher in list(self._watchers):
+            try:
+                call(watcher)
+            except Exception as error:
+                self._watchers.remove(watcher)
+                self.faults.append(f"{type_name(watcher)} failed: {type_name(error)}: {first_line(message_of(error))}")
 
-    def _last_loss(self, number: int) -> float:
+    def _inputs(self, number: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs of a step, with the seeds and the targets set."""
         batch = self._batches[number % len(self._batches)]
         self._step.targets = batch.targets
         seed_everything(step_seed(self._seed, number))
-        inputs, named = self._ready.inputs(batch.args, batch.kwargs)
+        return self._ready.inputs(batch.args, batch.kwargs)
+
+    def _keep(self) -> None:
+        weights = dict(zip(self.parameters, trained_weights(self._step.updates), strict=True))
+        self.trajectory.weights.append(self.samples.take(weights))
+        self.trajectory.buffers.append(self.buffer_samples.take(self.buffers))
+
+    def _last_loss(self, number: int) -> float:
+        inputs, named = self._inputs(number)
         with torch.no_grad():
             return float(self._step.forward(inputs, named)[1])
+
+
+class StepFailedError(Exception):
+    """A step raised an exception, which is the model's, the loss's or the optimizer's."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
 
 
 def step_seed(seed: int, number: int) -> int:

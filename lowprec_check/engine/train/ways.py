@@ -73,6 +73,11 @@ class Way(NamedTuple):
     one_context: bool = False
     """Whether autocast is entered once, around all steps."""
 
+    @property
+    def is_random(self) -> bool:
+        """Whether it rounds at random, so that the weights differ from fp32's by noise that is meant."""
+        return self.name == _STOCHASTIC
+
     def updates(self, parameters: Iterable[nn.Parameter], make: MakeOptimizer, device: torch.device) -> Updates:
         """What updates ``parameters`` in this way."""
         maker: Callable[..., Any] = _MAKERS.get(self.name, PlainUpdates)
@@ -83,12 +88,14 @@ class Way(NamedTuple):
         return scaled
 
 
+_STOCHASTIC = "stochastic-rounding"
+
 _MAKERS: dict[str, Callable[..., Any]] = {
     "master-weights": MasterWeights,
     "master-weights-scaled": MasterWeights,
     "split-weights": SplitWeights,
     "kahan": KahanSummation,
-    "stochastic-rounding": StochasticRounding,
+    _STOCHASTIC: StochasticRounding,
 }
 
 PLAIN = Way("plain")
@@ -112,10 +119,31 @@ def ways_of(application: Application, steps: int) -> list[Way]:
             Way("master-weights"),
             Way("master-weights-scaled", scale=DEFAULT_SCALE),
         ]
-    return [PLAIN, Way("master-weights"), *([_SPLIT, Way("kahan"), _STOCHASTIC] if dtype == torch.bfloat16 else [])]
+    return [PLAIN, Way("master-weights"), *(map(Way, _OF_BF16) if dtype == torch.bfloat16 else ())]
 
 
-_SPLIT, _STOCHASTIC = Way("split-weights"), Way("stochastic-rounding")
+_OF_BF16 = ("split-weights", "kahan", _STOCHASTIC)
+"""Ways that use how bf16 is stored, or its range."""
+
+
+def trained_weights(updates: Updates) -> list[Tensor]:
+    """The weights that are trained: those of the model, or what is kept of them in more bits, in the order of the parameters."""
+    if isinstance(updates, MasterWeights):
+        return list(updates.masters)
+    rests = getattr(updates, "rests", None)
+    if rests is not None:
+        return [_joined(p, rest) for p, rest in zip(updates.parameters, rests, strict=True)]
+    lost = getattr(updates, "lost", None)
+    if lost is not None:
+        return [p.float() + missing.float() for p, missing in zip(updates.parameters, lost, strict=True)]
+    return list(updates.parameters)
+
+
+def _joined(parameter: Tensor, rest: Tensor) -> Tensor:
+    """The fp32 values of :class:`SplitWeights`."""
+    if parameter.dtype != torch.bfloat16:
+        return parameter
+    return ((parameter.view(torch.int16).int() << 16) + rest).view(torch.float32)
 
 
 def state_bytes(updates: Updates) -> int:
