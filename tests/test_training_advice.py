@@ -97,11 +97,14 @@ def backward_call(**more: Any) -> OpCall:
 def test_the_op_is_named_in_which_a_gradient_becomes_nan() -> None:
     wrong = [ParameterGradient(parameter="body.0.weight", elements=1000, overflow=0.25)]
     calls = [backward_call(), backward_call(introduced_nan=3), backward_call(introduced_inf=1)]
-    finding = one("LP502", a_trained("half", gradients=wrong, calls=calls))
+    failed = a_way(status="nonfinite", losses=NAN_LOSSES)
+    finding = one("LP502", a_trained("half", failed, gradients=wrong, calls=calls))
+    assert finding.severity == "error"
     assert (finding.module, finding.op, finding.source) == ("body.0", "aten.div.Tensor", "net.py:7")
     assert "250 of 1,000 elements (25 %)" in finding.message
     assert "NaN originates in div, whose inputs are finite" in finding.message
     unknown = one("LP502", a_trained("half", gradients=wrong, calls=[backward_call()]))
+    assert unknown.severity == "warning"
     assert "originates" not in unknown.message
 
 

@@ -8,7 +8,7 @@ from lowprec_check.analysis.rules.alternatives import passing_elsewhere
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, uses_autocast
 from lowprec_check.analysis.run_summary import counted, out_of, percent, short_op, some
 from lowprec_check.schema.op_calls import OpCall
-from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.scan_result import Run, ScanResult, Severity
 from lowprec_check.schema.training import WAYS, ParameterGradient, TrainingRun, TrainingWay
 
 UNDERFLOWS = 0.1
@@ -105,7 +105,10 @@ def gradient_not_finite(result: ScanResult) -> Iterator[Finding]:
 
     Observed: in the first step, without loss scaling, elements of gradients are NaN or Inf that are finite in fp32, and
     the loss is finite. If an op of the backward pass turned finite inputs into NaN or Inf, the finding is at the first
-    one, with its module and the line of the forward pass. `GradScaler` does not help: it skips such steps.
+    one, with its module and the line of the forward pass. `GradScaler` skips such steps. It lowers its scale until the
+    gradients no longer overflow; 0 / 0 is NaN with every scale.
+
+    It is a warning in a run that passes, as with `GradScaler`.
 
     Usual causes: an op whose derivative divides by something that is zero in the dtype, such as a norm, a square root
     or a small determinant; a sum of many gradients that exceeds 65504 in fp16.
@@ -138,13 +141,16 @@ def _not_finite(run: Run, result: ScanResult, wrong: Sequence[ParameterGradient]
     names = some([found.parameter for found in wrong])
     message = f"{out_of(elements, total, 'element')} of the gradients of {names} are NaN or Inf and finite in fp32"
     advice = f"compute the forward op in fp32, on x.float(){passing_elsewhere(run, result)}"
+    severity: Severity | None = "warning" if run.status == "ok" else None
     if first is None:
         module = wrong[0].parameter.rpartition(".")[0]
         message += "; no op of the analysis turns finite values into them"
-        return Finding(message, run, module, _GRADIENT, help=advice)
+        return Finding(message, run, module, _GRADIENT, help=advice, severity=severity)
     what = "NaN" if first.introduced_nan else "Inf"
-    message += f"; {what} originates in {short_op(first.op)}, whose inputs are finite"
-    return Finding(message, run, first.module, first.op, first.source or result.model.source, help=advice)
+    op = "a cast" if first.op == "aten._to_copy.default" else short_op(first.op)
+    message += f"; {what} originates in {op}, whose inputs are finite"
+    source = first.source or result.model.source
+    return Finding(message, run, first.module, first.op, source, help=advice, severity=severity)
 
 
 @rule("LP509", "scaler-skips", "warning")
@@ -152,8 +158,8 @@ def scaler_skips(result: ScanResult) -> Iterator[Finding]:
     """`GradScaler` skipped many steps.
 
     Observed: gradients overflowed with the loss scale of `GradScaler`, at least twice and in more than 10 % of the
-    steps. It skips such a step and halves its scale; the scan repeats the step. Skipped steps train nothing, and a schedule
-    of the learning rate that counts them runs ahead.
+    steps. It skips such a step and halves its scale; the scan repeats the step. Skipped steps train nothing, and a
+    schedule of the learning rate that counts them runs ahead.
 
     Usual causes: an initial scale, by default 65536, that is too large for the gradients of this model; gradients that
     are not finite at any scale (LP502). Over a long training, the steps that are lost until the scale fits do not matter.
