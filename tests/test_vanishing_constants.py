@@ -125,6 +125,13 @@ def test_constants_that_the_dtype_holds(value: float) -> None:
     assert bool(watched(lambda x: x + value, torch.zeros(2).half())[0].any()) == (value != 0)
 
 
+def test_the_epsilon_of_logit_on_a_cpu() -> None:
+    out, found = watched(lambda x: torch.logit(x, TINY), torch.zeros(2).half())
+    assert bool(out.isneginf().all())
+    assert found == [TINY]
+    assert bool(torch.logit(torch.zeros(2), TINY).isfinite().all())
+
+
 def test_the_largest_number_that_vanishes() -> None:
     tie = 2.0**-25
     out, found = watched(lambda x: x + tie, torch.zeros(2).half())

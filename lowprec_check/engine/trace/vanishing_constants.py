@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from lowprec_check.engine.core.floating_dtypes import NARROW
-from lowprec_check.engine.trace.dispatched_call import DispatchedCall
+
+if TYPE_CHECKING:
+    from lowprec_check.engine.trace.dispatched_call import DispatchedCall
+
+Slots = tuple[tuple[int, str], ...]
+"""Positions and names of arguments."""
 
 _COMPARED = frozenset(["lt", "le", "gt", "ge", "eq", "ne"])
 """They take the number in the dtype of the tensor: ``0 < 1e-8`` is false in fp16."""
@@ -33,6 +37,7 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "threshold": ("threshold", "value"),
     **dict.fromkeys(["fill", "masked_fill", "constant_pad_nd"], ("value",)),
     **dict.fromkeys(["full", "full_like", "new_full"], ("fill_value",)),
+    "logit": ("eps",),
     "scalar_tensor": ("s",),
     "nan_to_num": ("nan", "posinf", "neginf"),
     **dict.fromkeys(_COMPARED, ("other",)),
@@ -44,17 +49,14 @@ not 0 in fp16. So are a sum with ``alpha``, and the ``eps`` of normalizations an
 """
 
 
-_ON_THE_CPU = {"logit": ("eps",)}
-"""The same for ops whose kernel for CUDA takes the number in fp32."""
+_ON_THE_CPU = frozenset(["logit"])
+"""Ops whose kernel for CUDA takes the number in fp32."""
 
 
-@functools.cache
-def _slots(func: OpOverload, device: str) -> tuple[tuple[int, str], ...]:
-    """Position and name of the arguments of ``func`` that may hold such a number, on this type of device."""
-    name = func._schema.name.removeprefix("aten::").removesuffix("_")
-    known = _ARGUMENTS | _ON_THE_CPU if device == "cpu" else _ARGUMENTS
-    wanted = known.get(name, ())
-    return tuple((index, found.name) for index, found in enumerate(func._schema.arguments) if found.name in wanted)
+def number_slots(schema: torch.FunctionSchema) -> Slots:
+    """The arguments of an op that may hold such a number."""
+    wanted = _ARGUMENTS.get(_name(schema), ())
+    return tuple((index, found.name) for index, found in enumerate(schema.arguments) if found.name in wanted)
 
 
 def vanished_constant(call: DispatchedCall, outputs: list[Tensor]) -> float | None:
@@ -62,13 +64,21 @@ def vanished_constant(call: DispatchedCall, outputs: list[Tensor]) -> float | No
 
     ``outputs`` are those of the call. ``None`` if there is none, or the dtype is not narrow.
     """
-    tensors = call.inputs if call.traits.packet.removeprefix("aten::") in _COMPARED else outputs
-    if not tensors or tensors[0].dtype not in NARROW or call.kwargs.get("alpha", 1) != 1:
+    slots = call.traits.number_slots
+    if not slots or call.kwargs.get("alpha", 1) != 1:
         return None
-    slots = _slots(call.func, tensors[0].device.type)
+    name = _name(call.func._schema)
+    tensors = call.inputs if name in _COMPARED else outputs
+    if not tensors or tensors[0].dtype not in NARROW or (name in _ON_THE_CPU and tensors[0].device.type != "cpu"):
+        return None
     limit = _rounds_to_zero(tensors[0].dtype)
     numbers = (number for index, name in slots for number in _numbers(call, index, name))
     return next((number for number in numbers if 0 < abs(number) <= limit), None)
+
+
+def _name(schema: torch.FunctionSchema) -> str:
+    """``clamp`` of ``aten::clamp_``."""
+    return str(schema.name).removeprefix("aten::").removesuffix("_")
 
 
 def _numbers(call: DispatchedCall, index: int, name: str) -> Iterator[float]:
