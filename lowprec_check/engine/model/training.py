@@ -139,17 +139,17 @@ def optimizer_like(given: torch.optim.Optimizer, model: nn.Module) -> MakeOptimi
 
 
 def describe_optimizer(made: torch.optim.Optimizer) -> str:
-    """``SGD(lr=0.1, momentum=0.9)``: the settings that differ from the defaults of its class, and the learning rate."""
+    """``SGD(lr=0.1, momentum=0.9)``: the learning rate, weight decay, and settings that differ from the defaults of the class."""
     try:
         parameters = dict(inspect.signature(type(made)).parameters)
     except (TypeError, ValueError):
         parameters = {}
     usual = {name: found.default for name, found in parameters.items()}
-    settings = [
-        f"{name}={_number(value)}"
-        for name, value in made.defaults.items()
-        if name in ("lr", "weight_decay") or (name in usual and usual[name] != value)
-    ]
+    settings = []
+    for name in made.defaults:
+        values = list(dict.fromkeys(_number(group.get(name)) for group in made.param_groups))
+        if name in ("lr", "weight_decay") or (name in usual and values != [_number(usual[name])]):
+            settings.append(f"{name}={' / '.join(values)}")
     groups = len(made.param_groups)
     return f"{type(made).__name__}({', '.join(settings)})" + (f" with {groups} parameter groups" if groups > 1 else "")
 
