@@ -89,6 +89,7 @@ STEPS = {
     "LP203": Step("x = x * self.scale * 0"),
     "LP204": Step("mask, x = x > 0, x * self.scale"),
     "LP205": Step("x = x * self.scale * 60"),
+    "LP206": Step("x = x * self.scale"),
     "LP303": Step(precision="bfloat16", inputs=draw(64, 64, offset=10.0)),
     "LP304": Step("pass", precision="autocast-bf16", inputs=draw(4096, 8)),
     "LP305": Step(NEARLY_SINGULAR, precision="bfloat16", inputs=draw(8, 4)),
@@ -106,6 +107,7 @@ MACHINE = {
     "LP301": "another precision, tested below",
     "LP306": "a fault of a compiler; tests/test_compiler_check.py",
     "LP302": "a kernel that adds up in 16 bits, tested below",
+    **dict.fromkeys([f"LP50{number}" for number in range(1, 10)], "training; tests/test_training_advice.py"),
     "LP901": "other inputs, tested below",
     "LP903": "a slow kernel or one that crashes",
 }

@@ -6,6 +6,7 @@ import msgspec
 
 from lowprec_check.analysis.recommend import recommend
 from lowprec_check.analysis.rules.registry import diagnose
+from lowprec_check.analysis.training_advice import recommend_training
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, RunKey
 from lowprec_check.schema.scan_result import ScanResult, skipped
 
@@ -14,7 +15,11 @@ def conclude(result: ScanResult) -> ScanResult:
     """The result with its recommendation and diagnostics, as its options select them."""
     options = result.options
     about = {**result.environment, "torch": result.torch}
-    advice = recommend(result.runs, result.model, about, options.get("prefer", "speed"))
+    prefer = options.get("prefer", "speed")
+    if result.training is not None:
+        advice = recommend_training(result, about, prefer)
+    else:
+        advice = recommend(result.runs, result.model, about, prefer)
     result = msgspec.structs.replace(result, recommendation=advice)
     return msgspec.structs.replace(
         result, diagnostics=diagnose(result, options.get("select", ()), options.get("ignore", ()))

@@ -79,8 +79,8 @@ def _convert_named(layout: InputLayout, conversion: Conversion) -> list[str]:
     return _convert_nested(conversion)
 
 
-def _convert_nested(conversion: Conversion) -> list[str]:
-    """Lines for tensors that are not known by name."""
+def _convert_nested(conversion: Conversion, name: str = "inputs") -> list[str]:
+    """Lines for tensors anywhere in ``name`` that are not known by name."""
     steps = []
     if conversion.dtype or conversion.device:
         move = f'.to("{conversion.device}")' if conversion.device else ""
@@ -88,4 +88,9 @@ def _convert_nested(conversion: Conversion) -> list[str]:
         steps.append(cast if conversion.dtype else f"t{move}")
     if conversion.memory_format != CONTIGUOUS:
         steps.append(f"t.to(memory_format=torch.{conversion.memory_format}) if t.ndim == 4 else t")
-    return [f"inputs = tree_map_only(\n    torch.Tensor, lambda t: {step}, inputs\n)" for step in steps]
+    return [f"{name} = tree_map_only(\n    torch.Tensor, lambda t: {step}, {name}\n)" for step in steps]
+
+
+def convert_targets(conversion: Conversion) -> list[str]:
+    """Lines that convert ``targets``, what the loss gets of a batch; none if there is nothing to do."""
+    return _convert_nested(conversion._replace(memory_format=CONTIGUOUS), "targets")

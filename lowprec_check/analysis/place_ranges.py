@@ -32,11 +32,11 @@ def _larger(one: float | None, other: float | None) -> float | None:
 
 
 def ranges_by_place(batches: Sequence[OpCalls]) -> list[PlaceRange]:
-    """The ranges in the op calls of one run on one or more batches, in the order of the first calls."""
+    """The ranges in the forward passes of one run on one or more batches, in the order of the first calls."""
     found: dict[tuple[str, str, str | None, str], list[_Range]] = {}
     for number, op_calls in enumerate(batches):
         for row in op_calls.rows():
-            if row.absmax is not None:
+            if row.absmax is not None and row.is_forward:
                 place = found.setdefault((row.module, row.op, row.source, row.dtypes), [_Range()] * len(batches))
                 place[number] = place[number].with_call(row)
     return [

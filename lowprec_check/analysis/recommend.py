@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -63,7 +63,7 @@ def recommend(
     passed = _passed(runs)
     if not passed:
         return None
-    best = _best(passed, runs, environment, prefer)
+    best = best_of(passed, runs, environment, prefer)
     found, worth = speed(best, runs), worth_of(best, runs)
     return Recommendation(
         precision=best.base or best.precision,
@@ -83,8 +83,8 @@ def recommend(
         rel_l2=best.output_error.rel_l2 if best.output_error else None,
         prefer=prefer,
         worth=worth,
-        gain=", ".join(_gains(best, runs)),
-        stay_in_fp32=best.status == "ok" and _is_fp32_better(found, worth, prefer),
+        gain=", ".join(gains(best, runs)),
+        stay_in_fp32=best.status == "ok" and is_fp32_better(found, worth, prefer),
     )
 
 
@@ -104,7 +104,14 @@ def _passed(runs: Sequence[Run]) -> list[Run]:
     return [run for run in low if run.status == "ok"] or [run for run in low if run.status == "unjudged"]
 
 
-def _best(passed: list[Run], runs: Sequence[Run], environment: Mapping[str, Any], prefer: Prefer) -> Run:
+def best_of(
+    passed: list[Run],
+    runs: Sequence[Run],
+    environment: Mapping[str, Any],
+    prefer: Prefer,
+    error_of: Callable[[Run], float] = error_of,
+) -> Run:
+    """The best of ``passed``, which is not empty, by the rules of :func:`recommend`; ``error_of`` says how far it is from fp32."""
     if prefer == "memory":
         least = min(run.peak_memory_bytes or float("inf") for run in passed)
         passed = [run for run in passed if (run.peak_memory_bytes or float("inf")) <= SAME_MEMORY * least]
@@ -146,14 +153,14 @@ def _is_accelerated(run: Run, environment: Mapping[str, Any]) -> bool:
     return run.basis is not None and environment.get(f"{run.basis.format.short}_accelerated") is True
 
 
-def _is_fp32_better(found: Speed, worth: Worth, prefer: Prefer) -> bool:
+def is_fp32_better(found: Speed, worth: Worth, prefer: Prefer) -> bool:
     """Whether the best run in low precision loses against fp32 in what is preferred; not where that cannot be told."""
     if prefer == "speed" and found.told == "slower":
         return True
     return worth == "nothing" or (prefer == "memory" and worth == "faster")
 
 
-def _gains(run: Run, runs: Sequence[Run]) -> Iterator[str]:
+def gains(run: Run, runs: Sequence[Run]) -> Iterator[str]:
     """``1.4 times as fast as fp32``, ``saves 50 % of the memory``."""
     found = speed(run, runs)
     if found.told == "faster":
@@ -168,30 +175,41 @@ def _savings(run: Run, runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _reason(best: Run, runs: Sequence[Run], environment: Mapping[str, Any]) -> str:
-    found = speed(best, runs)
-    slow = _not_accelerated(best, environment) if found.told in ("same", "slower", "noisy") else ""
-    compared = found.text() + (" on this machine" if found.told == "slower" else "")
-    says = f" ({compared}{slow})" if found.told == "noisy" else f", {compared}{slow}" if compared else ""
-    chosen_by_time = "; the choice rests on speed only" if best.status != "ok" and found.told != "noisy" else ""
+    told = speed(best, runs).told
+    chosen_by_time = "; the choice rests on speed only" if best.status != "ok" and told != "noisy" else ""
     if best.evidence == "predicted":
         chosen_by_time = ""
-    saves = "".join(f"; {saving}" for saving in _savings(best, runs))
-    how = "measured here" if best.evidence == "measured" else best.evidence
-    parts = [f"{_verdict(best)}{chosen_by_time}, {how}{says}{saves}."]
+    parts = [f"{_verdict(best)}{chosen_by_time}{figures(best, runs, environment)}."]
     if (best.setup_seconds or 0.0) >= LONG_SETUP:
         parts.append(f"Setting it up took {best.setup_seconds:.1f} s.")
     if best.keep_fp32:
         parts.append(f"Kept in fp32: {some(best.keep_fp32)}.")
-    parts += _faster(best, runs)
+    return " ".join([*parts, *compared_with(best, runs)])
+
+
+def figures(best: Run, runs: Sequence[Run], environment: Mapping[str, Any]) -> str:
+    """``, measured here, 1.4 times as fast as fp32; saves 50 % of the memory``."""
+    found = speed(best, runs)
+    slow = _not_accelerated(best, environment) if found.told in ("same", "slower", "noisy") else ""
+    compared = found.text() + (" on this machine" if found.told == "slower" else "")
+    says = f" ({compared}{slow})" if found.told == "noisy" else f", {compared}{slow}" if compared else ""
+    saves = "".join(f"; {saving}" for saving in _savings(best, runs))
+    how = "measured here" if best.evidence == "measured" else best.evidence
+    return f", {how}{says}{saves}"
+
+
+def compared_with(best: Run, runs: Sequence[Run]) -> Iterator[str]:
+    """Sentences: which runs passed and are faster, and why the others failed."""
+    yield from _faster(best, runs)
     why = defaultdict(list)
     for run in candidates(runs):
         if run.key != best.key and run.precision != PLAN and run.status not in ("ok", "skipped", best.status):
             why[status_reason(run)].append(run.key.label)
-    parts += [f"Not {choices(names)}: {_sentence(reason)}" for reason, names in why.items()]
-    return " ".join(parts)
+    yield from (f"Not {choices(names)}: {sentence(reason)}" for reason, names in why.items())
 
 
-def _sentence(text: str) -> str:
+def sentence(text: str) -> str:
+    """``text`` with a full stop."""
     return text if text.endswith((".", "…")) else f"{text}."
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from lowprec_check.analysis.input_code import Conversion, convert_inputs
 from lowprec_check.catalog.declared import release_of
@@ -68,6 +69,28 @@ _IN_TORCH: dict[str, tuple[str, str]] = {
 """By device: the first release of torch that has it, and the import that provides it in older ones."""
 
 
+class ModelCode(NamedTuple):
+    """Code that prepares a model and its inputs."""
+
+    imports: list[str]
+    body: list[str]
+    """Lines, some of them several, that set ``model`` and ``inputs``."""
+    autocast: str | None
+    """The context of the forward pass, ``torch.autocast("cpu", dtype=torch.bfloat16)``; ``None`` without one."""
+    inside: tuple[str, ...]
+    """Lines inside the context of the call, before it."""
+    conversion: Conversion
+    """What happens to the tensors of the inputs."""
+
+    def with_lines(self, *more: str) -> list[str]:
+        """All imports that are needed, an empty line, the lines of the body, and ``more``."""
+        lines = [*self.body, *more]
+        tree = (
+            ["from torch.utils._pytree import tree_map_only"] if any("tree_map_only" in line for line in lines) else []
+        )
+        return [*self.imports, *tree, "", *lines]
+
+
 def snippet(
     key: RunKey,
     model: ModelInfo,
@@ -81,6 +104,21 @@ def snippet(
     ``key.precision`` is a registered precision; the modules ``keep_fp32`` stay in fp32; the parameters ``untied``, which
     such a module shares with a cast one, are copied. A device that torch of ``torch_version`` lacks is imported.
     """
+    found = prepare(key, model, keep_fp32, untied, torch_version=torch_version)
+    context = ", ".join(filter(None, ("with torch.no_grad()", found.autocast)))
+    called = [f"    {line}" for line in (*found.inside, f"output = {model.call}")]
+    return "\n".join(found.with_lines(f"{context}:", *called))
+
+
+def prepare(
+    key: RunKey,
+    model: ModelInfo,
+    keep_fp32: Sequence[str] = (),
+    untied: Sequence[str] = (),
+    *,
+    torch_version: str = "",
+) -> ModelCode:
+    """The code before the call of :func:`snippet`, and the context of the call."""
     precision, device = PRECISIONS.get(key.precision), device_type(key.device)
     is_import = [line.startswith(("import ", "from ")) for line in model.setup]
     imports = [
@@ -92,12 +130,12 @@ def snippet(
     moved = key.device if device != "cpu" else None
     if moved is not None:
         body.append(f'model = model.to("{moved}")')
-    context, dtype = "with torch.no_grad():", None
+    autocast, dtype = None, None
     if precision.kind == "autocast":
         if keep_fp32:
             names = _listed(keep_fp32)
             body.append(_UNDER_AUTOCAST.format(device=device, dtype=precision.format.dtype, names=names))
-        context = f'with torch.no_grad(), torch.autocast("{device}", dtype={precision.format.dtype}):'
+        autocast = f'torch.autocast("{device}", dtype={precision.format.dtype})'
     elif precision.kind == "cast":
         body.append(_cast(precision, keep_fp32, untied))
         dtype = precision.format.dtype
@@ -105,14 +143,12 @@ def snippet(
         body.append(precision.snippet(device, keep_fp32))
     if key.memory_format != CONTIGUOUS:
         body.append(f"model = model.to(memory_format=torch.{key.memory_format})")
-    body += convert_inputs(model, Conversion(dtype, precision.method if dtype else None, moved, key.memory_format))
+    conversion = Conversion(dtype, precision.method if dtype else None, moved, key.memory_format)
+    body += convert_inputs(model, conversion)
     backend = BACKENDS.get(key.backend).code(key, model)
     imports += backend.imports
     body += backend.before
-    if any("tree_map_only" in part for part in body):
-        imports.append("from torch.utils._pytree import tree_map_only")
-    called = [f"    {line}" for line in (*backend.inside, f"output = {model.call}")]
-    return "\n".join([*imports, "", *body, context, *called])
+    return ModelCode(imports, body, autocast, backend.inside, conversion)
 
 
 def _providers(device: str, torch_version: str) -> list[str]:

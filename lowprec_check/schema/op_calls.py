@@ -76,6 +76,15 @@ class OpCall(msgspec.Struct, gc=False):
     """Share of the squared output error that this call causes; ``None`` without an error budget."""
     phase: Phase | None = None
     """The part of a training step that it belongs to; ``None`` if only the forward pass was run."""
+    vanished: float | None = None
+    """The number in the arguments that is not zero and rounds to zero in the dtype that the op takes it in: that of the
+    output, or of the input of a comparison.
+    """
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether it ran in the forward pass, as every call of a scan without training."""
+        return self.phase is None or self.phase == "forward"
 
 
 _ZERO = 0.0

@@ -22,6 +22,8 @@ class Recommendation(Struct, frozen=True, kw_only=True):
     backend: str = EAGER
     memory_format: MemoryFormat = "contiguous"
     keep_fp32: list[str] = []
+    way: str | None = None
+    """How to train, a key of :data:`~lowprec_check.schema.training.WAYS`; ``None`` if only the forward pass was run."""
     evidence: Literal["measured", "predicted"] = "measured"
     reason: str
     code: str

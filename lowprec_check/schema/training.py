@@ -23,6 +23,16 @@ class TrainingSetup(Struct, frozen=True, kw_only=True):
     default_loss: bool = False
     """Whether the file defines no loss, so that a default is used."""
     default_optimizer: bool = False
+    loss_setup: list[str] = []
+    """Lines of code before the first step, which define what ``loss_code`` needs; if they set ``targets``, a tuple with the rest of
+    the batch, these are cast and moved like the inputs.
+    """
+    loss_code: str = ""
+    """The loss as an expression of ``output``, and perhaps ``inputs`` and ``targets``: ``loss(output, *targets)``."""
+    optimizer_code: str = ""
+    """The optimizer as an expression of ``parameters``, a list: ``torch.optim.AdamW(parameters, lr=0.001)``, ``optimizer(parameters)``."""
+    average_code: str = ""
+    """The average of the weights as an expression of ``model``; empty if the file defines none."""
     new_batches: bool = False
     """Whether each step gets a batch of its own; otherwise all steps use the same one."""
     seeds: int = 0

@@ -36,6 +36,16 @@ def wider_range(run: Run, result: ScanResult) -> str:
     return advice if tried or not wider else f"{advice}, or try {wider[0].short}, which has a larger range"
 
 
+def passing_elsewhere(run: Run, result: ScanResult) -> str:
+    """``, or use autocast-bf16, which passes``: a format with more range that passes in this scan, autocast first; else empty."""
+    if run.basis is None:
+        return ""
+    wider = [known for known in LOW_FORMATS if known.max_exponent > run.basis.format.max_exponent]
+    passing = [other for known in wider for other in _in_format(result, known) if other.status == "ok"]
+    best = min(passing, key=lambda other: not uses_autocast(other), default=None)
+    return f", or use {best.precision}, which passes" if best is not None else ""
+
+
 def faster(run: Run, result: ScanResult, slow_in: Collection[FloatFormat]) -> str:
     """The advice for an op that is slow in ``run``, and in runs of the formats ``slow_in``: by what the device accelerates."""
     keep = "keep the modules with this op in fp32: lowprec-check plan"

@@ -32,7 +32,7 @@ def cast_churn(result: ScanResult) -> Iterator[Finding]:
         y = self.first(x) + self.second(x)
     """
     for run in filter(uses_autocast, low_runs(result)):
-        casts = [row for row in run.op_calls.rows() if row.op == _CAST]
+        casts = [row for row in run.op_calls.rows() if row.op == _CAST and row.is_forward]
         lines = Counter(row.source for row in casts if row.recast)
         if not lines:
             continue

@@ -93,7 +93,7 @@ def _effect_of_choices(run: Run) -> _Effect:
 
 
 def _is_pooling_or_pivot(row: OpCall) -> bool:
-    return POOLS_OR_PIVOTS.fullmatch(short_op(row.op)) is not None
+    return row.is_forward and POOLS_OR_PIVOTS.fullmatch(short_op(row.op)) is not None
 
 
 def _pooling_or_pivots(run: Run, rows: Sequence[OpCall], effect: _Effect, is_only_choice: bool) -> Iterator[Finding]:
@@ -109,11 +109,11 @@ def _pooling_or_pivots(run: Run, rows: Sequence[OpCall], effect: _Effect, is_onl
 
 
 def _decides(row: OpCall) -> bool:
-    return row.flips > 0 and not _is_pooling_or_pivot(row)
+    return row.flips > 0 and row.is_forward and not _is_pooling_or_pivot(row)
 
 
 def _chooses(row: OpCall) -> bool:
-    return _decides(row) or row.to_python > 0
+    return _decides(row) or (row.to_python > 0 and row.is_forward)
 
 
 def _decided_by_choices(run: Run) -> str:

@@ -6,7 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from lowprec_check.analysis.rules.alternatives import faster, or_autocast
-from lowprec_check.analysis.rules.registry import Finding, from_gaps, low_runs, rule
+from lowprec_check.analysis.rules.divergence import unscales_fp16
+from lowprec_check.analysis.rules.gaps import from_gaps
+from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.analysis.run_summary import bytes_text, counted, on_which_call
 from lowprec_check.analysis.speed import cores_were_used
 from lowprec_check.schema.devices import DEVICES, device_type
@@ -308,6 +310,8 @@ def unexplained_error(result: ScanResult) -> Iterator[Finding]:
         self.last = y
     """
     for run in low_runs(result):
+        if run.training is not None and any(map(unscales_fp16, run.training.ways[:1])):
+            continue
         if run.status == "error" and run.complete and not run.gaps and run.exception is not None:
             error = run.exception
             where = (run, error.module, None, error.source or result.model.source)

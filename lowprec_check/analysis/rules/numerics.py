@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from lowprec_check.analysis.error_shares import share_text
 from lowprec_check.analysis.rules.alternatives import planning_command, wider_range
-from lowprec_check.analysis.rules.registry import Finding, from_gaps, low_runs, rule
-from lowprec_check.analysis.rules.relevance import Relevance, as_harmless, by_place, place_finding, weighed
+from lowprec_check.analysis.rules.gaps import from_gaps
+from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
+from lowprec_check.analysis.rules.relevance import Relevance, as_harmless, by_place, gives_inf, place_finding, weighed
 from lowprec_check.analysis.run_summary import error_phrase, on_which_call, out_of, percent
 from lowprec_check.schema.error_budget import MATTERS
 from lowprec_check.schema.op_calls import OpCall
@@ -51,7 +52,7 @@ def overflow(result: ScanResult) -> Iterator[Finding]:
     """
 
     def overflows_here(row: OpCall) -> bool:
-        return row.introduced_inf > 0 and row.outcome != "rescued"  # a constant that does not fit is LP204
+        return gives_inf(row) and row.phase != "backward"  # those are LP502
 
     def finding(run: Run, row: OpCall, count: int) -> Finding:
         values = out_of(row.introduced_inf, row.compared_values, "value")
@@ -85,7 +86,9 @@ def underflow(result: ScanResult) -> Iterator[Finding]:
     """
 
     def underflows_here(row: OpCall) -> bool:
-        return row.flushed is not None and row.flushed >= max(FLUSHED_SHARE, 2 * (row.input_flushed or 0.0))
+        if row.flushed is None or row.phase == "backward":  # those are LP501
+            return False
+        return row.flushed >= max(FLUSHED_SHARE, 2 * (row.input_flushed or 0.0))
 
     def finding(run: Run, row: OpCall, count: int) -> Finding:
         message = f"{percent(row.flushed or 0.0)} of the values that are non-zero in fp32 become zero"
@@ -118,13 +121,16 @@ def introduced_nan(result: ScanResult) -> Iterator[Finding]:
         y = x / x.norm().clamp(min=torch.finfo(x.dtype).tiny)
     """
 
+    def turns_nan(row: OpCall) -> bool:
+        return row.introduced_nan > 0 and row.phase != "backward"  # those are LP502
+
     def finding(run: Run, row: OpCall, count: int) -> Finding:
         values = out_of(row.introduced_nan, row.compared_values, "value")
         message = f"{values} become{_s(row.introduced_nan)} NaN though the inputs are finite"
         return place_finding(run, result, row, count, message, _range_advice(run, result))
 
     for run in low_runs(result):
-        found = by_place(run, lambda row: row.introduced_nan > 0, lambda row: row.introduced_nan)
+        found = by_place(run, turns_nan, lambda row: row.introduced_nan)
         yield from weighed(run, ((finding(run, row, count), row) for row, count in found))
 
 
@@ -173,6 +179,8 @@ def output_mismatch(result: ScanResult) -> Iterator[Finding]:
     """
     for run in low_runs(result):
         advice = _instead(run, result)
+        if run.training is not None:  # its status is about all steps: LP507
+            continue
         if run.status == "nonfinite":
             message = f"{on_which_call(run)}the output has NaN or Inf where fp32 is finite{_in_eager_mode(run)}"
             yield Finding(message, run=run, help=advice)
@@ -294,10 +302,10 @@ def _amplifiers(run: Run, result: ScanResult, found: Iterator[tuple[OpCall, int]
             continue
         share = relevance.share_up_to(row)
         if share is not None and share < MATTERS:
-            yield as_harmless(finding, message)
+            yield as_harmless(finding, finding.message)
         else:
             total = f"; all ops up to it cause {share_text(share)} of the output error" if share is not None else ""
-            yield finding._replace(message=message + total, severity="note")
+            yield finding._replace(message=finding.message + total, severity="note")
 
 
 @rule("LP305", "numeric-failure", "error")

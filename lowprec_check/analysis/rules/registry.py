@@ -13,10 +13,10 @@ import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from lowprec_check.analysis.rules.catalogued import fixed_since, known_issue
+from lowprec_check.analysis.rules.catalogued import known_issue
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.run_key import EAGER
-from lowprec_check.schema.scan_result import Diagnostic, Gap, GapKind, Run, ScanResult, Severity
+from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult, Severity
 
 SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
 """In ascending order."""
@@ -131,38 +131,6 @@ def low_runs(result: ScanResult) -> Iterator[Run]:
 def uses_autocast(run: Run) -> bool:
     """Whether the run, or the base of its plan, is under autocast."""
     return run.basis is not None and run.basis.kind == "autocast"
-
-
-def _how_it_passed(run: Run) -> str:
-    """Why a run with a gap, which is found in eager mode, continued."""
-    if run.backend == EAGER:
-        return "the model catches this exception and continues"
-    return f"only in eager mode, the {run.backend} backend runs it"
-
-
-Advice = Callable[[Gap, Run], str]
-"""What to do about a gap of a run."""
-
-
-def from_gaps(result: ScanResult, kind: GapKind, help: str | Advice) -> Iterator[Finding]:
-    """A finding for each gap (a failure that fp32 does not have) of that kind."""
-    for run in low_runs(result):
-        for gap in run.gaps:
-            if gap.kind == kind:
-                caught = run.status in ("ok", "inaccurate", "nonfinite")
-                caught_text = f"; {_how_it_passed(run)}" if caught else ""
-                advice = help if isinstance(help, str) else help(gap, run)
-                yield Finding(
-                    f"{gap.message}{caught_text}",
-                    run=run,
-                    module=gap.module,
-                    op=gap.op,
-                    source=gap.source or result.model.source,
-                    help="; ".join(filter(None, (advice, fixed_since(gap, run, result)))),
-                    calls=gap.calls,
-                    severity="note" if caught else None,
-                    rests_on=gap.predicted_by or (RAN_HERE if run.evidence == "predicted" else None),
-                )
 
 
 def is_selected(code: str, select: Iterable[str], ignore: Iterable[str]) -> bool:

@@ -14,6 +14,7 @@ from lowprec_check.analysis.error_shares import (
     share_text,
     trusted_budget,
 )
+from lowprec_check.analysis.rules.phases import advice_in, in_phase
 from lowprec_check.analysis.rules.registry import Finding
 from lowprec_check.schema.error_budget import MATTERS
 from lowprec_check.schema.op_calls import OpCall
@@ -25,11 +26,11 @@ not finite; its error is over the tolerance and the budget says what causes it; 
 
 
 def by_place(run: Run, keep: Callable[[OpCall], bool], worst: Callable[[OpCall], Any]) -> Iterator[tuple[OpCall, int]]:
-    """The worst call at each (module, op, line), with the number of calls kept there."""
-    found: dict[tuple[str, str, str | None], tuple[OpCall, int]] = {}
+    """The worst call at each (module, op, line, part of a training step), with the number of calls kept there."""
+    found: dict[tuple[str | None, ...], tuple[OpCall, int]] = {}
     for row in run.op_calls.rows():
         if keep(row):
-            key = (row.module, row.op, row.source)
+            key = (row.module, row.op, row.source, row.phase)
             known, count = found.get(key, (row, 0))
             found[key] = (row if worst(row) > worst(known) else known, count + 1)
     yield from found.values()
@@ -38,9 +39,9 @@ def by_place(run: Run, keep: Callable[[OpCall], bool], worst: Callable[[OpCall],
 def place_finding(
     run: Run, result: ScanResult, row: OpCall, count: int, message: str, help: str | None = None
 ) -> Finding:
-    """A finding at the place of an op call."""
-    source = row.source or result.model.source
-    return Finding(message, run, row.module, row.op, source, help=help, calls=count)
+    """A finding at the place of an op call; ``help`` is about one in the forward pass."""
+    source, advice = row.source or result.model.source, advice_in(row.phase) or help
+    return Finding(in_phase(row.phase) + message, run, row.module, row.op, source, help=advice, calls=count)
 
 
 def knowledge_of(run: Run) -> Knowledge:
@@ -129,7 +130,12 @@ def as_harmless(finding: Finding, message: str) -> Finding:
 
 def gives_nonfinite(row: OpCall) -> bool:
     """Whether LP201 or LP203 is about this call: a constant that does not fit is LP204."""
-    return row.introduced_nan > 0 or (row.introduced_inf > 0 and row.outcome != "rescued")
+    return row.introduced_nan > 0 or gives_inf(row)
+
+
+def gives_inf(row: OpCall) -> bool:
+    """Whether finite inputs give Inf: a constant that does not fit, and was replaced, does not count."""
+    return row.introduced_inf > 0 and row.outcome != "rescued"
 
 
 def _place(row: OpCall) -> Place:

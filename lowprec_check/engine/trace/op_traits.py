@@ -9,6 +9,7 @@ import torch
 from torch._ops import OpOverload
 
 from lowprec_check.engine.core.dispatch_mode import is_explicit
+from lowprec_check.engine.trace.vanishing_constants import Slots, number_slots
 
 _SKIPPED = frozenset(
     {
@@ -146,6 +147,8 @@ class OpTraits(NamedTuple):
     """Its kernel calls other ops, to which autocast applies."""
     computes: bool
     """Can add an error unless it :func:`draws`: does not only move or cast values."""
+    number_slots: Slots
+    """The arguments that may hold a number that it takes in the dtype of its tensors."""
 
 
 @functools.cache
@@ -177,6 +180,7 @@ def traits(func: OpOverload) -> OpTraits:
         selects=packet in _SELECTIONS and len(schema.returns) == 2,
         calls_ops=not packet.startswith(("aten::", "prims::")) or packet in _FUSED or is_explicit(func),
         computes=not (moves or casts),
+        number_slots=number_slots(schema),
     )
 
 

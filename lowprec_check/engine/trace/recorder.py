@@ -36,6 +36,7 @@ from lowprec_check.engine.trace.op_arguments import Args, Kwargs, has_narrow_dty
 from lowprec_check.engine.trace.op_errors import OpErrors
 from lowprec_check.engine.trace.places import Places
 from lowprec_check.engine.trace.twins import storage_key
+from lowprec_check.engine.trace.vanishing_constants import vanished_constant
 from lowprec_check.engine.trace.wide_run import run_wide
 from lowprec_check.errors import message_of
 from lowprec_check.process.breadcrumb import Breadcrumb
@@ -188,6 +189,7 @@ class Recorder(DispatchMode):
         outputs = call.results(out)
         row = call.row(outputs)
         row.to_python = int(call.involved and call.traits.packet == "aten::_local_scalar_dense")
+        row.vanished = vanished_constant(call, outputs)
         call.involved = call.involved or any(map(is_narrow, outputs))
         if call.involved and outputs and self._errors != "none":
             with torch._C._DisableAutocast():

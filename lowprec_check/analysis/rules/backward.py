@@ -1,0 +1,194 @@
+"""LP501, LP502, LP509: gradients that underflow or overflow, and loss scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from lowprec_check.analysis.rules.alternatives import passing_elsewhere
+from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, uses_autocast
+from lowprec_check.analysis.run_summary import counted, out_of, percent, short_op, some
+from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.schema.scan_result import Run, ScanResult, Severity
+from lowprec_check.schema.training import WAYS, ParameterGradient, TrainingRun, TrainingWay
+
+UNDERFLOWS = 0.1
+"""A share of the elements of a gradient that is worth a finding."""
+
+MANY_SKIPPED, LEAST_SKIPPED = 0.1, 2
+"""``GradScaler`` skips one or two steps until it has found its scale: more than this share of the steps, and that many."""
+
+_GRADIENT = "gradient"
+"""What these findings have in place of an op."""
+
+
+@rule("LP501", "gradient-underflow", "warning")
+def gradient_underflow(result: ScanResult) -> Iterator[Finding]:
+    """Gradients that are non-zero in fp32 become zero.
+
+    Observed: in the first step, without loss scaling, at least 10 % of the elements of a parameter's gradient are zero
+    and not zero in fp32. In fp16, magnitudes below 3e-8 round to zero, and those elements are not trained.
+
+    It is a note if the scan tried `GradScaler` in this precision, and recommends it or trained with it without a
+    failure.
+
+    Usual causes: a mean over many elements in the loss, which divides every gradient; many layers.
+
+    What to do: scale the loss up and the gradients down with `GradScaler`, as shown; its weights must be in fp32, as
+    under autocast. Or use bf16, which has the range of fp32:
+
+        # before
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = criterion(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        # after
+        scaler = torch.amp.GradScaler("cpu")  # once, before the first step
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = criterion(model(inputs), targets)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    """
+    for run in low_runs(result):
+        if run.training is None:
+            continue
+        modules: dict[str, list[ParameterGradient]] = {}
+        for gradient in run.training.gradients:
+            if gradient.underflow >= UNDERFLOWS:
+                modules.setdefault(gradient.parameter.rpartition(".")[0], []).append(gradient)
+        way = _scaled_way(run, result)
+        for module, found in sorted(modules.items(), key=lambda item: -_mean_underflow(item[1])):
+            names = [f"{gradient.parameter.rpartition('.')[2]} {percent(gradient.underflow)}" for gradient in found]
+            message = f"gradients that are non-zero in fp32 become zero: {some(names)} of the elements"
+            avoided = f"; {WAYS.get(way.name, way.name)} avoids it" if way is not None else ""
+            yield Finding(
+                message + avoided,
+                run,
+                module,
+                _GRADIENT,
+                help=_scaling_advice(run, run.training, result),
+                severity="note" if way is not None else None,
+            )
+
+
+def _mean_underflow(gradients: Sequence[ParameterGradient]) -> float:
+    elements = sum(gradient.elements for gradient in gradients)
+    return sum(gradient.underflow * gradient.elements for gradient in gradients) / max(elements, 1)
+
+
+def _scaled_way(run: Run, result: ScanResult) -> TrainingWay | None:
+    """The way with loss scaling that the scan recommends, or that the run is about, if it passes."""
+    if run.training is None or not run.training.ways:
+        return None
+    best = result.recommendation
+    names = [run.training.ways[0].name]
+    if best is not None and (best.label, best.keep_fp32) == (run.key.label, run.keep_fp32):
+        names.insert(0, best.way or "")
+    ways = [run.training.way(name) for name in names]
+    return next((way for way in ways if way is not None and way.initial_scale and way.status == "ok"), None)
+
+
+def _scaling_advice(run: Run, training: TrainingRun, result: ScanResult) -> str:
+    """How to scale the loss in this precision, and which other dtype needs no scaling."""
+    scale = training.loss_scale
+    suits = scale is not None and not scale.skipped_steps and (scale.underflow or 0.0) < UNDERFLOWS
+    first = f", init_scale={scale.scale:g}" if scale is not None and suits else ""
+    advice = f'scale the loss: torch.amp.GradScaler("{run.key.device.partition(":")[0]}"{first})'
+    if not uses_autocast(run):
+        advice += ", with fp32 weights: under autocast, or as fp32 master weights"
+    return advice + passing_elsewhere(run, result)
+
+
+@rule("LP502", "gradient-not-finite", "error")
+def gradient_not_finite(result: ScanResult) -> Iterator[Finding]:
+    """Gradients are NaN or Inf where fp32 is finite, though the loss is finite.
+
+    Observed: in the first step, without loss scaling, elements of gradients are NaN or Inf that are finite in fp32, and
+    the loss is finite. If an op of the backward pass turned finite inputs into NaN or Inf, the finding is at the first
+    one, with its module and the line of the forward pass. `GradScaler` skips such steps. It lowers its scale until the
+    gradients no longer overflow; 0 / 0 is NaN with every scale.
+
+    It is a warning in a run that passes, as with `GradScaler`.
+
+    Usual causes: an op whose derivative divides by something that is zero in the dtype, such as a norm, a square root
+    or a small determinant; a sum of many gradients that exceeds 65504 in fp16.
+
+    What to do: use bf16 if it passes in the same scan. Or compute the forward op of this place in fp32, so that its
+    derivative is computed in fp32 too:
+
+        # before
+        y = x.square().sum(-1).sqrt()
+        # after
+        y = x.float().square().sum(-1).sqrt().to(x.dtype)
+    """
+    for run in low_runs(result):
+        wrong = [found for found in run.training.gradients if found.overflow > 0] if run.training else []
+        if wrong and _has_finite_loss(run):
+            backward = (row for row in run.op_calls.rows() if row.phase == "backward")
+            first = next((row for row in backward if row.introduced_nan or row.introduced_inf), None)
+            yield _not_finite(run, result, wrong, first)
+
+
+def _has_finite_loss(run: Run) -> bool:
+    """Whether the first step, which the gradients are of, has a finite loss."""
+    way = run.training and run.training.way("plain")
+    return bool(way and way.losses and way.losses[0] is not None)
+
+
+def _not_finite(run: Run, result: ScanResult, wrong: Sequence[ParameterGradient], first: OpCall | None) -> Finding:
+    elements = sum(max(1, round(found.overflow * found.elements)) for found in wrong)
+    total = sum(found.elements for found in wrong)
+    names = some([found.parameter for found in wrong])
+    message = f"{out_of(elements, total, 'element')} of the gradients of {names} are NaN or Inf and finite in fp32"
+    advice = f"compute the forward op in fp32, on x.float(){passing_elsewhere(run, result)}"
+    severity: Severity | None = "warning" if run.status == "ok" else None
+    if first is None:
+        module = wrong[0].parameter.rpartition(".")[0]
+        message += "; no op of the analysis turns finite values into them"
+        return Finding(message, run, module, _GRADIENT, help=advice, severity=severity)
+    what = "NaN" if first.introduced_nan else "Inf"
+    op = "a cast" if first.op == "aten._to_copy.default" else short_op(first.op)
+    message += f"; {what} originates in {op}, whose inputs are finite"
+    source = first.source or result.model.source
+    return Finding(message, run, first.module, first.op, source, help=advice, severity=severity)
+
+
+@rule("LP509", "scaler-skips", "warning")
+def scaler_skips(result: ScanResult) -> Iterator[Finding]:
+    """`GradScaler` skipped many steps.
+
+    Observed: gradients overflowed with the loss scale of `GradScaler`, at least twice and in more than 10 % of the
+    steps. It skips such a step and halves its scale; the scan repeats the step. Skipped steps train nothing, and a
+    schedule of the learning rate that counts them runs ahead.
+
+    Usual causes: an initial scale, by default 65536, that is too large for the gradients of this model; gradients that
+    are not finite at any scale (LP502). Over a long training, the steps that are lost until the scale fits do not matter.
+
+    What to do: start with a smaller scale; the finding suggests one:
+
+        # before
+        scaler = torch.amp.GradScaler("cpu")
+        # after
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    """
+    steps = result.training.steps if result.training else 0
+    for run in low_runs(result):
+        ways = run.training.ways if run.training else []
+        many = [way for way in ways if way.skipped_steps >= max(LEAST_SKIPPED, MANY_SKIPPED * steps)]
+        many = [way for way in many if way.skipped_steps > MANY_SKIPPED * steps and way.name != "one-autocast"]
+        for way in many[:1]:
+            scale = f" with an initial loss scale of {way.initial_scale:g}" if way.initial_scale else ""
+            message = f"GradScaler skipped {counted(way.skipped_steps, 'step')}{scale}: gradients overflow"
+            named = "" if way.name == "grad-scaler" else f"{WAYS.get(way.name, way.name)}: "
+            yield Finding(named + message, run, help=_smaller_scale(run.training, way))
+
+
+def _smaller_scale(training: TrainingRun | None, way: TrainingWay) -> str:
+    suggested = training.loss_scale if training else None
+    smaller = suggested is not None and suggested.scale < (way.initial_scale or 0.0)
+    if suggested is not None and smaller and suggested.skipped_steps is not None:
+        skips = f"skips {counted(suggested.skipped_steps, 'step')}" if suggested.skipped_steps else "skips no step"
+        return f"GradScaler(init_scale={suggested.scale:g}), which {skips}"
+    if way.final_scale and way.final_scale < (way.initial_scale or 0.0):
+        return f"a smaller initial scale: it ended at {way.final_scale:g}"
+    return "a smaller initial scale"

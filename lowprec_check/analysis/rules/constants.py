@@ -1,0 +1,88 @@
+"""LP206: constants that are zero in the dtype of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lowprec_check.analysis.rules.phases import advice_in, in_phase
+from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
+from lowprec_check.analysis.run_summary import short_op
+from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.schema.precisions import FloatFormat, formats
+from lowprec_check.schema.scan_result import Run, ScanResult
+
+
+@rule("LP206", "vanishing-constant", "note")
+def vanishing_constant(result: ScanResult) -> Iterator[Finding]:
+    """A constant that is not zero becomes zero in the dtype (`x + 1e-8` in fp16).
+
+    Observed: an op takes a number from the code in the dtype of its tensors, and the number rounds to zero there: in
+    fp16, every number up to 3e-8. The scan reads it from the arguments, so no input needs to show the effect. Added, it
+    changes nothing; as a bound, it is zero; a comparison with it is one with zero. Numbers that a kernel takes in fp32,
+    such as the `eps` of `layer_norm`, do not count.
+
+    It is a warning if an op of the same module gives NaN or Inf later in this run.
+
+    Usual causes: an epsilon for fp32, such as `x / (norm + 1e-8)` or `clamp(min=1e-8)`; the default `eps` of
+    `torch.nn.functional.normalize` (1e-12) and `cosine_similarity` (1e-8).
+
+    What to do: use a number that the dtype holds, or compute this part in fp32:
+
+        # before: 0 / 0 for an x of zeros
+        y = x / (x.norm() + 1e-8)
+        # after
+        y = x / (x.norm() + torch.finfo(x.dtype).tiny)
+    """
+    for run in low_runs(result):
+        if not any(run.op_calls.vanished):
+            continue
+        found: dict[tuple[str, str | None, float], list[OpCall]] = {}
+        broken: dict[str, list[tuple[int, OpCall]]] = {}
+        first: dict[tuple[str, str | None, float], int] = {}
+        for index, row in enumerate(run.op_calls.rows()):
+            if row.vanished is not None and not (row.phase == "optimizer" and _is_checked(run)):
+                place = row.module, row.source, row.vanished
+                found.setdefault(place, []).append(row)
+                first.setdefault(place, index)
+            if row.introduced_nan or row.introduced_inf:
+                broken.setdefault(row.module, []).append((index, row))
+        for place, calls in found.items():
+            after = [row for index, row in broken.get(place[0], []) if index >= first[place]]
+            yield _finding(run, result, calls, next(iter(after), None))
+
+
+def _is_checked(run: Run) -> bool:
+    """Whether LP506 is about the epsilon of the optimizer."""
+    return run.training is not None and bool(run.training.epsilon)
+
+
+def _finding(run: Run, result: ScanResult, calls: list[OpCall], after: OpCall | None) -> Finding:
+    """The finding about one constant at one line, and the op of its module that gives NaN or Inf ``after`` it.
+
+    A bound that the backward pass compares with, at the same line, is not a finding of its own.
+    """
+    first = calls[0]
+    written = _format_of(first)
+    name = written.short if written else "this dtype"
+    message = f"{in_phase(first.phase)}the constant {first.vanished:g} is 0 in {name}"
+    if after is not None:
+        what = "NaN" if after.introduced_nan else "Inf"
+        at = f" at {after.source}" if after.source and after.source != first.source else ""
+        message += f"; {short_op(after.op)} in the same module gives {what}{at}"
+    smallest = f"{written.smallest_normal:.0e}" if written else "torch.finfo(x.dtype).tiny"
+    return Finding(
+        message,
+        run,
+        first.module,
+        first.op,
+        first.source or result.model.source,
+        help=advice_in(first.phase) or f"use a constant of at least {smallest}, or compute this in fp32",
+        calls=sum(row.op == first.op for row in calls),
+        severity="warning" if after is not None else None,
+    )
+
+
+def _format_of(row: OpCall) -> FloatFormat | None:
+    """The narrowest format among the dtypes of an op: the one that its number is rounded to."""
+    marks = row.dtypes.replace("→", "+").split("+")
+    return min((known for known in formats() if known.mark in marks), key=lambda known: known.largest, default=None)

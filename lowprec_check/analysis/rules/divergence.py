@@ -1,0 +1,184 @@
+"""LP505, LP507, LP508: training that fails, leaves the range of fp32 runs, or does not move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
+from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.training import WAYS, Divergence, TrainingSetup, TrainingWay
+
+_UNSCALE = "Attempting to unscale FP16 gradients"
+
+
+def unscales_fp16(way: TrainingWay) -> bool:
+    """Whether it failed because ``GradScaler`` rejects gradients in fp16."""
+    return way.exception is not None and _UNSCALE in way.exception.message
+
+
+@rule("LP505", "unscale-fp16", "error")
+def unscale_fp16(result: ScanResult) -> Iterator[Finding]:
+    """`GradScaler` rejects weights in fp16.
+
+    Observed: training with `GradScaler` raised "Attempting to unscale FP16 gradients." It divides the gradients by the
+    loss scale before the optimizer uses them. In fp16, gradients that the scale saved from zero would become zero
+    again, so it accepts gradients in fp32 only, and the gradients have the dtype of the weights.
+
+    It is a note if the run is about training without `GradScaler`.
+
+    Usual causes: a model that is cast with `model.half()`.
+
+    What to do: keep the weights in fp32 and use autocast, as shown. Or update fp32 master weights, and scale the loss:
+
+        # before
+        model.half()
+        output = model(inputs.half())
+        # after
+        with torch.autocast("cpu", dtype=torch.float16):
+            output = model(inputs)
+    """
+    for run in low_runs(result):
+        ways = run.training.ways if run.training else []
+        failed = next((way for way in ways if unscales_fp16(way)), None)
+        if failed is None or failed.exception is None:
+            continue
+        message = f"{failed.exception.text.rstrip('.')}: GradScaler needs gradients, and so weights, in fp32"
+        yield Finding(
+            message,
+            run,
+            help=_with_fp32_weights(run, result),
+            severity=None if failed is ways[0] else "note",
+        )
+
+
+def _with_fp32_weights(run: Run, result: ScanResult) -> str:
+    """Autocast and master weights with loss scaling, those that passed; if none did, both."""
+    fp16 = [other for other in low_runs(result) if other.basis and run.basis and other.basis.format == run.basis.format]
+    autocast = [other.precision for other in fp16 if other.basis and other.basis.kind == "autocast"]
+    passed = [other.precision for other in fp16 if other.status == "ok" and other.precision in autocast]
+    masters = run.training.way("master-weights-scaled") if run.training else None
+    advice = [f"{name} with GradScaler" for name in passed[:1]]
+    if masters is not None and masters.status == "ok":
+        advice.append(WAYS[masters.name])
+    return f"use {' or '.join(advice or ['autocast with GradScaler', 'fp32 master weights and GradScaler'])}"
+
+
+@rule("LP507", "training-diverges", "error")
+def training_diverges(result: ScanResult) -> Iterator[Finding]:
+    """Training in this precision leaves what fp32 runs from other seeds reach.
+
+    Observed: the steps were made as the user would make them, without instruments, from the same weights, with the same
+    data and random numbers as fp32. fp32 runs from other seeds, with other random numbers, other batches and 1 % of
+    noise on each initial weight, give the range in which a run may end. This run leaves that range for good, or its loss
+    is NaN or Inf. The finding has the step in which it leaves it, and the module whose weights are furthest out then.
+
+    Usual causes: the other findings of this precision, above all LP501, LP502, LP503 and LP506.
+
+    What to do, in this order:
+
+    1. Use the precision, and the way to train in it, that the scan recommends.
+    2. Fix the other findings of this precision.
+    3. Keep the module that the finding names in fp32.
+
+    The first step, if the scan recommends `autocast-bf16`:
+
+        # before
+        model.bfloat16()
+        output = model(inputs.bfloat16())
+        # after
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = model(inputs)
+    """
+    setup = result.training
+    for run in low_runs(result):
+        way = run.training.ways[0] if run.training and run.training.ways else None
+        if setup is None or way is None or way.status in ("ok", "error"):
+            continue
+        parameter = way.divergence.parameter if way.divergence else None
+        message = _nonfinite(way, setup) if way.status == "nonfinite" else _outside(way.divergence)
+        module = parameter.rpartition(".")[0] if parameter else None
+        yield Finding(message, run, module, help=_instead(result))
+
+
+def _nonfinite(way: TrainingWay, setup: TrainingSetup) -> str:
+    """Where the loss, or else a weight, is not finite."""
+    if way.skipped_steps and None not in way.losses and len(way.losses) <= setup.steps:
+        return f"GradScaler skips step {len(way.losses) + 1} with every scale: gradients are not finite"
+    if None in way.losses:
+        step = way.losses.index(None)
+        when = f"in step {step + 1}" if step + 1 <= setup.steps else f"after step {step}"
+        return f"the loss is NaN or Inf {when}, where fp32 is finite"
+    return f"weights are NaN or Inf after step {way.failed_step or setup.steps}, where fp32 is finite"
+
+
+def _outside(found: Divergence | None) -> str:
+    """In which step the run leaves the range, and by how much."""
+    if found is None:
+        return "the trajectory leaves the range of fp32 runs from other seeds"
+    if found.what == "loss":
+        what = f"the loss changed by {found.value:+.3g} since the first step"
+    elif found.what == "weights":
+        what = f"the weights are {found.value:.2g} of their way in fp32 away from it"
+    else:
+        what = f"the weights moved {found.value:.2g} times as far as in fp32"
+    if not found.step:
+        return f"the loss is outside the range of fp32 runs before the first step: off by {found.value:+.3g}"
+    furthest = f"; furthest from fp32: {found.parameter}" if found.parameter else ""
+    return (
+        f"from step {found.step} on, training leaves the range of fp32 runs from other seeds: {what}, "
+        f"and the limit is {found.limit:.3g}{furthest}"
+    )
+
+
+def _instead(result: ScanResult) -> str:
+    """What the scan recommends."""
+    best = result.recommendation
+    if best is not None:
+        way = f" with {WAYS.get(best.way, best.way)}" if best.way not in (None, "plain") else ""
+        return f"use {best.label}{way}"
+    return "fix the other findings of this precision, or keep the module in fp32"
+
+
+@rule("LP508", "stale-autocast-cache", "note")
+def stale_autocast_cache(result: ScanResult) -> Iterator[Finding]:
+    """One `autocast` around several steps: the model does not see the updates.
+
+    Observed: with one `autocast` block around all steps, training leaves the range of fp32 runs; with a block for each
+    forward pass, it does not. Autocast keeps the 16-bit copies of the weights until the outermost block ends, so all
+    steps in one block use the weights of the first.
+
+    This is about code that the scan tried, not about a fault of the model.
+
+    What to do: enter autocast in each step, around the forward pass and the loss:
+
+        # before
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for step in range(5):
+                optimizer.zero_grad()
+                loss = model(inputs).square().mean()
+                loss.backward()
+                optimizer.step()
+        # after
+        for step in range(5):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(inputs).square().mean()
+            loss.backward()
+            optimizer.step()
+    """
+    for run in low_runs(result):
+        ways = run.training.ways if run.training else []
+        first, around = next(iter(ways), None), run.training.way("one-autocast") if run.training else None
+        if first is None or around is None or first.status != "ok" or around.status not in ("inaccurate", "nonfinite"):
+            continue
+        apart = f"; entered in each step, {_course(first)}" if _course(first) else ""
+        message = f"in one autocast block around all steps, {_course(around) or 'training fails'}{apart}"
+        yield Finding(message, run, help="enter autocast once per step, around the forward pass and the loss")
+
+
+def _course(way: TrainingWay) -> str:
+    """``the loss goes from 7.92 to 1.45``; ``the loss stays at 7.92``."""
+    if len(way.losses) < 2 or way.losses[0] is None:
+        return ""
+    first, last = f"{way.losses[0]:.4g}", "NaN or Inf" if way.losses[-1] is None else f"{way.losses[-1]:.4g}"
+    return f"the loss stays at {first}" if first == last else f"the loss goes from {first} to {last}"
