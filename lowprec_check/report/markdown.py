@@ -9,13 +9,14 @@ from tabulate import tabulate
 
 from lowprec_check.analysis.error_origin import origin
 from lowprec_check.analysis.run_summary import counted, shorten
-from lowprec_check.report import error_budget, summary
+from lowprec_check.report import error_budget, run_rows, summary
 from lowprec_check.report.certainty import predicted_for, prediction_text
 from lowprec_check.report.escape import LONGEST as LONGEST_NAME
 from lowprec_check.report.escape import visible, visible_lines
 from lowprec_check.report.layer_errors import TITLE as LAYERS
 from lowprec_check.report.layer_errors import worst_layers
-from lowprec_check.report.summary import Group, RunRow, and_more
+from lowprec_check.report.run_rows import RunRow
+from lowprec_check.report.summary import Group, and_more
 from lowprec_check.report.times_table import HEADS as TIMES_HEADS
 from lowprec_check.report.times_table import HINT as TIMES_HINT
 from lowprec_check.report.times_table import TITLE as TIMES
@@ -82,8 +83,8 @@ def _head(result: ScanResult) -> Iterator[str]:
 
 
 def _runs(result: ScanResult) -> str:
-    shown = summary.rows(result)[:SHOWN_RUNS]
-    extra = summary.extra_figures(shown)
+    shown = run_rows.rows(result)[:SHOWN_RUNS]
+    extra = run_rows.extra_figures(shown)
     rows = [
         [
             escape(row.label),
@@ -97,7 +98,7 @@ def _runs(result: ScanResult) -> str:
         for row in shown
     ]
     figures = ["error", "time", "memory", *extra]
-    runs = table(rows, [summary.names_head(shown), "status", *figures, "why"], f"ll{'r' * len(figures)}l")
+    runs = table(rows, [run_rows.names_head(shown), "status", *figures, "why"], f"ll{'r' * len(figures)}l")
     more = len(result.runs) - len(shown)
     return f"{runs}\n\n{counted(more, 'more run')} not shown." if more > 0 else runs
 

@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from lowprec_check.analysis.run_summary import shorten
-from lowprec_check.report import error_budget, summary, times_table
+from lowprec_check.report import error_budget, run_rows, summary, times_table
 from lowprec_check.report.certainty import prediction_text
 from lowprec_check.report.console import print_table, screen
 from lowprec_check.report.escape import visible, visible_lines
@@ -61,8 +61,8 @@ def render(
 
 def print_runs(console: Console, result: ScanResult) -> None:
     """A row per run: status, error, time, memory, what else was measured, and why it failed."""
-    shown = summary.rows(result)
-    figures = ["error", "time", "memory", *summary.extra_figures(shown)]
+    shown = run_rows.rows(result)
+    figures = ["error", "time", "memory", *run_rows.extra_figures(shown)]
     rows: list[list[str | Text]] = [
         [
             row.label,
@@ -72,10 +72,10 @@ def print_runs(console: Console, result: ScanResult) -> None:
         ]
         for row in shown
     ]
-    print_table(console, [summary.names_head(shown), "status", *figures, "why"], rows, right=figures, sentences=True)
+    print_table(console, [run_rows.names_head(shown), "status", *figures, "why"], rows, right=figures, sentences=True)
 
 
-def _status_style(row: summary.RunRow) -> str:
+def _status_style(row: run_rows.RunRow) -> str:
     """Green only for a run that passes and gains something."""
     return "" if row.status == "ok" and not row.gains else _STATUS_STYLE.get(row.status, "red")
 

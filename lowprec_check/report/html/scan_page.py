@@ -9,7 +9,7 @@ from typing import Any
 from lowprec_check.analysis.error_shares import trusted_budget
 from lowprec_check.analysis.run_summary import memory_ratio
 from lowprec_check.analysis.speed import speed
-from lowprec_check.report import error_budget, summary, times_table, what_if_table
+from lowprec_check.report import error_budget, run_rows, summary, times_table, what_if_table
 from lowprec_check.report.certainty import predicted_for, prediction_text
 from lowprec_check.report.escape import visible
 from lowprec_check.report.html import bokeh_files as bokeh
@@ -17,7 +17,8 @@ from lowprec_check.report.html import charts, module_tree
 from lowprec_check.report.html.page import render_page, static
 from lowprec_check.report.layer_errors import TITLE as LAYERS
 from lowprec_check.report.layer_errors import worst_layers
-from lowprec_check.report.summary import Group, RunRow
+from lowprec_check.report.run_rows import RunRow
+from lowprec_check.report.summary import Group
 from lowprec_check.report.times_table import times_rows
 from lowprec_check.report.what_if_table import what_if_rows
 from lowprec_check.schema.scan_result import Run, ScanResult
@@ -40,7 +41,7 @@ MOST_GROUPS = 500
 def render(result: ScanResult) -> str:
     """Render the page; raises :class:`UsageError` if Bokeh is not installed."""
     drawn = [run for run in result.runs if not run.is_reference and len(run.op_calls)]
-    advice, shown = result.recommendation, summary.rows(result)
+    advice, shown = result.recommendation, run_rows.rows(result)
     modules = module_tree.build(drawn)
     groups = summary.group(result.diagnostics)
     values: dict[str, Any] = {
@@ -50,8 +51,8 @@ def render(result: ScanResult) -> str:
         "machine": summary.machine(result),
         "scope": summary.SCOPE,
         "prediction": prediction_text(result),
-        "names_head": summary.names_head(shown),
-        "extra": summary.extra_figures(shown),
+        "names_head": run_rows.names_head(shown),
+        "extra": run_rows.extra_figures(shown),
         "notes": [visible(note) for note in result.model.notes],
         "verdict": summary.verdict(result),
         "verdict_kind": "good" if summary.is_gain(result) else "neutral" if advice else "bad",
