@@ -29,6 +29,7 @@ def render(result: ScanResult) -> str:
         ("model", summary.title(result)),
         ("machine", summary.machine(result)),
         ("tool", visible(result.tool)),
+        *([("training", summary.scope(result))] if result.training else []),
         *([("prediction", prediction_text(result))] if result.prediction else []),
     ):
         SubElement(properties, "property", name=name, value=value)

@@ -25,8 +25,9 @@ def text(result: ScanResult) -> str:
 
 
 def _brief(row: run_rows.RunRow) -> str:
-    """``half ok (3.4e-04)``."""
-    return f"{row.label} {row.status}" + ("" if row.error == "–" else f" ({row.error})")
+    """``half ok (3.4e-04)``; of a run that was trained, ``half ok (loss 1.412)``."""
+    figure = row.error if row.loss == "–" else f"loss {row.loss}"
+    return f"{row.label} {row.status}" + ("" if figure == "–" else f" ({figure})")
 
 
 def _reason(result: ScanResult, most: int) -> str:
@@ -42,11 +43,11 @@ def html(result: ScanResult) -> str:
         "notebook.html.j2",
         title=summary.title(result),
         machine=summary.machine(result),
-        scope=summary.SCOPE,
+        scope=summary.scope(result),
         prediction=prediction_text(result),
         rows=[row._asdict() for row in shown],
         names_head=run_rows.names_head(shown),
-        extra=run_rows.extra_figures(shown),
+        figures=run_rows.figures(result, shown),
         disturbed=disturbances(result),
         tally=summary.tally(result.diagnostics),
         verdict=summary.verdict(result),

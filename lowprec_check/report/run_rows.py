@@ -9,8 +9,10 @@ from lowprec_check.analysis import run_summary
 from lowprec_check.analysis.recommend import worth_of
 from lowprec_check.analysis.run_summary import bytes_text, counted, explain_status, memory_ratio, short_op, some
 from lowprec_check.analysis.speed import failure_while_timed, speed
+from lowprec_check.analysis.training_status import first_way, loss_text
 from lowprec_check.report import summary
 from lowprec_check.report.escape import visible
+from lowprec_check.report.training import final_loss, remedies, share_figure, way_name
 from lowprec_check.schema.measures import Latency
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER
 from lowprec_check.schema.scan_result import Run, ScanResult
@@ -33,6 +35,12 @@ class RunRow(NamedTuple):
     """Seconds that preparing and compiling took."""
     metric: str
     """The value of the user's metric, of four digits."""
+    loss: str
+    """The loss after the last step of training."""
+    gradient: str
+    """The error of the gradients in the first step of training."""
+    lost: str
+    """The share of the updates of weights that rounding loses."""
     why: str
     gains: bool
     """Whether it passed, and is faster or smaller than fp32."""
@@ -52,10 +60,14 @@ def rows(result: ScanResult) -> list[RunRow]:
             "–" if run.timing is None or run.timing.throughput is None else f"{run.timing.throughput:.3g}/s",
             "–" if run.setup_seconds is None else f"{run.setup_seconds:.1f} s",
             "–" if run.metric is None else f"{run.metric:.4g}",
-            visible(_why(run, result)),
+            _loss(run, result),
+            _gradient_error(run),
+            "–" if trained is None else share_figure(trained.lost_updates),
+            visible(_why(run, result), 400),
             run.status == "ok" and worth_of(run, result.runs) not in ("nothing", "unknown"),
         )
         for run in result.runs
+        for trained in [first_way(run)]
     ]
 
 
@@ -74,10 +86,34 @@ def extra_figures(shown: Sequence[RunRow]) -> list[str]:
     return [name for name in EXTRA_FIGURES if any(getattr(row, name) != "–" for row in shown)]
 
 
+IN_TRAINING = {"loss": "loss", "gradient": "grad error", "lost": "lost updates"}
+"""The figures of a run that was trained, which replace the error of its output: fields of :class:`RunRow`, with their heads."""
+
+
+def figures(result: ScanResult, shown: Sequence[RunRow]) -> dict[str, str]:
+    """The columns of numbers, in order: fields of :class:`RunRow`, with their heads."""
+    first = {"error": "error"} if result.training is None else IN_TRAINING
+    return {**first, **{name: name for name in ("time", "memory", *extra_figures(shown))}}
+
+
 def _error(run: Run) -> str:
     if run.output_error is None:
         return "–"
     return run_summary.error_text(run.output_error)
+
+
+def _loss(run: Run, result: ScanResult) -> str:
+    setup, way = result.training, first_way(run)
+    if run.is_reference and setup is not None and setup.losses:
+        return loss_text(setup.losses[-1])
+    return "–" if way is None or setup is None else final_loss(way, setup)
+
+
+def _gradient_error(run: Run) -> str:
+    training = run.training
+    if run.is_reference or training is None or not training.gradients:
+        return "–"
+    return "Inf/NaN" if training.gradient_error is None else f"{training.gradient_error:.1e}"
 
 
 def _time(run: Run, result: ScanResult) -> str:
@@ -90,14 +126,18 @@ def _time(run: Run, result: ScanResult) -> str:
 
 def _why(run: Run, result: ScanResult) -> str:
     if run.is_reference:
-        latency = milliseconds(run.latency_ms) if run.latency_ms is not None else ""
-        latency += f" {spread(run.latency)}" if run.latency is not None else ""
-        memory = bytes_text(run.peak_memory_bytes) if run.peak_memory_bytes else ""
-        return ", ".join(part for part in (latency, memory, _scenario(run), failure_while_timed(run)) if part)
+        return _why_reference(run)
     if run.base is not None:
         return f"kept in fp32: {some(run.keep_fp32)}"
+    if run.training is not None:
+        return _why_trained(run, result)
     if run.status != "ok":
         return explain_status(run)
+    return _remark(run, result)
+
+
+def _remark(run: Run, result: ScanResult) -> str:
+    """What a reader should know of a run that passes."""
     judged = run_summary.judged_by(run)
     if judged is not None:
         return f"error of the {judged}"
@@ -105,6 +145,24 @@ def _why(run: Run, result: ScanResult) -> str:
     if slow:
         return f"slow: {', '.join(short_op(d.op or '') for d in slow[:3])}"
     return failure_while_timed(run) or ""
+
+
+def _why_reference(run: Run) -> str:
+    latency = milliseconds(run.latency_ms) if run.latency_ms is not None else ""
+    latency += f" {spread(run.latency)}" if run.latency is not None else ""
+    memory = bytes_text(run.peak_memory_bytes) if run.peak_memory_bytes else ""
+    return ", ".join(part for part in (latency, memory, _scenario(run), failure_while_timed(run)) if part)
+
+
+def _why_trained(run: Run, result: ScanResult) -> str:
+    """With which way, unless it is the plain one; why it fails, and the ways that pass."""
+    way = first_way(run)
+    named = f"with {way_name(way)}" if way is not None and way.name != "plain" else ""
+    if run.status == "ok":
+        return "; ".join(filter(None, (named, _remark(run, result))))
+    passing = remedies(run)
+    why = f"{named}: {explain_status(run)}" if named else explain_status(run)
+    return f"{why}; passes with {passing}" if passing else why
 
 
 def milliseconds(duration: float) -> str:

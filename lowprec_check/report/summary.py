@@ -11,11 +11,13 @@ from typing import NamedTuple
 from lowprec_check.analysis import run_summary
 from lowprec_check.analysis.run_summary import (
     candidates,
+    counted,
     explain_status,
     in_fp32,
     short_op,
 )
 from lowprec_check.analysis.speed import TOLD
+from lowprec_check.analysis.training_status import passing_ways
 from lowprec_check.report.certainty import place_text
 from lowprec_check.report.escape import visible, visible_diagnostic, visible_lines
 from lowprec_check.schema.precisions import LOW_FORMATS, PRECISIONS, low_precisions
@@ -24,7 +26,7 @@ from lowprec_check.schema.run_key import qualified
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
 
 SCOPE = "Only the forward pass was run."
-"""What a scan covers."""
+"""What a scan without ``--train`` covers."""
 
 SEVERITY_ORDER = {"error": 0, "warning": 1, "note": 2}
 
@@ -58,6 +60,20 @@ def machine(result: ScanResult) -> str:
     device = ", ".join(f"{name} {'accelerated' if yes else 'not'}" for name, yes in accelerated if yes is not None)
     where = f"{env.get('device')}: {device}" if device else str(env.get("device"))
     return visible(f"torch {result.torch.partition('+')[0]} · {where}")
+
+
+def scope(result: ScanResult) -> str:
+    """What the scan covers: how the model was trained, or that only its forward pass was run."""
+    setup = result.training
+    if setup is None:
+        return SCOPE
+    default = {True: " (default)", False: ""}
+    parts = [
+        f"{counted(setup.steps, 'step')} of {setup.optimizer}{default[setup.default_optimizer]}",
+        f"loss: {setup.loss}{default[setup.default_loss]}",
+        *(["a new batch each step" if setup.new_batches else "the same batch each step"] if setup.steps > 1 else []),
+    ]
+    return visible(", ".join(parts), 600) + "."
 
 
 def format_count(number: int) -> str:
@@ -224,7 +240,7 @@ def is_gain(result: ScanResult) -> bool:
 def is_recommended(run: Run, result: ScanResult) -> bool:
     """Whether the recommendation is to run the model so."""
     advice = result.recommendation
-    if advice is None or run.status not in ("ok", "unjudged"):
+    if advice is None or not (run.status in ("ok", "unjudged") or passing_ways(run)):
         return False
     recommended = (advice.precision, advice.backend, advice.memory_format, advice.keep_fp32)
     return (run.base or run.precision, run.backend, run.memory_format, run.keep_fp32) == recommended
@@ -239,9 +255,10 @@ def tag(run: Run, result: ScanResult) -> str:
 
 
 def passes(result: ScanResult) -> bool:
-    """Whether the recommended run passed; if not, no output could be compared."""
+    """Whether the recommended run passed, or a way to train in its precision; if not, no output could be compared."""
     best = result.recommendation
-    return best is not None and (bool(best.keep_fp32) or any(run.status == "ok" for run in candidates(result.runs)))
+    passed = (run.status == "ok" or passing_ways(run) for run in candidates(result.runs))
+    return best is not None and (bool(best.keep_fp32) or any(passed))
 
 
 def reason(result: ScanResult, most: int) -> str:
