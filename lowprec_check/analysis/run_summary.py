@@ -70,8 +70,10 @@ def judged_by(run: Run) -> str | None:
 def on_which_call(run: Run) -> str:
     """``on call 2: `` or ``on batch 3: `` for a run that did not fail in its first call on the first batch.
 
-    The reason of a run that crashed or took too long names the call.
+    The reason of a run that crashed or took too long names the call. That of one that was trained names the step.
     """
+    if run.training is not None:
+        return ""
     call = None if run.status in ("crashed", "timeout") else run.failed_call
     parts = [f"{noun} {number}" for noun, number in (("batch", run.failed_batch), ("call", call)) if number]
     return f"on {', '.join(parts)}: " if parts else ""

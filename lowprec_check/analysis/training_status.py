@@ -36,18 +36,20 @@ def when_raised(step: int | None, raised: ExceptionInfo | None) -> str:
 
 
 def divergence_text(found: Divergence) -> str:
-    """``loss diverges from step 3 (fc.weight)``."""
+    """``loss diverges from step 3 (fc.weight)``, ``weights move too little from step 1``."""
     where = f" ({found.parameter})" if found.parameter else ""
     if not found.step:
-        return f"the loss differs from that of fp32 before the first step{where}"
-    verb = "loss diverges" if found.what == "loss" else "weights diverge"
-    return f"{verb} from step {found.step}{where}"
+        return f"loss differs from that of fp32 before the first step{where}"
+    if found.what == "movement":
+        what = f"weights move too {'far' if found.value > found.limit else 'little'}"
+    else:
+        what = "loss diverges" if found.what == "loss" else "weights diverge"
+    return f"{what} from step {found.step}{where}"
 
 
 def nonfinite_text(way: TrainingWay) -> str:
-    """``NaN or Inf in the loss of step 3``, ``… after step 8`` for the loss at the end."""
-    if None not in way.losses:
-        return f"NaN or Inf in step {way.failed_step}" if way.failed_step else "NaN or Inf in the weights"
-    steps = way.losses.index(None)
-    at_the_end = 0 < steps == len(way.losses) - 1
-    return f"NaN or Inf in the loss {f'after step {steps}' if at_the_end else f'of step {steps + 1}'}"
+    """``NaN or Inf in the loss after step 2``."""
+    if None in way.losses:
+        steps = way.losses.index(None)
+        return f"NaN or Inf in the loss {f'after step {steps}' if steps else 'of the first step'}"
+    return f"NaN or Inf in the {'gradients' if way.skipped_steps else 'weights'}"

@@ -16,10 +16,10 @@ from lowprec_check.schema.training import LossScale, ParameterGradient
 
 TITLE = "Gradients of the first step, without loss scaling"
 HINT = (
-    "Against fp32. Error: relative L2 error. Largest: the largest magnitude in fp32. Underflow: share of the elements that are "
+    "Against fp32. Error: relative L2 error; share: of the squared error of all gradients. Largest: the largest magnitude in fp32. Underflow: share of the elements that are "
     "zero here and not in fp32. Overflow: share that is Inf or NaN here and finite in fp32."
 )
-HEADS = ["parameter", "elements", "error", "largest", "underflow", "overflow"]
+HEADS = ["parameter", "elements", "error", "share", "largest", "underflow", "overflow"]
 SHOWN = 20
 """Parameters in a table."""
 _NAMED = 2
@@ -37,6 +37,8 @@ class GradientRow(NamedTuple):
     parameter: str
     elements: str
     error: str
+    share: str
+    """Of the squared error of all gradients together."""
     largest: str
     """The largest magnitude in fp32."""
     underflow: str
@@ -87,7 +89,7 @@ def _worst(gradients: Sequence[ParameterGradient]) -> list[ParameterGradient]:
     order: Callable[[ParameterGradient], tuple[float, ...]] = lambda found: (  # noqa: E731
         found.overflow,
         found.underflow if found.underflow >= _MATTERS else 0.0,
-        found.error or 0.0,
+        found.error_share or 0.0,
     )
     return sorted(gradients, key=order, reverse=True)
 
@@ -98,6 +100,7 @@ def _row(found: ParameterGradient) -> GradientRow:
         visible(found.parameter),
         f"{found.elements:,}",
         unknown if found.error is None else f"{found.error:.1e}",
+        share_figure(found.error_share),
         "–" if found.absmax is None else f"{found.absmax:.1e}",
         share_figure(found.underflow),
         share_figure(found.overflow),
@@ -115,18 +118,18 @@ def _sentence(run: Run) -> str:
     large = [(found.parameter, found.overflow) for found in training.gradients if found.overflow]
     if large:
         parts.append(f"elements overflow{_named(large)}")
-    errors = [(found.error, found.parameter) for found in training.gradients if found.error is not None]
-    if errors:
-        error, parameter = max(errors)
-        parts.append(f"largest error {error:.1e} ({_name(parameter)})")
+    if training.gradient_error is not None:
+        shares = [(found.parameter, found.error_share) for found in training.gradients if found.error_share]
+        parts.append(f"error {training.gradient_error:.1e}{_named(shares, parts_of_whole=True)}")
     return "; ".join(parts)
 
 
-def _named(shares: list[tuple[str, float]]) -> str:
-    """`` (conv1.weight 48 %, fc.weight 4 % and 12 more)``."""
+def _named(shares: list[tuple[str, float]], parts_of_whole: bool = False) -> str:
+    """`` (48 % of conv1.weight, 4 % of fc.weight and of 12 more)``; of ``parts_of_whole``, `` (48 % from conv1.weight)``."""
     largest = sorted(shares, key=lambda pair: -pair[1])
-    shown = ", ".join(f"{_name(parameter)} {percent(share)}" for parameter, share in largest[:_NAMED])
-    more = f" and {len(shares) - _NAMED} more" if len(shares) > _NAMED else ""
+    word = "from" if parts_of_whole else "of"
+    shown = ", ".join(f"{percent(share)} {word} {_name(parameter)}" for parameter, share in largest[:_NAMED])
+    more = f" and {word} {len(shares) - _NAMED} more" if len(shares) > _NAMED and not parts_of_whole else ""
     return f" ({shown}{more})" if shown else ""
 
 
@@ -163,7 +166,7 @@ def _room(found: LossScale, run: Run) -> str:
     scaled = found.largest * found.scale
     where = f" ({_name(found.largest_at)})" if found.largest_at else ""
     fits = f"{figure(scaled)} with this scale, so it does not overflow" if scaled <= limit else ""
-    return f"the largest gradient of backward is {figure(found.largest)}{where}{f', {fits}' if fits else ''}"
+    return f"the largest 16-bit gradient of backward is {figure(found.largest)}{where}{f', {fits}' if fits else ''}"
 
 
 def _gain(found: LossScale) -> str:

@@ -106,7 +106,7 @@ def _loss(run: Run, result: ScanResult) -> str:
     setup, way = result.training, first_way(run)
     if run.is_reference and setup is not None and setup.losses:
         return loss_text(setup.losses[-1])
-    return "–" if way is None or setup is None else final_loss(way, setup)
+    return "–" if way is None else final_loss(way)
 
 
 def _gradient_error(run: Run) -> str:

@@ -17,14 +17,17 @@ from lowprec_check.analysis.training_status import (
 )
 from lowprec_check.report.escape import visible
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.training import WAYS, Divergence, EpsilonCheck, TrainingSetup, TrainingWay
+from lowprec_check.schema.training import BEYOND, WAYS, Divergence, EpsilonCheck, TrainingSetup, TrainingWay
 
 TITLE = "Ways to train"
 HINT = (
     "Loss: after the last step. Distance: of the weights from those of fp32, relative to how far these moved. "
     "Lost: updates of weights that rounding loses. State: weights, their copies and the optimizer's state."
 )
-JUDGED = "A way fails if its loss or its distance leaves, for good, the range of fp32 runs from other seeds."
+JUDGED = (
+    "A way fails if, up to its last step, the loss is outside the range of fp32 runs from other seeds by more than this range is wide, "
+    f"or the weights are more than {BEYOND:g} times as far from those of fp32 as in any such run, or move much less or more."
+)
 HEADS = ["precision", "way", "status", "loss", "distance", "lost", "state", "why"]
 FIGURES = HEADS[3:7]
 """Columns of numbers."""
@@ -94,18 +97,25 @@ def _rows_of(run: Run, setup: TrainingSetup) -> Iterator[WayRow]:
             visible(run_summary.label(run)),
             way_name(way),
             way.status,
-            final_loss(way, setup),
-            figure(way.distances[-1]) if len(way.distances) == setup.steps else "–",
+            final_loss(way),
+            figure(way.distances[-1]) if _ends(way) and way.distances else "–",
             share_figure(way.lost_updates),
             size_text(way.state_bytes),
-            visible(why(way), 400),
+            visible(why(way, setup), 400),
             is_news=ways[0].status != "ok" or (index > 0 and way.status != "ok"),
         )
 
 
-def why(way: TrainingWay) -> str:
-    """Why it fails, in which step, and what ``GradScaler`` did."""
-    return "; ".join(filter(None, (_failure(way), _scaling(way))))
+def why(way: TrainingWay, setup: TrainingSetup) -> str:
+    """Why it fails, in which step, what ``GradScaler`` did, and whether the time was too short for all steps."""
+    done = len(way.losses) - 1
+    early = f"stopped after {done} of {counted(setup.steps, 'step')}" if _ends(way) and done < setup.steps else ""
+    return "; ".join(filter(None, (_failure(way), _scaling(way), early)))
+
+
+def _ends(way: TrainingWay) -> bool:
+    """Whether its last loss is that of its last step."""
+    return way.status in ("ok", "inaccurate") and len(way.losses) > 1
 
 
 def _failure(way: TrainingWay) -> str:
@@ -120,6 +130,8 @@ def _failure(way: TrainingWay) -> str:
 
 def _crossed(way: TrainingWay, found: Divergence) -> str:
     """``2.01, limit 1.87``: the loss as the chart shows it, not counted from the first."""
+    if found.what == "movement":
+        return f"{figure(found.value)} times as far as in fp32, limit {figure(found.limit)}"
     first = way.losses[0] if found.what == "loss" and way.losses else None
     return f"{figure((first or 0.0) + found.value, 3)}, limit {figure((first or 0.0) + found.limit, 3)}"
 
@@ -134,13 +146,24 @@ def _scaling(way: TrainingWay) -> str:
 
 def way_name(way: TrainingWay | None) -> str:
     """How the way is shown."""
-    return WAYS["plain"] if way is None else visible(WAYS.get(way.name, way.name))
+    return shown_name("plain" if way is None else way.name)
+
+
+def shown_name(name: str) -> str:
+    """The name of a way as it is shown; one that this version does not know as it is saved."""
+    return visible(WAYS.get(name, name))
 
 
 def remedies(run: Run) -> str:
-    """``fp32 master weights, Kahan summation``: the ways of ``run`` that pass, if the first does not."""
-    way = first_way(run)
-    return "" if way is None or way.status == "ok" else some(list(map(way_name, passing_ways(run))), most=2)
+    """``fp32 master weights, Kahan summation``: the ways of ``run`` that pass, if the first does not.
+
+    One that also works without a ``GradScaler`` is named once.
+    """
+    way, passing = first_way(run), [one.name for one in passing_ways(run)]
+    if way is None or way.status == "ok":
+        return ""
+    names = [name for name in passing if not (name.endswith("-scaled") and name.removesuffix("-scaled") in passing)]
+    return some([shown_name(name) for name in names], most=2)
 
 
 # -- steps with gradients of zero
@@ -170,11 +193,11 @@ def _implementations(checks: Sequence[EpsilonCheck]) -> str:
 # -- figures
 
 
-def final_loss(way: TrainingWay, setup: TrainingSetup) -> str:
+def final_loss(way: TrainingWay) -> str:
     """The loss after the last step; ``–`` if it did not get there."""
     if way.status == "nonfinite":
         return loss_text(None)
-    return loss_text(way.losses[-1]) if len(way.losses) > setup.steps else "–"
+    return loss_text(way.losses[-1]) if _ends(way) else "–"
 
 
 def figure(value: float, digits: int = 2) -> str:

@@ -17,7 +17,7 @@ from lowprec_check.report.summary import label
 from lowprec_check.report.training import way_name
 from lowprec_check.schema.base import encoded
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.training import TrainingSetup, TrainingWay
+from lowprec_check.schema.training import BEYOND, TrainingSetup, TrainingWay
 
 MOST_POINTS = 600
 """Steps drawn of each run; of a longer one, every second, third, …"""
@@ -64,9 +64,9 @@ def _ways(run: Run) -> Sequence[TrainingWay]:
 
 
 def pack(result: ScanResult) -> str:
-    """The trajectories as base64 of gzipped JSON; empty if there are none."""
+    """The trajectories as base64 of gzipped JSON; empty if there are none, or of one step only."""
     setup, groups = result.training, _groups(result)
-    if setup is None or not groups:
+    if setup is None or setup.steps < 2 or not groups:
         return ""
     data = {
         **_reference(setup),
@@ -92,7 +92,8 @@ def _reference(setup: TrainingSetup) -> dict[str, Any]:
         "losses": _at(setup.losses, at),
         "low": _at(low, at),
         "high": _at(high, at),
-        "limits": _at(_from_first_step(setup.distances), at),
+        "farthest": _at(_from_first_step(setup.distances), at),
+        "beyond": BEYOND,
     }
 
 
@@ -112,19 +113,19 @@ def _way(name: str, way: TrainingWay, setup: TrainingSetup) -> dict[str, Any]:
         "label": name,
         "status": way.status,
         "kind": _KIND.get(way.status, "bad"),
-        "why": visible(ways.why(way), 400),
+        "why": visible(ways.why(way, setup), 400),
         "losses": _at(way.losses, at),
         "distances": _at(_from_first_step(way.distances), at),
-        "marks": list(_marks(way)),
+        "marks": list(_marks(way, visible(ways.why(way, setup), 400))),
     }
 
 
-def _marks(way: TrainingWay) -> Iterator[dict[str, Any]]:
+def _marks(way: TrainingWay, note: str) -> Iterator[dict[str, Any]]:
     """Where it leaves the range of the seeds, and where its loss is no longer finite."""
     found = way.divergence
     values = [] if found is None else way.losses if found.what == "loss" else _from_first_step(way.distances)
     if found is not None and found.step < len(values) and values[found.step] is not None:
         chart = "losses" if found.what == "loss" else "distances"
-        yield {"chart": chart, "step": found.step, "value": values[found.step], "note": visible(ways.why(way), 400)}
+        yield {"chart": chart, "step": found.step, "value": values[found.step], "note": note}
     if None in way.losses:
-        yield {"chart": "losses", "step": way.losses.index(None), "value": None, "note": visible(ways.why(way), 400)}
+        yield {"chart": "losses", "step": way.losses.index(None), "value": None, "note": note}

@@ -11,7 +11,7 @@ function trajectoryFigure(y_axis_label, y_axis_type) {
   plot.below[0].ticker.min_interval = 1;
   plot.varea({ x: field("x"), y1: field("low"), y2: field("high"), source: points("seeds", ["x", "low", "high"]), fill_alpha: 0.16, name: "seeds-area" });
   plot.line({ ...at, source: points("limit"), line_dash: [6], line_width: 1.5, name: "limit-line" });
-  const reference = plot.line({ ...at, source: points("reference"), line_width: 6, line_alpha: 0.45, name: "reference-line" });
+  plot.line({ ...at, source: points("reference"), line_width: 6, line_alpha: 0.45, name: "reference-line" });
   const dots = [];
   for (let i = 0; i < LINES; i++) {
     const source = points(`way-${i}`), dash = i < COLOURS ? [] : [5, 3];
@@ -73,7 +73,9 @@ class LossChart extends TrajectoryChart {
     const bottom = Math.max(Math.min(...all), low - wide), top = Math.min(Math.max(...all), high + wide), margin = 0.06 * (top - bottom) || 1;
     this.between(data, bottom - margin, top + margin);
     const band = data.steps.map((_, k) => k).filter((k) => data.low[k] !== null && data.high[k] !== null);
-    this.source("seeds", { x: band.map((k) => data.steps[k]), low: band.map((k) => data.low[k]), high: band.map((k) => data.high[k]) });
+    const x = band.map((k) => data.steps[k]), width = (k) => data.high[k] - data.low[k];
+    this.source("seeds", { x, low: band.map((k) => data.low[k]), high: band.map((k) => data.high[k]) });
+    this.source("limit", { x: [...x, NaN, ...x], y: [...band.map((k) => data.low[k] - width(k)), NaN, ...band.map((k) => data.high[k] + width(k))] });
     const own = data.steps.map((_, k) => k).filter((k) => data.losses[k] !== null);
     this.source("reference", { x: own.map((k) => data.steps[k]), y: own.map((k) => data.losses[k]) });
     const height = (value) => (value === null ? top + margin / 3 : Math.min(top, Math.max(bottom, value)));
@@ -83,13 +85,14 @@ class LossChart extends TrajectoryChart {
 
 class DistanceChart extends TrajectoryChart {
   show(data, ways) {
-    const all = [...data.limits, ...ways.flatMap((way) => way.distances)].filter((value) => value > 0);
-    const top = Math.max(...all, 1e-3) * 2, bottom = Math.max(FLOOR, Math.min(...all, 1) / 2);
+    const all = [...data.farthest, ...ways.flatMap((way) => way.distances)].filter((value) => value > 0);
+    const decade = (value, round) => 10 ** round(Math.log10(value));
+    const top = decade(Math.max(...all, 1e-3) * 1.5, Math.ceil), bottom = Math.max(FLOOR, decade(Math.min(...all, 0.1) / 1.5, Math.floor));
     this.between(data, bottom, top);
-    const known = data.steps.map((_, k) => k).filter((k) => data.limits[k] !== null);
-    const x = known.map((k) => data.steps[k]), y = known.map((k) => Math.max(bottom, data.limits[k]));
-    this.source("limit", { x, y });
-    this.source("seeds", { x, low: x.map(() => bottom), high: y });
+    const known = data.seeds ? data.steps.map((_, k) => k).filter((k) => data.farthest[k] !== null) : [];
+    const x = known.map((k) => data.steps[k]), far = known.map((k) => data.farthest[k]);
+    this.source("limit", { x, y: far.map((value) => Math.max(bottom, data.beyond * value)) });
+    this.source("seeds", { x, low: x.map(() => bottom), high: far.map((value) => Math.max(bottom, value)) });
     const height = (value) => Math.min(top, Math.max(bottom, value));
     this.fill(data, ways, (way) => way.distances, () => "0", "distances", height);
   }
@@ -105,11 +108,11 @@ function writeRemark(ways) {
   const bad = ways.filter((way) => way.why && way.status !== "ok"), list = byId("ways-remark");
   list.classList.toggle("fine", !bad.length);
   const lines = bad.length ? bad.map((way) => `${way.label}: ${way.why}`) : ["Every line stays in the range of fp32 runs from other seeds."];
-  list.replaceChildren(...lines.map((text) => element("li", { textContent: text })));
+  list.replaceChildren(...lines.map((text) => element("div", { textContent: text })));
 }
 
 function writeLegend(data, ways, charts) {
-  const items = [element("span", { className: "reference" }, "━ fp32"), ...(data.seeds ? [element("span", { className: "seeds" }, `▒ ${data.seeds} other seeds`)] : [])];
+  const items = [element("span", { className: "reference" }, "━ fp32"), ...(data.seeds ? [element("span", { className: "seeds" }, `▒ ${data.seeds} other seeds`), element("span", { className: "seeds" }, "┅ limit")] : [])];
   const hidden = new Set();
   ways.forEach((way, i) => {
     const box = element("input", { type: "checkbox", checked: true }), sign = element("span", { textContent: SIGNS[i % COLOURS], className: `w${(i % COLOURS) + 1}` });
@@ -143,7 +146,7 @@ function writeTables(data, ways) {
   const lost = (way, k) => way.marks.some((one) => one.chart === "losses" && one.value === null && one.step <= data.steps[k]);
   const loss = (way) => (k) => (way.losses[k] === null && lost(way, k) ? "Inf/NaN" : shown(way.losses[k]));
   writeTable("loss-table", data, ["fp32", ...seeds, ...names], [(k) => shown(data.losses[k]), ...(data.seeds ? [band] : []), ...ways.map(loss)]);
-  const limit = (k) => (data.limits[k] === null ? "–" : `at most ${digits(data.limits[k])}`);
+  const limit = (k) => (data.farthest[k] === null ? "–" : `at most ${digits(data.farthest[k])}`);
   writeTable("distance-table", data, [...seeds, ...names], [...(data.seeds ? [limit] : []), ...ways.map((way) => (k) => digits(way.distances[k]))]);
 }
 
