@@ -44,7 +44,12 @@ def distances(first: float, growth: float = 1.0) -> list[float]:
 
 def way(name: str, status: str = "ok", **more: Any) -> TrainingWay:
     """A way to train that stays near fp32."""
-    fields: dict[str, Any] = {"losses": losses(0.0004), "distances": distances(0.012, 1.08), "state_bytes": 140 << 20}
+    fields: dict[str, Any] = {
+        "losses": losses(0.0004),
+        "distances": distances(0.012, 1.08),
+        "progress": 0.99,
+        "state_bytes": 140 << 20,
+    }
     return TrainingWay(name=name, status=status, **fields | more)  # type: ignore[arg-type]
 
 
@@ -141,7 +146,7 @@ def _half(text: str) -> TrainingRun:
 def _bfloat16(text: str) -> TrainingRun:
     name = text or "head.out.weight"
     diverges = Divergence(step=3, what="loss", value=-0.29, limit=-0.43, parameter=name)
-    stalls = Divergence(step=2, what="movement", value=0.03, limit=0.9, parameter=name)
+    stalls = Divergence(step=2, what="progress", value=0.03, limit=0.9, parameter=name)
     lost: list[dict[str, Any]] = [
         {"name": "encoder.0.weight", "values": "weight", "elements": 9408, "lost": 0.95, "group": 0, "decay_lost": 1.0},
         {"name": "head.out.weight", "values": "weight", "elements": 4096, "lost": 0.99, "group": 0, "decay_lost": 1.0},
@@ -158,13 +163,16 @@ def _bfloat16(text: str) -> TrainingRun:
                 "inaccurate",
                 losses=losses(0.06, from_step=1),
                 distances=distances(0.93, 1.005),
+                progress=0.05,
                 divergence=diverges,
                 lost_updates=0.962,
                 state_bytes=70 << 20,
             ),
             way("master-weights", state_bytes=175 << 20),
             way("split-weights", state_bytes=140 << 20),
-            way("kahan", "inaccurate", state_bytes=93 << 20, distances=distances(0.97), divergence=stalls),
+            way(
+                "kahan", "inaccurate", state_bytes=93 << 20, distances=distances(0.97), progress=0.03, divergence=stalls
+            ),
             way(
                 "stochastic-rounding",
                 state_bytes=70 << 20,
@@ -205,7 +213,14 @@ def _autocast_bf16(text: str) -> TrainingRun:
     return TrainingRun(
         ways=[
             way("plain"),
-            way("one-autocast", "inaccurate", losses=[2.303] * 9, distances=distances(1.0), divergence=stale),
+            way(
+                "one-autocast",
+                "inaccurate",
+                losses=[2.303] * 9,
+                distances=distances(1.0),
+                progress=0.0,
+                divergence=stale,
+            ),
         ],
         gradients=_gradients(text, 0.0, 0.005),
         gradient_error=0.0072,

@@ -40,7 +40,7 @@ def divergence_text(found: Divergence) -> str:
     where = f" ({found.parameter})" if found.parameter else ""
     if not found.step:
         return f"loss differs from that of fp32 before the first step{where}"
-    if found.what == "movement":
+    if found.what == "progress":
         what = f"weights move too {'far' if found.value > found.limit else 'little'}"
     else:
         what = "loss diverges" if found.what == "loss" else "weights diverge"

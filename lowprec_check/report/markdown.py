@@ -113,10 +113,10 @@ def _training(result: ScanResult) -> Iterator[str]:
     """The ways to train, gradients and updates, each folded."""
     ways = training.way_rows(result)
     if ways:
-        rows = [[_way_cell(name, cell) for name, cell in zip(training.HEADS, row[:8], strict=True)] for row in ways]
+        rows = [[_way_cell(name, cell) for name, cell in zip(training.HEADS, row[:9], strict=True)] for row in ways]
         hint = f"{training.HINT} {training.JUDGED}"
         notes = [f"- {escape(line)}" for line in training.epsilon_lines(result)]
-        parts = [escape(hint), table(rows[:SHOWN_WAYS], training.HEADS, "lllrrrrl"), "\n".join(notes)]
+        parts = [escape(hint), table(rows[:SHOWN_WAYS], training.HEADS, "lllrrrrrl"), "\n".join(notes)]
         yield fold(training.TITLE, "\n\n".join(filter(None, parts)))
     tables = gradients.gradient_tables(result)[:SHOWN_TABLES]
     if tables:

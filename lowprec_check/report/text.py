@@ -112,7 +112,7 @@ def _print_training(console: Console, result: ScanResult, *, verbose: bool) -> N
             if above is None or row.run != above.run:
                 cells.append([Text(row.run, style="bold"), *[""] * (len(training.HEADS) - 2)])
             status = Text(row.status, style=_STATUS_STYLE.get(row.status, "red"))
-            cells.append([f"  {row.way}", status, *row[3:8]])
+            cells.append([f"  {row.way}", status, *row[3:9]])
         heads, figures = training.HEADS[1:], training.FIGURES
         print_table(console, heads, cells, right=figures, sentences=True, least=_LEAST_WHY)
     left_out = training.number_of_ways(every) - training.number_of_ways(rows)

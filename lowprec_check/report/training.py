@@ -22,14 +22,15 @@ from lowprec_check.schema.training import BEYOND, WAYS, Divergence, EpsilonCheck
 TITLE = "Ways to train"
 HINT = (
     "Loss: after the last step. Distance: of the weights from those of fp32, relative to how far these moved. "
-    "Lost: updates of weights that rounding loses. State: weights, their copies and the optimizer's state."
+    "Moved: how much of the way of fp32 they went. Lost: updates of weights that rounding loses. State: weights, their copies and the optimizer's state."
 )
 JUDGED = (
     "A way fails if, up to its last step, the loss is outside the range of fp32 runs from other seeds by more than this range is wide, "
-    f"or the weights are more than {BEYOND:g} times as far from those of fp32 as in any such run, or move much less or more."
+    f"or the weights are more than {BEYOND:g} times as far from those of fp32 as in any such run (not judged with stochastic "
+    "rounding, which is right on average), or move less or further in the direction of fp32."
 )
-HEADS = ["precision", "way", "status", "loss", "distance", "lost", "state", "why"]
-FIGURES = HEADS[3:7]
+HEADS = ["precision", "way", "status", "loss", "distance", "moved", "lost", "state", "why"]
+FIGURES = HEADS[3:8]
 """Columns of numbers."""
 
 
@@ -43,6 +44,8 @@ class WayRow(NamedTuple):
     """After the last step."""
     distance: str
     """Of the weights to those of fp32, after the last step."""
+    progress: str
+    """How much of the way of fp32 the weights moved; 100 % is all of it."""
     lost: str
     state: str
     why: str
@@ -75,12 +78,12 @@ def _references(result: ScanResult, setup: TrainingSetup) -> Iterator[WayRow]:
     way = first_way(reference) if reference is not None else None
     state = "–" if way is None else size_text(way.state_bytes)
     loss = loss_text(setup.losses[-1]) if setup.losses else "–"
-    yield WayRow("fp32", way_name(way), "reference", loss, "–", "–", state, "", is_news=True)
+    yield WayRow("fp32", way_name(way), "reference", loss, "–", "–", "–", state, "", is_news=True)
     if setup.seeds:
         band = " – ".join(f"{bound:.3g}" for bound in last_band(setup))
         distance = figure(setup.distances[-1]) if setup.distances else "–"
         seeds = counted(setup.seeds, "other seed")
-        yield WayRow("fp32", seeds, "reference", band or "–", distance, "–", "–", "", is_news=True)
+        yield WayRow("fp32", seeds, "reference", band or "–", distance, "–", "–", "–", "", is_news=True)
 
 
 def last_band(setup: TrainingSetup) -> list[float]:
@@ -99,6 +102,7 @@ def _rows_of(run: Run, setup: TrainingSetup) -> Iterator[WayRow]:
             way.status,
             final_loss(way),
             figure(way.distances[-1]) if _ends(way) and way.distances else "–",
+            f"{100 * way.progress:.0f} %" if _ends(way) and way.progress is not None else "–",
             share_figure(way.lost_updates),
             size_text(way.state_bytes),
             visible(why(way, setup), 400),
@@ -130,8 +134,8 @@ def _failure(way: TrainingWay) -> str:
 
 def _crossed(way: TrainingWay, found: Divergence) -> str:
     """``2.01, limit 1.87``: the loss as the chart shows it, not counted from the first."""
-    if found.what == "movement":
-        return f"{figure(found.value)} times as far as in fp32, limit {figure(found.limit)}"
+    if found.what == "progress":
+        return f"{found.value:.0%} of the way of fp32, limit {found.limit:.0%}".replace("%", " %")
     first = way.losses[0] if found.what == "loss" and way.losses else None
     return f"{figure((first or 0.0) + found.value, 3)}, limit {figure((first or 0.0) + found.limit, 3)}"
 
