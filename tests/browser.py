@@ -49,6 +49,8 @@ def opened(browser: Any, path: Path, **options: Any) -> Iterator[Any]:
     page.goto(path.as_uri())
     ready = "html[data-ready=true]" if page.locator("#calls").count() else "html[data-theme], #body tr"
     page.wait_for_selector(ready, state="attached", timeout=30_000)
+    if page.locator("#trajectories").count():
+        page.wait_for_selector("html[data-trained=true]", state="attached", timeout=30_000)
     try:
         yield page
     finally:

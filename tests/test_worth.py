@@ -17,7 +17,7 @@ from lowprec_check.analysis.speed import CLEAR, conditions, is_faster, ratio_tex
 from lowprec_check.compat.rows import row_of
 from lowprec_check.compat.target_list import Request
 from lowprec_check.report import summary
-from lowprec_check.report.summary import milliseconds, rows, spread
+from lowprec_check.report.run_rows import milliseconds, rows, spread
 from lowprec_check.report.times_table import disturbances
 from lowprec_check.schema.measures import Latency, Speedup, Timing, TimingConditions
 from lowprec_check.schema.recommendation import Prefer
@@ -256,7 +256,7 @@ def test_worth_it_is_a_verdict_of_its_own(result: ScanResult, worth: str, verdic
 
 
 def test_the_table_shows_ratios_only_where_they_are_told() -> None:
-    shown = summary.rows(
+    shown = rows(
         concluded(
             [FP32, timed("half", 0.5, 0.4, 0.6), timed("bfloat16", 1, 0.9, 1.1), timed("autocast-bf16", 1, 0.2, 5)]
         )

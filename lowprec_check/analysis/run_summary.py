@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lowprec_check.analysis.error_shares import causes_in_brief
+from lowprec_check.analysis.training_status import divergence_text, first_way, in_phase, nonfinite_text, when_raised
 from lowprec_check.schema.run_key import qualified
 from lowprec_check.schema.scan_result import Run
+from lowprec_check.schema.training import TrainingWay
 from lowprec_check.schema.verdict import ErrorStats
 
 NOTHING_TO_COMPARE = "its output holds nothing to compare with fp32's"
@@ -68,8 +70,10 @@ def judged_by(run: Run) -> str | None:
 def on_which_call(run: Run) -> str:
     """``on call 2: `` or ``on batch 3: `` for a run that did not fail in its first call on the first batch.
 
-    The reason of a run that crashed or took too long names the call.
+    The reason of a run that crashed or took too long names the call. That of one that was trained names the step.
     """
+    if run.training is not None:
+        return ""
     call = None if run.status in ("crashed", "timeout") else run.failed_call
     parts = [f"{noun} {number}" for noun, number in (("batch", run.failed_batch), ("call", call)) if number]
     return f"on {', '.join(parts)}: " if parts else ""
@@ -99,24 +103,38 @@ def status_reason(run: Run) -> str:
 
 
 def _explained(run: Run) -> str:
-    ops = missing_kernels(run)
+    ops, way = missing_kernels(run), first_way(run)
     if run.status in ("error", "crashed") and ops and not run.failed_call:
-        names = ", ".join(short_op(op) for op in ops[:4]) + (", …" if len(ops) > 4 else "")
+        names = ", ".join(map(_with_phase(run), ops[:4])) + (", …" if len(ops) > 4 else "")
         return f"{_of_all(ops, run)} no kernel: {names}"
     if run.status == "error":
         kinds = list(dict.fromkeys(gap.kind for gap in run.gaps))
-        text = shorten(run.exception.text if run.exception else "it raised an exception")
+        when = when_raised(way.failed_step if way else None, run.exception)
+        text = when + shorten(run.exception.text if run.exception else "it raised an exception")
         return f"{', '.join(kinds)}: {text}" if kinds and not run.failed_call else text
     if run.status == "inaccurate":
-        if run.output_error is None or run.output_error.distance is None:
-            return "; ".join(run.notes) or "the error is infinite"
-        what = f", {judged_by(run)}" if run.compared_module else ""
-        return f"error over the tolerance {run.tolerance or 0:.0e}{what}"
+        return _inaccurate(run, way)
     if run.status == "nonfinite":
         first = next((row for row in run.op_calls.rows() if row.introduced_inf or row.introduced_nan), None)
         where = f", first in {short_op(first.op)} of {first.module or 'the model'}" if first else ""
-        return f"NaN or Inf in the output{where}"
+        what = nonfinite_text(way) if way is not None else "NaN or Inf in the output"
+        return f"{what}{where}{in_phase(first.phase) if first else ''}"
     return run.reason or run.status
+
+
+def _inaccurate(run: Run, way: TrainingWay | None) -> str:
+    if way is not None and way.divergence is not None:
+        return divergence_text(way.divergence)
+    if run.output_error is None or run.output_error.distance is None:
+        return "; ".join(run.notes) or "the error is infinite"
+    what = f", {judged_by(run)}" if run.compared_module else ""
+    return f"error over the tolerance {run.tolerance or 0:.0e}{what}"
+
+
+def _with_phase(run: Run) -> Callable[[str], str]:
+    """The short name of an op, with the phase in which it has no kernel, unless that is the forward pass."""
+    phases = {gap.op: gap.phase for gap in reversed(run.gaps)}
+    return lambda op: f"{short_op(op)}{in_phase(phases[op])}"
 
 
 def _of_all(ops: Sequence[str], run: Run) -> str:

@@ -14,7 +14,7 @@ from rich.text import Text
 NARROWEST = 40
 """Columns; a narrower terminal wraps the lines itself."""
 
-_LEAST_TEXT = 20
+LEAST_TEXT = 20
 """Columns that a cell with a sentence needs; with fewer it goes below its row."""
 
 _INDENT = 4
@@ -47,6 +47,7 @@ def print_table(
     sentences: bool = False,
     heading: int = 1,
     gap: int = 2,
+    least: int = LEAST_TEXT,
 ) -> None:
     """Print a table; nothing is cut or left out on a narrow console, where it takes more lines instead.
 
@@ -55,16 +56,17 @@ def print_table(
         names: the head of each column.
         rows: the cells, without markup.
         right: names of the columns that are aligned on the right.
-        sentences: whether the cells of the last column may take several lines; they go below their row if less than 20
-            columns are left.
+        sentences: whether the cells of the last column may take several lines; they go below their row if less than
+            ``least`` columns are left.
         heading: number of columns that name a row; if not even the figures fit, each row is a block with this heading.
         gap: spaces between columns.
+        least: columns that a sentence gets beside its row.
     """
     cells = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
     figures = len(names) - sentences
     widths = [max([len(name), *(row[index].cell_len for row in cells)]) for index, name in enumerate(names)]
     fixed = sum(widths[:figures]) + gap * figures
-    wanted = sum(min(width, _LEAST_TEXT) + gap for width in widths[figures:]) - gap
+    wanted = sum(min(width, least) + gap for width in widths[figures:]) - gap
     if fixed + wanted <= console.width:
         console.print(_table(names, cells, right, sentences, gap))
     elif fixed - gap <= console.width:

@@ -10,7 +10,7 @@ TRANSLITERATE = "lowprec_check.transliterate"
 """The name of the error handler, for ``stream.reconfigure(errors=TRANSLITERATE)``."""
 
 _WRITTEN = """
-·- –- —- −- ‐- ‑- ⁻- ×x →-> ←<- …... ≤<= ≥>= ≠!= ≈~ ±+- ∞inf ‖|| µu
+·- –- —- −- ‐- ‑- ⁻- ×x →-> ←<- …... ≤<= ≥>= ≠!= ≈~ ±+- ∞inf ‖|| µu Δd
 ‘' ’' ‚' “" ”" „" «" »" •* ─- ━- ╸- ╺- │| ┃|
 ✅[ok] ➖[-] ❌[x] ⚠[!] ❔[?] ⏭[>] 🔴[x] 🟡[!] 🔵[i] 🟢[+] ⚪[=] \ufe0f
 """

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
 from lowprec_check.analysis.run_summary import explain_status
-from lowprec_check.report import summary
+from lowprec_check.report import run_rows, summary
 from lowprec_check.report.certainty import prediction_text
 from lowprec_check.report.escape import visible
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
@@ -29,10 +29,11 @@ def render(result: ScanResult) -> str:
         ("model", summary.title(result)),
         ("machine", summary.machine(result)),
         ("tool", visible(result.tool)),
+        *([("training", summary.scope(result))] if result.training else []),
         *([("prediction", prediction_text(result))] if result.prediction else []),
     ):
         SubElement(properties, "property", name=name, value=value)
-    for row in summary.rows(result):
+    for row in run_rows.rows(result):
         name = f"{row.label} on {visible(row.run.device)}"
         attributes = {"classname": visible(result.model.name), "name": name} | _time([row.run], result)
         case = SubElement(suite, "testcase", attributes)

@@ -9,13 +9,15 @@ from tabulate import tabulate
 
 from lowprec_check.analysis.error_origin import origin
 from lowprec_check.analysis.run_summary import counted, shorten
-from lowprec_check.report import error_budget, summary
+from lowprec_check.analysis.training_status import in_phase
+from lowprec_check.report import error_budget, gradients, lost_updates, run_rows, summary, training
 from lowprec_check.report.certainty import predicted_for, prediction_text
 from lowprec_check.report.escape import LONGEST as LONGEST_NAME
 from lowprec_check.report.escape import visible, visible_lines
 from lowprec_check.report.layer_errors import TITLE as LAYERS
 from lowprec_check.report.layer_errors import worst_layers
-from lowprec_check.report.summary import Group, RunRow, and_more
+from lowprec_check.report.run_rows import RunRow
+from lowprec_check.report.summary import Group, and_more
 from lowprec_check.report.times_table import HEADS as TIMES_HEADS
 from lowprec_check.report.times_table import HINT as TIMES_HINT
 from lowprec_check.report.times_table import TITLE as TIMES
@@ -30,6 +32,8 @@ LONGEST = 60_000
 
 SHOWN_RUNS = 40
 SHOWN_TABLES = 6
+SHOWN_WAYS = 60
+SHOWN_PARAMETERS = 8
 _LONGEST_CODE = 12_000
 _SIGNS = {"ok": "✅", "reference": "", "inaccurate": "⚠️", "unjudged": "❔", "skipped": "⏭️"}
 _SEVERITY = {"error": "🔴", "warning": "🟡", "note": "🔵"}
@@ -50,7 +54,7 @@ def _head(result: ScanResult) -> Iterator[str]:
     )
     how = "" if result.prediction is None else f" ({result.evidence})"
     yield f"### {sign} {escape(summary.verdict(result))}{how} · {code(result.model.name)}"
-    yield f"{escape(summary.title(result))}  \n{escape(summary.machine(result))}  \n{summary.SCOPE}"
+    yield f"{escape(summary.title(result))}  \n{escape(summary.machine(result))}  \n{escape(summary.scope(result))}"
     if result.prediction is not None:
         yield f"> {escape(prediction_text(result))}"
     for note in result.model.notes[:20]:
@@ -64,6 +68,7 @@ def _head(result: ScanResult) -> Iterator[str]:
         yield fold("Why these modules stay in fp32", "\n".join([*(f"- {escape(line)}" for line in why[:40]), *more]))
     yield _runs(result)
     yield from map(escape, disturbances(result))
+    yield from _training(result)
     times = [[*map(escape, row)] for row in times_rows(result)[:SHOWN_RUNS]]
     if times:
         yield fold(TIMES, f"{escape(TIMES_HINT)}\n\n{table(times, TIMES_HEADS, 'lrrrrr')}")
@@ -82,22 +87,19 @@ def _head(result: ScanResult) -> Iterator[str]:
 
 
 def _runs(result: ScanResult) -> str:
-    shown = summary.rows(result)[:SHOWN_RUNS]
-    extra = summary.extra_figures(shown)
+    shown = run_rows.rows(result)[:SHOWN_RUNS]
+    figures = run_rows.figures(result, shown)
     rows = [
         [
             escape(row.label),
             f"{_sign(row)} {escape(row.status)}".strip(),
-            row.error,
-            row.time,
-            row.memory,
-            *(getattr(row, name) for name in extra),
+            *(getattr(row, name) for name in figures),
             escape(shorten(row.why, 200)),
         ]
         for row in shown
     ]
-    figures = ["error", "time", "memory", *extra]
-    runs = table(rows, [summary.names_head(shown), "status", *figures, "why"], f"ll{'r' * len(figures)}l")
+    heads = [run_rows.names_head(shown), "status", *figures.values(), "why"]
+    runs = table(rows, heads, f"ll{'r' * len(figures)}l")
     more = len(result.runs) - len(shown)
     return f"{runs}\n\n{counted(more, 'more run')} not shown." if more > 0 else runs
 
@@ -105,6 +107,37 @@ def _runs(result: ScanResult) -> str:
 def _sign(row: RunRow) -> str:
     """A tick only for a run that passes and gains something."""
     return "➖" if row.status == "ok" and not row.gains else _SIGNS.get(row.status, "❌")
+
+
+def _training(result: ScanResult) -> Iterator[str]:
+    """The ways to train, gradients and updates, each folded."""
+    ways = training.way_rows(result)
+    if ways:
+        rows = [[_way_cell(name, cell) for name, cell in zip(training.HEADS, row[:9], strict=True)] for row in ways]
+        hint = f"{training.HINT} {training.JUDGED}"
+        notes = [f"- {escape(line)}" for line in training.epsilon_lines(result)]
+        parts = [escape(hint), table(rows[:SHOWN_WAYS], training.HEADS, "lllrrrrrl"), "\n".join(notes)]
+        yield fold(training.TITLE, "\n\n".join(filter(None, parts)))
+    tables = gradients.gradient_tables(result)[:SHOWN_TABLES]
+    if tables:
+        scales = [f"- {escape(line)}" for line in gradients.scale_lines(result)]
+        parts = [escape(gradients.HINT), "\n".join(scales), *(part for found in tables for part in _gradients(found))]
+        yield fold(gradients.TITLE, "\n\n".join(filter(None, parts)))
+    lost = [[*map(escape, row)] for row in lost_updates.lost_rows(result)[:SHOWN_WAYS]]
+    if lost:
+        yield fold(lost_updates.TITLE, f"{lost_updates.HINT}\n\n{table(lost, lost_updates.HEADS, 'llrrrrl')}")
+
+
+def _way_cell(name: str, cell: str) -> str:
+    sign = _SIGNS.get(cell, "❌") if name == "status" else ""
+    return f"{sign} {escape(cell)}".strip()
+
+
+def _gradients(found: gradients.GradientTable) -> Iterator[str]:
+    rows = [[code(row.parameter), *row[1:]] for row in found.rows[:SHOWN_PARAMETERS]]
+    more = found.more + len(found.rows) - len(rows)
+    yield f"**{escape(found.label)}**" + (f": {escape(found.text)}" if found.text else "")
+    yield table(rows, gradients.HEADS, "lrrrrr") + (f"\n\n{counted(more, 'more parameter')} not shown." if more else "")
 
 
 def _sources(result: ScanResult) -> Iterator[str]:
@@ -136,7 +169,8 @@ def _first_look(run: Run) -> Iterator[str]:
     if found is not None:
         source = f" at {code(found.op_call.source)}" if found.op_call.source else ""
         where = f"{code(found.op_call.op)} in {code(found.op_call.module or 'the model')}{source}"
-        yield f"- {escape(summary.label(run))}: {found.title}: {where}, {escape(found.sentence())}"
+        phase = in_phase(found.op_call.phase)
+        yield f"- {escape(summary.label(run))}: {found.title}: {where}{phase}, {escape(found.sentence())}"
 
 
 def _findings(result: ScanResult, room: int) -> str:

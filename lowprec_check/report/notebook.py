@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowprec_check.report import summary
+from lowprec_check.report import run_rows, summary
 from lowprec_check.report.certainty import prediction_text
 from lowprec_check.report.escape import visible
 from lowprec_check.report.html.page import render_fragment
@@ -14,7 +14,7 @@ _LONGEST = 400
 
 def text(result: ScanResult) -> str:
     """Three lines: what was scanned, the status of each run, the recommendation."""
-    runs = ", ".join(_brief(row) for row in summary.rows(result)) or "no runs"
+    runs = ", ".join(_brief(row) for row in run_rows.rows(result)) or "no runs"
     return "\n".join(
         [
             f"ScanResult: {summary.title(result)} · {summary.machine(result)}",
@@ -24,9 +24,10 @@ def text(result: ScanResult) -> str:
     )
 
 
-def _brief(row: summary.RunRow) -> str:
-    """``half ok (3.4e-04)``."""
-    return f"{row.label} {row.status}" + ("" if row.error == "–" else f" ({row.error})")
+def _brief(row: run_rows.RunRow) -> str:
+    """``half ok (3.4e-04)``; of a run that was trained, ``half ok (loss 1.412)``."""
+    figure = row.error if row.loss == "–" else f"loss {row.loss}"
+    return f"{row.label} {row.status}" + ("" if figure == "–" else f" ({figure})")
 
 
 def _reason(result: ScanResult, most: int) -> str:
@@ -37,16 +38,16 @@ def _reason(result: ScanResult, most: int) -> str:
 
 def html(result: ScanResult) -> str:
     """Head, table of runs, and recommendation, without scripts and styles of its own."""
-    shown = summary.rows(result)
+    shown = run_rows.rows(result)
     return render_fragment(
         "notebook.html.j2",
         title=summary.title(result),
         machine=summary.machine(result),
-        scope=summary.SCOPE,
+        scope=summary.scope(result),
         prediction=prediction_text(result),
         rows=[row._asdict() for row in shown],
-        names_head=summary.names_head(shown),
-        extra=summary.extra_figures(shown),
+        names_head=run_rows.names_head(shown),
+        figures=run_rows.figures(result, shown),
         disturbed=disturbances(result),
         tally=summary.tally(result.diagnostics),
         verdict=summary.verdict(result),

@@ -9,28 +9,24 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lowprec_check.analysis import run_summary
-from lowprec_check.analysis.recommend import worth_of
 from lowprec_check.analysis.run_summary import (
-    bytes_text,
     candidates,
     counted,
     explain_status,
     in_fp32,
-    memory_ratio,
     short_op,
-    some,
 )
-from lowprec_check.analysis.speed import TOLD, failure_while_timed, speed
+from lowprec_check.analysis.speed import TOLD
+from lowprec_check.analysis.training_status import passing_ways
 from lowprec_check.report.certainty import place_text
 from lowprec_check.report.escape import visible, visible_diagnostic, visible_lines
-from lowprec_check.schema.measures import Latency
 from lowprec_check.schema.precisions import LOW_FORMATS, PRECISIONS, low_precisions
 from lowprec_check.schema.recommendation import Recommendation
-from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, qualified
+from lowprec_check.schema.run_key import qualified
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
 
 SCOPE = "Only the forward pass was run."
-"""What a scan covers."""
+"""What a scan without ``--train`` covers."""
 
 SEVERITY_ORDER = {"error": 0, "warning": 1, "note": 2}
 
@@ -66,6 +62,20 @@ def machine(result: ScanResult) -> str:
     return visible(f"torch {result.torch.partition('+')[0]} · {where}")
 
 
+def scope(result: ScanResult) -> str:
+    """What the scan covers: how the model was trained, or that only its forward pass was run."""
+    setup = result.training
+    if setup is None:
+        return SCOPE
+    default = {True: " (default)", False: ""}
+    parts = [
+        f"{counted(setup.steps, 'step')} of {setup.optimizer}{default[setup.default_optimizer]}",
+        f"loss: {setup.loss}{default[setup.default_loss]}",
+        *(["a new batch each step" if setup.new_batches else "the same batch each step"] if setup.steps > 1 else []),
+    ]
+    return visible(", ".join(parts), 600) + "."
+
+
 def format_count(number: int) -> str:
     """``11.7 M`` of 11 689 512."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e4, "k")):
@@ -77,81 +87,9 @@ def format_count(number: int) -> str:
 # -- runs
 
 
-class RunRow(NamedTuple):
-    """One run, as strings."""
-
-    run: Run
-    label: str
-    status: str
-    error: str
-    time: str
-    memory: str
-    p99: str
-    """The 99th percentile of the latency in the scenario."""
-    throughput: str
-    """Items per second in the scenario."""
-    setup: str
-    """Seconds that preparing and compiling took."""
-    metric: str
-    """The value of the user's metric, of four digits."""
-    why: str
-    gains: bool
-    """Whether it passed, and is faster or smaller than fp32."""
-
-
-def rows(result: ScanResult) -> list[RunRow]:
-    """One row per run, in the order of the scan."""
-    return [
-        RunRow(
-            run,
-            label(run),
-            "reference" if run.is_reference else run.status,
-            "–" if run.is_reference else _error(run),
-            _time(run, result),
-            format_ratio(memory_ratio(run, result.runs)),
-            "–" if run.timing is None else f"{run.timing.p99_ms:.3g} ms",
-            "–" if run.timing is None or run.timing.throughput is None else f"{run.timing.throughput:.3g}/s",
-            "–" if run.setup_seconds is None else f"{run.setup_seconds:.1f} s",
-            "–" if run.metric is None else f"{run.metric:.4g}",
-            visible(_why(run, result)),
-            run.status == "ok" and worth_of(run, result.runs) not in ("nothing", "unknown"),
-        )
-        for run in result.runs
-    ]
-
-
-def names_head(shown: Sequence[RunRow]) -> str:
-    """The head of the column with the names of the runs."""
-    named = any(row.run.backend != EAGER or row.run.memory_format != CONTIGUOUS for row in shown)
-    return "run" if named else "precision"
-
-
-EXTRA_FIGURES = ("p99", "throughput", "setup", "metric")
-"""Columns that few scans have."""
-
-
-def extra_figures(shown: Sequence[RunRow]) -> list[str]:
-    """The names of those in which a row has a value."""
-    return [name for name in EXTRA_FIGURES if any(getattr(row, name) != "–" for row in shown)]
-
-
 def label(run: Run) -> str:
     """The name of the run in reports."""
     return visible(run_summary.label(run))
-
-
-def _error(run: Run) -> str:
-    if run.output_error is None:
-        return "–"
-    return run_summary.error_text(run.output_error)
-
-
-def _time(run: Run, result: ScanResult) -> str:
-    """Its time over fp32's, if it can be told."""
-    found = speed(run, result.runs)
-    if found.told == "same" and not run.is_reference:
-        return "≈ 1 ×"
-    return "noisy" if found.told == "noisy" else format_ratio(found.time)
 
 
 def format_ratio(ratio: float | None) -> str:
@@ -159,47 +97,6 @@ def format_ratio(ratio: float | None) -> str:
     if ratio is None:
         return "–"
     return f"{ratio:.0f} ×" if ratio >= 10 else f"{ratio:.2f} ×" if ratio >= 0.01 else f"{ratio:.1g} ×"
-
-
-def _why(run: Run, result: ScanResult) -> str:
-    if run.is_reference:
-        latency = milliseconds(run.latency_ms) if run.latency_ms is not None else ""
-        latency += f" {spread(run.latency)}" if run.latency is not None else ""
-        memory = bytes_text(run.peak_memory_bytes) if run.peak_memory_bytes else ""
-        return ", ".join(part for part in (latency, memory, _scenario(run), failure_while_timed(run)) if part)
-    if run.base is not None:
-        return f"kept in fp32: {some(run.keep_fp32)}"
-    if run.status != "ok":
-        return explain_status(run)
-    judged = run_summary.judged_by(run)
-    if judged is not None:
-        return f"error of the {judged}"
-    slow = [d for d in result.diagnostics if d.code == "LP106" and d.is_about(run)]
-    if slow:
-        return f"slow: {', '.join(short_op(d.op or '') for d in slow[:3])}"
-    return failure_while_timed(run) or ""
-
-
-def milliseconds(duration: float) -> str:
-    """``13.1 ms``, ``0.4 ms``, ``0.0056 ms``."""
-    return f"{duration:.1f} ms" if duration >= 0.1 else f"{duration:.2g} ms"
-
-
-def spread(latency: Latency) -> str:
-    """``±4 %``: half the distance of the quartiles, relative to the median; in words if that is more than the median."""
-    low, high = latency.quartiles_ms
-    share = (high - low) / 2 / latency.median_ms if latency.median_ms else 0.0
-    return f"±{max(share * 100, 1):.0f} %" if share <= 1 else "(noisy)"
-
-
-def _scenario(run: Run) -> str:
-    """``realtime: 13.1 ms, 2 instances of 1 core, batch 1``."""
-    timing = run.timing
-    if timing is None:
-        return ""
-    where = f"{counted(timing.instances, 'instance')} of {counted(timing.cores, 'core')}"
-    batch = f", batch {timing.batch}" if timing.batch else ""
-    return f"{timing.scenario}: {timing.median_ms:.3g} ms, {where}{batch}"
 
 
 # -- findings
@@ -343,7 +240,7 @@ def is_gain(result: ScanResult) -> bool:
 def is_recommended(run: Run, result: ScanResult) -> bool:
     """Whether the recommendation is to run the model so."""
     advice = result.recommendation
-    if advice is None or run.status not in ("ok", "unjudged"):
+    if advice is None or not (run.status in ("ok", "unjudged") or passing_ways(run)):
         return False
     recommended = (advice.precision, advice.backend, advice.memory_format, advice.keep_fp32)
     return (run.base or run.precision, run.backend, run.memory_format, run.keep_fp32) == recommended
@@ -358,9 +255,10 @@ def tag(run: Run, result: ScanResult) -> str:
 
 
 def passes(result: ScanResult) -> bool:
-    """Whether the recommended run passed; if not, no output could be compared."""
+    """Whether the recommended run passed, or a way to train in its precision; if not, no output could be compared."""
     best = result.recommendation
-    return best is not None and (bool(best.keep_fp32) or any(run.status == "ok" for run in candidates(result.runs)))
+    passed = (run.status == "ok" or passing_ways(run) for run in candidates(result.runs))
+    return best is not None and (bool(best.keep_fp32) or any(passed))
 
 
 def reason(result: ScanResult, most: int) -> str:

@@ -9,9 +9,9 @@ from rich.padding import Padding
 from rich.text import Text
 
 from lowprec_check.analysis.run_summary import shorten
-from lowprec_check.report import error_budget, summary, times_table
+from lowprec_check.report import error_budget, gradients, lost_updates, run_rows, summary, times_table, training
 from lowprec_check.report.certainty import prediction_text
-from lowprec_check.report.console import print_table, screen
+from lowprec_check.report.console import LEAST_TEXT, print_table, screen
 from lowprec_check.report.escape import visible, visible_lines
 from lowprec_check.report.layer_errors import TITLE as LAYERS
 from lowprec_check.report.layer_errors import worst_layers
@@ -25,6 +25,8 @@ from lowprec_check.schema.scan_result import ScanResult
 SHOWN_FINDINGS = 12
 _LONGEST_MESSAGE = 140
 """Characters of a finding's message; what it causes is at the end."""
+_LEAST_WHY = 40
+"""Columns that the reason of a run needs in training, where it names the ways that pass."""
 _STATUS_STYLE = {"ok": "green", "inaccurate": "yellow", "unjudged": "yellow", "skipped": "dim", "reference": ""}
 _SEVERITY_STYLE = {"error": "red", "warning": "yellow", "note": "cyan"}
 
@@ -41,7 +43,7 @@ def render(
         console.print(Text(summary.machine(result), style="dim"))
         if result.prediction is not None:
             console.print(Text(prediction_text(result), style="yellow"))
-        console.print(Text(summary.SCOPE, style="dim"))
+        console.print(Text(summary.scope(result), style="dim"))
         for note in result.model.notes:
             console.print(Text(f"note: {visible(note)}", style="yellow"))
         console.print()
@@ -50,6 +52,7 @@ def render(
             console.print(Text(line, style="yellow"))
         if verbose:
             _print_times(console, result)
+        _print_training(console, result, verbose=verbose)
         _print_lines(console, error_budget.TITLE, error_budget.budget_lines(result))
         _print_lines(console, LAYERS, list(worst_layers(result)))
         _print_what_if(console, result)
@@ -61,8 +64,8 @@ def render(
 
 def print_runs(console: Console, result: ScanResult) -> None:
     """A row per run: status, error, time, memory, what else was measured, and why it failed."""
-    shown = summary.rows(result)
-    figures = ["error", "time", "memory", *summary.extra_figures(shown)]
+    shown = run_rows.rows(result)
+    figures = run_rows.figures(result, shown)
     rows: list[list[str | Text]] = [
         [
             row.label,
@@ -72,10 +75,19 @@ def print_runs(console: Console, result: ScanResult) -> None:
         ]
         for row in shown
     ]
-    print_table(console, [summary.names_head(shown), "status", *figures, "why"], rows, right=figures, sentences=True)
+    heads = list(figures.values())
+    least = _LEAST_WHY if result.training is not None else LEAST_TEXT
+    print_table(
+        console,
+        [run_rows.names_head(shown), "status", *heads, "why"],
+        rows,
+        right=heads,
+        sentences=True,
+        least=least,
+    )
 
 
-def _status_style(row: summary.RunRow) -> str:
+def _status_style(row: run_rows.RunRow) -> str:
     """Green only for a run that passes and gains something."""
     return "" if row.status == "ok" and not row.gains else _STATUS_STYLE.get(row.status, "red")
 
@@ -88,9 +100,35 @@ def _print_times(console: Console, result: ScanResult) -> None:
         print_table(console, times_table.HEADS, rows, right=times_table.FIGURES)
 
 
-def _print_lines(console: Console, title: str, lines: Sequence[str]) -> None:
+def _print_training(console: Console, result: ScanResult, *, verbose: bool) -> None:
+    """The ways to train, and what happens to gradients and updates; if not ``verbose``, only what the table of runs does not show."""
+    every = training.way_rows(result)
+    rows = every if verbose else training.news(every)
+    if rows:
+        console.print(Text(f"\n{training.TITLE}", style="bold"))
+        console.print(Text(training.HINT, style="dim"))
+        cells: list[list[str | Text]] = []
+        for row, above in zip(rows, [None, *rows], strict=False):
+            if above is None or row.run != above.run:
+                cells.append([Text(row.run, style="bold"), *[""] * (len(training.HEADS) - 2)])
+            status = Text(row.status, style=_STATUS_STYLE.get(row.status, "red"))
+            cells.append([f"  {row.way}", status, *row[3:9]])
+        heads, figures = training.HEADS[1:], training.FIGURES
+        print_table(console, heads, cells, right=figures, sentences=True, least=_LEAST_WHY)
+    left_out = training.number_of_ways(every) - training.number_of_ways(rows)
+    if left_out:
+        console.print(Text(f"{left_out} {'more ' if rows else ''}ways to train pass · -v lists them", style="dim"))
+    for line in training.epsilon_lines(result):
+        console.print(Text(line))
+    _print_lines(console, gradients.TITLE, gradients.gradient_lines(result, verbose=verbose))
+    _print_lines(console, lost_updates.TITLE, lost_updates.lost_lines(result), lost_updates.HINT)
+
+
+def _print_lines(console: Console, title: str, lines: Sequence[str], hint: str = "") -> None:
     if lines:
         console.print(Text(f"\n{title}", style="bold"))
+        if hint:
+            console.print(Text(hint, style="dim"))
     for line in lines:
         console.print(Padding(Text(line), (0, 0, 0, 2)))
 

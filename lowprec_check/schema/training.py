@@ -11,6 +11,10 @@ Values = Literal["weight", "buffer", "optimizer state", "average"]
 """What an update changes: a parameter, a buffer (running statistics), the state of the optimizer, or an average of the weights."""
 
 
+BEYOND = 2.0
+"""How many times the largest distance of another seed to fp32 the weights of a run may be from those of fp32."""
+
+
 class TrainingSetup(Struct, frozen=True, kw_only=True):
     """How the model is trained in every precision, and how far fp32 runs from other seeds differ."""
 

@@ -10,16 +10,13 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.train.trajectory import Samples, Trajectory
-from lowprec_check.schema.training import Divergence
+from lowprec_check.schema.training import BEYOND, Divergence
 
 NOISE = 0.01
 """Relative noise on each initial weight of a run from another seed: where nothing else is random, runs would be equal."""
 
 SEEDS = 3
 """fp32 runs from other seeds."""
-
-BEYOND = 2.0
-"""How many times the largest distance of another seed a run may be from fp32."""
 
 NOTABLE = 0.1
 

@@ -59,9 +59,11 @@ def _run(run: Run, limit: int, numbers: dict[str, dict[str, int]]) -> dict[str, 
         columns[name] = [known.setdefault(visible(column[index] or ""), len(known)) for index in kept]
     for name in ("local_error", "accumulated_error", "absmax"):
         column = getattr(run.op_calls, name)
-        columns[name] = [_three_digits(column[index]) for index in kept]
+        columns[name] = [three_digits(column[index]) for index in kept]
     shares = run.op_calls.share if trusted_budget(run) else [None] * len(rows)
-    columns["share"] = [_three_digits(shares[index]) for index in kept] if any(shares) else []
+    columns["share"] = [three_digits(shares[index]) for index in kept] if any(shares) else []
+    if any(run.op_calls.phase):
+        columns["phase"] = [rows[index].phase for index in kept]
     columns["nonfinite"] = [rows[index].introduced_inf + rows[index].introduced_nan for index in kept]
     columns["rescued"] = [int(rows[index].outcome == "rescued") for index in kept]
     return {
@@ -118,10 +120,10 @@ def _ranges(rows: list[OpCall]) -> dict[str, list[Any]]:
         known["calls"] += 1
     columns: dict[str, list[Any]] = {"module": [visible(module) or "(model)" for module in found]}
     for name in _NO_RANGE:
-        columns[name] = [_three_digits(known[name]) for known in found.values()]
+        columns[name] = [three_digits(known[name]) for known in found.values()]
     return columns
 
 
-def _three_digits(value: float | None) -> float | None:
-    """``value`` with three digits: enough for a chart, and the file stays small."""
-    return None if value is None else float(f"{value:.3g}")
+def three_digits(value: float | None, digits: int = 3) -> float | None:
+    """``value`` with three digits, or as many as given: enough for a chart, and the file stays small."""
+    return None if value is None else float(f"{value:.{digits}g}")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from lowprec_check.analysis.error_shares import BETWEEN, module_shares, share_text, trusted_budget
 from lowprec_check.report.escape import visible
 from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.scan_result import Run
 
 MOST_ROWS = 1200
@@ -36,6 +37,8 @@ class ModuleCell(NamedTuple):
     share: Shade
     """The sum over its ops."""
     gaps: int
+    phases: dict[Phase, Shade]
+    """The accumulated error in each phase of a training step; empty if only the forward pass was run."""
 
 
 class Node(NamedTuple):
@@ -61,7 +64,7 @@ class Tree(NamedTuple):
 
 
 class _Worst:
-    __slots__ = ("accumulated", "calls", "gaps", "local", "nonfinite", "reference_ms", "share", "time_ms")
+    __slots__ = ("accumulated", "calls", "gaps", "local", "nonfinite", "phases", "reference_ms", "share", "time_ms")
 
     def __init__(self) -> None:
         self.accumulated: float | None = None
@@ -70,20 +73,26 @@ class _Worst:
         self.time_ms = self.reference_ms = 0.0
         self.nonfinite = False
         self.gaps = self.calls = 0
+        self.phases: dict[Phase, tuple[bool, float | None]] = {}
 
     def add(self, row: OpCall) -> None:
         self.calls += 1
         self.accumulated = _larger(self.accumulated, row.accumulated_error)
         self.local = _larger(self.local, row.local_error)
-        self.nonfinite = self.nonfinite or bool(row.introduced_inf or row.introduced_nan)
+        is_nonfinite = bool(row.introduced_inf or row.introduced_nan)
+        self.nonfinite = self.nonfinite or is_nonfinite
+        if row.phase is not None:
+            lost, error = self.phases.get(row.phase, (False, None))
+            self.phases[row.phase] = (lost or is_nonfinite, _larger(error, row.accumulated_error))
         if row.time_ms is not None and row.reference_ms is not None:
             self.time_ms += row.time_ms
             self.reference_ms += row.reference_ms
 
     def cell(self) -> ModuleCell:
-        accumulated = Shade("Inf/NaN", NONFINITE) if self.nonfinite else error_shade(self.accumulated)
+        accumulated = _accumulated_shade(self.nonfinite, self.accumulated)
         time = _time_shade(self.time_ms, self.reference_ms)
-        return ModuleCell(accumulated, error_shade(self.local), time, _share_shade(self.share), self.gaps)
+        phases = {phase: _accumulated_shade(*found) for phase, found in self.phases.items()}
+        return ModuleCell(accumulated, error_shade(self.local), time, _share_shade(self.share), self.gaps, phases)
 
 
 def _larger(known: float | None, value: float | None) -> float | None:
@@ -101,6 +110,10 @@ def error_shade(error: float | None) -> Shade:
     if error == 0:
         return Shade("0", 0)
     return Shade(f"{error:.1e}", 1 + sum(error > limit for limit in _LIMITS))
+
+
+def _accumulated_shade(nonfinite: bool, error: float | None) -> Shade:
+    return Shade("Inf/NaN", NONFINITE) if nonfinite else error_shade(error)
 
 
 SLOWER = (0.5, 0.8, 1.25, 2.0, 5.0, 10.0, 50.0)

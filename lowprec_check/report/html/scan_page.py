@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 from lowprec_check.analysis.error_shares import trusted_budget
 from lowprec_check.analysis.run_summary import memory_ratio
 from lowprec_check.analysis.speed import speed
-from lowprec_check.report import error_budget, summary, times_table, what_if_table
+from lowprec_check.analysis.training_status import first_way
+from lowprec_check.report import error_budget, run_rows, summary, times_table, what_if_table
 from lowprec_check.report.certainty import predicted_for, prediction_text
 from lowprec_check.report.escape import visible
 from lowprec_check.report.html import bokeh_files as bokeh
-from lowprec_check.report.html import charts, module_tree
+from lowprec_check.report.html import charts, module_tree, training
 from lowprec_check.report.html.page import render_page, static
 from lowprec_check.report.layer_errors import TITLE as LAYERS
 from lowprec_check.report.layer_errors import worst_layers
-from lowprec_check.report.summary import Group, RunRow
+from lowprec_check.report.run_rows import RunRow
+from lowprec_check.report.summary import Group
 from lowprec_check.report.times_table import times_rows
 from lowprec_check.report.what_if_table import what_if_rows
+from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 SCALE = [
@@ -32,6 +35,8 @@ SCALE = [
     )
 ]
 """The text of each colour of the tree, by what it shows."""
+MATTERS = 0.5
+"""A share of lost updates from which its bar has the colour of a warning."""
 MOST_PLACES = 100
 MOST_GROUPS = 500
 """Groups of findings shown; more would make the file too large."""
@@ -40,7 +45,7 @@ MOST_GROUPS = 500
 def render(result: ScanResult) -> str:
     """Render the page; raises :class:`UsageError` if Bokeh is not installed."""
     drawn = [run for run in result.runs if not run.is_reference and len(run.op_calls)]
-    advice, shown = result.recommendation, summary.rows(result)
+    advice, shown = result.recommendation, run_rows.rows(result)
     modules = module_tree.build(drawn)
     groups = summary.group(result.diagnostics)
     values: dict[str, Any] = {
@@ -48,10 +53,11 @@ def render(result: ScanResult) -> str:
         "title": summary.title(result),
         "model_name": visible(result.model.name),
         "machine": summary.machine(result),
-        "scope": summary.SCOPE,
+        "scope": summary.scope(result),
         "prediction": prediction_text(result),
-        "names_head": summary.names_head(shown),
-        "extra": summary.extra_figures(shown),
+        "names_head": run_rows.names_head(shown),
+        "figures": run_rows.figures(result, shown),
+        "trained": training.section(result),
         "notes": [visible(note) for note in result.model.notes],
         "verdict": summary.verdict(result),
         "verdict_kind": "good" if summary.is_gain(result) else "neutral" if advice else "bad",
@@ -72,9 +78,9 @@ def render(result: ScanResult) -> str:
         "what_if_title": what_if_table.TITLE,
         "what_if_hint": what_if_table.what_if_hint(result),
         "what_if_heads": what_if_table.HEADS,
-        "ratio_tick": 100 / _widest(result),
         "charts": [{"label": summary.label(run), "status": run.status} for run in drawn],
         "first": _first_shown(drawn),
+        "phases": [phase for phase in get_args(Phase) if any(phase in run.op_calls.phase for run in drawn)],
         "nodes": modules.nodes,
         "left_out": modules.left_out,
         "scale": SCALE,
@@ -89,9 +95,11 @@ def render(result: ScanResult) -> str:
         "environment": list(_environment(result)),
     }
     scripts = [static("theme.js"), static("report.js")]
-    if drawn:
+    values["calls"], values["trajectories"] = charts.pack(drawn) if drawn else "", training.pack(result)
+    if values["calls"] or values["trajectories"]:
         scripts = [*bokeh.scripts(), static("theme.js"), static("charts.js"), static("report.js")]
-        values["calls"] = charts.pack(drawn)
+    if values["trajectories"]:
+        scripts.append(static("training.js"))
     return render_page("report.html.j2", scripts, **values)
 
 
@@ -119,35 +127,60 @@ def _runs(result: ScanResult, shown: Sequence[RunRow]) -> Iterator[dict[str, Any
     for row in shown:
         time, memory = speed(row.run, result.runs).time, memory_ratio(row.run, result.runs)
         tag = summary.tag(row.run, result)
+        tick = 100 / widest
         yield {
             **row._asdict(),
-            **_error_bar(row),
+            "bars": {
+                "error": _error_bar(row),
+                "gradient": _gradient_bar(row),
+                "lost": _lost_bar(row),
+                "time": FigureBar(_width(time, widest), row.time, _ratio_kind(time, worse=1.05, better=0.95), tick),
+                "memory": FigureBar(
+                    _width(memory, widest), row.memory, _ratio_kind(memory, worse=1.05, better=0.95), tick
+                ),
+            },
             "kind": "none" if row.status == "ok" and not row.gains else _KIND.get(row.status, "bad"),
             "recommended": tag == "recommended",
             "tag": tag,
-            "time_width": min(100.0, 100 * (time or 0) / widest),
-            "time_kind": _ratio_kind(time, worse=1.05, better=0.95),
-            "memory_width": min(100.0, 100 * (memory or 0) / widest),
-            "memory_kind": _ratio_kind(memory, worse=1.05, better=0.95),
         }
 
 
-def _error_bar(row: RunRow) -> dict[str, Any]:
+class FigureBar(NamedTuple):
+    """A figure and its bar: the arguments of the template's macro."""
+
+    width: float
+    """Per cent."""
+    text: str
+    kind: str
+    tick: float | None = None
+
+
+def _width(ratio: float | None, widest: float) -> float:
+    return min(100.0, 100 * (ratio or 0) / widest)
+
+
+def _error_bar(row: RunRow) -> FigureBar:
     error = row.run.output_error.distance if row.run.output_error else None
     if error is None:
         infinite = row.run.status == "nonfinite" or row.error == "∞"
-        return {
-            "error_width": 100.0 if infinite else 0.0,
-            "error_kind": "bad" if infinite else "none",
-            "tolerance_tick": None,
-        }
+        return FigureBar(100.0 if infinite else 0.0, row.error, "bad" if infinite else "none")
     tolerance = row.run.tolerance
     over = tolerance is not None and error > tolerance
-    return {
-        "error_width": _decades(error),
-        "error_kind": "bad" if over else "good",
-        "tolerance_tick": _decades(tolerance) if tolerance else None,
-    }
+    return FigureBar(_decades(error), row.error, "bad" if over else "good", _decades(tolerance) if tolerance else None)
+
+
+def _gradient_bar(row: RunRow) -> FigureBar:
+    """Without a verdict: how far gradients may be off is judged by the run of all steps."""
+    error = row.run.training.gradient_error if row.run.training is not None else None
+    if row.gradient == "–" or error is None:
+        return FigureBar(0.0 if row.gradient == "–" else 100.0, row.gradient, "none" if row.gradient == "–" else "bad")
+    return FigureBar(_decades(error), row.gradient, "")
+
+
+def _lost_bar(row: RunRow) -> FigureBar:
+    way = first_way(row.run)
+    lost = way.lost_updates if way is not None else None
+    return FigureBar(100 * (lost or 0.0), row.lost, "none" if lost is None else "warn" if lost >= MATTERS else "")
 
 
 def _decades(value: float) -> float:

@@ -1,6 +1,6 @@
 // The two charts as empty Bokeh figures; report.js fills them with the selected run.
 "use strict";
-const COLUMNS = ["x", "y", "low", "high", "index", "op", "module", "source", "dtypes", "shape", "marker", "note", "calls",
+const COLUMNS = ["x", "y", "low", "high", "index", "op", "phase", "module", "source", "dtypes", "shape", "marker", "note", "calls",
   "local_text", "accumulated_text", "high_text", "low_text", "flushed_text"];
 const PLACE = [["module", "@module"], ["line", "@source"], ["dtypes", "@dtypes"], ["shape", "@shape"]];
 const DASHED = { line_dash: [6], line_width: 1.5 };
@@ -19,10 +19,10 @@ const box = (name, more) => new M.BoxAnnotation({ name, ...more });
 const span = (name, more) => new M.Span({ name, location: 1, dimension: "width", ...more });
 const label = (name, more) => new M.Label({ name, x: 0, y: 1, text: "", text_font_size: "12px", x_offset: 4, y_offset: 3, ...more });
 
-function newFigure(height, x_axis_label, y_axis_label) {
+function newFigure(height, x_axis_label, y_axis_label, y_axis_type = "log") {
   const plot = Bokeh.Plotting.figure({
     height, x_axis_label, y_axis_label, x_range: new M.Range1d({ start: 0, end: 1 }), y_range: new M.Range1d({ start: FLOOR, end: 1 }),
-    y_axis_type: "log", sizing_mode: "stretch_width", tools: "xpan,xbox_zoom,reset", toolbar_location: "above", lod_threshold: 4000,
+    y_axis_type, sizing_mode: "stretch_width", tools: "xpan,xbox_zoom,reset", toolbar_location: "above", lod_threshold: 4000,
     background_fill_color: null, border_fill_color: null, outline_line_color: null,
   });
   for (const axis of [...plot.below, ...plot.left]) {
@@ -37,19 +37,23 @@ function newFigure(height, x_axis_label, y_axis_label) {
 }
 
 // Error along the network: x is the op call, y is rel_l2.
-function errorFigure() {
+function errorFigure(has_phases) {
   const plot = newFigure(360, "op call, in the order of the run", "relative error (rel_l2)");
   const at = { x: field("x"), y: field("y") }, accumulated = columns("accumulated");
   plot.add_layout(box("origin", { left: 0, right: 0, fill_alpha: 0.22, line_width: 2, line_alpha: 0.9 }));
   plot.add_layout(span("tolerance", DASHED));
   plot.add_layout(span("cursor", { dimension: "height", line_width: 1, visible: false }));
+  for (const phase of has_phases ? ["backward", "optimizer"] : []) {
+    plot.add_layout(span(`${phase}-start`, { dimension: "height", line_width: 1, line_dash: [3, 3] }));
+    plot.add_layout(label(`${phase}-label`, { x_offset: 4, y_offset: 2 }));
+  }
   plot.add_layout(label("tolerance-label"));
   plot.add_layout(label("origin-label", { text_font_style: "bold" }));
   const near = plot.scatter({ ...at, source: columns("local"), size: 5, fill_alpha: 0.55, line_color: null, name: "local-dots" });
   plot.line({ ...at, source: accumulated, line_width: 2, name: "accumulated-line" });
   const far = plot.scatter({ ...at, source: accumulated, size: 5, line_color: null, name: "accumulated-dots" });
   const marks = plot.scatter({ ...at, source: columns("marks"), size: 11, line_width: 2, marker: field("marker"), name: "marks-dots" });
-  const tooltips = tip("@index: @op", [...PLACE, ["local", "@local_text"], ["accumulated", "@accumulated_text"]]);
+  const tooltips = tip("@index: @op", [...(has_phases ? [["phase", "@phase"]] : []), ...PLACE, ["local", "@local_text"], ["accumulated", "@accumulated_text"]]);
   plot.add_tools(new M.HoverTool({ renderers: [far, near, marks], tooltips, limit: 1, point_policy: "snap_to_data" }));
   return plot;
 }

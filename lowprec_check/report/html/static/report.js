@@ -25,6 +25,7 @@ function callsOf(data, run) {
     const words = data.strings[name];
     table[name] = packed[name].map((number) => words[number] || (name === "module" ? "(model)" : "–"));
   }
+  table.phase = packed.phase || packed.index.map(() => "");
   table.local_text = packed.local_error.map(digits);
   table.accumulated_text = packed.accumulated_error.map((value, i) => (packed.nonfinite[i] ? "Inf/NaN" : digits(value)));
   table.share_text = packed.index.map((_, i) => (packed.share.length ? shareText(packed.share[i]) : "–"));
@@ -35,6 +36,8 @@ function callsOf(data, run) {
   run.table = table;
   return table;
 }
+
+const inPhase = (table, i) => (table.phase[i] && table.phase[i] !== "forward" ? ` (${table.phase[i]})` : "");
 
 const pick = (table, rows, extra) => {
   const part = {};
@@ -102,7 +105,16 @@ class ErrorChart extends Chart {
     this.frame(last + 1, bottom, top);
     this.get("tolerance").setv({ location: run.tolerance || 1, visible: Boolean(run.tolerance) });
     this.label("tolerance-label", 0, run.tolerance || 1, run.tolerance ? `tolerance ${digits(run.tolerance)}` : "");
+    this.markPhases(table, bottom);
     this.markOrigin(table, run, last, top);
+  }
+  markPhases(table, bottom) {
+    for (const phase of ["backward", "optimizer"]) {
+      const start = table.phase.indexOf(phase), line = this.get(`${phase}-start`);
+      if (!line) continue;
+      line.setv({ visible: start >= 0, location: start >= 0 ? table.x[start] - 0.5 : 0, line_color: css("dim") });
+      this.label(`${phase}-label`, start >= 0 ? table.x[start] - 0.5 : 0, bottom, start >= 0 ? phase : "");
+    }
   }
   markOrigin(table, run, last, top) {
     const remark = byId("origin"), origin = run.origin, band = this.get("origin");
@@ -118,7 +130,7 @@ class ErrorChart extends Chart {
     this.calm = origin.calm;
     this.label("origin-label", origin.call + 1, top, `${origin.title}: ${table.op[row]}`);
     this.colour();
-    const where = `${table.op[row]} in ${table.module[row]}` + (table.source[row] === "–" ? "" : ` at ${table.source[row]}`);
+    const where = `${table.op[row]} in ${table.module[row]}${inPhase(table, row)}` + (table.source[row] === "–" ? "" : ` at ${table.source[row]}`);
     const title = origin.title[0].toUpperCase() + origin.title.slice(1);
     remark.textContent = `${title}: ${where} (call ${origin.call + 1}), ${origin.sentence}.`;
     if (run.total > table.x.length) remark.textContent += ` The chart shows ${table.x.length} of ${run.total} calls, the worst of each segment.`;
@@ -201,13 +213,13 @@ function fillTable(id, rows) {
 
 // -- stepping through the calls: the chart for keyboards and screen readers
 
-function stepThrough(chart, data) {
+function stepThrough(chart, data, phases) {
   const slider = byId("call-slider"), details = byId("call-details");
   let table = null, run_ = null;
   slider.addEventListener("input", () => {
     const i = Number(slider.value), cursor = chart.get("cursor");
     cursor.setv({ visible: true, location: table.x[i] });
-    const text = `Call ${table.index[i]}: ${table.op[i]} in ${table.module[i]}, line ${table.source[i]}, ${table.dtypes[i]}, ${table.shape[i]}; `
+    const text = `Call ${table.index[i]}: ${table.op[i]} in ${table.module[i]}${inPhase(table, i)}, line ${table.source[i]}, ${table.dtypes[i]}, ${table.shape[i]}; `
       + `local ${table.local_text[i]}, accumulated ${table.accumulated_text[i]}${run_.calls.share.length ? `, share ${table.share_text[i]}` : ""}${table.note[i] ? "; " + table.note[i] : ""}`;
     details.textContent = text;
     slider.setAttribute("aria-valuetext", text);
@@ -226,7 +238,7 @@ function stepThrough(chart, data) {
     byId("steps-title").textContent = shares.length ? "The 20 calls with the largest shares (table)" : "The 20 largest increases (table)";
     steps.sort((a, b) => b[0] - a[0] || a[1] - b[1]);
     fillTable("steps", steps.slice(0, 20).map(([, i]) => [
-      table.index[i], table.op[i], table.module[i], table.source[i], table.local_text[i], table.accumulated_text[i], table.share_text[i],
+      table.index[i], ...(phases ? [table.phase[i] || "–"] : []), table.op[i], table.module[i], table.source[i], table.local_text[i], table.accumulated_text[i], table.share_text[i],
     ]));
   };
 }
@@ -235,8 +247,9 @@ async function drawCharts() {
   Bokeh.set_log_level("warn");
   const data = await unpack(byId("calls").textContent.trim());
   const embed = async (kind, plot, place) => new kind((await Bokeh.Plotting.show(plot, byId(place))).model.document);
-  const charts = { error: await embed(ErrorChart, errorFigure(), "error-chart"), range: await embed(RangeChart, rangeFigure(), "range-chart") };
-  const showCalls = stepThrough(charts.error, data);
+  const phases = data.runs.some((run) => run.calls.phase);
+  const charts = { error: await embed(ErrorChart, errorFigure(phases), "error-chart"), range: await embed(RangeChart, rangeFigure(), "range-chart") };
+  const showCalls = stepThrough(charts.error, data, phases);
   const choices = document.querySelectorAll(".run-choice");
   const show = (number) => {
     for (const choice of choices) choice.value = number;

@@ -1,0 +1,221 @@
+"""The ways to train in each precision as rows of text: whether they stay near fp32, and what they cost. Never imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from lowprec_check.analysis import run_summary
+from lowprec_check.analysis.run_summary import bytes_text, counted, percent, shorten, some
+from lowprec_check.analysis.training_status import (
+    divergence_text,
+    first_way,
+    loss_text,
+    nonfinite_text,
+    passing_ways,
+    when_raised,
+)
+from lowprec_check.report.escape import visible
+from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.training import BEYOND, WAYS, Divergence, EpsilonCheck, TrainingSetup, TrainingWay
+
+TITLE = "Ways to train"
+HINT = (
+    "Loss: after the last step. Distance: of the weights from those of fp32, relative to how far these moved. "
+    "Moved: how much of the way of fp32 they went. Lost: updates of weights that rounding loses. State: weights, their copies and the optimizer's state."
+)
+JUDGED = (
+    "A way fails if, up to its last step, the loss is outside the range of fp32 runs from other seeds by more than this range is wide, "
+    f"or the weights are more than {BEYOND:g} times as far from those of fp32 as in any such run (not judged with stochastic "
+    "rounding, which is right on average), or move less or further in the direction of fp32."
+)
+HEADS = ["precision", "way", "status", "loss", "distance", "moved", "lost", "state", "why"]
+FIGURES = HEADS[3:8]
+"""Columns of numbers."""
+
+
+class WayRow(NamedTuple):
+    """One way to train in one precision, as strings."""
+
+    run: str
+    way: str
+    status: str
+    loss: str
+    """After the last step."""
+    distance: str
+    """Of the weights to those of fp32, after the last step."""
+    progress: str
+    """How much of the way of fp32 the weights moved; 100 % is all of it."""
+    lost: str
+    state: str
+    why: str
+    is_news: bool
+    """Whether it tells a reader more than the table of runs: of a precision that fails, every way; else those that do not pass."""
+
+
+def way_rows(result: ScanResult) -> list[WayRow]:
+    """What fp32 and its other seeds reach, then each way of each run; empty if nothing was trained."""
+    setup = result.training
+    if setup is None:
+        return []
+    found = [row for run in result.runs if not run.is_reference for row in _rows_of(run, setup)]
+    return [*_references(result, setup), *found] if found else []
+
+
+def news(rows: list[WayRow]) -> list[WayRow]:
+    """Those of :func:`way_rows` that a short report shows; the reference only beside others."""
+    kept = [row for row in rows if row.is_news]
+    return kept if number_of_ways(kept) else []
+
+
+def number_of_ways(rows: list[WayRow]) -> int:
+    """Without those of the reference."""
+    return sum(row.status != "reference" for row in rows)
+
+
+def _references(result: ScanResult, setup: TrainingSetup) -> Iterator[WayRow]:
+    reference = run_summary.reference_of(result.runs)
+    way = first_way(reference) if reference is not None else None
+    state = "–" if way is None else size_text(way.state_bytes)
+    loss = loss_text(setup.losses[-1]) if setup.losses else "–"
+    yield WayRow("fp32", way_name(way), "reference", loss, "–", "–", "–", state, "", is_news=True)
+    if setup.seeds:
+        band = " – ".join(f"{bound:.3g}" for bound in last_band(setup))
+        distance = figure(setup.distances[-1]) if setup.distances else "–"
+        seeds = counted(setup.seeds, "other seed")
+        yield WayRow("fp32", seeds, "reference", band or "–", distance, "–", "–", "–", "", is_news=True)
+
+
+def last_band(setup: TrainingSetup) -> list[float]:
+    """The lowest and the highest loss of fp32 runs from other seeds after the last step; empty if unknown."""
+    if not (setup.losses and setup.loss_low and setup.loss_high):
+        return []
+    return [setup.losses[0] + bounds[-1] for bounds in (setup.loss_low, setup.loss_high)]
+
+
+def _rows_of(run: Run, setup: TrainingSetup) -> Iterator[WayRow]:
+    ways = run.training.ways if run.training is not None else []
+    for index, way in enumerate(ways):
+        yield WayRow(
+            visible(run_summary.label(run)),
+            way_name(way),
+            way.status,
+            final_loss(way),
+            figure(way.distances[-1]) if _ends(way) and way.distances else "–",
+            f"{100 * way.progress:.0f} %" if _ends(way) and way.progress is not None else "–",
+            share_figure(way.lost_updates),
+            size_text(way.state_bytes),
+            visible(why(way, setup), 400),
+            is_news=ways[0].status != "ok" or (index > 0 and way.status != "ok"),
+        )
+
+
+def why(way: TrainingWay, setup: TrainingSetup) -> str:
+    """Why it fails, in which step, what ``GradScaler`` did, and whether the time was too short for all steps."""
+    done = len(way.losses) - 1
+    early = f"stopped after {done} of {counted(setup.steps, 'step')}" if _ends(way) and done < setup.steps else ""
+    return "; ".join(filter(None, (_failure(way), _scaling(way), early)))
+
+
+def _ends(way: TrainingWay) -> bool:
+    """Whether its last loss is that of its last step."""
+    return way.status in ("ok", "inaccurate") and len(way.losses) > 1
+
+
+def _failure(way: TrainingWay) -> str:
+    if way.exception is not None:
+        return when_raised(way.failed_step, way.exception) + shorten(way.exception.text)
+    if way.status == "nonfinite":
+        return nonfinite_text(way)
+    if way.divergence is not None:
+        return f"{divergence_text(way.divergence)}: {_crossed(way, way.divergence)}"
+    return ""
+
+
+def _crossed(way: TrainingWay, found: Divergence) -> str:
+    """``2.01, limit 1.87``: the loss as the chart shows it, not counted from the first."""
+    if found.what == "progress":
+        return f"{found.value:.0%} of the way of fp32, limit {found.limit:.0%}".replace("%", " %")
+    first = way.losses[0] if found.what == "loss" and way.losses else None
+    return f"{figure((first or 0.0) + found.value, 3)}, limit {figure((first or 0.0) + found.limit, 3)}"
+
+
+def _scaling(way: TrainingWay) -> str:
+    if not way.skipped_steps:
+        return ""
+    scales = [f"{scale:g}" for scale in (way.initial_scale, way.final_scale) if scale is not None]
+    moved = f", loss scale {' → '.join(scales)}" if len(set(scales)) > 1 else ""
+    return f"{counted(way.skipped_steps, 'step')} skipped{moved}"
+
+
+def way_name(way: TrainingWay | None) -> str:
+    """How the way is shown."""
+    return shown_name("plain" if way is None else way.name)
+
+
+def shown_name(name: str) -> str:
+    """The name of a way as it is shown; one that this version does not know as it is saved."""
+    return visible(WAYS.get(name, name))
+
+
+def remedies(run: Run) -> str:
+    """``fp32 master weights, Kahan summation``: the ways of ``run`` that pass, if the first does not.
+
+    One that also works without a ``GradScaler`` is named once.
+    """
+    way, passing = first_way(run), [one.name for one in passing_ways(run)]
+    if way is None or way.status == "ok":
+        return ""
+    names = [name for name in passing if not (name.endswith("-scaled") and name.removesuffix("-scaled") in passing)]
+    return some([shown_name(name) for name in names], most=2)
+
+
+# -- steps with gradients of zero
+
+_IMPLEMENTATIONS = {"loop": "foreach=False", "foreach": "foreach=True", "fused": "fused=True"}
+
+
+def epsilon_lines(result: ScanResult) -> Iterator[str]:
+    """Runs in which a step with gradients of zero makes weights NaN or Inf, with the implementations of the optimizer that do."""
+    for run in result.runs:
+        checks = run.training.epsilon if run.training is not None else []
+        bad = [check for check in checks if check.nonfinite]
+        if bad:
+            share = percent(max(check.nonfinite for check in bad))
+            fine = _implementations([check for check in checks if not check.nonfinite and check.error is None])
+            yield visible(
+                f"{visible(run_summary.label(run))}: a step with gradients of zero makes {share} of the weights NaN or Inf "
+                f"({_implementations(bad)}{f'; none with {fine}' if fine else ''})",
+                600,
+            )
+
+
+def _implementations(checks: Sequence[EpsilonCheck]) -> str:
+    return ", ".join(_IMPLEMENTATIONS.get(check.implementation, "the optimizer as given") for check in checks)
+
+
+# -- figures
+
+
+def final_loss(way: TrainingWay) -> str:
+    """The loss after the last step; ``–`` if it did not get there."""
+    if way.status == "nonfinite":
+        return loss_text(None)
+    return loss_text(way.losses[-1]) if _ends(way) else "–"
+
+
+def figure(value: float, digits: int = 2) -> str:
+    """``0.021``."""
+    return f"{value:.{digits}g}"
+
+
+def share_figure(share: float | None) -> str:
+    """``96.2 %``; ``0 %`` for none; ``–`` if it is unknown or has no meaning."""
+    return "–" if share is None else percent(share) if share else "0 %"
+
+
+def size_text(size: int | None) -> str:
+    """``1.5 GiB``, ``12.5 MiB``."""
+    if size is None:
+        return "–"
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else bytes_text(size)
