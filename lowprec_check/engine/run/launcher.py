@@ -134,8 +134,7 @@ class Launcher:
 
     def _report_position(self, job: Job, is_run: bool, position: Position | None) -> None:
         if self._on_progress is not None and is_run:
-            otherwise = "predicting output errors" if job.what_if else "plain run"
-            name = "what if" if job.what_if else job.key.label
+            name, otherwise = _described(job)
             self._on_progress(name, describe_position(position) if position else otherwise)
 
     def _can_be_sent(self) -> bool:

@@ -1,0 +1,84 @@
+"""A process group with one rank: this process alone."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import gc
+import importlib
+import os
+import socket
+import sys
+import warnings
+from collections.abc import Iterator
+
+import psutil
+import torch
+from torch import distributed
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_IMPORTED = (
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    "torch.distributed.device_mesh",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+)
+"""What FSDP2 and DDP import. A module that is imported while there is a process group may keep it for good, as the default of an argument."""
+_TIMEOUT = datetime.timedelta(seconds=60)
+
+
+def why_no_rank() -> str | None:
+    """Why this process cannot be a rank of its own; ``None`` if it can."""
+    if not distributed.is_available():
+        return "this build of torch has no torch.distributed"
+    if not distributed.is_gloo_available():
+        return "this build of torch has no gloo"
+    if distributed.is_initialized():
+        return "this process is a rank of another process group"
+    return None
+
+
+def why_no_fsdp2() -> str | None:
+    """Why FSDP2 cannot run on a CPU here; ``None`` if it can. :func:`why_no_rank` must be ``None``."""
+    if not hasattr(torch.cpu.Stream, "record_event"):
+        return f"FSDP2 does not run on a CPU in torch {torch.__version__.partition('+')[0]}"
+    return None
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """A process group over gloo whose only rank is this process, ended afterwards.
+
+    Gloo listens on one port, of the loopback interface unless the user chose another. Environment variables, warnings and the handler
+    of uncaught exceptions, which torch replaces, are restored. After FSDP2, a cache of torch keeps the threads and the port of the
+    group until this process ends.
+    """
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    environment, hook = dict(os.environ), sys.excepthook
+    interface = _loopback()
+    if interface is not None:
+        os.environ.setdefault(_INTERFACE, interface)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            distributed.init_process_group(
+                "gloo", store=distributed.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT
+            )
+            yield
+    finally:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+        gc.collect()  # threads and port end with the last reference to the group
+        sys.excepthook = hook
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+
+
+def _loopback() -> str | None:
+    """The name of the loopback interface, ``lo``; ``None`` if there is none."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(found.family == socket.AF_INET and found.address.startswith("127.") for found in addresses):
+            return name
+    return None
