@@ -27,7 +27,7 @@ class PolicyGradient(Struct, frozen=True, kw_only=True):
     ``no_sync()`` before it), or ``each time``, after each of them.
     """
     micro_batches: int
-    batches: str
+    batches: str = ""
     """How the micro-batches were made, in words; empty if none was run."""
     status: Status
     """``ok`` if it was measured; ``nonfinite`` if the gradient has NaN or Inf."""

@@ -149,6 +149,13 @@ class Launcher:
         return True
 
 
+def _described(job: Job) -> tuple[str, str]:
+    """The name of ``job`` for progress, and what it does before the first op."""
+    if job.policies:
+        return "policies", "accumulating gradients"
+    return ("what if", "predicting output errors") if job.what_if else (job.key.label, "plain run")
+
+
 def _passed(outcome: JobOutcome) -> bool:
     """Whether the plain part of the fp32 run finished."""
     return outcome.plain is not None and outcome.plain.exception is None and not outcome.died_in_plain_part

@@ -38,10 +38,10 @@ from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.engine.trace.what_if import predict
 from lowprec_check.engine.trace.withheld_kernels import withholding
 from lowprec_check.engine.train.batches import batches_of
+from lowprec_check.engine.train.policies import measure_policies
 from lowprec_check.engine.train.spread import SEEDS
 from lowprec_check.engine.train.step import TrainingStep, with_step
 from lowprec_check.engine.train.ways import ways_of
-from lowprec_check.engine.train.policies import measure_policies
 from lowprec_check.errors import message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.fallbacks import FALLBACK_WARNING
@@ -72,7 +72,7 @@ def run_job(job: Job, target: Target, send: Send) -> None:
             with _report_faults("predicting", send):
                 send(Predicted(_predict(job, target)))
         if job.policies:
-            with _report_faults("measuring the policies", send), prepared_for(job, target) as ready:
+            with _report_faults("measuring the policies", send), in_training(job, target) as ready:
                 measure_policies(target, ready, job.policies, job.seed, lambda found: send(PolicyMeasured(found)))
     if job.predicted is not None:
         send(TwinOps(known_ops(), assumed_ops()))

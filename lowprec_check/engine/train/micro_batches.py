@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,68 +12,54 @@ from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.pytree import leaves, map_tensors
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.model.target import Target
-from lowprec_check.errors import UsageError
-from lowprec_check.schema.backends import Call
+from lowprec_check.engine.train.batches import batches_of
 
 
 class MicroBatches(NamedTuple):
-    """The inputs of each micro-batch, and how they were made."""
+    """The micro-batches of one sum of gradients."""
 
-    calls: Sequence[Call]
-    """One for each micro-batch."""
+    batches: Sequence[Target]
+    """The model with the inputs and targets of each micro-batch."""
     made: str
-    """In words."""
+    """How they were made, in words."""
 
 
 def ways_to_make(target: Target, count: int, seed: int) -> Iterator[MicroBatches]:
     """Yield ``count`` micro-batches, made in each possible way, the most realistic first.
 
-    Micro-batches that resemble each other have gradients that do: a sum in bf16 of 128 equal gradients has five times the error of
-    a sum of different ones, because each rounding goes in the same direction. So noise of a few percent would not do; the elements of
-    the inputs in another order have the same values, and gradients as different as those of other inputs.
+    A small change of the inputs would not do. Micro-batches that resemble each other have similar gradients, and rounding a sum of
+    those goes in the same direction each time: over 128 equal micro-batches, a sum in bf16 has about five times the error that it has
+    over different ones. The elements of a tensor in another order keep its range, and give gradients as different as other inputs.
     """
-    calls = _batches(target, count, seed)
-    if len(calls) == count:
-        yield MicroBatches(calls, f"batches 0 to {count - 1} of `inputs`")
-    elif len(calls) > 1:
-        in_turn = [calls[index % len(calls)] for index in range(count)]
-        yield MicroBatches(in_turn, f"the {len(calls)} batches of `inputs`, in turn")
-    tensors = [tensor for _, tensor in leaves(target.inputs) if tensor.ndim]
+    seed_everything(seed)
+    several = batches_of(target, count)
+    if len(several) == count:
+        yield MicroBatches(several, f"batches 0 to {count - 1} of `inputs`" if count > 1 else "the inputs")
+    elif len(several) > 1:
+        in_turn = [several[index % len(several)] for index in range(count)]
+        yield MicroBatches(in_turn, f"the {len(several)} batches of `inputs`, in turn")
+    tensors = [tensor for _, tensor in leaves((target.inputs, target.targets)) if tensor.ndim]
     sizes = {tensor.shape[0] for tensor in tensors}
-    if len(sizes) == 1 and (rows := max(sizes) // count):
+    rows = max(sizes) // count if len(sizes) == 1 else 0
+    if rows:
         what = "one row" if rows == 1 else f"{rows} rows"
-        yield MicroBatches([_rows(target.inputs, index, rows) for index in range(count)], f"{what} of the inputs each")
-    for chosen, what in ((is_float, "floating-point "), (_is_integer, "integer ")):
-        if any(chosen(tensor) and tensor.numel() > 1 for tensor in tensors):
-            shuffled = [_shuffled(target.inputs, seed + index, chosen) for index in range(1, count)]
-            made = f"the elements of each {what}tensor of the inputs, in another random order each time"
-            yield MicroBatches([target.inputs, *shuffled], made)
-    yield MicroBatches([target.inputs] * count, "the same inputs each time, so that rounding errors add up")
+        slices = [_rows(target, slice(index * rows, (index + 1) * rows)) for index in range(count)]
+        yield MicroBatches(slices, f"{what} of the inputs each")
+    for chosen, what in ((is_float, "floating-point"), (_is_integer, "integer")):
+        if any(chosen(tensor) and tensor.numel() > 1 for _, tensor in leaves(target.inputs)):
+            others = [_shuffled(target, seed + index, chosen) for index in range(1, count)]
+            made = f"the elements of each {what} tensor of the inputs, in another random order each time"
+            yield MicroBatches([target, *others], made)
+    yield MicroBatches([target] * count, "the same inputs each time, so that rounding errors add up")
 
 
-def _batches(target: Target, count: int, seed: int) -> list[Call]:
-    """The inputs of batches 0, 1, 2, …, at most ``count`` of them."""
-    found = [target.inputs]
-    while len(found) < count and target.make_batch is not None:
-        seed_everything(seed + len(found))
-        try:
-            found.append(target.batch(len(found)).inputs)
-        except UsageError:  # there are fewer, or all are the same
-            break
-    return found
+def _rows(target: Target, rows: slice) -> Target:
+    """Some rows of each tensor of the batch."""
+    return _mapped(target, lambda tensor: tensor[rows] if tensor.ndim else tensor)
 
 
-def _rows(inputs: Call, index: int, rows: int) -> Call:
-    """Rows of each tensor of ``inputs``."""
-
-    def part(tensor: Tensor) -> Tensor:
-        return tensor[index * rows : (index + 1) * rows] if tensor.ndim else tensor
-
-    return map_tensors(inputs, part)  # type: ignore[no-any-return]
-
-
-def _shuffled(inputs: Call, seed: int, chosen: Callable[[Tensor], bool]) -> Call:
-    """``inputs`` with the elements of each tensor that is ``chosen`` in another order."""
+def _shuffled(target: Target, seed: int, chosen: Callable[[Tensor], bool]) -> Target:
+    """The batch with the elements of each tensor of the inputs that is ``chosen`` in another order."""
     generator = torch.Generator().manual_seed(seed)
 
     def part(tensor: Tensor) -> Tensor:
@@ -82,7 +68,13 @@ def _shuffled(inputs: Call, seed: int, chosen: Callable[[Tensor], bool]) -> Call
         order = torch.randperm(tensor.numel(), generator=generator)
         return tensor.detach().reshape(-1)[order.to(tensor.device)].view(tensor.shape)
 
-    return map_tensors(inputs, part)  # type: ignore[no-any-return]
+    return _mapped(target, part)._replace(targets=target.targets)
+
+
+def _mapped(target: Target, part: Callable[[Tensor], Tensor]) -> Target:
+    changed: Any = map_tensors((target.args, target.kwargs, target.targets), part)
+    args, kwargs, targets = changed
+    return target._replace(args=args, kwargs=kwargs, targets=targets)
 
 
 def _is_integer(tensor: Tensor) -> bool:

@@ -16,6 +16,9 @@ import psutil
 import torch
 from torch import distributed
 
+from lowprec_check.engine.core.exceptions import first_line
+from lowprec_check.errors import message_of
+
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _IMPORTED = (
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
@@ -27,22 +30,24 @@ _IMPORTED = (
 _TIMEOUT = datetime.timedelta(seconds=60)
 
 
-def why_no_rank() -> str | None:
-    """Why this process cannot be a rank of its own; ``None`` if it can."""
+class CannotMeasureError(Exception):
+    """Why a policy cannot be measured here."""
+
+
+def check_rank() -> None:
+    """Raise :class:`CannotMeasureError` if this process cannot be a rank of its own."""
     if not distributed.is_available():
-        return "this build of torch has no torch.distributed"
+        raise CannotMeasureError("this build of torch has no torch.distributed")
     if not distributed.is_gloo_available():
-        return "this build of torch has no gloo"
+        raise CannotMeasureError("this build of torch has no gloo")
     if distributed.is_initialized():
-        return "this process is a rank of another process group"
-    return None
+        raise CannotMeasureError("this process belongs to a process group already")
 
 
-def why_no_fsdp2() -> str | None:
-    """Why FSDP2 cannot run on a CPU here; ``None`` if it can. :func:`why_no_rank` must be ``None``."""
+def check_fsdp2() -> None:
+    """Raise :class:`CannotMeasureError` if FSDP2 cannot run on a CPU here."""
     if not hasattr(torch.cpu.Stream, "record_event"):
-        return f"FSDP2 does not run on a CPU in torch {torch.__version__.partition('+')[0]}"
-    return None
+        raise CannotMeasureError(f"FSDP2 does not run on a CPU in torch {torch.__version__.partition('+')[0]}")
 
 
 @contextlib.contextmanager
@@ -51,7 +56,7 @@ def one_rank() -> Iterator[None]:
 
     Gloo listens on one port, of the loopback interface unless the user chose another. Environment variables, warnings and the handler
     of uncaught exceptions, which torch replaces, are restored. After FSDP2, a cache of torch keeps the threads and the port of the
-    group until this process ends.
+    group until this process ends. Raises :class:`CannotMeasureError` if gloo cannot start.
     """
     for name in _IMPORTED:
         importlib.import_module(name)
@@ -62,9 +67,11 @@ def one_rank() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            distributed.init_process_group(
-                "gloo", store=distributed.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT
-            )
+            store = distributed.HashStore()  # type: ignore[attr-defined]
+            try:
+                distributed.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=_TIMEOUT)
+            except Exception as error:
+                raise CannotMeasureError(f"gloo cannot start: {first_line(message_of(error))}") from None
             yield
     finally:
         if distributed.is_initialized():

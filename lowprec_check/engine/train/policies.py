@@ -22,7 +22,7 @@ from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.training import LossInputs, loss_of
 from lowprec_check.engine.train.micro_batches import MicroBatches, ways_to_make
-from lowprec_check.engine.train.one_rank import one_rank, why_no_fsdp2, why_no_rank
+from lowprec_check.engine.train.one_rank import CannotMeasureError, check_fsdp2, check_rank, one_rank
 from lowprec_check.errors import message_of, type_name
 from lowprec_check.schema.training_policies import ComputesIn, PolicyGradient, Reduced
 from lowprec_check.schema.verdict import Status
@@ -68,22 +68,19 @@ class _Policy(NamedTuple):
 def measure_policies(target: Target, ready: Prepared, count: int, seed: int, on_policy: OnPolicy) -> None:
     """Call ``on_policy`` with the gradient of each policy, accumulated over ``count`` micro-batches.
 
-    ``ready`` is the model of ``target`` in fp32 on the CPU. It is changed in place, and restored after each policy, since many
-    models cannot be copied; so is what a process group changes in this process. An exception, or a policy that is not possible
-    here, is the status of its entry.
+    ``ready`` is the model of ``target`` in fp32 on the CPU, in training mode and with gradients. It is changed in place, and
+    restored after each policy, since many models cannot be copied; so is what a process group changes in this process. An exception,
+    or a policy that is not possible here, is the status of its entry.
     """
-    why = why_no_rank()
-    if why is not None:
-        _send(unmeasured([], count, why), on_policy)
-        return
     snapshot = Snapshot(ready.model, target.inputs, parameters=True)
     steps = _Steps(target, ready, seed)
     with contextlib.ExitStack() as stack:
         stack.callback(snapshot.restore)
         try:
-            stack.enter_context(one_rank())
+            check_rank()
             reference, batches = _reference(steps, count, snapshot)
-        except _CannotMeasureError as error:
+            stack.enter_context(one_rank())
+        except CannotMeasureError as error:
             _send(unmeasured([], count, str(error)), on_policy)
             return
         for policy in _POLICIES:
@@ -105,10 +102,6 @@ def _send(entries: Sequence[PolicyGradient], on_policy: OnPolicy) -> None:
         on_policy(entry)
 
 
-class _CannotMeasureError(Exception):
-    """Why no policy can be measured."""
-
-
 def _reference(steps: _Steps, count: int, snapshot: Snapshot) -> tuple[Gradients, MicroBatches]:
     """The gradients of plain fp32, and the first kind of micro-batches on which they are finite."""
     why = ""
@@ -128,7 +121,7 @@ def _reference(steps: _Steps, count: int, snapshot: Snapshot) -> tuple[Gradients
                 why = "the gradient of fp32 has NaN or Inf"
         finally:
             snapshot.rewind()
-    raise _CannotMeasureError(why)
+    raise CannotMeasureError(why)
 
 
 class _Steps(NamedTuple):
@@ -145,21 +138,22 @@ class _Steps(NamedTuple):
 
         Random draws are the same for each policy. The loss is divided by the number of micro-batches.
         """
-        count = len(batches.calls)
-        for index, call in enumerate(batches.calls):
+        count = len(batches.batches)
+        for index, batch in enumerate(batches.batches):
             seed_everything(self.seed + index)
-            args, kwargs = self.ready.inputs(*call)
+            args, kwargs = self.ready.inputs(*batch.inputs)
+            targets, _ = self.ready.inputs(batch.targets, {})
             reduces = each_time or index == count - 1
-            with torch.enable_grad(), contextlib.nullcontext() if reduces else parallel.unreduced():
+            with contextlib.nullcontext() if reduces else parallel.unreduced():
                 with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                     output = call_model(parallel.model, args, kwargs)
-                    loss = loss_of(self.target.loss, output, LossInputs(args, kwargs)) / count
+                    loss = loss_of(self.target.loss, output, LossInputs(args, kwargs, targets)) / count
                 loss.backward()
         parallel.check()
 
 
 def _measured(policy: _Policy, steps: _Steps, batches: MicroBatches, reference: Gradients) -> PolicyGradient:
-    new = functools.partial(policy.entry, len(batches.calls), batches=batches.made)
+    new = functools.partial(policy.entry, len(batches.batches), batches=batches.made)
     model = steps.ready.model
     try:
         some_unused = len(reference) < sum(parameter.requires_grad for parameter in model.parameters())
@@ -167,7 +161,7 @@ def _measured(policy: _Policy, steps: _Steps, batches: MicroBatches, reference: 
         each, autocast = policy.reduced == "each time", policy.computes_in == "autocast bf16"
         steps.accumulate(parallel, batches, each_time=each, autocast=autocast)
         found = {name.removeprefix("module."): gradient for name, gradient in _gradients(parallel.model).items()}
-    except _CannotMeasureError as error:
+    except CannotMeasureError as error:
         return new("skipped", reason=str(error))
     except BaseException as error:
         reraise_interrupt(error)
@@ -193,9 +187,7 @@ class _Root(nn.Module):
 
 def _fsdp2(param: torch.dtype | None, reduced: torch.dtype, model: nn.Module, _some_unused: bool) -> Parallel:
     """The whole model sharded by FSDP2, with this dtype of the parameters and of the reduction."""
-    why = why_no_fsdp2()
-    if why is not None:
-        raise _CannotMeasureError(why)
+    check_fsdp2()
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
