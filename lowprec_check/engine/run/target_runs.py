@@ -277,7 +277,10 @@ class TargetRuns:
         outcome = self._execute(self._job(REFERENCE, device="cpu", **asked))
         ends: dict[str, Status] = {"done": "skipped", "crashed": "crashed"}
         why = why_incomplete(outcome, budget) or "; ".join(outcome.faults)
-        return [*outcome.policies, *unmeasured(outcome.policies, micro_batches, why, ends.get(outcome.ended, "timeout"))]
+        return [
+            *outcome.policies,
+            *unmeasured(outcome.policies, micro_batches, why, ends.get(outcome.ended, "timeout")),
+        ]
 
     def _run(self, job: Job, *, instrumented: bool) -> Run:
         job = dataclasses.replace(job, instrumented=instrumented and not self._hidden_state)

@@ -60,7 +60,8 @@ def one_rank() -> Iterator[None]:
     """
     for name in _IMPORTED:
         importlib.import_module(name)
-    environment, hook = dict(os.environ), sys.excepthook
+    environment, hook, frozen = dict(os.environ), sys.excepthook, gc.get_freeze_count()
+    gc.freeze()  # a collection after each policy need not visit what is loaded
     interface = _loopback()
     if interface is not None:
         os.environ.setdefault(_INTERFACE, interface)
@@ -77,6 +78,8 @@ def one_rank() -> Iterator[None]:
         if distributed.is_initialized():
             distributed.destroy_process_group()
         gc.collect()  # threads and port end with the last reference to the group
+        if not frozen:
+            gc.unfreeze()
         sys.excepthook = hook
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
