@@ -331,7 +331,7 @@ def test_the_model_and_the_process_are_as_before() -> None:
         before = state(model)
         first = measure_here(target, 4)
         after = state(model)
-        assert len({one.gradient_error for one in first}) > 3
+        assert error_of(first, "DDP bf16_compress_hook") < 2**-8  # the same draws as fp32
         assert first == measure_here(target, 4)
         model(inputs()).sum().backward()
         return [name for name, value in before.items() if after[name] != value]
