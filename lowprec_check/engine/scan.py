@@ -76,6 +76,7 @@ class ScanOptions:
     prefer: Prefer = "speed"
     train: bool = False
     steps: int | None = None
+    policies: int | None = None
     select: str | Sequence[str] = ()
     ignore: str | Sequence[str] = ()
 
@@ -146,11 +147,15 @@ class ScanOptions:
 
     def _check_training(self) -> None:
         """Raise :class:`UsageError` for options that do not go together with training, or only with it."""
-        if self.steps is not None and (not isinstance(self.steps, int) or self.steps < 1):
-            raise UsageError(f"steps is {self.steps!r}.", "Give the number of training steps, at least 1.")
+        for name, number, what in (
+            ("steps", self.steps, "training steps"),
+            ("policies", self.policies, "micro-batches"),
+        ):
+            if number is not None and (not isinstance(number, int) or number < 1):
+                raise UsageError(f"{name} is {number!r}.", f"Give the number of {what}, at least 1.")
+            if number is not None and not self.train:
+                raise UsageError(f"{name} is the number of {what} of a scan of training.", "Add --train.")
         if not self.train:
-            if self.steps is not None:
-                raise UsageError("steps are steps of training.", "Add --train.")
             return
         for name, given in (("scenario", self.scenario), ("what_if", self.what_if), ("predict", self.predict)):
             if given:
@@ -207,6 +212,7 @@ class ScanOptions:
             "what_if": self.chosen_what_if(),
             "prefer": self.prefer,
             "steps": self.training_steps,
+            "policies": self.policies,
             "without_kernel": words_in(self.without_kernel),
         }
 
@@ -243,6 +249,7 @@ def scan(
     prefer: Prefer = "speed",
     train: bool = False,
     steps: int | None = None,
+    policies: int | None = None,
     select: str | Sequence[str] = (),
     ignore: str | Sequence[str] = (),
     loss: Callable[..., Tensor] | None = None,
@@ -288,6 +295,7 @@ def scan(
             smallest error.
         train: scan steps of training: forward, loss, backward, optimizer.
         steps: how many steps of training each run makes, by default 1.
+        policies: with ``train``, also measure the gradients of FSDP2 and DDP in reduced precision, over this many micro-batches.
         select: report only diagnostics whose code starts with one of these prefixes.
         ignore: omit those whose code starts with one of these.
         loss: ``loss(output) -> tensor``; it is run and checked as part of the model. If it requires more arguments, it gets the
@@ -387,6 +395,9 @@ def growing_scan(
         if options.what_if is not None:
             predicted = target_runs.what_if(tuple(options.chosen_what_if()))
             result = msgspec.structs.replace(result, what_if=predicted)
+            yield result
+        if options.policies is not None:
+            result = msgspec.structs.replace(result, policies=target_runs.policies(options.policies))
             yield result
         batches = [target_runs, *further.batches]
         about = machine.environment | {"torch": result.torch}

@@ -9,7 +9,16 @@ from rich.padding import Padding
 from rich.text import Text
 
 from lowprec_check.analysis.run_summary import shorten
-from lowprec_check.report import error_budget, gradients, lost_updates, run_rows, summary, times_table, training
+from lowprec_check.report import (
+    error_budget,
+    gradients,
+    lost_updates,
+    policies_table,
+    run_rows,
+    summary,
+    times_table,
+    training,
+)
 from lowprec_check.report.certainty import prediction_text
 from lowprec_check.report.console import LEAST_TEXT, print_table, screen
 from lowprec_check.report.escape import visible, visible_lines
@@ -56,6 +65,7 @@ def render(
         _print_lines(console, error_budget.TITLE, error_budget.budget_lines(result))
         _print_lines(console, LAYERS, list(worst_layers(result)))
         _print_what_if(console, result)
+        _print_policies(console, result)
         console.print()
         _print_findings(console, result, findings, verbose)
         _print_advice(console, result)
@@ -139,6 +149,14 @@ def _print_what_if(console: Console, result: ScanResult) -> None:
         console.print(Text(f"\n{WHAT_IF}", style="bold"))
         console.print(Text(what_if_hint(result), style="dim"))
         print_table(console, HEADS, rows, right=["output error"], sentences=True)
+
+
+def _print_policies(console: Console, result: ScanResult) -> None:
+    rows = policies_table.policy_rows(result)
+    if rows:
+        console.print(Text(f"\n{policies_table.policies_title(result)}", style="bold"))
+        console.print(Text(policies_table.policies_hint(result), style="dim"))
+        print_table(console, policies_table.HEADS, rows, right=["gradient error"], sentences=True)
 
 
 def _print_findings(console: Console, result: ScanResult, limit: int, verbose: bool) -> None:

@@ -134,8 +134,7 @@ class Launcher:
 
     def _report_position(self, job: Job, is_run: bool, position: Position | None) -> None:
         if self._on_progress is not None and is_run:
-            otherwise = "predicting output errors" if job.what_if else "training" if job.steps else "plain run"
-            name = "what if" if job.what_if else job.key.label
+            name, otherwise = _described(job)
             self._on_progress(name, describe_position(position) if position else otherwise)
 
     def _can_be_sent(self) -> bool:
@@ -148,6 +147,13 @@ class Launcher:
                 raise UsageError(*waits_for_threads(threads, error.message)) from None
             return False
         return True
+
+
+def _described(job: Job) -> tuple[str, str]:
+    """The name of ``job`` for progress, and what it does before the first op."""
+    if job.policies:
+        return "policies", "accumulating gradients"
+    return ("what if", "predicting output errors") if job.what_if else (job.key.label, "training" if job.steps else "plain run")
 
 
 def _passed(outcome: JobOutcome) -> bool:

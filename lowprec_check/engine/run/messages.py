@@ -15,6 +15,7 @@ from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.predictions import WhatIf
 from lowprec_check.schema.scan_result import Gap
 from lowprec_check.schema.training import TrainingRun, TrainingSetup
+from lowprec_check.schema.training_policies import PolicyGradient
 from lowprec_check.schema.verdict import ErrorStats
 
 
@@ -85,6 +86,12 @@ class Predicted(Struct, frozen=True, tag="predicted"):
     """The output errors of formats that are not run."""
 
     entries: list[WhatIf]
+
+
+class PolicyMeasured(Struct, frozen=True, tag="policy"):
+    """The gradient that a policy of distributed training accumulates."""
+
+    gradient: PolicyGradient
 
 
 class TwinOps(Struct, frozen=True, tag="twin-ops"):
@@ -169,6 +176,7 @@ FromJob = (
     | OpCallsFound
     | Explained
     | Predicted
+    | PolicyMeasured
     | TwinOps
     | InstrumentFault
     | InstanceReady

@@ -18,7 +18,15 @@ from lowprec_check.engine.model.plain_run import reraise_interrupt, run_once
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.job import Job, Send
 from lowprec_check.engine.run.memory_limits import allowance
-from lowprec_check.engine.run.messages import Explained, GapFound, InstrumentFault, OpCallsFound, Predicted, TwinOps
+from lowprec_check.engine.run.messages import (
+    Explained,
+    GapFound,
+    InstrumentFault,
+    OpCallsFound,
+    PolicyMeasured,
+    Predicted,
+    TwinOps,
+)
 from lowprec_check.engine.run.plain_part import Fp32Outputs, PlainPart
 from lowprec_check.engine.run.preparation import in_eager_mode, in_training, on_backend, on_device, prepared_for
 from lowprec_check.engine.run.same_draws import judge_with_same_draws
@@ -30,6 +38,7 @@ from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.engine.trace.what_if import predict
 from lowprec_check.engine.trace.withheld_kernels import withholding
 from lowprec_check.engine.train.batches import batches_of
+from lowprec_check.engine.train.policies import measure_policies
 from lowprec_check.engine.train.spread import SEEDS
 from lowprec_check.engine.train.step import TrainingStep, with_step
 from lowprec_check.engine.train.ways import ways_of
@@ -62,6 +71,9 @@ def run_job(job: Job, target: Target, send: Send) -> None:
         if job.what_if:
             with _report_faults("predicting", send):
                 send(Predicted(_predict(job, target)))
+        if job.policies:
+            with _report_faults("measuring the policies", send), in_training(job, target) as ready:
+                measure_policies(target, ready, job.policies, job.seed, lambda found: send(PolicyMeasured(found)))
     if job.predicted is not None:
         send(TwinOps(known_ops(), assumed_ops()))
 
