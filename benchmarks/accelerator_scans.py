@@ -269,7 +269,8 @@ def run_child(options: argparse.Namespace) -> None:
     """Scan one file and print what was found as one line of JSON."""
     phases = Phases()
     from lowprec_check.engine.load import TargetSpec, load_here
-    from lowprec_check.engine.scan import ScanOptions, scan_target
+    from lowprec_check.engine.scan import scan_target
+    from lowprec_check.engine.scan_options import ScanOptions
 
     file, precisions, isolation = options.child
     phases.passed("import")

@@ -16,7 +16,7 @@ from tabulate import tabulate
 
 from lowprec_check.analysis.run_summary import error_text, memory_ratio, speedup
 from lowprec_check.engine.load import TargetSpec
-from lowprec_check.engine.scan import ScanOptions
+from lowprec_check.engine.scan_options import ScanOptions
 from lowprec_check.engine.session import scan_file
 from lowprec_check.engine.stack.intel_extension import extension_problem
 from lowprec_check.schema.scan_result import Run, ScanResult

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.engine.load import TargetSpec
-from lowprec_check.engine.scan import ScanOptions
+from lowprec_check.engine.scan_options import ScanOptions
 from lowprec_check.engine.session import scan_file
 from lowprec_check.report.text import render
 

@@ -26,7 +26,8 @@ from lowprec_check.engine.device_twin.kernel_support import KernelSupport
 from lowprec_check.engine.load import TargetSpec, load_here
 from lowprec_check.engine.machine import machine_for
 from lowprec_check.engine.run.isolation import isolated
-from lowprec_check.engine.scan import ScanOptions, scan_target
+from lowprec_check.engine.scan import scan_target
+from lowprec_check.engine.scan_options import ScanOptions
 from lowprec_check.schema.predicted_device import PredictedDevice
 
 ROOT = Path(__file__).parent.parent

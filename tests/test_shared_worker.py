@@ -25,7 +25,8 @@ from lowprec_check.engine.run.job import Job, Send, open_job_files
 from lowprec_check.engine.run.launcher import Launcher
 from lowprec_check.engine.run.messages import PlainDone
 from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.scan import ScanOptions, scan_target
+from lowprec_check.engine.scan import scan_target
+from lowprec_check.engine.scan_options import ScanOptions
 from lowprec_check.process import Isolation
 
 HEAD = """

@@ -197,7 +197,7 @@ def scan(
     check_codes([*words_in(select or ()), *words_in(ignore or ())])
     with stdout_kept(), progress(quiet) as shown:
         from lowprec_check.engine.load import TargetSpec
-        from lowprec_check.engine.scan import ScanOptions
+        from lowprec_check.engine.scan_options import ScanOptions
         from lowprec_check.engine.session import scan_file
 
         options = ScanOptions(

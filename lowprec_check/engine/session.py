@@ -23,7 +23,8 @@ from lowprec_check.engine.run.job_worker import innermost_user_line
 from lowprec_check.engine.run.launcher import OnProgress
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.worker_task import LOAD_SECONDS
-from lowprec_check.engine.scan import ScanOptions, growing_scan
+from lowprec_check.engine.scan import growing_scan
+from lowprec_check.engine.scan_options import ScanOptions
 from lowprec_check.errors import ProcessLostError, UsageError, traceback_of
 from lowprec_check.process import Isolation
 from lowprec_check.process.exit_code import describe_exit

@@ -40,7 +40,7 @@ class TrainingSetup(Struct, frozen=True, kw_only=True):
     new_batches: bool = False
     """Whether each step gets a batch of its own; otherwise all steps use the same one."""
     seeds: int = 0
-    """fp32 runs from other seeds: other random draws, other batches if there are several, and 1 % noise on each initial weight."""
+    """fp32 runs from other seeds, on the same batches: other random draws, and 1 % noise on each initial weight."""
     losses: list[float] = []
     """The loss of fp32 before each step, and after the last."""
     loss_low: list[float] = []

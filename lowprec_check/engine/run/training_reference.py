@@ -59,7 +59,7 @@ class TrainingReference:
 
 
 class ReferenceTraining:
-    """Trains the model ``ready`` in fp32 on the first of ``batches`` in turn, then from other seeds; sends what it finds."""
+    """Trains the model ``ready`` in fp32 on ``batches`` in turn, then from other seeds; sends what it finds."""
 
     def __init__(self, job: Job, target: Target, ready: Prepared, send: Send, batches: Sequence[Target]) -> None:
         self.job, self.target, self.ready, self._send, self._batches = job, target, ready, send, batches
@@ -147,12 +147,10 @@ class ReferenceTraining:
         self._send(TrainingDone(run=TrainingRun(ways=[way]), setup=setup))
 
     def _other_seed(self, number: int) -> Trajectory:
-        """A run with other random draws, other batches if there are several, and noise on the initial weights."""
+        """A run on the same batches with other random draws, and noise on the initial weights."""
         self._snapshot.rewind()
         add_noise([parameter for parameter in self.ready.model.parameters() if parameter.requires_grad], number)
-        first = number * (self.job.steps + 1) % len(self._batches)
-        batches = [*self._batches[first:], *self._batches[:first]]
-        return self._loop(self._step(), batches, self.job.seed + number).run(self.job.steps)
+        return self._loop(self._step(), self._batches, self.job.seed + number).run(self.job.steps)
 
     def _step(self) -> TrainingStep:
         return TrainingStep(self.target, self.ready, PLAIN)

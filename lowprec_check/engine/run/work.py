@@ -39,7 +39,6 @@ from lowprec_check.engine.trace.what_if import predict
 from lowprec_check.engine.trace.withheld_kernels import withholding
 from lowprec_check.engine.train.batches import batches_of
 from lowprec_check.engine.train.policies import measure_policies
-from lowprec_check.engine.train.spread import SEEDS
 from lowprec_check.engine.train.step import TrainingStep, with_step
 from lowprec_check.engine.train.ways import ways_of
 from lowprec_check.errors import message_of, type_name
@@ -104,7 +103,7 @@ def _train(job: Job, target: Target, send: Send) -> tuple[list[Tensor] | None, b
     """Like :func:`_run_plain`, for a job that trains."""
     part: ReferenceTraining | TrainingPart
     with in_training(job, target) as ready, _kernels(job):
-        batches = batches_of(target, (SEEDS + 1) * (job.steps + 1) if job.steps > 1 else 1)
+        batches = batches_of(target, job.steps)
         part = (ReferenceTraining if job.saves_reference else TrainingPart)(job, target, ready, send, batches)
         part.run()
         with _report_faults("measuring", send):
