@@ -66,7 +66,8 @@ class TrainingPart:
         found, loop = self._train(way, watchers)
         error = None
         if self.outputs is not None:
-            compared = compare_outputs(self.outputs[: len(self._reference.outputs)], self._reference.outputs)
+            mine = [tensor.cpu() for tensor in self.outputs[: len(self._reference.outputs)]]
+            compared = compare_outputs(mine, self._reference.outputs)
             error = compared.error if compared.compared else None
         self.result = _plain_result(found, loop, error)
         self._send(PlainDone(self.result))
