@@ -13,6 +13,7 @@ from test_manual import example_of
 from torch import Tensor, nn
 from training_cases import LOSSES, MODEL, SETUP, STEPS, UNSCALE, a_result, a_trained, a_way
 
+from lowprec_check import scan
 from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.analysis.training_code import PASTED, training_code
@@ -620,3 +621,51 @@ def test_the_example_of_an_initial_scale() -> None:
 def test_a_result_of_training_is_read_as_it_was_saved() -> None:
     result = conclude(a_result(a_trained("bfloat16", BAD, a_way("kahan")), copy.copy(a_trained("half", BAD))))
     assert ScanResult.from_json(result.to_json()) == result
+
+
+# -- a scan
+
+
+def dtype_of(run: Run) -> torch.dtype:
+    assert run.basis is not None
+    dtype: torch.dtype = getattr(torch, run.basis.format.name)
+    return dtype
+
+
+@pytest.mark.slow
+def test_the_code_gives_the_loss_of_the_scan() -> None:
+    result = scan(
+        make_model(),
+        INPUTS,
+        loss=loss,
+        optimizer=optimizer,
+        train=True,
+        steps=6,
+        precisions=["bfloat16", "autocast-bf16", "autocast-fp16"],
+        plan=False,
+    )
+    best = result.recommendation
+    assert best is not None
+    assert result.training is not None
+    assert best.way in ("plain", "grad-scaler")
+    tried = []
+    for run in result.runs:
+        for way in run.training.ways if run.training else []:
+            if way.name != "one-autocast" and not way.skipped_steps:  # the scan repeats a skipped step
+                setup = msgspec.structs.replace(result.training, loss_code="", optimizer_code="")
+                code = training_code(run.key, result.model, setup, way)
+                space = {"model": make_model(), "inputs": INPUTS, "loss": loss, "optimizer": optimizer}
+                exec(code, space)
+                model, inputs = space["model"], space["inputs"]
+                with torch.no_grad(), torch.autocast("cpu", dtype_of(run), enabled="autocast" in run.precision):
+                    after = loss(model(inputs)).item()
+                assert after == pytest.approx(way.losses[-1], rel=1e-3), (run.precision, way.name)
+                tried.append((run.precision, way.name))
+    assert {("fp32", "plain"), ("bfloat16", "kahan"), ("autocast-bf16", "plain")} <= set(tried)
+    assert result.recommendation.code == training_code(
+        result.run(best.precision).key,
+        result.model,
+        result.training,
+        next(way for way in result.run(best.precision).training.ways if way.name == best.way),  # type: ignore[union-attr]
+        torch_version=result.torch,
+    )
