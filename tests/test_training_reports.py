@@ -202,6 +202,25 @@ def test_where_every_way_passes_there_is_no_table() -> None:
     assert "one autocast around all steps" in text.render(passing, verbose=True)
 
 
+def test_ways_that_fail_like_their_precision_are_counted() -> None:
+    raised = ExceptionInfo(type="NotImplementedError", message="no kernel")
+    failing = [TrainingWay(name=name, status="error", exception=raised) for name in ("plain", "kahan")]
+    shown = text.render(of_one(RESULT.run("bfloat16"), ways=failing))
+    assert "2 ways to train fail as their precision does · -v lists them" in shown
+    assert "Ways to train\n" not in shown
+    shown = text.render(of_one(RESULT.run("bfloat16"), ways=[*failing, way("master-weights")]))
+    assert "1 more way to train fails as its precision does · -v lists them" in shown
+    rows = training.news(training.way_rows(of_one(RESULT.run("bfloat16"), ways=[*failing, way("master-weights")])))
+    assert [row.way for row in rows if row.status != "reference"] == ["as it is", "fp32 master weights"]
+
+
+def test_figures_that_differ_are_shown_with_enough_digits() -> None:
+    assert training.apart([2.0312, 2.0309]) == ["2.0312", "2.0309"]
+    assert training.apart([2.0, 1.5]) == ["2", "1.5"]
+    assert training.apart([2.0, 2.0]) == ["2", "2"]
+    assert training.apart([]) == []
+
+
 def test_why_a_way_fails() -> None:
     at = lambda what, value, limit, step=3: Divergence(step=step, what=what, value=value, limit=limit)  # noqa: E731
     raised = ExceptionInfo(type="ValueError", message="bad", phase="optimizer")

@@ -125,9 +125,9 @@ def _print_training(console: Console, result: ScanResult, *, verbose: bool) -> N
             cells.append([f"  {row.way}", status, *row[3:9]])
         heads, figures = training.HEADS[1:], training.FIGURES
         print_table(console, heads, cells, right=figures, sentences=True, least=_LEAST_WHY)
-    left_out = training.number_of_ways(every) - training.number_of_ways(rows)
+    left_out = training.left_out(every, rows)
     if left_out:
-        console.print(Text(f"{left_out} {'more ' if rows else ''}ways to train pass · -v lists them", style="dim"))
+        console.print(Text(f"{left_out} · -v lists them", style="dim"))
     for line in training.epsilon_lines(result):
         console.print(Text(line))
     _print_lines(console, gradients.TITLE, gradients.gradient_lines(result, verbose=verbose))

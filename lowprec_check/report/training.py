@@ -50,7 +50,7 @@ class WayRow(NamedTuple):
     state: str
     why: str
     is_news: bool
-    """Whether it tells a reader more than the table of runs: of a precision that fails, every way; else those that do not pass."""
+    """Whether it tells a reader more than the table of runs and the rows before it."""
 
 
 def way_rows(result: ScanResult) -> list[WayRow]:
@@ -65,12 +65,7 @@ def way_rows(result: ScanResult) -> list[WayRow]:
 def news(rows: list[WayRow]) -> list[WayRow]:
     """Those of :func:`way_rows` that a short report shows; the reference only beside others."""
     kept = [row for row in rows if row.is_news]
-    return kept if number_of_ways(kept) else []
-
-
-def number_of_ways(rows: list[WayRow]) -> int:
-    """Without those of the reference."""
-    return sum(row.status != "reference" for row in rows)
+    return kept if any(row.status != "reference" for row in kept) else []
 
 
 def _references(result: ScanResult, setup: TrainingSetup) -> Iterator[WayRow]:
@@ -80,7 +75,7 @@ def _references(result: ScanResult, setup: TrainingSetup) -> Iterator[WayRow]:
     loss = loss_text(setup.losses[-1]) if setup.losses else "–"
     yield WayRow("fp32", way_name(way), "reference", loss, "–", "–", "–", state, "", is_news=True)
     if setup.seeds:
-        band = " – ".join(f"{bound:.3g}" for bound in last_band(setup))
+        band = " – ".join(apart(last_band(setup)))
         distance = figure(setup.distances[-1]) if setup.distances else "–"
         seeds = counted(setup.seeds, "other seed")
         yield WayRow("fp32", seeds, "reference", band or "–", distance, "–", "–", "–", "", is_news=True)
@@ -95,7 +90,7 @@ def last_band(setup: TrainingSetup) -> list[float]:
 
 def _rows_of(run: Run, setup: TrainingSetup) -> Iterator[WayRow]:
     ways = run.training.ways if run.training is not None else []
-    for index, way in enumerate(ways):
+    for way, is_news in zip(ways, _news(ways, setup), strict=True):
         yield WayRow(
             visible(run_summary.label(run)),
             way_name(way),
@@ -106,8 +101,32 @@ def _rows_of(run: Run, setup: TrainingSetup) -> Iterator[WayRow]:
             share_figure(way.lost_updates),
             size_text(way.state_bytes),
             visible(why(way, setup), 400),
-            is_news=ways[0].status != "ok" or (index > 0 and way.status != "ok"),
+            is_news,
         )
+
+
+def _news(ways: Sequence[TrainingWay], setup: TrainingSetup) -> list[bool]:
+    """Of a precision that passes, ways that do not; of one that fails, ways that do not fail as the first does, with that one."""
+    if not ways or ways[0].status == "ok":
+        return [way.status != "ok" for way in ways]
+    differs = [(way.status, why(way, setup)) != (ways[0].status, why(ways[0], setup)) for way in ways]
+    return [any(differs), *differs[1:]]
+
+
+def left_out(rows: Sequence[WayRow], shown: Sequence[WayRow]) -> str:
+    """``4 more ways to train pass, 2 fail as their precision does``: those of ``rows`` that are not ``shown``; empty if all are."""
+    hidden = [row.status == "ok" for row in rows if row not in shown and row.status != "reference"]
+    passing, failing = sum(hidden), len(hidden) - sum(hidden)
+    more = " more" if shown else ""
+    parts = (
+        [f"{passing}{more} {'way' if passing == 1 else 'ways'} to train {'passes' if passing == 1 else 'pass'}"]
+        if passing
+        else []
+    )
+    if failing:
+        what = "" if passing else f"{more} {'way' if failing == 1 else 'ways'} to train"
+        parts.append(f"{failing}{what} {'fails as its' if failing == 1 else 'fail as their'} precision does")
+    return ", ".join(parts)
 
 
 def why(way: TrainingWay, setup: TrainingSetup) -> str:
@@ -137,7 +156,8 @@ def _crossed(way: TrainingWay, found: Divergence) -> str:
     if found.what == "progress":
         return f"{found.value:.0%} of the way of fp32, limit {found.limit:.0%}".replace("%", " %")
     first = way.losses[0] if found.what == "loss" and way.losses else None
-    return f"{figure((first or 0.0) + found.value, 3)}, limit {figure((first or 0.0) + found.limit, 3)}"
+    value, limit = apart([(first or 0.0) + found.value, (first or 0.0) + found.limit])
+    return f"{value}, limit {limit}"
 
 
 def _scaling(way: TrainingWay) -> str:
@@ -207,6 +227,15 @@ def final_loss(way: TrainingWay) -> str:
 def figure(value: float, digits: int = 2) -> str:
     """``0.021``."""
     return f"{value:.{digits}g}"
+
+
+def apart(values: Sequence[float]) -> list[str]:
+    """``values`` with three digits, or as many more as show that they differ."""
+    for digits in range(3, 8):
+        shown = [figure(value, digits) for value in values]
+        if len(set(shown)) == len(set(values)):
+            break
+    return shown if values else []
 
 
 def share_figure(share: float | None) -> str:
