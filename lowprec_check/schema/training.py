@@ -39,6 +39,8 @@ class TrainingSetup(Struct, frozen=True, kw_only=True):
     """The average of the weights as an expression of ``model``; empty if the file defines none."""
     new_batches: bool = False
     """Whether each step gets a batch of its own; otherwise all steps use the same one."""
+    repeatable: bool = True
+    """Whether the first step of fp32, made again, gave the same bits."""
     seeds: int = 0
     """fp32 runs from other seeds, on the same batches: other random draws, and 1 % noise on each initial weight."""
     losses: list[float] = []

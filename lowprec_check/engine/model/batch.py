@@ -28,6 +28,10 @@ class Batch(NamedTuple):
     """The same as code."""
     targets: tuple[Any, ...] = ()
     """The elements of the batch that ``forward`` does not require."""
+    code: str = ""
+    """Code for the whole batch, where there are targets."""
+    targets_code: str = ""
+    """Code for the targets, from ``batch``."""
 
 
 def take_batch(given: Any, forward: Callable[..., Any]) -> Batch:
@@ -153,9 +157,9 @@ def _needed(first: Any, note: str, code: str, forward: Callable[..., Any]) -> Ba
         return Batch(tuple(first), (note,), (f"inputs = tuple({code})",))
     note = f"{note}, {required} of its {len(first)} elements: forward requires no more"
     if required == 1 and isinstance(first[0], torch.Tensor):
-        return Batch(first[0], (note,), (f"inputs = {code}[0]",), tuple(first[1:]))
-    setup = (f"inputs = tuple({code}[:{required}])",)
-    return Batch(tuple(first[:required]), (note,), setup, tuple(first[required:]))
+        return Batch(first[0], (note,), (f"inputs = {code}[0]",), tuple(first[1:]), code, "tuple(batch[1:])")
+    setup, rest = (f"inputs = tuple({code}[:{required}])",), tuple(first[required:])
+    return Batch(tuple(first[:required]), (note,), setup, rest, code, f"tuple(batch[{required}:])")
 
 
 def _named(first: Mapping[str, Any], note: str, code: str, parameters: list[inspect.Parameter]) -> Batch:
@@ -168,8 +172,14 @@ def _named(first: Mapping[str, Any], note: str, code: str, parameters: list[insp
     left_out = ", ".join(repr(name) for name in first if name not in names)
     note = f"{note}, without {left_out}, which forward does not accept"
     picked = "{name: batch[name] for name in " + repr(names) + "}"
-    targets = tuple(value for name, value in first.items() if name not in names)
-    return Batch({name: first[name] for name in names}, (note,), (f"batch = {code}", f"inputs = {picked}"), targets)
+    others = [name for name in first if name not in names]
+    return Batch(
+        {name: first[name] for name in names},
+        (note,),
+        (f"batch = {code}", f"inputs = {picked}"),
+        tuple(first[name] for name in others),
+        targets_code=f"tuple(batch[name] for name in {others!r})",
+    )
 
 
 def _parameters(forward: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -208,7 +218,7 @@ def _with_tensors(batch: Batch) -> Batch:
         inputs = tree_map(_as_tensor, given)
     wide = ", from fp64 to fp32" if any(_is_wide(array) for array in arrays) else ""
     note = f"NumPy arrays in `inputs` were converted to tensors{wide}"
-    return Batch(inputs, (*batch.notes, note), (*batch.setup, *_conversion(given, arrays)), batch.targets)
+    return batch._replace(inputs=inputs, notes=(*batch.notes, note), setup=(*batch.setup, *_conversion(given, arrays)))
 
 
 def _conversion(given: Any, arrays: list[Any]) -> list[str]:

@@ -55,6 +55,10 @@ class Target(NamedTuple):
     """``average(model)``: an average of the weights with a method ``update_parameters(model)``, such as ``AveragedModel``."""
     targets: tuple[Any, ...] = ()
     """The elements of the batch that the model does not take, for the loss."""
+    batch_code: str = ""
+    """Code for the batch, which ``setup`` takes the inputs from; empty if ``setup`` names it, or there are no targets."""
+    targets_code: str = ""
+    """Code for the targets, from ``batch``."""
     metric: Callable[[nn.Module], float] | None = None
     source: str | None = None
     """The line that makes the model, for ops that no line of the user's code calls."""
@@ -148,7 +152,7 @@ def unchecked_target(
     args, kwargs, form = as_call(batch.inputs, forward)
     known["setup"] = (*known.get("setup", ()), *batch.setup)
     known["notes"] = (*known.get("notes", ()), *batch.notes)
-    known["targets"] = batch.targets
+    known |= {"targets": batch.targets, "batch_code": batch.code, "targets_code": batch.targets_code}
     return Target(
         name or type(model).__name__,
         model,

@@ -82,22 +82,55 @@ def _default_loss(output: Any) -> Tensor:
     terms = []
     for tensor in tensors:
         values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        target = torch.randn(values.shape, generator=generator).to(values.device, values.dtype)
+        target = torch.randn(values.shape, generator=generator).to(values.device).to(values.dtype)
         terms.append((values - target).square().mean())
     return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
 
 
-def describe_loss(loss: Callable[..., Any] | None, output: Any) -> str:
-    """The loss in words; ``output`` is an output of the model."""
+class DescribedLoss(NamedTuple):
+    """A loss in words, and as code."""
+
+    words: str
+    code: str = "loss(output)"
+    """An expression of ``output``, and perhaps ``inputs`` and ``targets``."""
+    setup: tuple[str, ...] = ()
+    """Lines that define what the code needs."""
+
+
+def describe_loss(loss: Callable[..., Any] | None, output: Any, form: str, targets_code: str) -> DescribedLoss:
+    """The loss for an ``output`` of the model, which is called as ``form``: ``model(*inputs)``."""
     if loss is not None:
-        return f"{getattr(loss, '__name__', type(loss).__name__)} of the file"
-    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        words = f"{getattr(loss, '__name__', type(loss).__name__)} of the file"
+        if _required(loss) <= 1:
+            return DescribedLoss(words)
+        if targets_code:
+            return DescribedLoss(words, "loss(output, *targets)", (f"targets = {targets_code}",))
+        return DescribedLoss(words, form.replace("model(", "loss(output, ", 1))
+    is_mapping = isinstance(output, Mapping)
+    own = output.get("loss") if is_mapping else getattr(output, "loss", None)
     if isinstance(own, Tensor) and own.numel() == 1:
-        return "the loss that the model returns"
+        return DescribedLoss("the loss that the model returns", 'output["loss"]' if is_mapping else "output.loss")
     tensors = [tensor for _, tensor in leaves(output) if is_float(tensor)]
     if len(tensors) == 1 and tensors[0].ndim == 2 and tensors[0].shape[1] > 1 and not tensors[0].is_complex():
-        return "cross-entropy with random labels"
-    return "mean squared difference from random targets"
+        return DescribedLoss("cross-entropy with random labels", setup=(_CROSS_ENTROPY,))
+    return DescribedLoss("mean squared difference from random targets", setup=(_MEAN_SQUARE,))
+
+
+_CROSS_ENTROPY = """\
+def loss(output):  # replace it with your own
+    (scores,) = (t for t in torch.utils._pytree.tree_leaves(output) if torch.is_tensor(t) and t.is_floating_point())
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, scores.shape[1], scores.shape[:1], generator=generator)
+    return torch.nn.functional.cross_entropy(scores, labels.to(scores.device))
+"""
+
+_MEAN_SQUARE = """\
+def loss(output):  # replace it with your own
+    tensors = [t for t in torch.utils._pytree.tree_leaves(output) if torch.is_tensor(t) and t.is_floating_point()]
+    generator = torch.Generator().manual_seed(0)
+    targets = [torch.randn(t.shape, generator=generator).to(t.device).to(t.dtype) for t in tensors]
+    return torch.stack([(t - target).square().mean() for t, target in zip(tensors, targets)]).sum()
+"""
 
 
 def make_optimizer(optimizer: Any, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -136,6 +169,14 @@ def optimizer_like(given: torch.optim.Optimizer, model: nn.Module) -> MakeOptimi
         return made
 
     return make
+
+
+def optimizer_code(given: Any) -> str:
+    """The code that makes the optimizer from ``parameters``; ``given`` is what the user's file defines."""
+    if given is None:
+        return f"torch.optim.AdamW(parameters, lr={DEFAULT_LEARNING_RATE})"
+    imitated = getattr(given, "__qualname__", "").startswith(optimizer_like.__name__)
+    return "type(optimizer)(parameters, **optimizer.defaults)" if imitated else "optimizer(parameters)"
 
 
 def describe_optimizer(made: torch.optim.Optimizer) -> str:

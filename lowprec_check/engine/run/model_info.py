@@ -34,12 +34,23 @@ def describe_target(target: Target, fp32: Run, *, trains: bool = False) -> Model
         training=model.training or trains,
         call=target.form,
         calibration=target.calibration_code,
-        setup=list(target.setup),
+        setup=_training_setup(target) if trains else list(target.setup),
         castable=_is_castable(target),
         layout=_layout(target),
         source=target.source,
         notes=notes,
     )
+
+
+def _training_setup(target: Target) -> list[str]:
+    """The setup of the target, which also names the batch that the targets are in, and puts the model into training mode."""
+    lines = []
+    for line in target.setup:
+        if target.batch_code and target.batch_code in line:
+            lines += [f"batch = {target.batch_code}", line.replace(target.batch_code, "batch")]
+        else:
+            lines.append(line)
+    return [*lines, *([] if target.model.training else ["model.train()"])]
 
 
 def _is_castable(target: Target) -> bool:

@@ -155,7 +155,8 @@ class TargetRuns:
         run = make_run(job, outcome, None)
         self.training = outcome.training.setup if outcome.training is not None else None
         notes = [*run.notes, *([HIDDEN_STATE] if self._hidden_state else [])]
-        run = msgspec.structs.replace(run, nondeterministic=self._self_error > 0, notes=notes)
+        repeatable = self.training is None or self.training.repeatable
+        run = msgspec.structs.replace(run, nondeterministic=self._self_error > 0 or not repeatable, notes=notes)
         self.fp32 = self._timed(run, job) if timed_as is None else _timed_as(run, timed_as)
         self._eager[run.key] = self.fp32
         return self.fp32

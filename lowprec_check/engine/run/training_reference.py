@@ -10,12 +10,13 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
+from lowprec_check.engine.core.output_comparison import same_bits
 from lowprec_check.engine.model.memory import measure_memory
 from lowprec_check.engine.model.plain_run import PlainResult, describe_error, output_tensors
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.model.training import describe_loss, describe_optimizer
+from lowprec_check.engine.model.training import DescribedLoss, describe_loss, describe_optimizer, optimizer_code
 from lowprec_check.engine.run.job import Job, Send
 from lowprec_check.engine.run.messages import CallStarted, Measures, MeasuresDone, PlainDone, TrainingDone
 from lowprec_check.engine.run.reference_file import read_reference, write_reference
@@ -69,7 +70,7 @@ class ReferenceTraining:
         """What the first step computed: its output, loss, gradients and weights, in this order."""
         self._count = 0
         """How many of these are the output and the loss."""
-        self._loss = ""
+        self._loss: DescribedLoss | None = None
 
     @property
     def too_slow(self) -> bool:
@@ -120,6 +121,7 @@ class ReferenceTraining:
         optimizer, state = describe_optimizer(trained.updates.optimizer), state_bytes(trained.updates)
         others = [self._other_seed(number) for number in range(1, SEEDS + 1)]
         assert self.outputs is not None
+        assert self._loss is not None
         reference = TrainingReference(
             base=base,
             others=[other for other in others if all(map(math.isfinite, other.losses))],
@@ -132,8 +134,13 @@ class ReferenceTraining:
         low, high = spread.loss_band()
         setup = TrainingSetup(
             steps=self.job.steps,
-            loss=self._loss,
+            loss=self._loss.words,
+            loss_code=self._loss.code,
+            loss_setup=list(self._loss.setup),
             optimizer=optimizer,
+            optimizer_code=optimizer_code(self.target.optimizer),
+            average_code="" if self.target.average is None else "average(model)",
+            repeatable=self._repeats(),
             default_loss=self.target.loss is None,
             default_optimizer=self.target.optimizer is None,
             new_batches=len(self._batches) > 1,
@@ -145,6 +152,16 @@ class ReferenceTraining:
         )
         way = TrainingWay(name=PLAIN.name, status="ok", losses=list(base.losses), state_bytes=state)
         self._send(TrainingDone(run=TrainingRun(ways=[way]), setup=setup))
+
+    def _repeats(self) -> bool:
+        """Whether the first step gives the same bits again."""
+        self._snapshot.rewind()
+        again: list[Tensor] = []
+        loop = self._loop(
+            self._step(), self._batches, self.job.seed, on_first=lambda r: again.extend(output_tensors(r))
+        )
+        loop.run(1)
+        return self.outputs is not None and same_bits(again, self.outputs)
 
     def _other_seed(self, number: int) -> Trajectory:
         """A run on the same batches with other random draws, and noise on the initial weights."""
@@ -176,4 +193,5 @@ class ReferenceTraining:
     def _keep_outputs(self, result: StepResult) -> None:
         self.outputs = [tensor.clone() for tensor in output_tensors(result)]
         self._count = len(output_tensors((result.output, result.loss)))
-        self._loss = describe_loss(self.target.loss, result.output)
+        target = self.target
+        self._loss = describe_loss(target.loss, result.output, target.form, target.targets_code)

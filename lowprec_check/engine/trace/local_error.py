@@ -118,4 +118,4 @@ def widened_outputs(
 def _preserved(source: Tensor, out: Tensor, wide: torch.dtype) -> list[Tensor] | None:
     if not is_float(source) or not is_float(out):
         return None
-    return [widen(source, wide).to(widened_dtype(out.dtype, wide))]
+    return [widen(source, wide).to(out.device, widened_dtype(out.dtype, wide))]

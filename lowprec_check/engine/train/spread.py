@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from lowprec_check.schema.training import BEYOND, Divergence
 NOISE = 0.01
 """Relative noise on each initial weight of a run from another seed: where nothing else is random, runs would be equal."""
 
-SEEDS = 3
+SEEDS = 4
 """fp32 runs from other seeds."""
 
 NOTABLE = 0.1
@@ -28,10 +29,25 @@ class Interval(NamedTuple):
     high: float
 
     @classmethod
-    def around(cls, values: Sequence[float], margin: float) -> Interval:
-        """The range of ``values``, widened on both sides by itself and ``margin``."""
-        low, high = min(values), max(values)
-        return cls(low - (high - low) - margin, high + (high - low) + margin)
+    def of(cls, values: Sequence[float], margin: float) -> Interval:
+        """A 99.5 % prediction interval for one more value like ``values``, by Student's t, widened by ``margin``."""
+        count = len(values)
+        if count < 2:
+            return cls(-math.inf, math.inf)
+        mean, deviation = statistics.fmean(values), statistics.stdev(values)
+        half = _STUDENT.get(count - 1, _STUDENT_LARGE) * deviation * math.sqrt(1 + 1 / count) + margin
+        return cls(mean - half, mean + half)
+
+    def including(self, value: float, margin: float) -> Interval:
+        """The smallest interval that also holds ``value`` ± ``margin``."""
+        return Interval(min(self.low, value - margin), max(self.high, value + margin))
+
+
+_STUDENT = {1: 127.3, 2: 14.09, 3: 7.45, 4: 5.60, 5: 4.77, 6: 4.32}
+"""By degrees of freedom, the 99.75 % quantile of Student's t."""
+
+_STUDENT_LARGE = 4.03
+"""That for 7 degrees of freedom."""
 
 
 class Spread:
@@ -76,7 +92,7 @@ class Spread:
 
         def limits(step: int) -> Interval:
             known = [changes[step] for changes in (base, *others) if step < len(changes)]
-            return Interval.around(known, 2 * (forward + roundoff * abs(self._base.losses[step])))
+            return Interval.of(known, 2 * (forward + roundoff * abs(self._base.losses[step])))
 
         step = _leaves(mine[: len(base)], limits)
         if step is None:
@@ -105,7 +121,7 @@ class Spread:
 
         def limits(index: int) -> Interval:
             known = [self._progress(other, index + 1) for other in self._others if index < other.steps]
-            return Interval.around([1.0, *known], self._tolerance)
+            return Interval.of(known, self._tolerance).including(1.0, self._tolerance)
 
         step = _leaves(mine, limits)
         if step is None:
