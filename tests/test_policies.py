@@ -446,7 +446,7 @@ def test_what_was_measured_before_the_end_is_kept() -> None:
 
 
 def test_policies_are_an_option_of_training() -> None:
-    with pytest.raises(UsageError, match="policies of training"):
+    with pytest.raises(UsageError, match="Add --train"):
         scan(net(), inputs, policies=4)
     with pytest.raises(UsageError, match="policies is 0"):
         scan(net(), inputs, train=True, policies=0)
