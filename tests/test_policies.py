@@ -38,6 +38,7 @@ Sum = Callable[[list[Tensor]], Tensor]
 """The gradient of a parameter from those of its micro-batches."""
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 PARAM = "FSDP2 MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype={})"
 REDUCE = "FSDP2 MixedPrecisionPolicy(reduce_dtype=bf16)"
 
@@ -112,13 +113,14 @@ def exact_sum(gradients: list[Tensor]) -> Tensor:
     return total
 
 
-def rounding_sum(dtype: torch.dtype) -> Sum:
-    """Rounded to ``dtype`` after each addition."""
+def rounding_sum(dtype: torch.dtype, *, addends: bool = False) -> Sum:
+    """Rounded to ``dtype`` after each addition; with ``addends``, these are rounded before it too."""
 
     def total(gradients: list[Tensor]) -> Tensor:
         found = gradients[0].to(dtype)
         for gradient in gradients[1:]:
-            found = (found.float() + gradient.float()).to(dtype)
+            added = gradient.to(dtype) if addends else gradient
+            found = (found.float() + added.float()).to(dtype)
         return found.float()
 
     return total
@@ -133,7 +135,7 @@ BY_HAND: list[tuple[str, str, torch.dtype, bool, Sum]] = [
     (PARAM.format("fp32"), "once", BF16, False, exact_sum),
     (PARAM.format("bf16"), "once", BF16, False, rounding_sum(BF16)),
     (PARAM.format("bf16"), "each time", BF16, False, exact_sum),
-    (REDUCE, "once", FP32, False, rounding_sum(BF16)),
+    (REDUCE, "once", FP32, False, rounding_sum(BF16, addends=TORCH >= (2, 15))),
     ("DDP without a hook", "once", FP32, True, exact_sum),
     ("DDP bf16_compress_hook", "once", FP32, False, rounded_sum(BF16)),
     ("DDP bf16_compress_hook", "each time", FP32, False, rounding_sum(BF16)),

@@ -241,9 +241,7 @@ def scan(
             complete = output.save(concluded)
     if not complete:
         raise typer.Exit(USAGE_ERROR)
-    if ended_by is not None:
-        raise ended_by
-    raise typer.Exit(FINDINGS if _fails(concluded, fail_on, with_baseline=baseline is not None) else 0)
+    raise ended_by or typer.Exit(FINDINGS if _fails(concluded, fail_on, with_baseline=baseline is not None) else 0)
 
 
 def _conclude(result: ScanResult | None, ended_by: BaseException | None) -> ScanResult:

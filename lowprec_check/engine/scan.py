@@ -89,9 +89,8 @@ def scan(
         predict: whether to predict for the device although it is here.
         budget: seconds for each part of a run; by default 20, or ten fp32 forwards if that is more.
         errors: errors to compute for each op: ``both`` (local and accumulated); ``accumulated`` and ``none`` are faster.
-        budget_error: ``auto`` and ``on`` find out which ops the error of the output comes from, which needs both errors and memory
-            for all activations. ``auto`` leaves it out if the scan would take more than 2.2 times the memory of fp32 (and more
-            than 4 GiB); ``on`` takes what is free. ``off`` takes less time.
+        budget_error: find out which ops the error of the output comes from, which needs both errors and memory for all activations:
+            ``auto`` within 2.2 times the memory of fp32, or 4 GiB; ``on`` within what is free; ``off`` not, which takes less time.
         reference: dtype of the reference that each op is compared with, ``fp32`` or ``fp64``.
         tolerance: the largest rel_l2 of the output that passes; by default the tolerance of the precision.
         seed: random seed of every run.
@@ -100,10 +99,8 @@ def scan(
         plan: whether to search for modules to keep in fp32 for each precision that fails; by default only if none passes.
         times: ``off`` does not compare times, as a test does not need to.
         scenario: also time every run: ``offline`` (on all cores) or ``realtime`` (several instances with batches of 1).
-        what_if: formats whose output error to predict, without running them: ``fp8-e4m3``, ``fp8-e5m2``, ``tf32``,
-            ``int8-weights``, ``bf16-accumulate``.
-        prefer: what the recommendation is to gain: ``speed``; ``memory``, the smallest peak of what passes; ``accuracy``, the
-            smallest error.
+        what_if: formats whose output error to predict, without running them: ``fp8-e4m3``, ``tf32``, ``int8-weights``, …
+        prefer: what the recommendation is to gain: ``speed``, ``memory`` (the smallest peak) or ``accuracy`` (the smallest error).
         train: scan steps of training: forward, loss, backward, optimizer.
         steps: how many steps of training each run makes, by default 1.
         policies: with ``train``, also measure the gradients of FSDP2 and DDP in reduced precision, over this many micro-batches.
@@ -112,10 +109,8 @@ def scan(
         loss: ``loss(output) -> tensor``; it is run and checked as part of the model. If it requires more arguments, it gets the
             elements of a batch that the model does not take, or the inputs if there are none. By default, of training: the
             loss that the model returns, cross-entropy with random labels, or the mean squared difference from random targets.
-        optimizer: ``optimizer(parameters) -> Optimizer`` for training, or an optimizer of the model's parameters, which is
-            imitated; by default ``AdamW(lr=1e-3)``.
-        average: ``average(model)`` returns an average of the weights that is updated after each step of training by its method
-            ``update_parameters(model)``, such as ``torch.optim.swa_utils.AveragedModel``.
+        optimizer: ``optimizer(parameters) -> Optimizer``, or one of the model's parameters to imitate; by default ``AdamW(lr=1e-3)``.
+        average: ``average(model)`` returns an average of the weights with a method ``update_parameters``, such as ``AveragedModel``.
         metric: ``metric(model) -> float``; it is reported for each run.
         calibration: batches like ``inputs`` that int8 is calibrated on (a list, a ``DataLoader``), or a function that returns
             or yields them; by default ``inputs``.

@@ -10,12 +10,13 @@ from tabulate import tabulate
 from lowprec_check.analysis.error_origin import origin
 from lowprec_check.analysis.run_summary import counted, shorten
 from lowprec_check.analysis.training_status import in_phase
-from lowprec_check.report import error_budget, gradients, lost_updates, policies_table, run_rows, summary, training
+from lowprec_check.report import error_budget, gradients, lost_updates, run_rows, summary, training
 from lowprec_check.report.certainty import predicted_for, prediction_text
 from lowprec_check.report.escape import LONGEST as LONGEST_NAME
 from lowprec_check.report.escape import visible, visible_lines
 from lowprec_check.report.layer_errors import TITLE as LAYERS
 from lowprec_check.report.layer_errors import worst_layers
+from lowprec_check.report.policies_table import policy_section
 from lowprec_check.report.run_rows import RunRow
 from lowprec_check.report.summary import Group, and_more
 from lowprec_check.report.times_table import HEADS as TIMES_HEADS
@@ -84,10 +85,10 @@ def _head(result: ScanResult) -> Iterator[str]:
     predicted = [[*map(escape, row)] for row in what_if_rows(result)]
     if predicted:
         yield fold(WHAT_IF, f"{escape(what_if_hint(result))}\n\n{table(predicted, WHAT_IF_HEADS, 'llrl')}")
-    policies = [[*map(escape, row)] for row in policies_table.policy_rows(result)]
-    if policies:
-        hint, listed = policies_table.policies_hint(result), table(policies, policies_table.HEADS, "lllrl")
-        yield fold(policies_table.policies_title(result), f"{escape(hint)}\n\n{listed}")
+    policies = policy_section(result)
+    if policies is not None:
+        listed = table([[*map(escape, row)] for row in policies.rows], policies.heads, "lllrl")
+        yield fold(policies.title, f"{escape(policies.hint)}\n\n{listed}")
 
 
 def _runs(result: ScanResult) -> str:

@@ -11,6 +11,10 @@ from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.training_policies import PolicyGradient
 
 HEADS = ("policy", "computes in", "reduced", "gradient error", "why")
+HINT = (
+    "Relative L2 error (rel_l2) of the gradient of all parameters against plain fp32, measured on one CPU rank; the sum over more "
+    "ranks adds to it. Reduced: the micro-batches after which ranks would sum their gradients."
+)
 _WHEN = {"once": "after the last", "each time": "after each"}
 
 
@@ -26,36 +30,35 @@ class PolicyRow(NamedTuple):
     """The worst parameter, and what was lost in fp16; or why there is no figure."""
 
 
-def policies_title(result: ScanResult) -> str:
-    """The heading of the table."""
-    count = result.policies[0].micro_batches if result.policies else 0
-    return f"Distributed policies: gradients accumulated over {count} micro-batch{'es' * (count != 1)}"
+class PolicySection(NamedTuple):
+    """The table and what is above it."""
+
+    title: str
+    hint: str
+    heads: tuple[str, ...]
+    rows: list[PolicyRow]
+    """In the order of the result."""
 
 
-def policies_hint(result: ScanResult) -> str:
-    """What the rows are, in a few sentences."""
+def policy_section(result: ScanResult) -> PolicySection | None:
+    """The section of a report; ``None`` if no policy was measured."""
+    if not result.policies:
+        return None
+    count = result.policies[0].micro_batches
+    title = f"Distributed policies: gradients accumulated over {count} micro-batch{'es' * (count != 1)}"
     made = next((found.batches for found in result.policies if found.batches), "")
-    return " ".join(
-        (
-            "Relative L2 error (rel_l2) of the gradient of all parameters against plain fp32, measured on one CPU rank; the sum over",
-            "more ranks adds to it. Reduced: the micro-batches after which ranks would sum their gradients.",
-            *([f"Micro-batches: {visible(made, 300)}."] if made else []),
-        )
+    hint = f"{HINT} Micro-batches: {visible(made, 300)}." if made else HINT
+    return PolicySection(title, hint, HEADS, [_row(found) for found in result.policies])
+
+
+def _row(found: PolicyGradient) -> PolicyRow:
+    return PolicyRow(
+        visible(found.policy),
+        visible(found.computes_in),
+        _WHEN.get(found.reduced, visible(found.reduced)),
+        _error(found),
+        visible(_why(found), 600),
     )
-
-
-def policy_rows(result: ScanResult) -> list[PolicyRow]:
-    """One row per policy, in the order of the file."""
-    return [
-        PolicyRow(
-            visible(found.policy),
-            visible(found.computes_in),
-            _WHEN.get(found.reduced, visible(found.reduced)),
-            _error(found),
-            visible(_why(found), 600),
-        )
-        for found in result.policies
-    ]
 
 
 def _error(found: PolicyGradient) -> str:

@@ -13,7 +13,6 @@ from lowprec_check.report import (
     error_budget,
     gradients,
     lost_updates,
-    policies_table,
     run_rows,
     summary,
     times_table,
@@ -25,6 +24,7 @@ from lowprec_check.report.escape import visible, visible_lines
 from lowprec_check.report.layer_errors import TITLE as LAYERS
 from lowprec_check.report.layer_errors import worst_layers
 from lowprec_check.report.plan import kept_lines
+from lowprec_check.report.policies_table import policy_section
 from lowprec_check.report.summary import Group, and_more, group
 from lowprec_check.report.times_table import disturbances, times_rows
 from lowprec_check.report.what_if_table import HEADS, what_if_hint, what_if_rows
@@ -152,11 +152,11 @@ def _print_what_if(console: Console, result: ScanResult) -> None:
 
 
 def _print_policies(console: Console, result: ScanResult) -> None:
-    rows = policies_table.policy_rows(result)
-    if rows:
-        console.print(Text(f"\n{policies_table.policies_title(result)}", style="bold"))
-        console.print(Text(policies_table.policies_hint(result), style="dim"))
-        print_table(console, policies_table.HEADS, rows, right=["gradient error"], sentences=True)
+    section = policy_section(result)
+    if section is not None:
+        console.print(Text(f"\n{section.title}", style="bold"))
+        console.print(Text(section.hint, style="dim"))
+        print_table(console, section.heads, section.rows, right=["gradient error"], sentences=True)
 
 
 def _print_findings(console: Console, result: ScanResult, limit: int, verbose: bool) -> None:

@@ -153,11 +153,9 @@ def _described(job: Job) -> tuple[str, str]:
     """The name of ``job`` for progress, and what it does before the first op."""
     if job.policies:
         return "policies", "accumulating gradients"
-    return (
-        ("what if", "predicting output errors")
-        if job.what_if
-        else (job.key.label, "training" if job.steps else "plain run")
-    )
+    if job.what_if:
+        return "what if", "predicting output errors"
+    return job.key.label, "training" if job.steps else "plain run"
 
 
 def _passed(outcome: JobOutcome) -> bool:

@@ -58,16 +58,16 @@ def one_rank() -> Iterator[None]:
     of uncaught exceptions, which torch replaces, are restored. After FSDP2, a cache of torch keeps the threads and the port of the
     group until this process ends. Raises :class:`CannotMeasureError` if gloo cannot start.
     """
-    for name in _IMPORTED:
-        importlib.import_module(name)
     environment, hook, frozen = dict(os.environ), sys.excepthook, gc.get_freeze_count()
-    gc.freeze()  # a collection after each policy need not visit what is loaded
     interface = _loopback()
     if interface is not None:
         os.environ.setdefault(_INTERFACE, interface)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            for name in _IMPORTED:
+                importlib.import_module(name)
+            gc.freeze()  # a collection after each policy need not visit what is loaded
             store = distributed.HashStore()  # type: ignore[attr-defined]
             try:
                 distributed.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=_TIMEOUT)

@@ -81,7 +81,7 @@ def measure_policies(target: Target, ready: Prepared, count: int, seed: int, on_
             reference, batches = _reference(steps, count, snapshot)
             stack.enter_context(one_rank())
         except CannotMeasureError as error:
-            _send(unmeasured([], count, str(error)), on_policy)
+            _send(unmeasured([], count, message_of(error)), on_policy)
             return
         for policy in _POLICIES:
             on_policy(_measured(policy, steps, batches, reference))
@@ -162,7 +162,7 @@ def _measured(policy: _Policy, steps: _Steps, batches: MicroBatches, reference: 
         steps.accumulate(parallel, batches, each_time=each, autocast=autocast)
         found = {name.removeprefix("module."): gradient for name, gradient in _gradients(parallel.model).items()}
     except CannotMeasureError as error:
-        return new("skipped", reason=str(error))
+        return new("skipped", reason=message_of(error))
     except BaseException as error:
         reraise_interrupt(error)
         return new("error", exception=describe_error(error, model))

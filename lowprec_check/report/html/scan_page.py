@@ -10,7 +10,7 @@ from lowprec_check.analysis.error_shares import trusted_budget
 from lowprec_check.analysis.run_summary import memory_ratio
 from lowprec_check.analysis.speed import speed
 from lowprec_check.analysis.training_status import first_way
-from lowprec_check.report import error_budget, policies_table, run_rows, summary, times_table, what_if_table
+from lowprec_check.report import error_budget, run_rows, summary, times_table, what_if_table
 from lowprec_check.report.certainty import predicted_for, prediction_text
 from lowprec_check.report.escape import visible
 from lowprec_check.report.html import bokeh_files as bokeh
@@ -18,6 +18,7 @@ from lowprec_check.report.html import charts, module_tree, training
 from lowprec_check.report.html.page import render_page, static
 from lowprec_check.report.layer_errors import TITLE as LAYERS
 from lowprec_check.report.layer_errors import worst_layers
+from lowprec_check.report.policies_table import policy_section
 from lowprec_check.report.run_rows import RunRow
 from lowprec_check.report.summary import Group
 from lowprec_check.report.times_table import times_rows
@@ -78,10 +79,7 @@ def render(result: ScanResult) -> str:
         "what_if_title": what_if_table.TITLE,
         "what_if_hint": what_if_table.what_if_hint(result),
         "what_if_heads": what_if_table.HEADS,
-        "policies": policies_table.policy_rows(result),
-        "policies_title": policies_table.policies_title(result),
-        "policies_hint": policies_table.policies_hint(result),
-        "policies_heads": policies_table.HEADS,
+        "policies": policy_section(result),
         "charts": [{"label": summary.label(run), "status": run.status} for run in drawn],
         "first": _first_shown(drawn),
         "phases": [phase for phase in get_args(Phase) if any(phase in run.op_calls.phase for run in drawn)],
