@@ -154,9 +154,14 @@ def test_an_op_without_a_kernel_is_named_with_its_phase() -> None:
 
 def test_a_way_that_passes_may_be_recommended() -> None:
     half = changed(RESULT.run("half"), ways=[way("plain", "nonfinite"), way("master-weights")])
-    advice = Recommendation(precision="half", reason="passes.", code="", worth="smaller", gain="saves 50 %")
+    advice = Recommendation(precision="half", way="master-weights", reason="passes.", code="", worth="unknown")
     result = msgspec.structs.replace(RESULT, runs=[RESULT.runs[0], half], recommendation=advice)
-    assert summary.verdict(result) == "Use half"
+    assert summary.verdict(result) == "Use half with fp32 master weights"
+    assert [row.way for row in training.way_rows(result) if row.recommended] == ["fp32 master weights"]
+    assert "**fp32 master weights** (recommended)" in render(result, "md")
+    assert [change.new for change in diff_scans(RESULT, result).changes if change.kind == "recommendation"] == [
+        "half with fp32 master weights"
+    ]
     assert summary.is_recommended(half, result)
     failing = msgspec.structs.replace(result, runs=[RESULT.runs[0], changed(half, ways=[way("plain", "nonfinite")])])
     assert not summary.passes(failing)

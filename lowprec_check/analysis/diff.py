@@ -10,6 +10,7 @@ import msgspec
 from lowprec_check.analysis.baseline import file_of, stable_path
 from lowprec_check.analysis.run_summary import explain_status, in_fp32, label, memory_ratio
 from lowprec_check.analysis.speed import SHORT_MS, is_faster, speed
+from lowprec_check.analysis.training_status import way_text
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.run_key import EAGER, RunKey
 from lowprec_check.schema.scan_result import Evidence, Gap, Run, ScanResult
@@ -307,7 +308,7 @@ def _recommended(result: ScanResult) -> str | None:
     if advice is None:
         return None
     kept = f" with {in_fp32(advice.keep_fp32, result.model.modules)}" if advice.keep_fp32 else ""
-    return advice.label + kept
+    return advice.label + way_text(advice.way) + kept
 
 
 # -- conditions that differ

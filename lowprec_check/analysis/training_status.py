@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.scan_result import Run
-from lowprec_check.schema.training import Divergence, TrainingWay
+from lowprec_check.schema.training import WAYS, Divergence, TrainingWay
 from lowprec_check.schema.verdict import ExceptionInfo
 
 
@@ -16,6 +16,11 @@ def first_way(run: Run) -> TrainingWay | None:
 def passing_ways(run: Run) -> list[TrainingWay]:
     """The ways to train in its precision that pass; empty if it was not trained."""
     return [way for way in run.training.ways if way.status == "ok"] if run.training is not None else []
+
+
+def way_text(name: str | None) -> str:
+    """`` with GradScaler``, which follows the name of a run; empty for the plain way, and if nothing was trained."""
+    return "" if name in (None, "plain") else f" with {WAYS.get(name or '', name)}"
 
 
 def loss_text(loss: float | None) -> str:

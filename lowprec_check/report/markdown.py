@@ -118,7 +118,7 @@ def _training(result: ScanResult) -> Iterator[str]:
     """The ways to train, gradients and updates, each folded."""
     ways = training.way_rows(result)
     if ways:
-        rows = [[_way_cell(name, cell) for name, cell in zip(training.HEADS, row[:9], strict=True)] for row in ways]
+        rows = [_way_cells(row) for row in ways]
         hint = f"{training.HINT} {training.JUDGED}"
         notes = [f"- {escape(line)}" for line in training.epsilon_lines(result)]
         parts = [escape(hint), table(rows[:SHOWN_WAYS], training.HEADS, "lllrrrrrl"), "\n".join(notes)]
@@ -133,9 +133,10 @@ def _training(result: ScanResult) -> Iterator[str]:
         yield fold(lost_updates.TITLE, f"{lost_updates.HINT}\n\n{table(lost, lost_updates.HEADS, 'llrrrrl')}")
 
 
-def _way_cell(name: str, cell: str) -> str:
-    sign = _SIGNS.get(cell, "❌") if name == "status" else ""
-    return f"{sign} {escape(cell)}".strip()
+def _way_cells(row: training.WayRow) -> list[str]:
+    name = f"**{escape(row.way)}** (recommended)" if row.recommended else escape(row.way)
+    status = f"{_SIGNS.get(row.status, '❌')} {escape(row.status)}".strip()
+    return [escape(row.run), name, status, *map(escape, row[3:9])]
 
 
 def _gradients(found: gradients.GradientTable) -> Iterator[str]:

@@ -17,7 +17,7 @@ from lowprec_check.analysis.run_summary import (
     short_op,
 )
 from lowprec_check.analysis.speed import TOLD
-from lowprec_check.analysis.training_status import passing_ways
+from lowprec_check.analysis.training_status import passing_ways, way_text
 from lowprec_check.report.certainty import place_text
 from lowprec_check.report.escape import visible, visible_diagnostic, visible_lines
 from lowprec_check.schema.precisions import LOW_FORMATS, PRECISIONS, low_precisions
@@ -204,7 +204,7 @@ def verdict(result: ScanResult) -> str:
     keep = f" with {in_fp32(best.keep_fp32, result.model.modules)}" if best.keep_fp32 else ""
     if not passes(result):
         return visible(f"{best.label} could not be judged")
-    name = f"{best.label}{keep}"
+    name = f"{best.label}{way_text(best.way)}{keep}"
     if not best.stay_in_fp32:
         return visible(f"Use {name}")
     fp32 = "fp32" if any(run.is_low for run in result.runs) else "eager fp32"

@@ -128,7 +128,7 @@ def _print_training(console: Console, result: ScanResult, *, verbose: bool) -> N
     left_out = training.left_out(every, rows)
     if left_out:
         console.print(Text(f"{left_out} · -v lists them", style="dim"))
-    for line in training.epsilon_lines(result):
+    for line in training.epsilon_lines(result) if verbose else ():  # LP506 says it too
         console.print(Text(line))
     _print_lines(console, gradients.TITLE, gradients.gradient_lines(result, verbose=verbose))
     _print_lines(console, lost_updates.TITLE, lost_updates.lost_lines(result), lost_updates.HINT)

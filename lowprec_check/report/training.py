@@ -16,6 +16,7 @@ from lowprec_check.analysis.training_status import (
     when_raised,
 )
 from lowprec_check.report.escape import visible
+from lowprec_check.schema.recommendation import Recommendation
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.training import BEYOND, WAYS, Divergence, EpsilonCheck, TrainingSetup, TrainingWay
 
@@ -49,6 +50,7 @@ class WayRow(NamedTuple):
     lost: str
     state: str
     why: str
+    recommended: bool
     is_news: bool
     """Whether it tells a reader more than the table of runs and the rows before it."""
 
@@ -58,7 +60,7 @@ def way_rows(result: ScanResult) -> list[WayRow]:
     setup = result.training
     if setup is None:
         return []
-    found = [row for run in result.runs if not run.is_reference for row in _rows_of(run, setup)]
+    found = [row for run in result.runs if not run.is_reference for row in _rows_of(run, setup, result.recommendation)]
     return [*_references(result, setup), *found] if found else []
 
 
@@ -73,12 +75,14 @@ def _references(result: ScanResult, setup: TrainingSetup) -> Iterator[WayRow]:
     way = first_way(reference) if reference is not None else None
     state = "–" if way is None else size_text(way.state_bytes)
     loss = loss_text(setup.losses[-1]) if setup.losses else "–"
-    yield WayRow("fp32", way_name(way), "reference", loss, "–", "–", "–", state, "", is_news=True)
+    yield WayRow("fp32", way_name(way), "reference", loss, "–", "–", "–", state, "", recommended=False, is_news=True)
     if setup.seeds:
         band = " – ".join(apart(last_band(setup)))
         distance = figure(setup.distances[-1]) if setup.distances else "–"
         seeds = counted(setup.seeds, "other seed")
-        yield WayRow("fp32", seeds, "reference", band or "–", distance, "–", "–", "–", "", is_news=True)
+        yield WayRow(
+            "fp32", seeds, "reference", band or "–", distance, "–", "–", "–", "", recommended=False, is_news=True
+        )
 
 
 def last_band(setup: TrainingSetup) -> list[float]:
@@ -88,7 +92,7 @@ def last_band(setup: TrainingSetup) -> list[float]:
     return [setup.losses[0] + bounds[-1] for bounds in (setup.loss_low, setup.loss_high)]
 
 
-def _rows_of(run: Run, setup: TrainingSetup) -> Iterator[WayRow]:
+def _rows_of(run: Run, setup: TrainingSetup, advice: Recommendation | None) -> Iterator[WayRow]:
     ways = run.training.ways if run.training is not None else []
     for way, is_news in zip(ways, _news(ways, setup), strict=True):
         yield WayRow(
@@ -101,8 +105,16 @@ def _rows_of(run: Run, setup: TrainingSetup) -> Iterator[WayRow]:
             share_figure(way.lost_updates),
             size_text(way.state_bytes),
             visible(why(way, setup), 400),
+            _is_recommended(run, way, advice),
             is_news,
         )
+
+
+def _is_recommended(run: Run, way: TrainingWay, advice: Recommendation | None) -> bool:
+    if advice is None or advice.stay_in_fp32 or way.status != "ok" or way.name != advice.way:
+        return False
+    asked = (advice.precision, advice.backend, advice.memory_format, advice.keep_fp32)
+    return (run.base or run.precision, run.backend, run.memory_format, run.keep_fp32) == asked
 
 
 def _news(ways: Sequence[TrainingWay], setup: TrainingSetup) -> list[bool]:
