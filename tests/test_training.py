@@ -376,7 +376,7 @@ def test_a_kernel_that_the_optimizer_lacks() -> None:
 
 
 def test_options_that_need_training() -> None:
-    with pytest.raises(UsageError, match="steps of training"):
+    with pytest.raises(UsageError, match="training steps"):
         scan(small_net(), batch(), steps=3)
     with pytest.raises(UsageError, match="steps is 0"):
         scan(small_net(), batch(), train=True, steps=0)
