@@ -265,9 +265,18 @@ def read_measured(path: Path) -> Outcomes:
     return found
 
 
+ON_GPU = {
+    "aten.cudnn_batch_norm.default": "aten.native_batch_norm.default",
+    "aten.cudnn_grid_sampler.default": "aten.grid_sampler_2d.default",
+    "aten._cudnn_rnn.default": "aten.mkldnn_rnn_layer.default",
+}
+"""Ops of cuDNN, and those that a CPU runs in their place."""
+
+
 def same_path(one: list[tuple[str, str]], other: list[tuple[str, str]]) -> Iterator[tuple[str, str, str]]:
     """Where two runs took the same path: the op, and its dtypes in both."""
-    matcher = difflib.SequenceMatcher(None, [op for op, _ in one], [op for op, _ in other], autojunk=False)
+    names = [[ON_GPU.get(op, op) for op, _ in ops] for ops in (one, other)]
+    matcher = difflib.SequenceMatcher(None, *names, autojunk=False)
     for block in matcher.get_matching_blocks():
         for (op, dtypes), (_, others) in zip(
             one[block.a : block.a + block.size], other[block.b : block.b + block.size], strict=True
@@ -312,7 +321,8 @@ def summary_of_models(predicted: Outcomes, measured: Outcomes, options: argparse
         f"- runs with gaps, measured or predicted: {len(with_gaps)}; the same ops: {same_gaps}"
         if any(truth.gaps is not None for *_, truth in pairs)
         else "- gaps: not compared, those of the device are not known",
-        *_dtypes(pairs),
+        *_dtypes(pairs, "autocast", "under autocast"),
+        *_dtypes(pairs, ("half", "bfloat16"), "in half and bfloat16"),
         "",
         "## Other status",
         "",
@@ -353,12 +363,12 @@ def _error(outcome: Outcome) -> str:
     return f"({outcome.rel_l2:.1e})" if outcome.rel_l2 is not None else ""
 
 
-def _dtypes(pairs: list[tuple[str, str, Outcome, Outcome]]) -> list[str]:
-    """How many op calls under autocast have the same dtypes, where both runs have ops and took the same path."""
+def _dtypes(pairs: list[tuple[str, str, Outcome, Outcome]], precisions: str | tuple[str, ...], where: str) -> list[str]:
+    """How many op calls in ``precisions`` have the same dtypes, where both runs have ops and took the same path."""
     counts: Counter[bool] = Counter()
     causes: Counter[str] = Counter()
     calls = 0
-    compared = [pair for pair in pairs if pair[1].startswith("autocast") and pair[2].ops and pair[3].ops]
+    compared = [pair for pair in pairs if pair[1].startswith(precisions) and pair[2].ops and pair[3].ops]
     for _, _, found, truth in compared:
         calls += len(truth.ops)
         for op, mine, theirs in same_path(found.ops, truth.ops):
@@ -366,9 +376,9 @@ def _dtypes(pairs: list[tuple[str, str, Outcome, Outcome]]) -> list[str]:
             if mine != theirs:
                 causes[f"{op}: predicted {mine}, measured {theirs}"] += 1
     if not counts:
-        return ["- dtypes of op calls under autocast: not compared, the op calls of the device are not known"]
+        return [f"- dtypes of op calls {where}: not compared, the op calls of the device are not known"]
     return [
-        f"- op calls under autocast on the same path: {counts.total()} of {calls} measured; dtypes equal: **{counts[True]}** "
+        f"- op calls {where} on the same path: {counts.total()} of {calls} measured; dtypes equal: **{counts[True]}** "
         f"({counts[True] / counts.total():.2%})",
         *(f"  - {count} × {cause}" for cause, count in causes.most_common(20)),
     ]
@@ -384,7 +394,8 @@ def write(output: Path | None, lines: list[str], data: Any) -> None:
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.with_suffix(".md").write_text(text, encoding="utf-8")
-        output.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        if data is not None:
+            output.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 def compare_models(options: argparse.Namespace) -> None:

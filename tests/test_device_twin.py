@@ -25,6 +25,7 @@ from lowprec_check.engine.device_twin.emulated_kernels import EmulatedKernels
 from lowprec_check.engine.device_twin.kernel_support import KernelSupport
 from lowprec_check.engine.load import TargetSpec, load_here
 from lowprec_check.engine.machine import machine_for
+from lowprec_check.engine.model.torchvision_zoo import import_torchvision
 from lowprec_check.engine.run.isolation import isolated
 from lowprec_check.engine.scan import scan_target
 from lowprec_check.engine.scan_options import ScanOptions
@@ -136,6 +137,15 @@ def test_a_recurrent_layer_is_cast_whole_and_to_half_on_cuda(name: str, precisio
     assert list(run.op_calls.rows())[-1].dtypes == f"{dtype}→{dtype}"
 
 
+def test_weights_under_autocast_require_gradients_as_those_that_torch_caches() -> None:
+    """Of a weight that requires them, ``matmul`` makes one product of two dimensions, under ``torch.no_grad()`` too."""
+    run = predicted(Calls(lambda x: x), torch.randn(2, 16, 8).mT, precisions="autocast-fp16").run("autocast-fp16")
+    assert run.status == "ok"
+    ops = {row.op for row in run.op_calls.rows()}
+    assert "aten.mm.default" in ops
+    assert "aten.bmm.default" not in ops
+
+
 def test_autocast_of_the_device_named_in_the_model_applies() -> None:
     def named(x: Tensor) -> Tensor:
         with torch.autocast("cuda"):
@@ -231,9 +241,41 @@ def test_writes_and_views_end_up_where_the_cpu_writes_them(steps: list[str], dty
         assert torch.equal(mine, expected)
 
 
+MIXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": torch.add,
+    "cat": lambda one, other: torch.cat([one, other]),
+    "where": lambda one, other: torch.where(one > 0, one, other),
+}
+
+
+@pytest.mark.parametrize("op", MIXED)
+def test_half_and_bfloat16_together_give_fp32(op: str) -> None:
+    """Seen on an H200 in a recurrent layer under autocast-bf16, which CUDA runs in half: the sum with its input is in fp32."""
+    one, other = X.half(), X.bfloat16()
+    assert torch.equal(emulated("cuda", lambda: MIXED[op](one, other)), MIXED[op](one.float(), other.float()))
+
+
+STATISTICS: dict[str, tuple[Callable[[Tensor], Any], int]] = {
+    "layer norm": (lambda x: torch.native_layer_norm(x, [16], None, None, 1e-5), 2),
+    "batch norm": (lambda x: torch.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5), 2),
+    "weight norm": (lambda x: torch._weight_norm_interface(x, x[:, :1], 0), 1),
+}
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_statistics_stay_in_fp32_on_a_gpu(name: str) -> None:
+    """Seen on an H200."""
+    function, count = STATISTICS[name]
+    out, *others = emulated("cuda", lambda: function(X.half()))
+    assert out.dtype == torch.float16
+    assert [tensor.dtype for tensor in others] == [torch.float32] * count
+
+
+OTHER = {torch.float16: torch.bfloat16}
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a number out of range": (lambda x: x.masked_fill(x > 0, -1e9), "without overflow"),
     "mixed dtypes": (lambda x: x @ torch.ones(16, 4), "dtype"),
+    "half and bfloat16": (lambda x: x @ torch.ones(16, 4, dtype=OTHER.get(x.dtype, x.dtype)), "dtype"),
     "weights of a norm in fp32": (
         lambda x: functional.layer_norm(x, (16,), torch.ones(16)),
         "expected scalar type Half",
@@ -257,7 +299,8 @@ def test_what_cuda_refuses_in_half_is_refused(name: str) -> None:
 def test_a_transform_in_half_runs_where_cuda_runs_it(inference: bool) -> None:
     def transform(x: Tensor) -> Tensor:
         with torch.inference_mode(inference):
-            return torch.fft.irfft(rfft(x, dim=-1) * 2, dim=-1).abs() + torch.fft.fft2(x).real
+            several = torch.fft.ihfft2(x).abs().sum() + torch.fft.hfft2(torch.fft.fft2(x), (8, 16)).sum()
+            return torch.fft.irfft(rfft(x, dim=-1) * 2, dim=-1).abs() + torch.fft.fft2(x).real + several
 
     run = predicted(Calls(transform), X, precisions="half").run("half")
     assert status(run) == ("ok", None)
@@ -327,6 +370,28 @@ def test_a_limit_beyond_the_range_of_half_is_no_error_on_a_gpu() -> None:
 def test_the_message_about_a_transform_has_its_sizes() -> None:
     run = predicted(Calls(lambda x: rfft(x[:, :11]).abs()), X, precisions="half").run("half")
     assert "[11]" in str(status(run)[1])
+    assert run.exception is not None
+    assert run.exception.type == "RuntimeError"
+
+
+def test_torchvision_finds_overlapping_boxes_as_on_a_gpu() -> None:
+    """For many boxes, one by one for each class on a CPU, and all at once on a GPU; RetinaNet's output in half rests on it."""
+    try:
+        boxes = import_torchvision().ops.boxes
+    except UsageError:
+        pytest.skip("torchvision is not installed")
+
+    def detect(x: Tensor) -> Tensor:
+        corners = x.float().abs()[:, :1].repeat(200, 4) + torch.tensor([0.0, 0.0, 1.0, 1.0])
+        kept = boxes.batched_nms(corners, corners[:, 0], torch.arange(len(corners)) % 5, 0.5)
+        return x.sum() + kept.sum()
+
+    def calls(result: ScanResult) -> int:
+        return sum(row.op.startswith("torchvision.nms") for row in result.run("half").op_calls.rows())
+
+    here = scan(Calls(detect).eval(), X, device="cpu", precisions="half", plan=False, times="off", budget_error="off")
+    assert calls(here) == 5
+    assert calls(predicted(Calls(detect), X, precisions="half")) == 1
 
 
 def test_a_sparse_product_is_not_looked_up_as_a_dense_one() -> None:

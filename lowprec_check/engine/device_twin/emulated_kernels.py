@@ -34,6 +34,12 @@ _CHECKED_ALIKE = frozenset({"aten::complex", "aten::polar"})
 """Ops that check dtypes alike on all devices."""
 
 _ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+"""Its results after the first stay in fp32 on all devices."""
+_FP32_STATISTICS = frozenset(
+    f"aten::{name}"
+    for name in ("native_layer_norm", "native_batch_norm", "_native_batch_norm_legit", "_weight_norm_interface")
+)
+"""Ops whose results after the first (means, deviations, norms) stay in fp32 on a GPU, as an H200 showed."""
 _ONE_KERNEL = frozenset({"aten::convolution", "aten::_convolution", "aten::convolution_backward"})
 """Ops whose kernel for all devices only chooses one of the device's own."""
 
@@ -48,6 +54,7 @@ class EmulatedKernels(DispatchMode):
     def __init__(self, support: KernelSupport) -> None:
         super().__init__()
         self._support = support
+        self._only_first_in_low = frozenset({_ATTENTION}) if support.is_cpu else _FP32_STATISTICS | {_ATTENTION}
 
     def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
         """The result of an op call, or the exception that the device raises."""
@@ -70,14 +77,20 @@ class EmulatedKernels(DispatchMode):
             return self.decomposed(func, call.args, kwargs, keys)
         if call.narrows_inside or (self._support.is_cpu and not _is_of_torch(call)):
             return call.run()
-        return _emulated(call, narrow) if _is_emulated(call, narrow, wide) else _checked_by_cpu(call, narrow)
+        out = _emulated(call, narrow) if _is_emulated(call, narrow, wide) else _checked_by_cpu(call, narrow)
+        return _first_in_low(out) if narrow and call.traits.packet in self._only_first_in_low else out
 
 
 def _is_emulated(call: DispatchedCall, narrow: list[Tensor], wide: list[Tensor]) -> bool:
     """Whether fp32 takes the place of the CPU's own kernel, which checks dtypes and numbers, or gives the same bits, or is the user's."""
-    if not narrow or any(tensor.ndim for tensor in wide) or _exceeds(call, narrow):
+    if not narrow or any(tensor.ndim for tensor in wide) or _mixes_formats(narrow) or _exceeds(call, narrow):
         return False
     return _is_of_torch(call) and call.traits.packet not in _CHECKED_ALIKE and not call.traits.moves
+
+
+def _mixes_formats(narrow: list[Tensor]) -> bool:
+    """Whether both half and bfloat16 are among the inputs: most ops refuse that, and the others compute in fp32."""
+    return len({DTYPES[tensor.dtype] for tensor in narrow}) > 1
 
 
 def _is_of_torch(call: DispatchedCall) -> bool:
@@ -126,9 +139,12 @@ def _emulated(call: DispatchedCall, narrow: list[Tensor]) -> Any:
     retry = Retry(call.func, call.args, call.kwargs, torch.float16 if low.is_complex else low, call.written())
     with torch._C._DisableAutocast():
         out = retry.widened()
-    if call.traits.packet == _ATTENTION:  # its second result stays in fp32 on all devices
-        return (out[0], out[1].float())
     return out if low == torch.bfloat16 else map_values(out, _in_half)
+
+
+def _first_in_low(out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """``out`` with all results after the first in fp32."""
+    return (out[0], *(tensor.float() for tensor in out[1:]))
 
 
 def _in_half(value: Any) -> Any:

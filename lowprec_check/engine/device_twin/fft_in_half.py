@@ -57,5 +57,8 @@ class _TransformsInHalf(DispatchMode):
 
     def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
         if func in _TRANSFORMS:
-            args = (args[0].to(_HALF[args[0].dtype]), *args[1:])
+            given = args[
+                0
+            ].dtype  # the second transform of ``ihfft2`` gets the first one's result, which is in half already
+            args = (args[0].to(_HALF.get(given, given)), *args[1:])
         return run_op(func, args, kwargs, keys)

@@ -179,8 +179,9 @@ class KernelSupport:
 
 
 def _with_sizes(refusal: Refusal, name: str, call: DispatchedCall) -> Refusal:
-    """``refusal`` with the sizes of ``call`` in its message instead of those of the catalog's sample."""
-    return refusal._replace(message=re.sub(r"\[[\d, ]+\]$", str(_transformed(name, call)), refusal.message))
+    """``refusal``, a ``RuntimeError``, with the sizes of ``call`` in its message instead of those of the catalog's sample."""
+    message = re.sub(r"\[[\d, ]+\]$", str(_transformed(name, call)), refusal.message)
+    return refusal._replace(kind="refused", message=message)
 
 
 def _overloads(func: OpOverload, name: str) -> list[str]:

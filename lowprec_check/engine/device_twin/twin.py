@@ -16,7 +16,7 @@ import torch
 from lowprec_check.catalog.autocast_header import HEADER
 from lowprec_check.catalog.autocast_releases import CastPolicy, installed_policies, policies_of
 from lowprec_check.catalog.declared import release_of
-from lowprec_check.engine.device_twin import fft_in_half, twin_autocast
+from lowprec_check.engine.device_twin import asks_for_cpu, fft_in_half, twin_autocast
 from lowprec_check.engine.device_twin.emulated_kernels import EmulatedKernels
 from lowprec_check.engine.device_twin.kernel_support import KernelSupport
 from lowprec_check.schema.predicted_device import PredictedDevice
@@ -50,6 +50,7 @@ def become_twin(device: PredictedDevice) -> None:
         return
     twin_autocast.register(device.name, policies_for(device), DEFAULT_AUTOCAST)
     _answer_as(device.name)
+    asks_for_cpu.choose_as_on_gpu()
     if twin.support.computes_fft_in_half():
         fft_in_half.allow()
 

@@ -1,7 +1,8 @@
 """The autocast policy of another device, for tensors on the CPU.
 
 Python kernels for the dispatch key ``AutocastCPU`` do what torch's C++ templates do for the policies in ``ATen/autocast_mode.h``;
-composite functions written in C++ meet them too. The cache of cast weights is left out: it changes no values.
+composite functions written in C++ meet them too. The cache of cast weights is left out: it changes no values. What it caches is cast
+with gradients enabled, though, and requires them under ``torch.no_grad()`` too, which makes ``matmul`` choose ``mm`` over ``bmm``.
 """
 
 from __future__ import annotations
@@ -147,9 +148,27 @@ _CHANGES: dict[CastPolicy, Callable[[OpOverload, tuple[Any, ...], dict[str, Any]
 
 def _cast(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[Any, ...]:
     def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and _is_eligible(value) else value
+        if not isinstance(value, Tensor) or not _is_eligible(value):
+            return value
+        if not _is_cached(value, dtype):
+            return value.to(dtype)
+        with torch.enable_grad():
+            return value.to(dtype)
 
     return map_args(args, kwargs, cast)
+
+
+def _is_cached(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether autocast keeps the cast: of weights to the lower dtype."""
+    return (
+        tensor.dtype == torch.float32
+        and tensor.requires_grad
+        and tensor.is_leaf
+        and not tensor._is_view()
+        and dtype == torch.get_autocast_dtype("cpu")
+        and torch.is_autocast_cache_enabled()
+        and not torch.is_inference_mode_enabled()
+    )
 
 
 def _is_eligible(tensor: Tensor) -> bool:
