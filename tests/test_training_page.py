@@ -112,6 +112,7 @@ def test_the_charts_show_the_first_way_of_each_precision(browser: Any, page_of: 
         assert marks["y"][1] == losses(0.06, from_step=1)[3]
         band = drawn(page, "loss-chart", "seeds")
         assert (band["low"][-1], band["high"][-1]) == (1.316, 1.484)
+        assert drawn(page, "loss-chart", "limit")["y"][-1] == pytest.approx(1.412 + 0.03 * STEPS)
 
 
 @pytest.mark.slow
@@ -280,7 +281,15 @@ def test_the_data_of_the_charts_is_that_of_the_result() -> None:
 
 def test_long_runs_are_thinned_but_keep_their_marks_and_ends() -> None:
     steps = 10_007
-    long = setup(steps=steps, losses=[2.0] * (steps + 1), distances=[0.5] * steps, loss_low=[], loss_high=[])
+    long = setup(
+        steps=steps,
+        losses=[2.0] * (steps + 1),
+        distances=[0.5] * steps,
+        loss_low=[],
+        loss_high=[],
+        limit_low=[],
+        limit_high=[],
+    )
     nan = way("plain", "nonfinite", losses=[2.0] * 4001 + [None], distances=[0.25] * 4000)
     ways = [nan, *(way("kahan", losses=[2.0] * (steps + 1), distances=[0.25] * steps) for _ in range(20))]
     runs = [RESULT.runs[0], *(replaced(run, *ways) for run in RESULT.runs[1:5])]

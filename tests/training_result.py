@@ -73,6 +73,8 @@ def setup(text: str = "", **more: Any) -> TrainingSetup:
         "losses": FP32_LOSSES,
         "loss_low": [loss - FP32_LOSSES[0] - 0.012 * step for step, loss in enumerate(FP32_LOSSES)],
         "loss_high": [loss - FP32_LOSSES[0] + 0.009 * step for step, loss in enumerate(FP32_LOSSES)],
+        "limit_low": [loss - FP32_LOSSES[0] - 0.04 * step for step, loss in enumerate(FP32_LOSSES)],
+        "limit_high": [loss - FP32_LOSSES[0] + 0.03 * step for step, loss in enumerate(FP32_LOSSES)],
         "distances": distances(0.19, 1.05),
     }
     return TrainingSetup(**fields | more)

@@ -26,7 +26,7 @@ HINT = (
     "Moved: how much of the way of fp32 they went. Lost: updates of weights that rounding loses. State: weights, their copies and the optimizer's state."
 )
 JUDGED = (
-    "A way fails if, up to its last step, the loss is outside the range of fp32 runs from other seeds by more than this range is wide, "
+    "A way fails if, up to its last step, the loss is outside the 99.5 % prediction interval of fp32 runs from other seeds, "
     f"or the weights are more than {BEYOND:g} times as far from those of fp32 as in any such run (not judged with stochastic "
     "rounding, which is right on average), or move less or further in the direction of fp32."
 )

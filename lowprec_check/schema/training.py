@@ -48,6 +48,11 @@ class TrainingSetup(Struct, frozen=True, kw_only=True):
     loss_low: list[float] = []
     loss_high: list[float] = []
     """Between these, the loss of the other seeds lies, counted from the loss of fp32 before the first step."""
+    limit_low: list[float] = []
+    limit_high: list[float] = []
+    """Outside of these, counted alike, the loss of a run in low precision diverges, if its forward pass computes the loss of fp32; if not,
+    its limits are wider.
+    """
     distances: list[float] = []
     """After each step, the largest distance of another seed to fp32: ‖Δw − Δw₃₂‖ / ‖Δw₃₂‖, where Δw is how far the weights moved."""
 

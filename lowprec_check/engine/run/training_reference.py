@@ -132,6 +132,7 @@ class ReferenceTraining:
         reference.save(self.job)
         spread = Spread(base, reference.others, samples, 0.0)
         low, high = spread.loss_band()
+        limits = spread.loss_limits()
         setup = TrainingSetup(
             steps=self.job.steps,
             loss=self._loss.words,
@@ -148,6 +149,8 @@ class ReferenceTraining:
             losses=base.losses,
             loss_low=low,
             loss_high=high,
+            limit_low=limits[0],
+            limit_high=limits[1],
             distances=spread.distance_limits(),
         )
         way = TrainingWay(name=PLAIN.name, status="ok", losses=list(base.losses), state_bytes=state)

@@ -76,6 +76,14 @@ class Spread:
         steps = range(min(map(len, changes)))
         return [min(c[k] for c in changes) for k in steps], [max(c[k] for c in changes) for k in steps]
 
+    def loss_limits(self) -> tuple[list[float], list[float]]:
+        """The limits of the change of the loss, for a run whose forward pass computes the loss of fp32; empty without other seeds."""
+        changes = [_changes(run) for run in (self._base, *self._others)]
+        if len(changes) < 2:
+            return [], []
+        found = [Interval.of(known, 0.0) for known in zip(*changes, strict=False)]
+        return [interval.low for interval in found], [interval.high for interval in found]
+
     def divergence(self, run: Trajectory, roundoff: float, *, noisy: bool) -> Divergence | None:
         """Where ``run`` leaves the limits for good; ``None`` if it is within them at the end.
 

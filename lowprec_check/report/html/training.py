@@ -82,16 +82,19 @@ def shown_steps(steps: int) -> list[int]:
 
 
 def _reference(setup: TrainingSetup) -> dict[str, Any]:
-    """fp32 and the range of its other seeds, by step."""
+    """fp32, the range of its other seeds, and the limits of the loss, by step."""
     at = shown_steps(setup.steps)
     first = setup.losses[0] if setup.losses else 0.0
-    low, high = ([first + bound for bound in bounds] for bounds in (setup.loss_low, setup.loss_high))
+    bounds = (setup.loss_low, setup.loss_high, setup.limit_low, setup.limit_high)
+    low, high, limit_low, limit_high = ([first + bound for bound in known] for known in bounds)
     return {
         "steps": at,
         "seeds": setup.seeds,
         "losses": _at(setup.losses, at),
         "low": _at(low, at),
         "high": _at(high, at),
+        "limit_low": _at(limit_low, at),
+        "limit_high": _at(limit_high, at),
         "farthest": _at(_from_first_step(setup.distances), at),
         "beyond": BEYOND,
     }

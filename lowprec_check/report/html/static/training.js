@@ -73,9 +73,11 @@ class LossChart extends TrajectoryChart {
     const bottom = Math.max(Math.min(...all), low - wide), top = Math.min(Math.max(...all), high + wide), margin = 0.06 * (top - bottom) || 1;
     this.between(data, bottom - margin, top + margin);
     const band = data.steps.map((_, k) => k).filter((k) => data.low[k] !== null && data.high[k] !== null);
-    const x = band.map((k) => data.steps[k]), width = (k) => data.high[k] - data.low[k];
+    const x = band.map((k) => data.steps[k]);
     this.source("seeds", { x, low: band.map((k) => data.low[k]), high: band.map((k) => data.high[k]) });
-    this.source("limit", { x: [...x, NaN, ...x], y: [...band.map((k) => data.low[k] - width(k)), NaN, ...band.map((k) => data.high[k] + width(k))] });
+    const limited = data.steps.map((_, k) => k).filter((k) => data.limit_low[k] !== null && data.limit_high[k] !== null);
+    const at = limited.map((k) => data.steps[k]), limits = (side) => limited.map((k) => side[k]);
+    this.source("limit", { x: [...at, NaN, ...at], y: [...limits(data.limit_low), NaN, ...limits(data.limit_high)] });
     const own = data.steps.map((_, k) => k).filter((k) => data.losses[k] !== null);
     this.source("reference", { x: own.map((k) => data.steps[k]), y: own.map((k) => data.losses[k]) });
     const height = (value) => (value === null ? top + margin / 3 : Math.min(top, Math.max(bottom, value)));
