@@ -176,7 +176,7 @@ def _pass(
         exception = msgspec.structs.replace(describe_error(error, ready.model), phase=places.phase)
         return msgspec.structs.replace(found, exception=exception), above
     comparable = plain_outputs if not (found.gaps or found.emulated or failures) else None
-    found = _with_output(found, output, comparable, lockstep if options.errors != "none" else None)
+    found = _with_output(found, output, comparable, lockstep if options.errors != "none" else None, step)
     return msgspec.structs.replace(found, peak_memory_bytes=counter.peak if counter is not None else None), False
 
 
@@ -200,11 +200,16 @@ def _budget(
 
 
 def _with_output(
-    found: Instrumented, output: Any, plain_outputs: list[Tensor] | None, lockstep: Lockstep | None
+    found: Instrumented,
+    output: Any,
+    plain_outputs: list[Tensor] | None,
+    lockstep: Lockstep | None,
+    step: SteppingCall | None,
 ) -> Instrumented:
     """``found`` with the output compared: with the lockstep reference, if it ran, and bit by bit with the plain run.
 
-    Numbers, NumPy arrays and tensors that are converted for the comparison have no reference.
+    Numbers, NumPy arrays and tensors that are converted for the comparison have no reference. What a ``step`` computed is not
+    compared with the reference: gradients and weights have figures of their own.
     """
     tensors, held = output_tensors(output), [tensor for _, tensor in leaves(output)]
     known = len(tensors) == len(held) and all(
@@ -213,7 +218,7 @@ def _with_output(
     found = msgspec.structs.replace(
         found, perturbed=None if plain_outputs is None else not same_bits(tensors, plain_outputs)
     )
-    if lockstep is None or lockstep.is_partial or not known:
+    if lockstep is None or lockstep.is_partial or not known or step is not None:
         return found
     compared = compare_outputs(tensors, [lockstep.twins.reference_of(tensor) for tensor in tensors])
     return msgspec.structs.replace(found, lockstep_error=compared.error if compared.compared else None)
