@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from lowprec_check.analysis.run_summary import shorten
-from lowprec_check.analysis.training_status import first_way
 from lowprec_check.report.escape import visible
 from lowprec_check.report.summary import label
 from lowprec_check.report.training import share_figure
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.training import LostUpdates, Values
+from lowprec_check.schema.training import LostUpdates, Values, decay_lost_of, lost_of
 
 TITLE = "Lost updates"
 HINT = "Share of the updates after which the value is the same, although the same update changes an fp32 copy."
@@ -91,14 +89,7 @@ def _kinds(run: Run) -> list[_Kind]:
         for found in updates:
             if found.values == kind:
                 kinds.setdefault(_kind_name(found, several), []).append(found)
-    way = first_way(run)
-    total = {_NAMES["weight"]: way.lost_updates} if way is not None and not several else {}
-    return [
-        _Kind(
-            name, tensors, _lost(tensors, total.get(name)), _mean([(one.decay_lost, one.elements) for one in tensors])
-        )
-        for name, tensors in kinds.items()
-    ]
+    return [_Kind(name, tensors, lost_of(tensors) or 0.0, decay_lost_of(tensors)) for name, tensors in kinds.items()]
 
 
 def _kind_name(found: LostUpdates, several: bool) -> str:
@@ -109,18 +100,6 @@ def _kind_name(found: LostUpdates, several: bool) -> str:
     return (
         f"{name} of group {found.group}" if found.values == "weight" and several and found.group is not None else name
     )
-
-
-def _lost(tensors: Sequence[LostUpdates], counted: float | None) -> float:
-    """What the run counted over all weights; of others the mean."""
-    return counted if counted is not None else _mean([(one.lost, one.elements) for one in tensors]) or 0.0
-
-
-def _mean(shares: Sequence[tuple[float | None, int]]) -> float | None:
-    """Of the known shares, weighted by the elements: how many of these each step updates is not saved."""
-    known = [(share, elements) for share, elements in shares if share is not None]
-    total = sum(elements for _, elements in known)
-    return sum(share * elements for share, elements in known) / total if total else None
 
 
 def _told(kind: _Kind) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from lowprec_check.schema.base import Struct
@@ -128,10 +129,27 @@ class LostUpdates(Struct, frozen=True, kw_only=True):
     elements: int
     lost: float
     """Share (0 to 1) of the updates that are lost, over all steps."""
+    updates: int = 0
+    """How many updates of single elements that is a share of; 0 in a file of a version that did not count them."""
     group: int | None = None
     """The parameter group of the optimizer, for a weight."""
     decay_lost: float | None = None
     """The same share for weight decay alone (a step with zero gradients); ``None`` if it does not move the fp32 copy."""
+
+
+def lost_of(tensors: Sequence[LostUpdates]) -> float | None:
+    """The share of the updates of all ``tensors`` together that is lost; ``None`` if there are none."""
+    return _together([(one.lost, one.updates or one.elements) for one in tensors])
+
+
+def decay_lost_of(tensors: Sequence[LostUpdates]) -> float | None:
+    """The same for weight decay alone, which changes each element once; ``None`` if it changes none."""
+    return _together([(one.decay_lost, one.elements) for one in tensors if one.decay_lost is not None])
+
+
+def _together(shares: Sequence[tuple[float | None, int]]) -> float | None:
+    total = sum(count for _, count in shares)
+    return sum((share or 0.0) * count for share, count in shares) / total if total else None
 
 
 class LossScale(Struct, frozen=True, kw_only=True):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, uses_autocast
 from lowprec_check.analysis.run_summary import bytes_text, counted, percent
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.training import WAYS, EpsilonCheck, LostUpdates, TrainingWay
+from lowprec_check.schema.training import WAYS, EpsilonCheck, LostUpdates, TrainingWay, decay_lost_of, lost_of
 
 LOST = 0.1
 """A share of lost updates of weights or averages that is worth a finding."""
@@ -28,22 +28,17 @@ class _Loss(NamedTuple):
     @property
     def share(self) -> float:
         """Of the updates of all their elements."""
-        return _mean(self.tensors, lambda found: found.lost) or 0.0
+        return lost_of(self.tensors) or 0.0
 
     @property
     def decay(self) -> float | None:
         """Of those by weight decay alone; ``None`` if it moves nothing."""
-        return _mean([found for found in self.tensors if found.decay_lost is not None], lambda found: found.decay_lost)
+        return decay_lost_of(self.tensors)
 
     @property
     def worst(self) -> LostUpdates:
         """The tensor that loses most."""
         return max(self.tensors, key=lambda found: (found.lost, found.decay_lost or 0.0))
-
-
-def _mean(tensors: Sequence[LostUpdates], share: Callable[[LostUpdates], float | None]) -> float | None:
-    elements = sum(found.elements for found in tensors)
-    return sum((share(found) or 0.0) * found.elements for found in tensors) / elements if elements else None
 
 
 @rule("LP503", "lost-update", "warning")

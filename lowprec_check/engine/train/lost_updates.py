@@ -110,6 +110,7 @@ class LostUpdateCounter:
                 values=values,
                 elements=self._sizes[name, values],
                 lost=count.lost / max(count.wanted, 1),
+                updates=count.wanted,
                 group=self._groups.get(name) if values == "weight" else None,
                 decay_lost=self._decay.get(name) if values == "weight" else None,
             )
@@ -136,7 +137,11 @@ def lost_buffer_updates(run: Trajectory, base: Trajectory, samples: Samples, nar
             stays = run.buffers[step][part] == run.buffers[step - 1][part]
             wanted, lost = wanted + int(changes.sum()), lost + int((changes & stays).sum())
         if wanted:
-            found.append(LostUpdates(name=name, values="buffer", elements=samples.sizes[name], lost=lost / wanted))
+            found.append(
+                LostUpdates(
+                    name=name, values="buffer", elements=samples.sizes[name], lost=lost / wanted, updates=wanted
+                )
+            )
     return found
 
 
