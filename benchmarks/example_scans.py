@@ -1,7 +1,11 @@
-"""Scan every example and ResNet-50, and save the results in reports/scans: ``python benchmarks/example_scans.py``."""
+"""Scan every example and ResNet-50, and save the results in reports/scans; examples of training in reports/training.
+
+``python benchmarks/example_scans.py [--only-training] [--device cuda]``
+"""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from lowprec_check.analysis.conclusion import conclude
@@ -12,23 +16,41 @@ from lowprec_check.report.text import render
 
 ROOT = Path(__file__).parent.parent
 WITHHELD = ("aten.dot:half",)
+TRAINING = "train_"
+"""Names of examples of training start so."""
+STEPS = 8
+
+
+def save(name: str, spec: str, folder: Path, options: ScanOptions) -> None:
+    """Scan, and write a JSON and a text file."""
+    *_, found = scan_file(TargetSpec(spec), options)
+    result = conclude(found)
+    result.save(folder / f"{name}.json")
+    (folder / f"{name}.txt").write_text(render(result, width=120), encoding="utf-8")
+    print(name, result.recommendation and result.recommendation.precision, flush=True)
 
 
 def main() -> None:
-    """Write a JSON and a text file for each."""
-    folder = ROOT / "reports" / "scans"
-    folder.mkdir(parents=True, exist_ok=True)
-    scans: list[tuple[str, str, tuple[str, ...]]] = [
-        (path.stem, str(path.relative_to(ROOT)), ()) for path in sorted((ROOT / "examples").glob("*.py"))
-    ]
-    scans.append(("spade_decoder_without_dot", "examples/spade_decoder.py", WITHHELD))
-    scans.append(("torchvision_resnet50", "torchvision:resnet50", ()))
-    for name, spec, withheld in scans:
-        *_, found = scan_file(TargetSpec(spec), ScanOptions(device="cpu", without_kernel=withheld))
-        result = conclude(found)
-        result.save(folder / f"{name}.json")
-        (folder / f"{name}.txt").write_text(render(result, width=120), encoding="utf-8")
-        print(name, result.recommendation and result.recommendation.precision)
+    """Scan all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only-training", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    given = parser.parse_args()
+    examples = sorted((ROOT / "examples").glob("*.py"))
+    suffix = "" if given.device == "cpu" else f"-{given.device}"
+    trained, scanned = ROOT / "reports" / f"training{suffix}", ROOT / "reports" / f"scans{suffix}"
+    for path in examples:
+        spec = str(path.relative_to(ROOT))
+        if path.stem.startswith(TRAINING):
+            trained.mkdir(parents=True, exist_ok=True)
+            save(path.stem, spec, trained, ScanOptions(device=given.device, train=True, steps=STEPS))
+        elif not given.only_training:
+            scanned.mkdir(parents=True, exist_ok=True)
+            save(path.stem, spec, scanned, ScanOptions(device=given.device))
+    if not given.only_training:
+        withheld = ScanOptions(device=given.device, without_kernel=WITHHELD)
+        save("spade_decoder_without_dot", "examples/spade_decoder.py", scanned, withheld)
+        save("torchvision_resnet50", "torchvision:resnet50", scanned, ScanOptions(device=given.device))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from training_loops import losses_of_loop, sgd, trained, training
 
 from lowprec_check import scan
+from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.errors import UsageError
 
 
@@ -75,6 +76,24 @@ def test_the_model_and_the_random_state_stay_as_they_were() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_lamb_of_timm() -> None:
+    with torchvision_works():
+        optim = pytest.importorskip("timm.optim")
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return optim.Lamb(parameters, lr=1e-3, eps=1e-4)
+
+    model, x = small_net(), batch()
+    expected = losses_of_loop(copy.deepcopy(model), [x], make, 4, cast=torch.bfloat16)
+    result = training(model, x, "bfloat16", steps=4, optimizer=make)
+    run, figures = trained(result, "bfloat16")
+    assert figures.ways[0].losses[:4] == expected
+    assert run.status == "inaccurate"
+    master = figures.way("master-weights")
+    assert master is not None
+    assert master.status == "ok"
 
 
 # -- lost updates

@@ -38,7 +38,7 @@ from lowprec_check.engine.train.spread import Spread
 from lowprec_check.engine.train.step import StepResult, TrainingStep, with_step
 from lowprec_check.engine.train.trajectory import MAX_SKIPPED, Loop, StepFailedError, Trajectory, Watcher
 from lowprec_check.engine.train.ways import DEFAULT_SCALE, PLAIN, Way, state_bytes, ways_of
-from lowprec_check.schema.training import LossScale, TrainingRun, TrainingWay
+from lowprec_check.schema.training import WAYS, LossScale, TrainingRun, TrainingWay
 from lowprec_check.schema.verdict import ErrorStats, Status
 
 
@@ -51,6 +51,10 @@ class TrainingPart:
         self._reference = TrainingReference.load(job)
         self._ways = ways_of(ready.application, job.steps)
         self._training = TrainingRun(ways=[])
+        self._limit = max(job.budget, 3 * job.steps * (job.fp32_ms or 0.0) / 1e3)
+        """Seconds for the steps of the first way, and for those of all others together."""
+        self._seconds = 0.0
+        """What the others have taken."""
         self.result = PlainResult(status="error")
         self.outputs: list[Tensor] | None = None
         """What the first step computed: its output, loss, gradients and weights, in this order."""
@@ -74,12 +78,21 @@ class TrainingPart:
         self._add(found, loop, watchers)
 
     def compare_ways(self) -> None:
-        """Train in the other ways, and in one with the suggested loss scale; then look for an ``eps`` of zero."""
+        """Train in the other ways, and in one with the suggested loss scale; then look for an ``eps`` of zero.
+
+        Together they may take as long as one way alone: a precision that is slow here is slow in each.
+        """
+        left_out = []
         for way in self._ways[1:]:
+            if self._seconds > self._limit:
+                left_out.append(WAYS[way.name])
+                continue
             watchers = self._watchers(way)
             found, loop = self._train(way, watchers)
             self._add(found, loop, watchers)
-        ran = any(way.status != "error" for way in self._training.ways)
+        if left_out:
+            self._send(InstrumentFault(f"not tried, since steps take long here: {', '.join(left_out)}"))
+        ran = self._seconds <= self._limit and any(way.status != "error" for way in self._training.ways)
         if ran and self.ready.precision.kind == "autocast" and underflows(self.ready.application.dtype):
             self._try_suggested_scale()
         self._snapshot.rewind()
@@ -128,13 +141,14 @@ class TrainingPart:
             watchers=list(watchers.values()),
             on_first=self._keep_outputs if way == self._ways[0] else None,
         )
-        limit = max(self.job.budget, 3 * self.job.steps * (self.job.fp32_ms or 0.0) / 1e3)
         try:
-            trajectory = loop.run(self.job.steps, may_continue=lambda seconds: seconds <= limit)
+            trajectory = loop.run(self.job.steps, may_continue=lambda seconds: seconds <= self._limit)
         except StepFailedError as failure:
             exception = msgspec.structs.replace(describe_error(failure.error, self.ready.model), phase=step.phase)
             failed = loop.trajectory.steps + 1
             return TrainingWay(name=way.name, status="error", exception=exception, failed_step=failed), loop
+        if way != self._ways[0]:
+            self._seconds += sum(trajectory.seconds)
         for fault in loop.faults:
             self._send(InstrumentFault(fault))
         return self._judged(way, step, trajectory), loop
