@@ -2,9 +2,9 @@
 
     python benchmarks/prediction_on_device.py --device cuda --seconds 430 --output reports/prediction/h200
 
-``prediction_fidelity.py models`` does the same one model at a time. Here, the models of ``verdict_breadth.py`` and of ``breadth.py`` are
+``prediction_fidelity.py models`` does the same one model at a time. Here, the models of ``verdict_breadth.py`` and of ``breadth.py``, and others, are
 predicted and measured side by side, and so are OpInfo's operators: every sample, of which the catalog's sweep has a few only.
-What is not finished at the limit is left out. Writes OUTPUT-models.md, OUTPUT-classifiers.md and OUTPUT-ops.md with the JSON beside them, and
+What is not finished at the limit is left out. Writes OUTPUT-models.md, OUTPUT-classifiers.md, OUTPUT-unseen.md and OUTPUT-ops.md with the JSON beside them, and
 OUTPUT-details.json.gz: every op call and every message. ``--details`` writes the reports again from such files, for example predictions that
 were made elsewhere after the measurements.
 """
@@ -14,7 +14,9 @@ from __future__ import annotations
 import argparse
 import base64
 import contextlib
+import functools
 import gzip
+import importlib
 import json
 import os
 import pickle
@@ -27,6 +29,7 @@ import threading
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,11 +50,12 @@ from lowprec_check.catalog.measured import sweep_of
 from lowprec_check.catalog.predictable import predicted_device
 from lowprec_check.catalog.records import LOW
 from lowprec_check.engine.device_twin.twin import become_twin, emulating
+from lowprec_check.engine.model.torchvision_zoo import import_torchvision
 from lowprec_check.engine.sweep.calls import Caller, Setting
 from lowprec_check.engine.sweep.failures import Raised
 from lowprec_check.engine.sweep.samples import MAX_GENERATED, larger, load_operators, samples_of, seed_all
 
-SUITES = ("models", "classifiers")
+SUITES = ("models", "classifiers", "unseen")
 POOLS = ("predict", "measure", "predict-ops", "measure-ops")
 SLOW = ("torchvision:vit_h_14",)
 """Models whose prediction takes minutes."""
@@ -59,6 +63,57 @@ LIMIT = {"predict": 240.0, "measure": 150.0, "predict-ops": 40.0, "measure-ops":
 """Seconds of one task."""
 START = 60.0
 """Seconds in which a process imports all libraries."""
+
+
+# -- the models
+
+TIMM = {
+    224: "resnet26 ghostnetv2_100 coatnet_nano_rw_224 hardcorenas_e mobilenetv4_conv_small_035 nf_seresnet26 mnasnet_050 mobilenetv2_035 mobileone_s2 hardcorenas_d repghostnet_111 resnest26d tf_mixnet_s mixer_s16_224 dla34 tf_efficientnet_lite0 swiftformer_xs efficientvit_m0 convit_tiny efficientnet_blur_b0 mobilenetv4_conv_small ghostnetv3_130 repvit_m2",
+    240: "efficientnet_b1_pruned crossvit_9_dagger_240",
+    256: "cs3darknet_focus_m maxvit_rmlp_nano_rw_256 vit_dwee_patch16_reg1_gap_256 vit_wee_patch16_reg1_gap_256 cs3darknet_m",
+}
+"""By the side of their images: 30 of timm's models with less than 20 million parameters, drawn at random."""
+
+
+def unseen_cases() -> Iterator[Case]:
+    """Models that were in no comparison while predictions were developed."""
+    for side, names in TIMM.items():
+        for name in names.split():
+            yield Case(f"timm:{name}", functools.partial(of_timm, name, side))
+    backbone = {"weights_backbone": None}
+    sizes = {"min_size": 128, "max_size": 128, **backbone}
+    boxes = {"box_score_thresh": 0.0, "rpn_post_nms_top_n_test": 50, "box_detections_per_img": 20}
+    single = {"score_thresh": 0.0, "detections_per_img": 20}
+    detectors = {
+        "fcos_resnet50_fpn": sizes | single,
+        "ssd300_vgg16": backbone | single,
+        "fasterrcnn_resnet50_fpn_v2": sizes | boxes,
+        "maskrcnn_resnet50_fpn": sizes | boxes,
+        "keypointrcnn_resnet50_fpn": sizes | boxes,
+        "retinanet_resnet50_fpn_v2": sizes | single,
+    }
+    for name, options in detectors.items():
+        picture = [noise(3, 128, 128).sigmoid()]
+        yield Case(f"torchvision:{name}", functools.partial(of_torchvision, name, picture, options))
+    for name in ("fcn_resnet50", "deeplabv3_resnet50"):
+        yield Case(f"torchvision:{name}", functools.partial(of_torchvision, name, noise(1, 3, 128, 128), backbone))
+    for name in ("mc3_18", "r2plus1d_18"):
+        yield Case(f"torchvision:{name}", functools.partial(of_torchvision, name, noise(1, 3, 8, 64, 64), {}))
+
+
+def of_timm(name: str, side: int) -> tuple[Any, Any]:
+    """A model of timm with an image."""
+    return importlib.import_module("timm").create_model(name, pretrained=False), (noise(1, 3, side, side),)
+
+
+def of_torchvision(name: str, inputs: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+    """A model of torchvision with its inputs."""
+    return import_torchvision().models.get_model(name, weights=None, **options), (inputs,)
+
+
+def noise(*shape: int) -> torch.Tensor:
+    """Always the same numbers."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(7))
 
 
 # -- the work of one process
@@ -70,6 +125,7 @@ def chosen_cases() -> dict[str, dict[str, Case]]:
     return {
         "models": {case.name: case for case in cases([])[0]},
         "classifiers": {case.name: case for case in classifiers},
+        "unseen": {case.name: case for case in unseen_cases()},
     }
 
 
@@ -380,7 +436,7 @@ def run(options: argparse.Namespace) -> None:
         pool.stop()
     # now that no other process may be forked from this one, it may use the device
     module = torch.get_device_module(options.device)
-    options.name = module.get_device_name() if options.device != "cpu" and counts["measure"] else options.device
+    options.name = f"an {module.get_device_name()}" if options.device != "cpu" and counts["measure"] else options.device
     details = details_of(pools, options)
     Path(f"{options.output}-details.json.gz").write_bytes(gzip.compress(json.dumps(details).encode()))
     compare(details, options)

@@ -2,7 +2,7 @@
 
 Python kernels for the dispatch key ``AutocastCPU`` do what torch's C++ templates do for the policies in ``ATen/autocast_mode.h``;
 composite functions written in C++ meet them too. The cache of cast weights is left out: it changes no values. What it caches is cast
-with gradients enabled, though, and requires them under ``torch.no_grad()`` too, which makes ``matmul`` choose ``mm`` over ``bmm``.
+with gradients enabled, though (since torch 2.11), and requires them under ``torch.no_grad()`` too, which makes ``matmul`` choose ``mm`` over ``bmm``.
 """
 
 from __future__ import annotations
