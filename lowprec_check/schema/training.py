@@ -215,14 +215,17 @@ WAYS = {
 }
 """Names of the ways to train, and how they are shown."""
 
-_IN_PLACE: dict[str, Any] = {"inplace": True, "weights_prepack": False, "optimize_lstm": False}
+_IN_PLACE: dict[str, Any] = {
+    "fuse_update_step": True,
+    "inplace": True,
+    "weights_prepack": False,
+    "optimize_lstm": False,
+}
 """The modules stay those of the model, with their weights in their own layout."""
 
 EXTENSION_WAYS: dict[str, dict[str, Any]] = {
-    "ipex-split": {"dtype": "torch.bfloat16", "split_master_weight_for_bf16": True, "fuse_update_step": True}
-    | _IN_PLACE,
-    "ipex-master": {"dtype": "torch.bfloat16", "split_master_weight_for_bf16": False, "fuse_update_step": False}
-    | _IN_PLACE,
-    "ipex-fused": {"split_master_weight_for_bf16": False, "fuse_update_step": True} | _IN_PLACE,
+    "ipex-split": {"dtype": "torch.bfloat16", "split_master_weight_for_bf16": True, **_IN_PLACE},
+    "ipex-master": {"dtype": "torch.bfloat16", "split_master_weight_for_bf16": False, **_IN_PLACE},
+    "ipex-fused": {"split_master_weight_for_bf16": False, **_IN_PLACE},
 }
 """The ways that call ``ipex.optimize``, with its arguments; a dtype is code."""

@@ -19,10 +19,13 @@ _EXTENSION = "intel_extension_for_pytorch"
 
 
 def extension_ways(optimizer: Any) -> list[str]:
-    """The ways of the extension for an optimizer; it has no fused or split step for others, and none for subclasses."""
+    """The ways of the extension for an optimizer. On the CPU, few classes have a fused step, and no subclass of them has.
+
+    AdamW has none: the extension then updates fp32 master weights with the optimizer itself.
+    """
     kind = type(optimizer)
     has_kernel = kind in _FUSED or kind.__module__.partition(".")[0] == _EXTENSION
-    return [name for name, options in EXTENSION_WAYS.items() if has_kernel or not options["fuse_update_step"]]
+    return [name for name in EXTENSION_WAYS if has_kernel or name == "ipex-master"]
 
 
 class ExtensionUpdates:
