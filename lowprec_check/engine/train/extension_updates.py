@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowprec_check.engine.model.training import MakeOptimizer
+from lowprec_check.engine.quantize.quiet import quiet
 from lowprec_check.schema.training import EXTENSION_WAYS
 
 _FUSED = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam)
@@ -39,7 +37,7 @@ class ExtensionUpdates:
         self.masters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         """The parameters that the optimizer got; their upper 16 bits, if they are split."""
         made = make(self.masters)
-        with _without_warnings():
+        with quiet():  # it warns that the options for its own optimizers are deprecated
             ipex: Any = importlib.import_module(_EXTENSION)
             _, self.optimizer = ipex.optimize(model, optimizer=made, **extension_options(name))
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -80,15 +78,3 @@ def _joined(upper: Tensor, trail: Tensor | None) -> Tensor:
         return upper
     bits = [half.detach().view(torch.int16).int() for half in (upper, trail)]
     return ((bits[0] << 16) | (bits[1] & 0xFFFF)).view(torch.float32)
-
-
-@contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    """The extension warns that the options for its own optimizers are deprecated."""
-    logger = logging.getLogger("IPEX")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
