@@ -116,6 +116,12 @@ def test_an_extension_for_another_torch_is_not_imported(tmp_path: Path) -> None:
         assert runs[name]["status"] == "skipped"
         assert "intel-extension-for-pytorch 2.8.0 needs torch 2.8, but torch 2." in runs[name]["reason"]
     assert not imported.exists()
+    arguments = ("--train", "--steps", "2", "-p", "autocast-bf16", "--no-plan", "--json", "-", "--fail-on", "never")
+    done = call_process("scan", tmp_path / "mymodel.py", *arguments, env=os.environ | {"PYTHONPATH": paths})
+    assert done.returncode == 0, done.stderr
+    ways = [way["name"] for run in json.loads(done.stdout)["runs"] for way in run["training"]["ways"]]
+    assert ways == ["plain", "plain", "one-autocast"]
+    assert not imported.exists()
     ended = call_process("scan", "--help", env=os.environ | {"PYTHONPATH": paths})
     assert ended.returncode == 0, ended.stderr
     assert not imported.exists()

@@ -476,6 +476,21 @@ def test_what_is_pasted_is_what_the_scan_ran() -> None:
         assert sum(bool(text) and text in code for text in texts) == 1
 
 
+def test_the_code_calls_the_extension_that_is_recommended() -> None:
+    fails = a_way(status="inaccurate", divergence=OUTSIDE)
+    best = advice(a_trained("autocast-bf16", fails, a_way("ipex-split")))
+    assert best.way == "ipex-split"
+    assert "With Intel's extension, split weights." in best.reason
+    assert "stay in fp32" not in best.reason
+    lines = best.code.splitlines()
+    assert "import intel_extension_for_pytorch as ipex" in lines
+    (call,) = [line for line in lines if "ipex.optimize(" in line]
+    assert call.startswith("model, updater = ipex.optimize(model, optimizer=updater, dtype=torch.bfloat16, ")
+    assert "split_master_weight_for_bf16=True" in call
+    pure = a_trained("bfloat16", fails, a_way("split-weights"))
+    assert advice(a_trained("autocast-bf16", fails, a_way("ipex-split")), pure).way == "ipex-split"  # autocast first
+
+
 def test_the_code_uses_targets_averages_and_default_optimizers() -> None:
     setup = msgspec.structs.replace(
         SETUP,

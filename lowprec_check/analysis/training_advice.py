@@ -20,11 +20,12 @@ from lowprec_check.analysis.speed import speed
 from lowprec_check.analysis.training_code import training_code
 from lowprec_check.schema.recommendation import Prefer, Recommendation
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.training import WAYS, TrainingSetup, TrainingWay
+from lowprec_check.schema.training import EXTENSION_WAYS, WAYS, TrainingSetup, TrainingWay
 
 _OTHERS = (
     *("grad-scaler", "grad-scaler-suggested", "plain", "master-weights", "master-weights-scaled"),
     *("split-weights", "kahan", "stochastic-rounding"),
+    *EXTENSION_WAYS,
 )
 """The ways that are recommended if no run passes as its user would write it, the best first; never one autocast for all steps."""
 
@@ -186,6 +187,8 @@ def _scaling(best: Trained) -> str:
 def _weights(best: Trained) -> str:
     """Whether the weights need more bits than the model sees, and why."""
     run, way = best
+    if way.name in EXTENSION_WAYS:
+        return f"With {WAYS[way.name]}."
     if _keeps_weights(run):
         return "The weights stay in fp32, so no update is lost."
     plain = run.training and run.training.way("plain")

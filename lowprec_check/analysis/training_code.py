@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import ast
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import lowprec_check
 from lowprec_check.analysis.input_code import convert_targets
@@ -17,7 +17,7 @@ from lowprec_check.analysis.snippet import prepare
 from lowprec_check.schema.devices import device_type
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo
-from lowprec_check.schema.training import TrainingSetup, TrainingWay
+from lowprec_check.schema.training import EXTENSION_WAYS, TrainingSetup, TrainingWay
 
 PASTED = Path(lowprec_check.__file__).parent / "engine" / "train" / "pasted"
 """Where the classes lie."""
@@ -30,6 +30,8 @@ _FILES = {
     "stochastic-rounding": "stochastic_rounding",
 }
 """By way, the file of its class."""
+
+_EXTENSION = "import intel_extension_for_pytorch as ipex"
 
 DEFAULT_SCALE = 65536.0
 """The initial scale of ``torch.amp.GradScaler``."""
@@ -59,6 +61,8 @@ def training_code(
     It makes the steps of the scan, on one batch. ``keep_fp32`` and ``untied`` as in :func:`~lowprec_check.analysis.snippet.snippet`.
     """
     found = prepare(key, model, keep_fp32, untied, torch_version=torch_version)
+    if way.name in EXTENSION_WAYS:
+        found = found._replace(imports=[*found.imports, _EXTENSION])
     updates = _updates(way, setup, device_type(key.device))
     lines = list(setup.loss_setup)
     if any(line.startswith("targets =") for line in setup.loss_setup):
@@ -87,12 +91,20 @@ def _updates(way: TrainingWay, setup: TrainingSetup, device: str) -> _Updates:
         arguments = ", ".join(filter(None, ("parameters", make, scaler)))
         before = [f"updater = {_name_of(way)}({arguments})"]
         return _Updates(before, "updater.zero_grad()", "updater.backward(step_loss)", ["updater.step()"])
+    extension = EXTENSION_WAYS.get(way.name)
     name = "optimizer" if setup.default_optimizer else "updater"  # the file's own `optimizer` is a function
     before = [f"{name} = {made}"]
+    if extension is not None:
+        before.append(f"model, {name} = {_optimize(name, extension)}")
     if scaler is None:
         return _Updates(before, f"{name}.zero_grad()", "step_loss.backward()", [f"{name}.step()"])
     after = [f"scaler.step({name})", "scaler.update()"]
     return _Updates([*before, f"scaler = {scaler}"], f"{name}.zero_grad()", "scaler.scale(step_loss).backward()", after)
+
+
+def _optimize(name: str, options: Mapping[str, Any]) -> str:
+    """The call of ``ipex.optimize`` for the optimizer ``name``."""
+    return f"ipex.optimize({', '.join(['model', f'optimizer={name}', *(f'{k}={v}' for k, v in options.items())])})"
 
 
 def _class_of(way: TrainingWay) -> list[str]:

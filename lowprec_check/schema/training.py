@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.verdict import ExceptionInfo, Status
@@ -209,5 +209,23 @@ WAYS = {
     "kahan": "Kahan summation",
     "stochastic-rounding": "stochastic rounding",
     "one-autocast": "one autocast around all steps",
+    "ipex-split": "Intel's extension, split weights",
+    "ipex-master": "Intel's extension, fp32 master weights",
+    "ipex-fused": "Intel's extension, fused step on fp32 weights",
 }
 """Names of the ways to train, and how they are shown."""
+
+_IN_PLACE: dict[str, Any] = {
+    "fuse_update_step": True,
+    "inplace": True,
+    "weights_prepack": False,
+    "optimize_lstm": False,
+}
+"""The modules stay those of the model, with their weights in their own layout."""
+
+EXTENSION_WAYS: dict[str, dict[str, Any]] = {
+    "ipex-split": {"dtype": "torch.bfloat16", "split_master_weight_for_bf16": True, **_IN_PLACE},
+    "ipex-master": {"dtype": "torch.bfloat16", "split_master_weight_for_bf16": False, **_IN_PLACE},
+    "ipex-fused": {"split_master_weight_for_bf16": False, **_IN_PLACE},
+}
+"""The ways that call ``ipex.optimize``, with its arguments; a dtype is code."""

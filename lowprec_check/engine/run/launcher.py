@@ -153,6 +153,8 @@ def _described(job: Job) -> tuple[str, str]:
     """The name of ``job`` for progress, and what it does before the first op."""
     if job.policies:
         return "policies", "accumulating gradients"
+    if job.extension:
+        return job.key.label, "training with Intel's extension"
     if job.what_if:
         return "what if", "predicting output errors"
     return job.key.label, "training" if job.steps else "plain run"

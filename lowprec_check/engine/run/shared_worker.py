@@ -136,6 +136,8 @@ class _Loaded:
             return [broken]
         if BACKENDS.get(job.backend).changes_process:
             return [f"the backend {job.backend}"]
+        if job.extension:
+            return ["Intel's extension"]
         if send.plain is not None and send.plain.changes_parameters:
             return ["values of parameters"]
         return self._leftovers.found(parameters=not job.changes_parameters)

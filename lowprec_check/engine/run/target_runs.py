@@ -14,6 +14,7 @@ import torch
 from lowprec_check.engine.model.memory_format import format_problem
 from lowprec_check.engine.run.assemble import explained_by, make_run
 from lowprec_check.engine.run.explanation import Attempts, why_incomplete
+from lowprec_check.engine.run.extension_runs import has_extension_ways, with_extension_ways
 from lowprec_check.engine.run.job import Job, JobFiles, open_job_files
 from lowprec_check.engine.run.launcher import Launcher, OnProgress
 from lowprec_check.engine.run.memory_limits import check_weights_fit, why_too_large
@@ -293,6 +294,8 @@ class TargetRuns:
         if instrumented and outcome.explained is None and not outcome.faults:
             self._explain(job, outcome)
         run = make_run(job, outcome, job.tolerance)
+        if has_extension_ways(job, run, self.isolation):
+            run = with_extension_ways(run, job, self._execute)
         return self._timed(run, job) if job.measured else run
 
     def _timed(self, run: Run, job: Job) -> Run:

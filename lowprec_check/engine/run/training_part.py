@@ -31,6 +31,7 @@ from lowprec_check.engine.run.messages import (
 from lowprec_check.engine.run.training_reference import TrainingReference
 from lowprec_check.engine.trace.places import Places
 from lowprec_check.engine.train.epsilon import check_epsilon
+from lowprec_check.engine.train.extension_updates import extension_ways
 from lowprec_check.engine.train.gradients import FirstGradients, compare_gradients
 from lowprec_check.engine.train.loss_scale import Largest, LargestGradient, suggested_scale
 from lowprec_check.engine.train.lost_updates import LostUpdateCounter, lost_buffer_updates
@@ -38,7 +39,8 @@ from lowprec_check.engine.train.spread import Spread
 from lowprec_check.engine.train.step import StepResult, TrainingStep, with_step
 from lowprec_check.engine.train.trajectory import MAX_SKIPPED, Loop, StepFailedError, Trajectory, Watcher
 from lowprec_check.engine.train.ways import DEFAULT_SCALE, PLAIN, Way, state_bytes, ways_of
-from lowprec_check.schema.training import WAYS, LossScale, TrainingRun, TrainingWay
+from lowprec_check.errors import UsageError
+from lowprec_check.schema.training import EXTENSION_WAYS, WAYS, LossScale, TrainingRun, TrainingWay
 from lowprec_check.schema.verdict import ErrorStats, Status
 
 
@@ -82,16 +84,7 @@ class TrainingPart:
 
         Together they may take as long as one way alone: a precision that is slow here is slow in each.
         """
-        left_out = []
-        for way in self._ways[1:]:
-            if self._seconds > self._limit:
-                left_out.append(WAYS[way.name])
-                continue
-            watchers = self._watchers(way)
-            found, loop = self._train(way, watchers)
-            self._add(found, loop, watchers)
-        if left_out:
-            self._send(InstrumentFault(f"not tried, since steps take long here: {', '.join(left_out)}"))
+        self._try_each(self._ways[1:])
         ran = self._seconds <= self._limit and any(way.status != "error" for way in self._training.ways)
         if ran and self.ready.precision.kind == "autocast" and underflows(self.ready.application.dtype):
             self._try_suggested_scale()
@@ -99,6 +92,36 @@ class TrainingPart:
         parameters = [p for p in self.ready.model.parameters() if p.requires_grad]
         if any(p.dtype in NARROW and underflows(p.dtype) for p in parameters):
             self._report(epsilon=check_epsilon(parameters, self._make))
+
+    def compare_extension(self) -> None:
+        """Train in the ways of Intel's extension that exist for the optimizer; it stays imported in this process."""
+        parameters = [parameter for parameter in self.ready.model.parameters() if parameter.requires_grad]
+        self._try_each([Way(name) for name in extension_ways(self._make(parameters))])
+
+    def _try_each(self, ways: Sequence[Way]) -> None:
+        left_out = []
+        for way in ways:
+            if self._seconds > self._limit:
+                left_out.append(WAYS[way.name])
+            else:
+                self._try(way)
+        if left_out:
+            self._send(InstrumentFault(f"not tried, since steps take long here: {', '.join(left_out)}"))
+
+    def _try(self, way: Way) -> None:
+        watchers = self._watchers(way)
+        try:
+            found, loop = self._train(way, watchers)
+        except UsageError:
+            raise
+        except Exception as error:
+            if way.name not in EXTENSION_WAYS:
+                raise
+            exception = describe_error(error, self.ready.model)  # of ipex.optimize, before the first step
+            failed = TrainingWay(name=way.name, status="error", exception=exception, failed_step=1)
+            self._report(ways=[*self._training.ways, failed])
+        else:
+            self._add(found, loop, watchers)
 
     def measure(self) -> None:
         """Send the time of the fastest step, and the peak memory of one more."""

@@ -70,6 +70,8 @@ def run_job(job: Job, target: Target, send: Send) -> None:
         if job.what_if:
             with _report_faults("predicting", send):
                 send(Predicted(_predict(job, target)))
+        if job.extension:
+            _train_with_extension(job, target, send)
         if job.policies:
             with _report_faults("measuring the policies", send), in_training(job, target) as ready:
                 measure_policies(target, ready, job.policies, job.seed, lambda found: send(PolicyMeasured(found)))
@@ -111,6 +113,11 @@ def _train(job: Job, target: Target, send: Send) -> tuple[list[Tensor] | None, b
         with _report_faults("comparing the ways to train", send):
             part.compare_ways()
     return part.outputs, part.too_slow
+
+
+def _train_with_extension(job: Job, target: Target, send: Send) -> None:
+    with _report_faults("training with Intel's extension", send), in_training(job, target) as ready:
+        TrainingPart(job, target, ready, send, batches_of(target, job.steps)).compare_extension()
 
 
 @contextlib.contextmanager

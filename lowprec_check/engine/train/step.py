@@ -52,7 +52,7 @@ class TrainingStep:
         """Forget the state of the optimizer, of the loss scale and of the average."""
         ready, target = self._ready, self.target
         self.updates = self.way.updates(
-            ready.model.parameters(),
+            ready.model,
             lambda parameters: make_optimizer(target.optimizer, list(parameters)),
             ready.device,
         )

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from lowprec_check.engine.core.floating_dtypes import underflows
 from lowprec_check.engine.model.application import Application
 from lowprec_check.engine.model.training import MakeOptimizer
+from lowprec_check.engine.train.extension_updates import ExtensionUpdates
 from lowprec_check.engine.train.pasted.kahan import KahanSummation
 from lowprec_check.engine.train.pasted.master_weights import MasterWeights
 from lowprec_check.engine.train.pasted.split_weights import SplitWeights
 from lowprec_check.engine.train.pasted.stochastic_rounding import StochasticRounding
+from lowprec_check.schema.training import EXTENSION_WAYS
 
 DEFAULT_SCALE = 2.0**16
 """The initial scale of ``torch.amp.GradScaler``."""
@@ -78,8 +80,11 @@ class Way(NamedTuple):
         """Whether it rounds at random, so that the weights differ from fp32's by noise that is meant."""
         return self.name == _STOCHASTIC
 
-    def updates(self, parameters: Iterable[nn.Parameter], make: MakeOptimizer, device: torch.device) -> Updates:
-        """What updates ``parameters`` in this way."""
+    def updates(self, model: nn.Module, make: MakeOptimizer, device: torch.device) -> Updates:
+        """What updates the parameters of ``model`` in this way."""
+        if self.name in EXTENSION_WAYS:
+            return ExtensionUpdates(self.name, model, make)
+        parameters = model.parameters()
         maker: Callable[..., Any] = _MAKERS.get(self.name, PlainUpdates)
         if self.scale is None:
             updates: Updates = maker(parameters, make)
@@ -128,6 +133,8 @@ _OF_BF16 = ("split-weights", "kahan", _STOCHASTIC)
 
 def trained_weights(updates: Updates) -> list[Tensor]:
     """The weights that are trained: those of the model, or what is kept of them in more bits, in the order of the parameters."""
+    if isinstance(updates, ExtensionUpdates):
+        return updates.weights()
     if isinstance(updates, MasterWeights):
         return list(updates.masters)
     rests = getattr(updates, "rests", None)
@@ -149,7 +156,7 @@ def _joined(parameter: Tensor, rest: Tensor) -> Tensor:
 def state_bytes(updates: Updates) -> int:
     """Bytes of the weights, their copies, and the state of the optimizer."""
     tensors = [*updates.parameters, *_state_tensors(updates.optimizer)]
-    for name in ("masters", "rests", "lost", "copies"):
+    for name in ("masters", "rests", "trails", "lost", "copies"):
         tensors += getattr(updates, name, [])
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
