@@ -64,9 +64,15 @@ def _checked(found: Any) -> Tensor:
     return found
 
 
-def _default_loss(output: Any) -> Tensor:
+def _own_loss(output: Any) -> Tensor | None:
+    """The loss that the model returns; ``None`` if it returns none."""
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(own, Tensor) and own.numel() == 1 and own.requires_grad:
+    return own if isinstance(own, Tensor) and own.numel() == 1 and own.requires_grad else None
+
+
+def _default_loss(output: Any) -> Tensor:
+    own = _own_loss(output)
+    if own is not None:
         return own
     tensors = [tensor for _, tensor in leaves(output) if is_float(tensor) and tensor.numel()]
     if not tensors:
@@ -106,10 +112,9 @@ def describe_loss(loss: Callable[..., Any] | None, output: Any, form: str, targe
         if targets_code:
             return DescribedLoss(words, "loss(output, *targets)", (f"targets = {targets_code}",))
         return DescribedLoss(words, form.replace("model(", "loss(output, ", 1))
-    is_mapping = isinstance(output, Mapping)
-    own = output.get("loss") if is_mapping else getattr(output, "loss", None)
-    if isinstance(own, Tensor) and own.numel() == 1:
-        return DescribedLoss("the loss that the model returns", 'output["loss"]' if is_mapping else "output.loss")
+    if _own_loss(output) is not None:
+        code = 'output["loss"]' if isinstance(output, Mapping) else "output.loss"
+        return DescribedLoss("the loss that the model returns", code)
     tensors = [tensor for _, tensor in leaves(output) if is_float(tensor)]
     if len(tensors) == 1 and tensors[0].ndim == 2 and tensors[0].shape[1] > 1 and not tensors[0].is_complex():
         return DescribedLoss("cross-entropy with random labels", setup=(_CROSS_ENTROPY,))

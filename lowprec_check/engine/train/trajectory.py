@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -142,13 +143,8 @@ class Loop:
         if self._on_step is not None:
             self._on_step(number + 1)
         inputs, named = self._inputs(number)
-        try:
+        with _failures():
             result, seconds = devices.timed(self._ready.device, lambda: call_model(step, inputs, named))
-        except UsageError:
-            raise
-        except BaseException as error:
-            reraise_interrupt(error)
-            raise StepFailedError(error) from error
         if self._on_first is not None:
             self._on_first(result)
             self._on_first = None
@@ -182,9 +178,11 @@ class Loop:
         self.trajectory.buffers.append(self.buffer_samples.take(self.buffers))
 
     def _last_loss(self, number: int) -> float:
+        """The loss after the last step: with gradients, which a model or a loss may compute itself, as in a gradient penalty."""
         inputs, named = self._inputs(number)
-        with torch.no_grad():
-            return float(self._step.forward(inputs, named)[1])
+        with _failures():
+            _, loss = call_model(self._step.forward, (inputs, named), {})
+            return float(loss.detach())
 
 
 class StepFailedError(Exception):
@@ -193,6 +191,18 @@ class StepFailedError(Exception):
     def __init__(self, error: BaseException) -> None:
         super().__init__()
         self.error = error
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    """Raise :class:`StepFailedError` for what the user's code raises."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except BaseException as error:
+        reraise_interrupt(error)
+        raise StepFailedError(error) from error
 
 
 def step_seed(seed: int, number: int) -> int:
