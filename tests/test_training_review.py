@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from training_loops import mean_square, sgd, trained, training
+
+from lowprec_check.engine.model.load_target import load_target
+from lowprec_check.errors import UsageError
 
 
 class OwnLoss(nn.Module):
@@ -60,3 +66,59 @@ def test_a_model_that_computes_gradients_itself_is_trained() -> None:
     result = training(model, x, "bfloat16", steps=2, optimizer=sgd(0.1))
     assert result.training is not None
     assert result.training.losses == expected
+
+
+# -- the optimizer and the loss of the file
+
+
+def test_an_optimizer_of_other_parameters_than_those_given_is_rejected() -> None:
+    model = nn.Linear(8, 4)
+    with pytest.raises(UsageError, match="an optimizer of other parameters"):
+        training(model, torch.randn(4, 8), "bfloat16", optimizer=lambda _: torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_an_optimizer_that_needs_a_closure_is_rejected() -> None:
+    with pytest.raises(UsageError, match=r"LBFGS.step\(\) needs a closure"):
+        training(nn.Linear(8, 4), torch.randn(4, 8), "bfloat16", optimizer=torch.optim.LBFGS)
+
+
+def test_an_exception_of_the_optimizer_function_names_its_line() -> None:
+    with pytest.raises(UsageError, match=r"ValueError at .*test_training_review.py:\d+: Invalid learning rate"):
+        training(nn.Linear(8, 4), torch.randn(4, 8), "bfloat16", optimizer=sgd_with_wrong_rate)
+
+
+def sgd_with_wrong_rate(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=-1.0)
+
+
+def test_an_optimizer_of_another_model_is_rejected() -> None:
+    other = torch.optim.SGD(nn.Linear(8, 4).parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="none of the parameters of the model"):
+        training(nn.Linear(8, 4), torch.randn(4, 8), "bfloat16", optimizer=other)
+
+
+def test_a_warm_up_of_a_scheduler_does_not_stop_the_weights() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[1].parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=0.01)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 100))
+    x = torch.randn(16, 8)
+    result = training(model, x, "autocast-bf16", steps=3, optimizer=optimizer)
+    assert result.training is not None
+    assert result.training.optimizer == "SGD(lr=0.1 / 0.01, weight_decay=0) with 2 parameter groups"
+    names = {"torch": torch, "model": copy.deepcopy(model).train(), "inputs": x, "loss": mean_square}
+    names["optimizer"] = torch.optim.SGD(
+        [{"params": names["model"][0].parameters(), "lr": 0.1}, {"params": names["model"][1].parameters()}], lr=0.01
+    )
+    torch.optim.lr_scheduler.LambdaLR(names["optimizer"], lambda step: min(1.0, step / 100))
+    assert result.recommendation is not None
+    exec(result.recommendation.code, names)
+    assert names["step_loss"].item() == trained(result, "autocast-bf16")[1].ways[0].losses[2]
+
+
+def test_a_script_that_has_trained_has_a_loss_that_is_no_function(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(
+        "import torch\nmodel = torch.nn.Linear(4, 2)\ninputs = torch.randn(3, 4)\nloss = model(inputs).sum()\n"
+    )
+    assert load_target(str(file)).loss is None
