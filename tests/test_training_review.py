@@ -122,3 +122,33 @@ def test_a_script_that_has_trained_has_a_loss_that_is_no_function(tmp_path: Path
         "import torch\nmodel = torch.nn.Linear(4, 2)\ninputs = torch.randn(3, 4)\nloss = model(inputs).sum()\n"
     )
     assert load_target(str(file)).loss is None
+
+
+# -- what the scan must not blame the model for
+
+
+def test_a_model_with_running_statistics_is_repeatable() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    result = training(model, torch.randn(16, 8), "autocast-bf16", optimizer=sgd(0.1))
+    assert result.training is not None
+    assert result.training.repeatable
+    assert not [found for found in result.diagnostics if found.code == "LP902"]
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "autocast-bf16"])
+def test_the_derivative_of_an_lstm_is_not_called_on_a_workspace_of_another_dtype(precision: str) -> None:
+    class Lstm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(16, 16, 2, batch_first=True)
+            self.head = nn.Linear(16, 50)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.head(self.lstm(x)[0])
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 10, 16)
+    result = training(Lstm(), x, precision, optimizer=sgd(0.1), errors="both", isolation=None)
+    run = result.run(precision)
+    assert run.complete, [found.message for found in result.diagnostics]

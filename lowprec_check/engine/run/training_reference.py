@@ -166,10 +166,11 @@ class ReferenceTraining:
         """Whether the first step gives the same bits again."""
         self._snapshot.rewind()
         again: list[Tensor] = []
-        loop = self._loop(
-            self._step(), self._batches, self.job.seed, on_first=lambda r: again.extend(output_tensors(r))
-        )
-        loop.run(1)
+
+        def keep(result: StepResult) -> None:
+            again.extend(tensor.clone() for tensor in output_tensors(result))  # the last loss changes buffers
+
+        self._loop(self._step(), self._batches, self.job.seed, on_first=keep).run(1)
         return self.outputs is not None and same_bits(again, self.outputs)
 
     def _other_seed(self, number: int) -> Trajectory:
