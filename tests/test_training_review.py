@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from training_loops import mean_square, sgd, trained, training
 
+from lowprec_check.analysis.training_status import nonfinite_text
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.errors import UsageError
 
@@ -152,3 +154,72 @@ def test_the_derivative_of_an_lstm_is_not_called_on_a_workspace_of_another_dtype
     result = training(Lstm(), x, precision, optimizer=sgd(0.1), errors="both", isolation=None)
     run = result.run(precision)
     assert run.complete, [found.message for found in result.diagnostics]
+
+
+class Complex(nn.Module):
+    """Has a complex weight and one without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.filter = nn.Parameter(torch.randn(9, dtype=torch.complex64))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        filtered = torch.fft.irfft(torch.fft.rfft(x.float()) * self.filter, n=16)
+        return self.head(filtered.to(self.head.weight.dtype) * self.scale)
+
+
+@pytest.mark.parametrize("way", ["plain", "master-weights", "split-weights", "kahan", "stochastic-rounding"])
+def test_complex_weights_are_trained(way: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = training(Complex(), torch.randn(8, 16), "bfloat16", steps=3, optimizer=sgd(0.01))
+    found = trained(result, "bfloat16")[1].way(way)
+    assert found is not None
+    assert result.training is not None
+    assert found.losses[-1] == pytest.approx(result.training.losses[-1], rel=0.02)
+    assert found.distances[-1] < 0.1 or way in ("plain", "stochastic-rounding")
+
+
+def test_a_loss_that_no_scale_makes_finite_is_named() -> None:
+    def loss(output: Tensor) -> Tensor:
+        return (
+            (output.to(torch.float16) * 1e4).square().float().mean() if output.dtype == torch.float16 else output.mean()
+        )
+
+    _, figures = trained(training(nn.Linear(8, 4), torch.randn(4, 8), "autocast-fp16", loss=loss), "autocast-fp16")
+    assert figures.ways[0].status == "nonfinite"
+    assert nonfinite_text(figures.ways[0]) == "NaN or Inf in the loss of the first step"
+    assert figures.loss_scale is None
+
+
+class Counting(torch.optim.Optimizer):
+    """Adam that counts its steps in a number, as many optimizers outside torch do."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-3) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state |= {"step": 0, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                state["step"] += 1
+                state["exp_avg"].mul_(0.9).add_(p.grad, alpha=0.1)
+                state["exp_avg_sq"].mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+                first, second = 1 - 0.9 ** state["step"], 1 - 0.999 ** state["step"]
+                p.addcdiv_(state["exp_avg"] / first, (state["exp_avg_sq"] / second).sqrt() + 1e-8, value=-group["lr"])
+
+
+def test_a_step_that_an_optimizer_counts_in_a_number_is_repeated_as_it_was() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(64, 32), torch.randn(64, 64)
+    lost = []
+    for make in (Counting, lambda parameters: torch.optim.Adam(parameters, lr=1e-3, foreach=False)):
+        _, figures = trained(training(model, x, "bfloat16", steps=4, optimizer=make), "bfloat16")
+        lost.append(figures.ways[0].lost_updates)
+    assert lost[0] == pytest.approx(lost[1], abs=0.003)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.exceptions import first_line
-from lowprec_check.engine.core.floating_dtypes import is_float
+from lowprec_check.engine.core.floating_dtypes import is_float, real
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import call_model
 from lowprec_check.engine.model import device as devices
@@ -52,13 +52,13 @@ class Samples:
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Samples:
         """Those of ``tensors``."""
-        return cls({name: tensor.numel() for name, tensor in tensors.items()})
+        return cls({name: real(tensor).numel() for name, tensor in tensors.items()})
 
     def take(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The elements of all tensors, as one fp32 vector on the CPU."""
         found = [torch.zeros(0)]
         for name, picked in self._picked.items():
-            flat = tensors[name].detach().reshape(-1)
+            flat = real(tensors[name].detach()).reshape(-1)
             found.append((flat if picked is None else flat[picked.to(flat.device)]).float().cpu())
         return torch.cat(found)
 
@@ -151,6 +151,8 @@ class Loop:
         self._observe(lambda watcher: watcher.after(step))
         if scale is not None and (_scale(step) or 0.0) < scale:
             found.skipped += 1
+            if found.skipped > MAX_SKIPPED and not math.isfinite(float(result.loss)):
+                found.losses.append(float(result.loss))  # no scale helps: the forward pass is not finite
             return  # the same step again, with a smaller scale
         found.losses.append(float(result.loss))
         found.seconds.append(seconds)
