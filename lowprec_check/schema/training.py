@@ -29,7 +29,7 @@ class TrainingSetup(Struct, frozen=True, kw_only=True):
     """Whether the file defines no loss, so that a default is used."""
     default_optimizer: bool = False
     loss_setup: list[str] = []
-    """Lines of code before the first step, which define what ``loss_code`` needs; if they set ``targets``, a tuple with the rest of
+    """Lines of code before the first step, which define what ``loss_code`` and ``optimizer_code`` need; if they set ``targets``, a tuple with the rest of
     the batch, these are cast and moved like the inputs.
     """
     loss_code: str = ""

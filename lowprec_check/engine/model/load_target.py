@@ -253,9 +253,11 @@ def _make_batch(module: types.ModuleType, inputs: tuple[str, ...]) -> Callable[[
 def _functions(module: types.ModuleType) -> dict[str, Any]:
     """The functions that a file may define besides its model and inputs; ``None`` for the others.
 
-    A training script has an optimizer: one like it is used.
+    A training script has an optimizer: one like it is used. If it trains at import, it also has the loss of its last step, which
+    is no function.
     """
-    found = {name: _optional(module, name) for name in ("loss", "metric")}
+    is_value = isinstance(attribute_of(module, "loss"), Tensor)
+    found = {name: None if name == "loss" and is_value else _optional(module, name) for name in ("loss", "metric")}
     for name, kind in (("optimizer", Optimizer), ("average", ())):
         value = attribute_of(module, name)
         found[name] = value if is_function(value) or isinstance(value, kind) else None

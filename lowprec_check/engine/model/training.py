@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.pytree import leaves
+from lowprec_check.engine.model.user_module import call_user_code
 from lowprec_check.errors import UsageError, type_name
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -64,9 +65,15 @@ def _checked(found: Any) -> Tensor:
     return found
 
 
-def _default_loss(output: Any) -> Tensor:
+def _own_loss(output: Any) -> Tensor | None:
+    """The loss that the model returns; ``None`` if it returns none."""
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(own, Tensor) and own.numel() == 1 and own.requires_grad:
+    return own if isinstance(own, Tensor) and own.numel() == 1 and own.requires_grad else None
+
+
+def _default_loss(output: Any) -> Tensor:
+    own = _own_loss(output)
+    if own is not None:
         return own
     tensors = [tensor for _, tensor in leaves(output) if is_float(tensor) and tensor.numel()]
     if not tensors:
@@ -106,10 +113,9 @@ def describe_loss(loss: Callable[..., Any] | None, output: Any, form: str, targe
         if targets_code:
             return DescribedLoss(words, "loss(output, *targets)", (f"targets = {targets_code}",))
         return DescribedLoss(words, form.replace("model(", "loss(output, ", 1))
-    is_mapping = isinstance(output, Mapping)
-    own = output.get("loss") if is_mapping else getattr(output, "loss", None)
-    if isinstance(own, Tensor) and own.numel() == 1:
-        return DescribedLoss("the loss that the model returns", 'output["loss"]' if is_mapping else "output.loss")
+    if _own_loss(output) is not None:
+        code = 'output["loss"]' if isinstance(output, Mapping) else "output.loss"
+        return DescribedLoss("the loss that the model returns", code)
     tensors = [tensor for _, tensor in leaves(output) if is_float(tensor)]
     if len(tensors) == 1 and tensors[0].ndim == 2 and tensors[0].shape[1] > 1 and not tensors[0].is_complex():
         return DescribedLoss("cross-entropy with random labels", setup=(_CROSS_ENTROPY,))
@@ -149,34 +155,85 @@ def make_optimizer(optimizer: Any, parameters: list[nn.Parameter]) -> torch.opti
             "Return one, for example torch.optim.AdamW(parameters, lr=1e-3).",
         )
     found: torch.optim.Optimizer = made
+    given = {id(parameter) for parameter in parameters}
+    if any(id(parameter) not in given for group in found.param_groups for parameter in group["params"]):
+        raise UsageError("`optimizer(parameters)` returned an optimizer of other parameters.", _GROUPS)
     return found
 
 
+_GROUPS = """Make the optimizer of the parameters that it is given, which may be fp32 copies of the model's. For parameter groups:
+
+    def optimizer(parameters):
+        weights = [p for p in parameters if p.ndim > 1]
+        others = [p for p in parameters if p.ndim <= 1]
+        return torch.optim.AdamW([{"params": weights}, {"params": others, "weight_decay": 0.0}], lr=1e-3)
+
+Or let `optimizer` be an optimizer of model.parameters(): the scan makes others with its class and groups."""
+
+
+def check_optimizer(optimizer: Any, parameters: list[nn.Parameter]) -> None:
+    """Make the optimizer for copies of ``parameters``, as some ways to train do; raises :class:`UsageError` if that is not possible."""
+    copies = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+    made = call_user_code("Calling optimizer(parameters)", lambda: make_optimizer(optimizer, copies))
+    try:
+        needs = inspect.signature(made.step).parameters.values()
+    except (TypeError, ValueError):
+        return
+    if any(need.default is need.empty and need.kind is need.POSITIONAL_OR_KEYWORD for need in needs):
+        raise UsageError(
+            f"{type(made).__name__}.step() needs a closure, and a scan of training calls step() without one.",
+            "Use another optimizer, such as torch.optim.AdamW(parameters, lr=1e-3).",
+        )
+
+
 def optimizer_like(given: torch.optim.Optimizer, model: nn.Module) -> MakeOptimizer:
-    """What makes an optimizer with the class and the parameter groups of ``given``, which a file made for ``model``."""
+    """What makes an optimizer with the class and the parameter groups of ``given``, which a file made for ``model``.
+
+    A scheduler may have set a learning rate for its first step, such as 0 for a warm-up: the one before it is used.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     position = {id(parameter): index for index, parameter in enumerate(trained)}
+    groups = []
+    for group in given.param_groups:
+        settings = {name: value for name, value in group.items() if name != "params"}
+        if "initial_lr" in settings:
+            settings["lr"] = settings.pop("initial_lr")
+        groups.append(([position[id(known)] for known in group["params"] if id(known) in position], settings))
+    kind: Any = type(given)
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        if not any(indices for indices, _ in groups):
+            raise UsageError(
+                "`optimizer` has none of the parameters of the model that is scanned.",
+                "Make it of model.parameters(), or define `optimizer(parameters)`.",
+            )
         listed = list(parameters)
-        groups = []
-        for group in given.param_groups:
-            mine = [listed[position[id(known)]] for known in group["params"] if id(known) in position]
-            settings = {name: value for name, value in group.items() if name != "params"}
-            groups.append({"params": mine, **settings})
-        kind: Any = type(given)
-        made: torch.optim.Optimizer = kind(groups)
+        made: torch.optim.Optimizer = kind(
+            [{"params": [listed[index] for index in indices], **settings} for indices, settings in groups]
+        )
         return made
 
     return make
 
 
-def optimizer_code(given: Any) -> str:
-    """The code that makes the optimizer from ``parameters``; ``given`` is what the user's file defines."""
+def optimizer_code(given: Any) -> tuple[tuple[str, ...], str]:
+    """Lines of code, and the expression that makes the optimizer from ``parameters``; ``given`` is what the user's file defines."""
     if given is None:
-        return f"torch.optim.AdamW(parameters, lr={DEFAULT_LEARNING_RATE})"
-    imitated = getattr(given, "__qualname__", "").startswith(optimizer_like.__name__)
-    return "type(optimizer)(parameters, **optimizer.defaults)" if imitated else "optimizer(parameters)"
+        return (), f"torch.optim.AdamW(parameters, lr={DEFAULT_LEARNING_RATE})"
+    if getattr(given, "__qualname__", "").startswith(optimizer_like.__name__):
+        return (_LIKE,), "optimizer_like(parameters)"
+    return (), "optimizer(parameters)"
+
+
+_LIKE = """\
+def optimizer_like(parameters):  # as `optimizer`, which a scheduler may have changed
+    of = dict(zip([p for p in model.parameters() if p.requires_grad], parameters))
+    groups = [
+        {**group, "lr": group.get("initial_lr", group["lr"]), "params": [of[p] for p in group["params"] if p in of]}
+        for group in optimizer.param_groups
+    ]
+    return type(optimizer)(groups)
+"""
 
 
 def describe_optimizer(made: torch.optim.Optimizer) -> str:

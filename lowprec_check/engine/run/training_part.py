@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -148,13 +149,18 @@ class TrainingPart:
         if way.name in ("plain", "grad-scaler-suggested"):
             watchers["gradients"] = FirstGradients(parameters)
         if way == PLAIN and any(p.dtype in NARROW for p in parameters.values()):
-            watchers["updates"] = LostUpdateCounter(parameters, self._make)
+            with contextlib.suppress(Exception):  # an optimizer that cannot be made: the run itself shows it
+                watchers["updates"] = LostUpdateCounter(parameters, self._make)
         return watchers
 
-    def _train(self, way: Way, watchers: dict[str, Watcher]) -> tuple[TrainingWay, Loop]:
+    def _train(self, way: Way, watchers: dict[str, Watcher]) -> tuple[TrainingWay, Loop | None]:
         """The steps in one way, from the initial state."""
         self._snapshot.rewind()
-        step = self._step(way)
+        try:
+            step = self._step(way)
+        except Exception as error:  # of the optimizer or the average, which fp32 made
+            exception = msgspec.structs.replace(describe_error(error, self.ready.model), phase="optimizer")
+            return TrainingWay(name=way.name, status="error", exception=exception, failed_step=1), None
         loop = Loop(
             self.ready,
             step,
@@ -206,11 +212,11 @@ class TrainingPart:
             state_bytes=state_bytes(step.updates),
         )
 
-    def _add(self, way: TrainingWay, loop: Loop, watchers: dict[str, Watcher]) -> None:
+    def _add(self, way: TrainingWay, loop: Loop | None, watchers: dict[str, Watcher]) -> None:
         """Send what is known with this way, and what was observed of it."""
         changes: dict[str, Any] = {}
         updates = watchers.get("updates")
-        if isinstance(updates, LostUpdateCounter) and way.status != "error":
+        if isinstance(updates, LostUpdateCounter) and loop is not None and way.status != "error":
             way = msgspec.structs.replace(way, lost_updates=updates.share())
             narrow = {name for name, buffer in loop.buffers.items() if buffer.dtype in NARROW}
             buffers = lost_buffer_updates(loop.trajectory, self._reference.base, loop.buffer_samples, narrow)
@@ -228,8 +234,11 @@ class TrainingPart:
         self._send(TrainingDone(run=self._training))
 
     def _try_suggested_scale(self) -> None:
-        """Suggest an initial loss scale, and train with it."""
+        """Suggest an initial loss scale, and train with it; none if the loss or a gradient is not finite with any."""
+        plain = self._training.way(PLAIN.name)
         largest = self._largest_gradient()
+        if (plain is not None and plain.losses[:1] == [None]) or not math.isfinite(largest.value):
+            return
         scale = suggested_scale(largest.value, self.ready.precision.format.largest)
         suggestion = LossScale(
             scale=scale,
@@ -268,16 +277,17 @@ class TrainingPart:
         return largest
 
 
-def _plain_result(way: TrainingWay, loop: Loop, output_error: ErrorStats | None) -> PlainResult:
+def _plain_result(way: TrainingWay, loop: Loop | None, output_error: ErrorStats | None) -> PlainResult:
     """The verdict on the first way, as that of the run; its error is that of the output and the loss in the first step."""
-    seconds = loop.trajectory.seconds
+    trajectory = Trajectory() if loop is None else loop.trajectory
+    seconds = trajectory.seconds
     return PlainResult(
         status=way.status,
         exception=way.exception,
         output_error=output_error,
         seconds=min(seconds, default=0.0),
         first_seconds=seconds[0] if seconds else 0.0,
-        calls=max(1, loop.trajectory.steps),
+        calls=max(1, trajectory.steps),
         failed_call=way.failed_step if way.failed_step != 1 else None,
         loss=way.losses[-1] if way.losses else None,
     )

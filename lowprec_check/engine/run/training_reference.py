@@ -16,7 +16,14 @@ from lowprec_check.engine.model.plain_run import PlainResult, describe_error, ou
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.model.training import DescribedLoss, describe_loss, describe_optimizer, optimizer_code
+from lowprec_check.engine.model.training import (
+    DescribedLoss,
+    check_optimizer,
+    describe_loss,
+    describe_optimizer,
+    optimizer_code,
+)
+from lowprec_check.engine.model.user_module import call_user_code
 from lowprec_check.engine.run.job import Job, Send
 from lowprec_check.engine.run.messages import CallStarted, Measures, MeasuresDone, PlainDone, TrainingDone
 from lowprec_check.engine.run.reference_file import read_reference, write_reference
@@ -80,8 +87,9 @@ class ReferenceTraining:
     def run(self) -> None:
         """Train, and send the verdict: an exception, or a loss that is not finite, is for the user to fix."""
         parameters = {name: p for name, p in self.ready.model.named_parameters() if p.requires_grad}
+        check_optimizer(self.target.optimizer, list(parameters.values()))
         gradients = FirstGradients(parameters)
-        step = self._step()
+        step = call_user_code("Calling average(model)", self._step)
         loop = self._loop(step, self._batches, self.job.seed, (gradients,), self._keep_outputs)
         try:
             base = loop.run(self.job.steps)
@@ -130,6 +138,7 @@ class ReferenceTraining:
             gradients=gradients,
         )
         reference.save(self.job)
+        lines, made = optimizer_code(self.target.optimizer)
         spread = Spread(base, reference.others, samples, 0.0)
         low, high = spread.loss_band()
         limits = spread.loss_limits()
@@ -137,9 +146,9 @@ class ReferenceTraining:
             steps=self.job.steps,
             loss=self._loss.words,
             loss_code=self._loss.code,
-            loss_setup=list(self._loss.setup),
+            loss_setup=[*self._loss.setup, *lines],
             optimizer=optimizer,
-            optimizer_code=optimizer_code(self.target.optimizer),
+            optimizer_code=made,
             average_code="" if self.target.average is None else "average(model)",
             repeatable=self._repeats(),
             default_loss=self.target.loss is None,
@@ -160,10 +169,11 @@ class ReferenceTraining:
         """Whether the first step gives the same bits again."""
         self._snapshot.rewind()
         again: list[Tensor] = []
-        loop = self._loop(
-            self._step(), self._batches, self.job.seed, on_first=lambda r: again.extend(output_tensors(r))
-        )
-        loop.run(1)
+
+        def keep(result: StepResult) -> None:
+            again.extend(tensor.clone() for tensor in output_tensors(result))  # the last loss changes buffers
+
+        self._loop(self._step(), self._batches, self.job.seed, on_first=keep).run(1)
         return self.outputs is not None and same_bits(again, self.outputs)
 
     def _other_seed(self, number: int) -> Trajectory:

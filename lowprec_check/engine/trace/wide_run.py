@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from lowprec_check.engine.core.floating_dtypes import is_narrow
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs
 
@@ -17,11 +19,26 @@ _ATTENTION_IN_16_BITS = (
 """Kernels for 16 bits only. In fp32 the first raises, and the second returns wrong values (torch 2.11, H200)."""
 
 
+_WORKSPACES = ("workspace", "reserve", "reserveSpace")
+"""Arguments that the forward op leaves for its derivative. With inputs in fp32, oneDNN's LSTM reads and writes past the end of it."""
+
+
+def _reads_narrow_workspace(call: DispatchedCall) -> bool:
+    given = zip(call.func._schema.arguments, call.args, strict=False)
+    return any(
+        argument.name in _WORKSPACES and isinstance(value, Tensor) and value.dtype == torch.uint8
+        for argument, value in given
+    ) and any(map(is_narrow, call.inputs))
+
+
 def run_wide(call: DispatchedCall, args: Args, kwargs: Kwargs) -> list[Tensor]:
     """The results of the op on other arguments, in the order of :meth:`DispatchedCall.results`.
 
-    An attention kernel for 16 bits is replaced by the function that chooses a kernel: its output alone is returned.
+    An attention kernel for 16 bits is replaced by the function that chooses a kernel: its output alone is returned. Raises
+    ``RuntimeError`` for a derivative that reads bytes which the forward op left in the layout of the low precision.
     """
+    if _reads_narrow_workspace(call):
+        raise RuntimeError("its workspace has the layout of the low precision")
     if call.traits.packet not in _ATTENTION_IN_16_BITS:
         return call.results(call.func(*args, **kwargs), args, kwargs)
     names = [argument.name for argument in call.func._schema.arguments]

@@ -10,6 +10,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
+from lowprec_check.engine.core.floating_dtypes import real
 from lowprec_check.engine.train.step import TrainingStep
 from lowprec_check.schema.training import ParameterGradient
 
@@ -29,7 +30,7 @@ class FirstGradients:
         if self.found and all(bool(gradient.isfinite().all()) for gradient in self.found.values()):
             return
         self.found = {
-            name: parameter.grad.detach().float().cpu().clone()
+            name: real(parameter.grad.detach()).float().cpu().clone()
             for name, parameter in self._parameters.items()
             if parameter.grad is not None and parameter.grad.layout == torch.strided
         }

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.engine.core.floating_dtypes import NARROW
+from lowprec_check.engine.core.floating_dtypes import NARROW, widen, widened_dtype
 from lowprec_check.engine.model.training import MakeOptimizer
 from lowprec_check.engine.train.step import TrainingStep, copy_of
 from lowprec_check.engine.train.trajectory import Samples, Trajectory
@@ -35,13 +35,13 @@ class LostUpdateCounter:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], make: MakeOptimizer) -> None:
         self._parameters = parameters
-        self._copies = {name: nn.Parameter(p.detach().to(torch.float32, copy=True)) for name, p in parameters.items()}
+        self._copies = {name: nn.Parameter(_wide_copy(p)) for name, p in parameters.items()}
         self._make = make
         self._optimizer = make(list(self._copies.values()))
         self._counts: defaultdict[Name, _Count] = defaultdict(_Count)
         self._sizes: dict[Name, int] = {}
         self._before: dict[str, Tensor] = {}
-        self._state_before: dict[str, dict[str, Tensor]] = {}
+        self._state_before: dict[str, dict[str, Any]] = {}
         self._average: tuple[nn.Module, list[Tensor]] | None = None
         self._decay: dict[str, float | None] = {}
         self._groups: dict[str, int] = {}
@@ -54,8 +54,7 @@ class LostUpdateCounter:
             self._decay = _lost_decay(self._parameters, self._make)
         self._before = {name: p.detach().clone() for name, p in self._parameters.items()}
         self._state_before = {
-            name: {key: value.clone() for key, value in _tensors(optimizer.state.get(parameter, {}))}
-            for name, parameter in self._parameters.items()
+            name: copy.deepcopy(optimizer.state.get(parameter, {})) for name, parameter in self._parameters.items()
         }
         if step.average is not None:
             self._average = copy_of(step.average), [tensor.clone() for tensor in _floats(step.average)]
@@ -64,12 +63,10 @@ class LostUpdateCounter:
         """Make the same step on the copies, and count."""
         for name, parameter in self._parameters.items():
             mine = self._copies[name]
-            mine.data = self._before[name].to(torch.float32, copy=True)
-            mine.grad = None if parameter.grad is None else parameter.grad.detach().float()
+            mine.data = _wide_copy(self._before[name])
+            mine.grad = None if parameter.grad is None else parameter.grad.detach().to(mine.dtype)
             if self._state_before[name]:
-                self._optimizer.state[mine] = _widened(
-                    step.updates.optimizer.state[parameter], self._state_before[name]
-                )
+                self._optimizer.state[mine] = _widened(self._state_before[name])
         self._optimizer.step()
         for name, parameter in self._parameters.items():
             before = self._before[name]
@@ -77,7 +74,8 @@ class LostUpdateCounter:
             state = dict(_tensors(step.updates.optimizer.state.get(parameter, {})))
             exact = dict(_tensors(self._optimizer.state.get(self._copies[name], {})))
             for key, value in state.items():
-                known = self._state_before[name].get(key, torch.zeros_like(value))
+                known = self._state_before[name].get(key)
+                known = known if isinstance(known, Tensor) else torch.zeros_like(value)
                 if value.shape == before.shape and key in exact:
                     self._count((f"{name} · {key}", "optimizer state"), known, value, exact[key])
         self._count_average(step)
@@ -145,6 +143,11 @@ def lost_buffer_updates(run: Trajectory, base: Trajectory, samples: Samples, nar
     return found
 
 
+def _wide_copy(tensor: Tensor) -> Tensor:
+    """A copy in fp32; complex numbers stay complex."""
+    return tensor.detach().to(widened_dtype(tensor.dtype, torch.float32), copy=True)
+
+
 def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     for key, value in state.items():
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -155,12 +158,10 @@ def _floats(module: nn.Module) -> list[Tensor]:
     return [parameter.detach() for parameter in module.parameters()]
 
 
-def _widened(state: Mapping[str, Any], before: Mapping[str, Tensor]) -> dict[str, Any]:
-    """A copy of the state of one parameter, with its tensors as they were before the step, in fp32."""
-    return {
-        key: before[key].to(torch.float32, copy=True) if key in before else copy.deepcopy(value)
-        for key, value in state.items()
-    }
+def _widened(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the state of one parameter, with its floating tensors in fp32; a counter of steps may be a number."""
+    wide = {key: value.to(torch.float32, copy=True) for key, value in _tensors(state)}
+    return copy.deepcopy({key: value for key, value in state.items() if key not in wide}) | wide
 
 
 def _groups(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
@@ -172,7 +173,7 @@ def _groups(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parame
 def _lost_decay(parameters: Mapping[str, nn.Parameter], make: MakeOptimizer) -> dict[str, float | None]:
     """By name, the share of the updates by weight decay alone, with gradients of zero, that are lost."""
     low = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in parameters.items()}
-    wide = {name: nn.Parameter(p.detach().to(torch.float32, copy=True)) for name, p in parameters.items()}
+    wide = {name: nn.Parameter(_wide_copy(p)) for name, p in parameters.items()}
     for copies in (low, wide):
         for parameter in copies.values():
             parameter.grad = torch.zeros_like(parameter)
@@ -182,7 +183,7 @@ def _lost_decay(parameters: Mapping[str, nn.Parameter], make: MakeOptimizer) -> 
             return {}
     found: dict[str, float | None] = {}
     for name, original in parameters.items():
-        wanted = wide[name] != original.float()
+        wanted = wide[name] != widen(original)
         count = int(wanted.sum())
         stays = wanted & (low[name] == original)
         found[name] = int(stays.sum()) / count if count and low[name].dtype in NARROW else None

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.exceptions import first_line
-from lowprec_check.engine.core.floating_dtypes import is_float
+from lowprec_check.engine.core.floating_dtypes import is_float, real
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import call_model
 from lowprec_check.engine.model import device as devices
@@ -51,13 +52,13 @@ class Samples:
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Samples:
         """Those of ``tensors``."""
-        return cls({name: tensor.numel() for name, tensor in tensors.items()})
+        return cls({name: real(tensor).numel() for name, tensor in tensors.items()})
 
     def take(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The elements of all tensors, as one fp32 vector on the CPU."""
         found = [torch.zeros(0)]
         for name, picked in self._picked.items():
-            flat = tensors[name].detach().reshape(-1)
+            flat = real(tensors[name].detach()).reshape(-1)
             found.append((flat if picked is None else flat[picked.to(flat.device)]).float().cpu())
         return torch.cat(found)
 
@@ -142,19 +143,16 @@ class Loop:
         if self._on_step is not None:
             self._on_step(number + 1)
         inputs, named = self._inputs(number)
-        try:
+        with _failures():
             result, seconds = devices.timed(self._ready.device, lambda: call_model(step, inputs, named))
-        except UsageError:
-            raise
-        except BaseException as error:
-            reraise_interrupt(error)
-            raise StepFailedError(error) from error
         if self._on_first is not None:
             self._on_first(result)
             self._on_first = None
         self._observe(lambda watcher: watcher.after(step))
         if scale is not None and (_scale(step) or 0.0) < scale:
             found.skipped += 1
+            if found.skipped > MAX_SKIPPED and not math.isfinite(float(result.loss)):
+                found.losses.append(float(result.loss))  # no scale helps: the forward pass is not finite
             return  # the same step again, with a smaller scale
         found.losses.append(float(result.loss))
         found.seconds.append(seconds)
@@ -182,9 +180,11 @@ class Loop:
         self.trajectory.buffers.append(self.buffer_samples.take(self.buffers))
 
     def _last_loss(self, number: int) -> float:
+        """The loss after the last step: with gradients, which a model or a loss may compute itself, as in a gradient penalty."""
         inputs, named = self._inputs(number)
-        with torch.no_grad():
-            return float(self._step.forward(inputs, named)[1])
+        with _failures():
+            _, loss = call_model(self._step.forward, (inputs, named), {})
+            return float(loss.detach())
 
 
 class StepFailedError(Exception):
@@ -193,6 +193,18 @@ class StepFailedError(Exception):
     def __init__(self, error: BaseException) -> None:
         super().__init__()
         self.error = error
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    """Raise :class:`StepFailedError` for what the user's code raises."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except BaseException as error:
+        reraise_interrupt(error)
+        raise StepFailedError(error) from error
 
 
 def step_seed(seed: int, number: int) -> int:

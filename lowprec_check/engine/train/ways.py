@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.engine.core.floating_dtypes import underflows
+from lowprec_check.engine.core.floating_dtypes import underflows, widen
 from lowprec_check.engine.model.application import Application
 from lowprec_check.engine.model.training import MakeOptimizer
 from lowprec_check.engine.train.extension_updates import ExtensionUpdates
@@ -142,7 +142,7 @@ def trained_weights(updates: Updates) -> list[Tensor]:
         return [_joined(p, rest) for p, rest in zip(updates.parameters, rests, strict=True)]
     lost = getattr(updates, "lost", None)
     if lost is not None:
-        return [p.float() + missing.float() for p, missing in zip(updates.parameters, lost, strict=True)]
+        return [widen(p) + missing for p, missing in zip(updates.parameters, lost, strict=True)]
     return list(updates.parameters)
 
 

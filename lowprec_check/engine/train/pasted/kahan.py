@@ -7,7 +7,8 @@ class KahanSummation:
     def __init__(self, parameters, make_optimizer):
         self.parameters = [p for p in parameters if p.requires_grad]
         self.lost = [torch.zeros_like(p) for p in self.parameters]
-        self.copies = [torch.nn.Parameter(p.detach().to(torch.float32, copy=True)) for p in self.parameters]
+        wide = [torch.promote_types(p.dtype, torch.float32) for p in self.parameters]  # complex stays complex
+        self.copies = [torch.nn.Parameter(p.detach().to(w, copy=True)) for p, w in zip(self.parameters, wide)]
         self.optimizer = make_optimizer(self.copies)
         self._free()
 
@@ -25,8 +26,8 @@ class KahanSummation:
     @torch.no_grad()
     def step(self):
         for parameter, copy in zip(self.parameters, self.copies):
-            copy.data = parameter.to(torch.float32, copy=True)
-            copy.grad = None if parameter.grad is None else parameter.grad.float()
+            copy.data = parameter.to(copy.dtype, copy=True)
+            copy.grad = None if parameter.grad is None else parameter.grad.to(copy.dtype)
         self.optimizer.step()
         for parameter, lost, copy in zip(self.parameters, self.lost, self.copies):
             wanted = copy.detach() + lost  # where the parameter should be

@@ -6,7 +6,8 @@ class MasterWeights:
 
     def __init__(self, parameters, make_optimizer, scaler=None):
         self.parameters = [p for p in parameters if p.requires_grad]
-        self.masters = [torch.nn.Parameter(p.detach().to(torch.float32, copy=True)) for p in self.parameters]
+        wide = [torch.promote_types(p.dtype, torch.float32) for p in self.parameters]  # complex stays complex
+        self.masters = [torch.nn.Parameter(p.detach().to(w, copy=True)) for p, w in zip(self.parameters, wide)]
         self.optimizer = make_optimizer(self.masters)
         self.scaler = scaler
 
@@ -20,7 +21,7 @@ class MasterWeights:
     @torch.no_grad()
     def step(self):
         for parameter, master in zip(self.parameters, self.masters):
-            master.grad = None if parameter.grad is None else parameter.grad.float()
+            master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
         if self.scaler is None:
             self.optimizer.step()
         else:

@@ -7,7 +7,8 @@ class SplitWeights:
     def __init__(self, parameters, make_optimizer):
         self.parameters = [p for p in parameters if p.requires_grad]
         self.rests = [torch.zeros_like(p, dtype=torch.int16) for p in self.parameters]
-        self.masters = [torch.nn.Parameter(p.detach().to(torch.float32, copy=True)) for p in self.parameters]
+        wide = [torch.promote_types(p.dtype, torch.float32) for p in self.parameters]  # complex stays complex
+        self.masters = [torch.nn.Parameter(p.detach().to(w, copy=True)) for p, w in zip(self.parameters, wide)]
         self.optimizer = make_optimizer(self.masters)
         self._free()
 
@@ -28,8 +29,8 @@ class SplitWeights:
             if parameter.dtype == torch.bfloat16:
                 master.data = ((parameter.view(torch.int16).int() << 16) + rest).view(torch.float32)
             else:
-                master.data = parameter.float()
-            master.grad = None if parameter.grad is None else parameter.grad.float()
+                master.data = parameter.to(master.dtype)
+            master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
         self.optimizer.step()
         for parameter, rest, master in zip(self.parameters, self.rests, self.masters):
             if parameter.dtype == torch.bfloat16:

@@ -6,7 +6,8 @@ class StochasticRounding:
 
     def __init__(self, parameters, make_optimizer, seed=0):
         self.parameters = [p for p in parameters if p.requires_grad]
-        self.copies = [torch.nn.Parameter(p.detach().to(torch.float32, copy=True)) for p in self.parameters]
+        wide = [torch.promote_types(p.dtype, torch.float32) for p in self.parameters]  # complex stays complex
+        self.copies = [torch.nn.Parameter(p.detach().to(w, copy=True)) for p, w in zip(self.parameters, wide)]
         self.optimizer = make_optimizer(self.copies)
         device = self.parameters[0].device if self.parameters else "cpu"
         self.generator = torch.Generator(device).manual_seed(seed)  # the model's random numbers stay as they are
@@ -26,8 +27,8 @@ class StochasticRounding:
     @torch.no_grad()
     def step(self):
         for parameter, copy in zip(self.parameters, self.copies):
-            copy.data = parameter.to(torch.float32, copy=True)
-            copy.grad = None if parameter.grad is None else parameter.grad.float()
+            copy.data = parameter.to(copy.dtype, copy=True)
+            copy.grad = None if parameter.grad is None else parameter.grad.to(copy.dtype)
         self.optimizer.step()
         for parameter, copy in zip(self.parameters, self.copies):
             if parameter.dtype == torch.bfloat16:

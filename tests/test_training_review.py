@@ -1,0 +1,225 @@
+"""Scans of training of models and files as people write them; each test failed once."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training_loops import mean_square, sgd, trained, training
+
+from lowprec_check.analysis.training_status import nonfinite_text
+from lowprec_check.engine.model.load_target import load_target
+from lowprec_check.errors import UsageError
+
+
+class OwnLoss(nn.Module):
+    """Returns its loss, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        scores = self.head(x)
+        return {"loss": 100 + scores.square().mean(), "logits": scores}
+
+
+class Forces(nn.Module):
+    """Computes a gradient in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (forces,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+        return forces
+
+
+# -- the loss after the last step
+
+
+def test_the_last_loss_is_the_one_that_the_model_returns() -> None:
+    result = training(OwnLoss(), torch.randn(4, 8), "bfloat16", steps=2, loss=None, optimizer=sgd(0.1))
+    assert result.training is not None
+    assert result.training.losses == sorted(result.training.losses, reverse=True)
+    assert result.training.losses[-1] > 100
+    assert (trained(result, "bfloat16")[1].ways[0].losses[-1] or 0.0) > 100 * 0.99
+
+
+def test_a_model_that_computes_gradients_itself_is_trained() -> None:
+    model, x = Forces(), torch.randn(4, 8)
+    expected, trainee = [], copy.deepcopy(model)
+    optimizer = torch.optim.SGD(trainee.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = mean_square(trainee(x))
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    result = training(model, x, "bfloat16", steps=2, optimizer=sgd(0.1))
+    assert result.training is not None
+    assert result.training.losses == expected
+
+
+# -- the optimizer and the loss of the file
+
+
+def test_an_optimizer_of_other_parameters_than_those_given_is_rejected() -> None:
+    model = nn.Linear(8, 4)
+    with pytest.raises(UsageError, match="an optimizer of other parameters"):
+        training(model, torch.randn(4, 8), "bfloat16", optimizer=lambda _: torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_an_optimizer_that_needs_a_closure_is_rejected() -> None:
+    with pytest.raises(UsageError, match=r"LBFGS.step\(\) needs a closure"):
+        training(nn.Linear(8, 4), torch.randn(4, 8), "bfloat16", optimizer=torch.optim.LBFGS)
+
+
+def test_an_exception_of_the_optimizer_function_names_its_line() -> None:
+    with pytest.raises(UsageError, match=r"ValueError at .*test_training_review.py:\d+: Invalid learning rate"):
+        training(nn.Linear(8, 4), torch.randn(4, 8), "bfloat16", optimizer=sgd_with_wrong_rate)
+
+
+def sgd_with_wrong_rate(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=-1.0)
+
+
+def test_an_optimizer_of_another_model_is_rejected() -> None:
+    other = torch.optim.SGD(nn.Linear(8, 4).parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="none of the parameters of the model"):
+        training(nn.Linear(8, 4), torch.randn(4, 8), "bfloat16", optimizer=other)
+
+
+def test_a_warm_up_of_a_scheduler_does_not_stop_the_weights() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[1].parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=0.01)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 100))
+    x = torch.randn(16, 8)
+    result = training(model, x, "autocast-bf16", steps=3, optimizer=optimizer)
+    assert result.training is not None
+    assert result.training.optimizer == "SGD(lr=0.1 / 0.01, weight_decay=0) with 2 parameter groups"
+    names = {"torch": torch, "model": copy.deepcopy(model).train(), "inputs": x, "loss": mean_square}
+    names["optimizer"] = torch.optim.SGD(
+        [{"params": names["model"][0].parameters(), "lr": 0.1}, {"params": names["model"][1].parameters()}], lr=0.01
+    )
+    torch.optim.lr_scheduler.LambdaLR(names["optimizer"], lambda step: min(1.0, step / 100))
+    assert result.recommendation is not None
+    exec(result.recommendation.code, names)
+    assert names["step_loss"].item() == trained(result, "autocast-bf16")[1].ways[0].losses[2]
+
+
+def test_a_script_that_has_trained_has_a_loss_that_is_no_function(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(
+        "import torch\nmodel = torch.nn.Linear(4, 2)\ninputs = torch.randn(3, 4)\nloss = model(inputs).sum()\n"
+    )
+    assert load_target(str(file)).loss is None
+
+
+# -- what the scan must not blame the model for
+
+
+def test_a_model_with_running_statistics_is_repeatable() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    result = training(model, torch.randn(16, 8), "autocast-bf16", optimizer=sgd(0.1))
+    assert result.training is not None
+    assert result.training.repeatable
+    assert not [found for found in result.diagnostics if found.code == "LP902"]
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "autocast-bf16"])
+def test_the_derivative_of_an_lstm_is_not_called_on_a_workspace_of_another_dtype(precision: str) -> None:
+    class Lstm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(16, 16, 2, batch_first=True)
+            self.head = nn.Linear(16, 50)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.head(self.lstm(x)[0])
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 10, 16)
+    result = training(Lstm(), x, precision, optimizer=sgd(0.1), errors="both", isolation=None)
+    run = result.run(precision)
+    assert run.complete, [found.message for found in result.diagnostics]
+
+
+class Complex(nn.Module):
+    """Has a complex weight and one without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.filter = nn.Parameter(torch.randn(9, dtype=torch.complex64))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        filtered = torch.fft.irfft(torch.fft.rfft(x.float()) * self.filter, n=16)
+        return self.head(filtered.to(self.head.weight.dtype) * self.scale)
+
+
+@pytest.mark.parametrize("way", ["plain", "master-weights", "split-weights", "kahan", "stochastic-rounding"])
+def test_complex_weights_are_trained(way: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = training(Complex(), torch.randn(8, 16), "bfloat16", steps=3, optimizer=sgd(0.01))
+    found = trained(result, "bfloat16")[1].way(way)
+    assert found is not None
+    assert result.training is not None
+    assert found.losses[-1] == pytest.approx(result.training.losses[-1], rel=0.02)
+    assert found.distances[-1] < 0.1 or way in ("plain", "stochastic-rounding")
+
+
+def test_a_loss_that_no_scale_makes_finite_is_named() -> None:
+    def loss(output: Tensor) -> Tensor:
+        return (
+            (output.to(torch.float16) * 1e4).square().float().mean() if output.dtype == torch.float16 else output.mean()
+        )
+
+    _, figures = trained(training(nn.Linear(8, 4), torch.randn(4, 8), "autocast-fp16", loss=loss), "autocast-fp16")
+    assert figures.ways[0].status == "nonfinite"
+    assert nonfinite_text(figures.ways[0]) == "NaN or Inf in the loss of the first step"
+    assert figures.loss_scale is None
+
+
+class Counting(torch.optim.Optimizer):
+    """Adam that counts its steps in a number, as many optimizers outside torch do."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-3) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state |= {"step": 0, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                state["step"] += 1
+                state["exp_avg"].mul_(0.9).add_(p.grad, alpha=0.1)
+                state["exp_avg_sq"].mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+                first, second = 1 - 0.9 ** state["step"], 1 - 0.999 ** state["step"]
+                p.addcdiv_(state["exp_avg"] / first, (state["exp_avg_sq"] / second).sqrt() + 1e-8, value=-group["lr"])
+
+
+def test_a_step_that_an_optimizer_counts_in_a_number_is_repeated_as_it_was() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(64, 32), torch.randn(64, 64)
+    lost = []
+    for make in (Counting, lambda parameters: torch.optim.Adam(parameters, lr=1e-3, foreach=False)):
+        _, figures = trained(training(model, x, "bfloat16", steps=4, optimizer=make), "bfloat16")
+        lost.append(figures.ways[0].lost_updates)
+    assert lost[0] == pytest.approx(lost[1], abs=0.003)
