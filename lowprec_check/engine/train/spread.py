@@ -20,6 +20,7 @@ SEEDS = 4
 """fp32 runs from other seeds."""
 
 NOTABLE = 0.1
+"""The share of the squared distance to fp32 from which on a parameter is named."""
 
 
 class Interval(NamedTuple):
