@@ -223,3 +223,51 @@ def test_a_step_that_an_optimizer_counts_in_a_number_is_repeated_as_it_was() -> 
         _, figures = trained(training(model, x, "bfloat16", steps=4, optimizer=make), "bfloat16")
         lost.append(figures.ways[0].lost_updates)
     assert lost[0] == pytest.approx(lost[1], abs=0.003)
+
+
+# -- what the user can fix
+
+
+def failing_second_batch(number: int = 0) -> Tensor:
+    if number == 2:
+        raise ValueError("a file is missing")
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+
+
+def two_arguments_too_many(output: Tensor, _labels: Tensor, _weights: Tensor) -> Tensor:
+    return output.sum()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"inputs": failing_second_batch, "steps": 4}, "a file is missing"),
+        ({"loss": two_arguments_too_many}, "`loss` cannot be called with the output and the inputs of the batch"),
+        ({"loss": lambda output: output.detach().sum()}, "The backward pass fails in fp32"),
+        ({"optimizer": lambda parameters: torch.optim.Adam(parameters, capturable=True)}, "The optimizer step fails"),
+        ({"optimizer": sgd(0.0)}, "No weight changes in fp32 in 1 step of training"),
+        ({"loss": lambda output: (0 * output).sum()}, "No weight changes in fp32"),
+    ],
+)
+def test_errors_name_what_the_user_can_fix(changes: dict[str, Any], message: str) -> None:
+    given = {"inputs": torch.randn(4, 8), "optimizer": sgd(0.1)} | changes
+    with pytest.raises(UsageError, match=message):
+        training(nn.Linear(8, 4), given.pop("inputs"), "bfloat16", **given)
+
+
+def test_runs_from_other_seeds_may_fail() -> None:
+    class Strict(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.start is None:
+                self.start = self.weight.detach().clone()
+            assert (self.weight.detach() - self.start).norm() < 1e-3, "the weights have other values"
+            return super().forward(x)
+
+        start = None
+
+    torch.manual_seed(0)
+    model, x = Strict(8, 4), torch.randn(4, 8)
+    model.start = model.weight.detach().clone()
+    result = training(model, x, "autocast-bf16", optimizer=sgd(1e-6))
+    assert result.training is not None
+    assert result.training.seeds == 0

@@ -19,6 +19,10 @@ from lowprec_check.engine.model.user_module import call_user_code
 from lowprec_check.errors import UsageError, message_of
 
 
+class NoBatchError(UsageError):
+    """There is no batch of that number, or only one: the inputs are fixed."""
+
+
 class Batch(NamedTuple):
     """Inputs, and how they were made from what was given."""
 
@@ -92,7 +96,7 @@ def _item(given: Any, position: int, index: int) -> Any:
     what = f"Taking batch {index} from `inputs`"
     found = call_user_code(what, lambda: next(itertools.islice(_batches(given), position, None), _NOTHING))
     if found is _NOTHING:
-        raise UsageError(
+        raise NoBatchError(
             f"`inputs` has no batch {index}; the first is batch 0.", "Give more batches, or ask for fewer."
         )
     return iter([found])

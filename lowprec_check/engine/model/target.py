@@ -15,7 +15,7 @@ from lowprec_check.engine.core.seed import kept_generators
 from lowprec_check.engine.core.source_location import traceback_line
 from lowprec_check.engine.model import torchvision_ops
 from lowprec_check.engine.model.application import converted_dtypes
-from lowprec_check.engine.model.batch import BatchMaker, take_batch
+from lowprec_check.engine.model.batch import BatchMaker, NoBatchError, take_batch
 from lowprec_check.engine.model.calibration import calibration_calls, check_calibration
 from lowprec_check.engine.model.inputs import Arguments, as_call, is_function
 from lowprec_check.engine.model.source_lines import class_line
@@ -102,12 +102,14 @@ class Target(NamedTuple):
         if index == 0:
             return self
         if self.make_batch is None:
-            raise UsageError("`inputs` is neither a function nor a loader, so there is only one batch.", _PASTE_BATCHES)
+            raise NoBatchError(
+                "`inputs` is neither a function nor a loader, so there is only one batch.", _PASTE_BATCHES
+            )
         batch = take_batch(self.make_batch(index), forward_of(self.model))
         args, kwargs, _ = as_call(batch.inputs, forward_of(self.model))
         mine, others = (list(leaves(given)) for given in ((self.args, self.kwargs), (args, kwargs)))
         if len(mine) == len(others) and all(torch.equal(a, b) for (_, a), (_, b) in zip(mine, others, strict=True)):
-            raise UsageError(f"`inputs` returns the same values for batch {index} as for batch 0.", _PASTE_BATCHES)
+            raise NoBatchError(f"`inputs` returns the same values for batch {index} as for batch 0.", _PASTE_BATCHES)
         calibration = self.calibration_inputs or self.inputs
         return self._replace(args=args, kwargs=kwargs, targets=batch.targets, calibration_inputs=calibration)
 

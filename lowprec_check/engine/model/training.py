@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.model.user_module import call_user_code
-from lowprec_check.errors import UsageError, type_name
+from lowprec_check.errors import UsageError, message_of, type_name
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -37,12 +37,23 @@ def loss_of(loss: Callable[..., Any] | None, output: Any, given: LossInputs) -> 
     if loss is None:
         return _default_loss(output)
     if _required(loss) <= 1:
-        found = loss(output)
-    elif given.targets:
-        found = loss(output, *given.targets)
-    else:
-        found = loss(output, *given.args, **given.kwargs)
-    return _checked(found)
+        return _checked(loss(output))
+    args, kwargs = (given.targets, {}) if given.targets else (given.args, given.kwargs)
+    _check_call(loss, output, args, kwargs, "targets" if given.targets else "inputs")
+    return _checked(loss(output, *args, **kwargs))
+
+
+def _check_call(
+    loss: Callable[..., Any], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any], what: str
+) -> None:
+    """Raise :class:`UsageError` if ``loss`` cannot be called with these arguments, ``what`` besides the output."""
+    try:
+        inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).bind(output, *args, **kwargs)
+    except TypeError as error:
+        raise UsageError(
+            f"`loss` cannot be called with the output and the {what} of the batch: {message_of(error)}.",
+            "Define `loss(output)`, or a function of the output and of these, in this order.",
+        ) from None
 
 
 def _required(loss: Callable[..., Any]) -> int:

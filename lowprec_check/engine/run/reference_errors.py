@@ -65,7 +65,8 @@ def failed_reference(plain: PlainResult, target: Target, device: str, *, predict
     source = f" at {error.source}" if error.source else ""
     shapes = ", ".join(describe_inputs(target.args, target.kwargs)) or "none"
     fails = "is predicted to fail" if predicted else "fails"
-    message = f"The model {fails} in fp32 on {device}{place}{source}: {error.text}"
+    part = _PARTS.get(error.phase or "forward", "model")
+    message = f"The {part} {fails} in fp32 on {device}{place}{source}: {error.text}"
     needs_device = _needing_the_device(error.message) if predicted else None
     if needs_device is not None:
         return message, needs_device
@@ -78,9 +79,18 @@ def failed_reference(plain: PlainResult, target: Target, device: str, *, predict
             return message, f"No kernel of the op is known on {device}.{there} Scan with --device cpu to see the rest."
         fallback = f"set {variable}=1 to run it on the CPU, or " if variable else ""
         return message, f"If the op has no kernel on {device}, {fallback}scan with --device cpu."
-    if target.default_inputs:
-        return message, f"The inputs are defaults ({shapes}); give others: --inputs input_ids=1x32:int64,mask=1x32."
-    return message, f"Check that the inputs fit the model. Their shapes: {shapes}."
+    defaults = f"The inputs are defaults ({shapes}); give others: --inputs input_ids=1x32:int64,mask=1x32."
+    fit = f"Check that the inputs fit the model. Their shapes: {shapes}."
+    return message, _HINTS.get(part, defaults if target.default_inputs else fit)
+
+
+_PARTS = {"backward": "backward pass", "optimizer": "optimizer step"}
+"""What a phase of training is called."""
+
+_HINTS = {
+    "backward pass": "Check that the loss depends on the parameters, and that the model can be trained without this tool.",
+    "optimizer step": "Check `optimizer`, and that the model can be trained with it without this tool.",
+}
 
 
 def _needing_the_device(message: str) -> str | None:
@@ -107,6 +117,14 @@ def diverging_reference(steps: int) -> tuple[str, str]:
     return (
         f"Training in fp32 gives NaN or Inf in step {steps}, in the loss or the weights.",
         "Fix it in fp32 first: check the loss, or lower the learning rate in `optimizer`.",
+    )
+
+
+def unchanged_reference(steps: int) -> tuple[str, str]:
+    """Training in fp32 changes no weight."""
+    return (
+        f"No weight changes in fp32 in {steps} step{'s' if steps > 1 else ''} of training, so there is nothing to compare.",
+        "Check the learning rate (a warm-up may start at 0), and that the loss depends on the weights.",
     )
 
 

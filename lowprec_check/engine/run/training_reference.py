@@ -26,12 +26,14 @@ from lowprec_check.engine.model.training import (
 from lowprec_check.engine.model.user_module import call_user_code
 from lowprec_check.engine.run.job import Job, Send
 from lowprec_check.engine.run.messages import CallStarted, Measures, MeasuresDone, PlainDone, TrainingDone
+from lowprec_check.engine.run.reference_errors import unchanged_reference
 from lowprec_check.engine.run.reference_file import read_reference, write_reference
 from lowprec_check.engine.train.gradients import FirstGradients
 from lowprec_check.engine.train.spread import SEEDS, Spread, add_noise
 from lowprec_check.engine.train.step import StepResult, TrainingStep, with_step
 from lowprec_check.engine.train.trajectory import Loop, Samples, StepFailedError, Trajectory, Watcher
 from lowprec_check.engine.train.ways import PLAIN, state_bytes
+from lowprec_check.errors import UsageError
 from lowprec_check.schema.training import TrainingRun, TrainingSetup, TrainingWay
 
 
@@ -98,6 +100,8 @@ class ReferenceTraining:
             self.result = PlainResult(status="error", exception=exception, calls=loop.trajectory.steps + 1)
             self._send(PlainDone(self.result))
             return
+        if _stands_still(base, gradients.found, step):
+            raise UsageError(*unchanged_reference(base.steps))
         finite = all(map(math.isfinite, base.losses)) and bool(base.weights[-1].isfinite().all())
         self.result = PlainResult(
             status="ok" if finite else "nonfinite",
@@ -132,7 +136,7 @@ class ReferenceTraining:
         assert self._loss is not None
         reference = TrainingReference(
             base=base,
-            others=[other for other in others if all(map(math.isfinite, other.losses))],
+            others=[other for other in others if other is not None and all(map(math.isfinite, other.losses))],
             samples=samples,
             outputs=[tensor.cpu() for tensor in self.outputs[: self._count]],
             gradients=gradients,
@@ -173,14 +177,20 @@ class ReferenceTraining:
         def keep(result: StepResult) -> None:
             again.extend(tensor.clone() for tensor in output_tensors(result))  # the last loss changes buffers
 
-        self._loop(self._step(), self._batches, self.job.seed, on_first=keep).run(1)
+        try:
+            self._loop(self._step(), self._batches, self.job.seed, on_first=keep).run(1)
+        except StepFailedError:
+            return False
         return self.outputs is not None and same_bits(again, self.outputs)
 
-    def _other_seed(self, number: int) -> Trajectory:
-        """A run on the same batches with other random draws, and noise on the initial weights."""
+    def _other_seed(self, number: int) -> Trajectory | None:
+        """A run on the same batches with other random draws, and noise on the initial weights; ``None`` if it fails."""
         self._snapshot.rewind()
         add_noise([parameter for parameter in self.ready.model.parameters() if parameter.requires_grad], number)
-        return self._loop(self._step(), self._batches, self.job.seed + number).run(self.job.steps)
+        try:
+            return self._loop(self._step(), self._batches, self.job.seed + number).run(self.job.steps)
+        except StepFailedError:  # of a decomposition, for example, that the noise makes impossible
+            return None
 
     def _step(self) -> TrainingStep:
         return TrainingStep(self.target, self.ready, PLAIN)
@@ -208,3 +218,11 @@ class ReferenceTraining:
         self._count = len(output_tensors((result.output, result.loss)))
         target = self.target
         self._loss = describe_loss(target.loss, result.output, target.form, target.targets_code)
+
+
+def _stands_still(run: Trajectory, gradients: dict[str, Tensor], step: TrainingStep) -> bool:
+    """Whether no weight changes, because every learning rate or every gradient is 0."""
+    if any(not weights.equal(run.weights[0]) for weights in run.weights):
+        return False
+    rates = [float(group.get("lr", 1.0)) for group in step.updates.optimizer.param_groups]
+    return not any(rates) or (bool(gradients) and not any(bool(gradient.any()) for gradient in gradients.values()))
