@@ -271,3 +271,13 @@ def test_runs_from_other_seeds_may_fail() -> None:
     result = training(model, x, "autocast-bf16", optimizer=sgd(1e-6))
     assert result.training is not None
     assert result.training.seeds == 0
+
+
+def test_a_compiled_model_is_trained_without_warnings_about_our_modes() -> None:
+    torch.manual_seed(0)
+    model = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4)), backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", module="torch")
+        result = training(model, torch.randn(4, 8), "autocast-fp16", optimizer=sgd(0.1))
+    assert trained(result, "autocast-fp16")[1].loss_scale is not None

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
+from lowprec_check.engine.core.compiled import compiled_code_in_eager
 from lowprec_check.engine.core.floating_dtypes import NARROW, underflows
 from lowprec_check.engine.core.output_comparison import compare_outputs
 from lowprec_check.engine.core.seed import seed_everything
@@ -263,8 +264,8 @@ class TrainingPart:
         largest = Largest(0.0, None)
         for scale in (1.0, 2.0**-10, 2.0**-20):
             self._snapshot.rewind()
-            step = self._step(PLAIN)
-            with ModuleStack(self.ready.model) as stack:
+            step = TrainingStep(self.target, self.ready, PLAIN, self.target.model)
+            with compiled_code_in_eager(), ModuleStack(self.ready.model) as stack:
                 mode = LargestGradient(Places(stack, lambda: "forward"), self.ready.application.dtype)
                 seed_everything(self.job.seed)
                 inputs, named = self.ready.inputs(self.target.args, self.target.kwargs)
