@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from training_loops import mean_square, sgd, trained, training
 
 from lowprec_check.analysis.training_status import nonfinite_text
@@ -281,3 +282,24 @@ def test_a_compiled_model_is_trained_without_warnings_about_our_modes() -> None:
         warnings.filterwarnings("ignore", module="torch")
         result = training(model, torch.randn(4, 8), "autocast-fp16", optimizer=sgd(0.1))
     assert trained(result, "autocast-fp16")[1].loss_scale is not None
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_the_backward_ops_of_a_checkpoint_belong_to_its_modules(use_reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.last(checkpoint(self._inner, self.first(x), use_reentrant=use_reentrant))
+
+        def _inner(self, x: Tensor) -> Any:
+            return torch.tanh(self.second(x.mul(2)))
+
+    torch.manual_seed(0)
+    result = training(Checkpointed(), torch.randn(4, 8), "bfloat16", optimizer=sgd(0.1), errors="both")
+    rows = [row for row in result.run("bfloat16").op_calls.rows() if row.phase == "backward"]
+    products = [row.module for row in rows if row.op == "aten.mm.default"]
+    assert products == ["last", "last", "second", "second", "first"]
+    assert all(row.source for row in rows if row.op == "aten.tanh_backward.default")

@@ -42,7 +42,7 @@ class Places:
 
     def note(self, frame: FrameType) -> None:
         """Before a view, which has no row, runs: note the node that it created."""
-        if self._phase is not None and self._phase() == "forward":
+        if self._phase is not None and self._creates_nodes(self._phase()):
             self._note(self._stack.current, source_line(frame))
 
     def of(self, frame: FrameType) -> NodePlace:
@@ -51,13 +51,18 @@ class Places:
         if self._phase is None:
             return module, source
         phase = self._phase()
-        if phase == "forward":
+        if self._creates_nodes(phase):
             self._note(module, source)
-        elif phase == "backward":
+        if phase == "backward":
             created = self.of_node(torch._C._current_autograd_node())
             if created is not None:
                 return module or created[0], source or created[1]
         return module, source
+
+    @staticmethod
+    def _creates_nodes(phase: Phase) -> bool:
+        """Whether ops create nodes: in backward, those that a checkpoint computes again with ``use_reentrant=True``."""
+        return phase == "forward" or (phase == "backward" and torch.is_grad_enabled())
 
     def _note(self, module: str, source: str | None) -> None:
         self._created.setdefault(torch.autograd._get_sequence_nr() - 1, (module, source))  # type: ignore[attr-defined]
