@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Call
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training_loops import mean_square, sgd, trained, training
 
+from lowprec_check import scan
 from lowprec_check.analysis.training_status import nonfinite_text
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.errors import UsageError
@@ -303,3 +305,12 @@ def test_the_backward_ops_of_a_checkpoint_belong_to_its_modules(use_reentrant: b
     products = [row.module for row in rows if row.op == "aten.mm.default"]
     assert products == ["last", "last", "second", "second", "first"]
     assert all(row.source for row in rows if row.op == "aten.tanh_backward.default")
+
+
+def test_a_scan_of_training_is_not_compared_with_one_of_inference(tmp_path: Path, call: Call) -> None:
+    model, x = nn.Linear(8, 4), torch.randn(4, 8)
+    training(model, x, "bfloat16", optimizer=sgd(0.1)).save(tmp_path / "old.json")
+    scan(model, x, precisions="bfloat16", times="off", errors="none", isolation="none").save(tmp_path / "new.json")
+    done = call("diff", tmp_path / "old.json", tmp_path / "new.json")
+    assert done.returncode == 2
+    assert "one of inference, which cannot be compared" in done.stderr

@@ -57,7 +57,14 @@ def diff(
     formats = [chosen or _diff_format(format_of(file)) for file in files]
     for file in files:
         check_writable(file, "-o")
-    found = diff_scans(load_result(old), load_result(new), error_factor=error_factor, time_factor=time_factor)
+    before, after = load_result(old), load_result(new)
+    if (before.training is None) != (after.training is None):
+        kinds = ["inference" if result.training is None else "training" for result in (before, after)]
+        raise UsageError(
+            f"{old} is a scan of {kinds[0]} and {new} one of {kinds[1]}, which cannot be compared.",
+            "Scan both with --train, or both without.",
+        )
+    found = diff_scans(before, after, error_factor=error_factor, time_factor=time_factor)
     if not files:
         _print(found, chosen)
     for file, wanted in zip(files, formats, strict=True):
