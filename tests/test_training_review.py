@@ -314,3 +314,27 @@ def test_a_scan_of_training_is_not_compared_with_one_of_inference(tmp_path: Path
     done = call("diff", tmp_path / "old.json", tmp_path / "new.json")
     assert done.returncode == 2
     assert "one of inference, which cannot be compared" in done.stderr
+
+
+def test_a_model_whose_autocast_is_its_own_gets_no_loss_scale() -> None:
+    class Own(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return super().forward(x).float()
+
+    torch.manual_seed(0)
+    _, figures = trained(training(Own(8, 4), torch.randn(4, 8), "autocast-fp16", optimizer=sgd(0.1)), "autocast-fp16")
+    assert figures.ways[0].status == "ok"
+    assert figures.loss_scale is None
+
+
+def test_weights_that_the_file_has_cast_do_not_stay_in_fp32_under_autocast() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).bfloat16()
+    x = torch.randn(16, 16, dtype=torch.bfloat16)
+    result = training(model, x, "autocast-bf16", optimizer=sgd(0.5), tolerance=1.0)
+    _, figures = trained(result, "autocast-bf16")
+    assert figures.ways[0].lost_updates
+    assert result.recommendation is not None
+    assert "The weights stay in fp32" not in result.recommendation.reason
+    assert "Rounding loses" in result.recommendation.reason

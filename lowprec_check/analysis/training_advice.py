@@ -121,8 +121,10 @@ def _passed(run: Run) -> list[TrainingWay]:
 
 
 def _keeps_weights(run: Run) -> bool:
-    """Whether the weights stay in fp32."""
-    return run.basis is not None and run.basis.kind == "autocast"
+    """Whether the weights stay in fp32: under autocast, unless the file has cast them."""
+    plain = run.training and run.training.way("plain")
+    is_cast = plain is not None and plain.lost_updates is not None
+    return run.basis is not None and run.basis.kind == "autocast" and not is_cast
 
 
 def _rank(trained: Trained) -> tuple[bool, int]:

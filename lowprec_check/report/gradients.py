@@ -175,7 +175,8 @@ def _gain(found: LossScale) -> str:
     without = share_figure(found.underflow_unscaled)
     if found.underflow is None:
         return f"without scaling, {without} of the gradients' elements underflow"
-    return f"{share_figure(found.underflow)} of the gradients' elements underflow instead of {without}"
+    here = share_figure(found.underflow)
+    return f"{here} of the gradients' elements underflow{', also without scaling' if here == without else f' instead of {without}'}"
 
 
 def _tried(found: LossScale, result: ScanResult) -> str:

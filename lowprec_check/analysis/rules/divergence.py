@@ -115,19 +115,17 @@ def _outside(found: Divergence | None) -> str:
     """In which step the run leaves the range, and by how much."""
     if found is None:
         return "the trajectory leaves the range of fp32 runs from other seeds"
-    if found.what == "loss":
-        what = f"the loss changed by {found.value:+.3g} since the first step"
-    elif found.what == "weights":
-        what = f"the weights are {found.value:.2g} of their way in fp32 away from it"
-    else:
-        what = f"the weights moved {found.value:.2g} times as far as in fp32"
     if not found.step:
         return f"the loss is outside the range of fp32 runs before the first step: off by {found.value:+.3g}"
     furthest = f"; furthest from fp32: {found.parameter}" if found.parameter else ""
-    return (
-        f"from step {found.step} on, training leaves the range of fp32 runs from other seeds: {what}, "
-        f"and the limit is {found.limit:.3g}{furthest}"
-    )
+    limit = f"the limit is {found.limit:.3g}"
+    if found.what == "loss":
+        what = f"the loss is outside the range of fp32 runs: it has changed by {found.value:+.3g}, {limit}"
+    elif found.what == "weights":
+        what = f"the weights differ from those of fp32 by {found.value:.2g} of the way that these moved; {limit}"
+    else:
+        what = f"the weights have moved {found.value:.2g} times as far as in fp32; {limit}"
+    return f"from step {found.step} on, {what}{furthest}"
 
 
 def _instead(result: ScanResult) -> str:

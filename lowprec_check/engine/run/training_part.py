@@ -235,10 +235,14 @@ class TrainingPart:
         self._send(TrainingDone(run=self._training))
 
     def _try_suggested_scale(self) -> None:
-        """Suggest an initial loss scale, and train with it; none if the loss or a gradient is not finite with any."""
+        """Suggest an initial loss scale, and train with it; none if the loss or a gradient is not finite with any, or if no
+        gradient has 16 bits.
+        """
         plain = self._training.way(PLAIN.name)
         largest = self._largest_gradient()
         if (plain is not None and plain.losses[:1] == [None]) or not math.isfinite(largest.value):
+            return
+        if not largest.value and not self._training.underflow:
             return
         scale = suggested_scale(largest.value, self.ready.precision.format.largest)
         suggestion = LossScale(
