@@ -184,6 +184,7 @@ def test_complex_weights_are_trained(way: str) -> None:
     assert result.training is not None
     assert found.losses[-1] == pytest.approx(result.training.losses[-1], rel=0.02)
     assert found.distances[-1] < 0.1 or way in ("plain", "stochastic-rounding")
+    assert not result.run("bfloat16").notes
 
 
 def test_a_loss_that_no_scale_makes_finite_is_named() -> None:
@@ -338,3 +339,35 @@ def test_weights_that_the_file_has_cast_do_not_stay_in_fp32_under_autocast() -> 
     assert result.recommendation is not None
     assert "The weights stay in fp32" not in result.recommendation.reason
     assert "Rounding loses" in result.recommendation.reason
+
+
+def test_compiled_code_is_not_expected_to_give_the_output_of_the_analysis() -> None:
+    class Rounding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            h = self.a(x)
+            return self.b(h if not torch.compiler.is_compiling() else h * (1 + 2**-6))  # as fused kernels round
+
+    torch.manual_seed(0)
+    model = torch.compile(Rounding(), backend="eager")
+    result = training(model, torch.randn(4, 8), "bfloat16", optimizer=sgd(0.1), errors="both")
+    assert not [found for found in result.diagnostics if found.code == "LP904"]
+
+
+def test_hessians_in_forward_mode_are_no_fault() -> None:
+    class Hessian(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+
+        def forward(self, x: Tensor) -> Any:
+            weights = dict(self.net.named_parameters())
+            value = lambda point: torch.func.functional_call(self.net, weights, (point,)).squeeze()  # noqa: E731
+            return torch.func.vmap(torch.func.hessian(value))(x)
+
+    torch.manual_seed(0)
+    result = training(Hessian(), torch.randn(4, 2), "bfloat16", optimizer=sgd(0.1), errors="both")
+    assert not result.run("bfloat16").notes

@@ -19,6 +19,7 @@ _SKIPPED = frozenset(
         "aten::new_empty",
         "aten::new_empty_strided",
         "aten::empty_permuted",
+        "aten::_efficientzerotensor",
         "aten::is_pinned",
         "aten::sym_size",
         "aten::sym_stride",

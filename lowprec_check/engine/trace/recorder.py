@@ -150,7 +150,8 @@ class Recorder(DispatchMode):
             result: T = observe(*args)
             return result
         except Exception as error:
-            self._note_fault(call.traits.name, error)
+            if not _has_zero_tensor(call):
+                self._note_fault(call.traits.name, error)
             return None
 
     def _note_fault(self, what: str, error: Exception) -> None:
@@ -227,6 +228,11 @@ class Recorder(DispatchMode):
             waits = not self.lockstep.figures.deferred
             errors = [] if self.lockstep.gives_constant(call) else added_errors(call, outputs, exact, waits=waits)
             self.lockstep.tape.add(call, row, outputs, errors)
+
+
+def _has_zero_tensor(call: DispatchedCall) -> bool:
+    """Whether it reads zeros without memory, which stand for derivatives in forward mode: there is nothing to measure."""
+    return any(tensor._is_zerotensor() for tensor in call.inputs)
 
 
 def _milliseconds(seconds: float) -> float:
