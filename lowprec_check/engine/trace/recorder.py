@@ -96,7 +96,7 @@ class Recorder(DispatchMode):
     def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
         """Record one op call, and return its result."""
         call = DispatchedCall(func, args, kwargs, keys)
-        if call.traits.skipped:
+        if call.traits.skipped or _has_no_values(call):
             return call.run()
         if call.traits.view:
             return self._run_view(call)
@@ -150,8 +150,7 @@ class Recorder(DispatchMode):
             result: T = observe(*args)
             return result
         except Exception as error:
-            if not _has_zero_tensor(call):
-                self._note_fault(call.traits.name, error)
+            self._note_fault(call.traits.name, error)
             return None
 
     def _note_fault(self, what: str, error: Exception) -> None:
@@ -230,9 +229,10 @@ class Recorder(DispatchMode):
             self.lockstep.tape.add(call, row, outputs, errors)
 
 
-def _has_zero_tensor(call: DispatchedCall) -> bool:
-    """Whether it reads zeros without memory, which stand for derivatives in forward mode: there is nothing to measure."""
-    return any(tensor._is_zerotensor() for tensor in call.inputs)
+def _has_no_values(call: DispatchedCall) -> bool:
+    """Whether it computes a shape alone, on the device `meta`, as derivatives in forward mode do."""
+    device = call.kwargs.get("device")
+    return any(tensor.is_meta for tensor in call.inputs) or (device is not None and torch.device(device).type == "meta")
 
 
 def _milliseconds(seconds: float) -> float:
