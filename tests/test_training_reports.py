@@ -249,8 +249,8 @@ def test_why_a_way_fails() -> None:
     ) == [
         "loss diverges from step 3: 2.01, limit 1.87",
         "weights diverge from step 3: 0.31, limit 0.24",
-        "weights move too little from step 3: 3 % of the way of fp32, limit 90 %",
-        "weights move too far from step 3: 300 % of the way of fp32, limit 110 %",
+        "weights move too little from step 3: 3 % as far as in fp32, limit 90 %",
+        "weights move too far from step 3: 300 % as far as in fp32, limit 110 %",
         "loss differs from that of fp32 before the first step: 2.3, limit 2.3",
         "NaN or Inf in the loss after step 2",
         "NaN or Inf in the loss of the first step",

@@ -187,13 +187,24 @@ def test_complex_weights_are_trained(way: str) -> None:
     assert not result.run("bfloat16").notes
 
 
+def test_the_note_on_a_loader_is_about_training() -> None:
+    data = torch.utils.data.TensorDataset(torch.randn(12, 8), torch.randint(0, 4, (12,)))
+    loader = torch.utils.data.DataLoader(data, batch_size=4)
+    result = training(nn.Linear(8, 4), loader, "autocast-bf16", steps=3, loss=nn.CrossEntropyLoss())
+    assert result.model.notes == [
+        "`inputs` is a DataLoader: the model gets 1 of the 2 elements of a batch, the loss can take the others"
+    ]
+
+
 def test_a_loss_that_no_scale_makes_finite_is_named() -> None:
     def loss(output: Tensor) -> Tensor:
         return (
             (output.to(torch.float16) * 1e4).square().float().mean() if output.dtype == torch.float16 else output.mean()
         )
 
-    _, figures = trained(training(nn.Linear(8, 4), torch.randn(4, 8), "autocast-fp16", loss=loss), "autocast-fp16")
+    result = training(nn.Linear(8, 4), torch.randn(4, 8), "autocast-fp16", loss=loss)
+    _, figures = trained(result, "autocast-fp16")
+    assert not [found for found in result.diagnostics if found.code == "LP509"]
     assert figures.ways[0].status == "nonfinite"
     assert nonfinite_text(figures.ways[0]) == "NaN or Inf in the loss of the first step"
     assert figures.loss_scale is None

@@ -23,7 +23,7 @@ from lowprec_check.schema.training import BEYOND, WAYS, Divergence, EpsilonCheck
 TITLE = "Ways to train"
 HINT = (
     "Loss: after the last step. Distance: of the weights from those of fp32, relative to how far these moved. "
-    "Moved: how much of the way of fp32 they went. Lost: updates of weights that rounding loses. State: weights, their copies and the optimizer's state."
+    "Moved: how far in the direction of fp32, relative to fp32. Lost: updates of weights that rounding loses. State: weights, their copies and the optimizer's state."
 )
 JUDGED = (
     "A way fails if, up to its last step, the loss is outside the 99.5 % prediction interval of fp32 runs from other seeds, "
@@ -46,7 +46,7 @@ class WayRow(NamedTuple):
     distance: str
     """Of the weights to those of fp32, after the last step."""
     progress: str
-    """How much of the way of fp32 the weights moved; 100 % is all of it."""
+    """How far the weights moved in the direction of fp32, relative to fp32; 100 % is as far."""
     lost: str
     state: str
     why: str
@@ -166,7 +166,7 @@ def _failure(way: TrainingWay) -> str:
 def _crossed(way: TrainingWay, found: Divergence) -> str:
     """``2.01, limit 1.87``: the loss as the chart shows it, not counted from the first."""
     if found.what == "progress":
-        return f"{found.value:.0%} of the way of fp32, limit {found.limit:.0%}".replace("%", " %")
+        return f"{found.value:.0%} as far as in fp32, limit {found.limit:.0%}".replace("%", " %")
     first = way.losses[0] if found.what == "loss" and way.losses else None
     value, limit = apart([(first or 0.0) + found.value, (first or 0.0) + found.limit])
     return f"{value}, limit {limit}"

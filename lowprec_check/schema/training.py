@@ -87,7 +87,7 @@ class TrainingWay(Struct, frozen=True, kw_only=True):
     distances: list[float] = []
     """After each step, how far the weights are from those of fp32: ‖Δw − Δw₃₂‖ / ‖Δw₃₂‖."""
     progress: float | None = None
-    """After the last step: Δw · Δw₃₂ / ‖Δw₃₂‖², how much of the way of fp32 the weights have moved; 1 is all of it."""
+    """After the last step: Δw · Δw₃₂ / ‖Δw₃₂‖², how far the weights have moved in the direction of fp32, relative to fp32."""
     divergence: Divergence | None = None
     lost_updates: float | None = None
     """Share (0 to 1) of the updates of weights that are lost to rounding, over all steps; ``None`` if the weights are in fp32."""

@@ -176,6 +176,7 @@ def scaler_skips(result: ScanResult) -> Iterator[Finding]:
         ways = run.training.ways if run.training else []
         many = [way for way in ways if way.skipped_steps >= max(LEAST_SKIPPED, MANY_SKIPPED * steps)]
         many = [way for way in many if way.skipped_steps > MANY_SKIPPED * steps and way.name != "one-autocast"]
+        many = [way for way in many if way.status != "nonfinite"]  # no scale helps there: see LP507
         for way in many[:1]:
             scale = f" with an initial loss scale of {way.initial_scale:g}" if way.initial_scale else ""
             message = f"GradScaler skipped {counted(way.skipped_steps, 'step')}{scale}: gradients overflow"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from torch import Tensor
@@ -20,7 +21,7 @@ IN_EVAL_MODE = "the file's model is in eval mode; it is trained after model.trai
 def describe_target(target: Target, fp32: Run, *, trains: bool = False) -> ModelInfo:
     """Describe the model and its inputs; ``trains``: the scan is of training, which calls ``model.train()``."""
     model = target.model
-    notes = [note for note in target.notes if not (trains and note == IN_TRAINING_MODE)]
+    notes = _notes_on_training(target.notes) if trains else list(target.notes)
     if trains and not model.training:
         notes.append(IN_EVAL_MODE)
     notes += fp32.notes
@@ -40,6 +41,25 @@ def describe_target(target: Target, fp32: Run, *, trains: bool = False) -> Model
         source=target.source,
         notes=notes,
     )
+
+
+_FIRST_BATCH = re.compile(
+    r"(.*): its first (?:batch|item) was used(?:, (\d+) of its (\d+) elements: forward requires no more)?"
+)
+
+
+def _notes_on_training(notes: tuple[str, ...]) -> list[str]:
+    """The notes without those on inference: a scan of training uses further batches, and their targets."""
+    found = []
+    for note in notes:
+        batch = _FIRST_BATCH.fullmatch(note)
+        if batch is not None and batch[2]:
+            found.append(
+                f"{batch[1]}: the model gets {batch[2]} of the {batch[3]} elements of a batch, the loss can take the others"
+            )
+        elif batch is None and note != IN_TRAINING_MODE:
+            found.append(note)
+    return found
 
 
 def _training_setup(target: Target) -> list[str]:

@@ -141,7 +141,7 @@ class Spread:
         return Divergence(step=step + 1, what="progress", value=mine[step], limit=limit, parameter=parameter)
 
     def progress(self, run: Trajectory) -> list[float]:
-        """After each step: Δw · Δw₃₂ / ‖Δw₃₂‖², how much of the way of fp32 the weights have moved."""
+        """After each step: Δw · Δw₃₂ / ‖Δw₃₂‖², how far the weights have moved in the direction of fp32, relative to fp32."""
         return [self._progress(run, step) for step in range(1, min(run.steps, self._base.steps) + 1)]
 
     def _distance(self, run: Trajectory, step: int) -> float:
