@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import copy
 import math
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import TRAINED
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from training_loops import losses_of_loop, sgd, trained, training
 
 from lowprec_check import scan
+from lowprec_check.analysis.conclusion import conclude
+from lowprec_check.engine.load import TargetSpec
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
+from lowprec_check.engine.scan_options import ScanOptions
+from lowprec_check.engine.session import scan_file
 from lowprec_check.errors import UsageError
 
 
@@ -417,3 +424,19 @@ def test_a_model_without_parameters_to_train() -> None:
 def test_training_that_diverges_in_fp32() -> None:
     with pytest.raises(UsageError, match="Training in fp32 gives NaN or Inf in step"):
         training(nn.Linear(16, 4), batch(), "bfloat16", steps=40, optimizer=sgd(1e20))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", TRAINED, ids=lambda path: path.stem)
+def test_the_recommended_code_of_the_examples_gives_the_losses_of_the_scan(example: Path) -> None:
+    options = ScanOptions(device="cpu", precisions="autocast-bf16", train=True, steps=1, times="off", errors="none")
+    *_, found = scan_file(TargetSpec(str(example)), options)
+    result = conclude(found)
+    run = result.run("autocast-bf16")
+    assert run.status == "ok"
+    assert run.perturbed is False
+    assert run.training is not None
+    assert result.recommendation is not None
+    names: dict[str, Any] = runpy.run_path(str(example))
+    exec(result.recommendation.code, names)
+    assert names["step_loss"].item() == run.training.ways[0].losses[0]
