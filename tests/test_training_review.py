@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -382,3 +383,26 @@ def test_hessians_in_forward_mode_are_no_fault() -> None:
     torch.manual_seed(0)
     result = training(Hessian(), torch.randn(4, 2), "bfloat16", optimizer=sgd(0.1), errors="both")
     assert not result.run("bfloat16").notes
+
+
+@pytest.mark.parametrize(
+    ("form", "code"),
+    [
+        (lambda scores, loss: loss, "output"),
+        (lambda scores, loss: (scores, loss), "output[1]"),
+        (lambda scores, loss: {"scores": scores, "loss": loss}, 'output["loss"]'),
+        (lambda scores, loss: SimpleNamespace(scores=scores, loss=loss), "output.loss"),
+    ],
+    ids=["scalar", "tuple", "mapping", "attribute"],
+)
+def test_a_loss_that_the_model_returns_is_used(form: Any, code: str) -> None:
+    class Returning(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            scores = super().forward(x)
+            return form(scores, 100 + scores.square().mean())
+
+    torch.manual_seed(0)
+    result = training(Returning(8, 4), torch.randn(4, 8), "autocast-bf16", steps=2, loss=None, optimizer=sgd(0.01))
+    assert result.training is not None
+    assert (result.training.loss, result.training.loss_code) == ("the loss that the model returns", code)
+    assert all(100 < loss < 110 for loss in result.training.losses)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ class LossInputs(NamedTuple):
 def loss_of(loss: Callable[..., Any] | None, output: Any, given: LossInputs) -> Tensor:
     """The loss of ``output``: ``loss(output)``; one that requires more also gets the targets of the batch, else the inputs.
 
-    Without a function: the loss that the model itself returns; cross-entropy with fixed random labels for an output of shape
+    Without a function: the loss that the model itself returns, perhaps in a tuple; cross-entropy with fixed random labels for an output of shape
     (N, classes); else the mean squared difference from fixed random targets. Raises :class:`UsageError` for what is no loss.
     """
     if loss is None:
@@ -76,16 +76,31 @@ def _checked(found: Any) -> Tensor:
     return found
 
 
-def _own_loss(output: Any) -> Tensor | None:
-    """The loss that the model returns; ``None`` if it returns none."""
-    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    return own if isinstance(own, Tensor) and own.numel() == 1 and own.requires_grad else None
+class _OwnLoss(NamedTuple):
+    loss: Tensor
+    code: str
+
+
+def _own_loss(output: Any) -> _OwnLoss | None:
+    """The loss that the model returns: ``output.loss``, a scalar, or the only scalar of a tuple; ``None`` if it returns none."""
+    is_mapping = isinstance(output, Mapping)
+    own = output.get("loss") if is_mapping else getattr(output, "loss", None)
+    if _may_be_loss(own) and own.numel() == 1:
+        return _OwnLoss(own, 'output["loss"]' if is_mapping else "output.loss")
+    parts = enumerate(output) if isinstance(output, (list, tuple)) else ()
+    values = [(output, "output"), *((part, f"output[{index}]") for index, part in parts)]
+    scalars = [_OwnLoss(value, code) for value, code in values if _may_be_loss(value) and value.ndim == 0]
+    return scalars[0] if len(scalars) == 1 else None
+
+
+def _may_be_loss(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
 
 
 def _default_loss(output: Any) -> Tensor:
     own = _own_loss(output)
     if own is not None:
-        return own
+        return own.loss
     tensors = [tensor for _, tensor in leaves(output) if is_float(tensor) and tensor.numel()]
     if not tensors:
         raise UsageError(
@@ -124,9 +139,9 @@ def describe_loss(loss: Callable[..., Any] | None, output: Any, form: str, targe
         if targets_code:
             return DescribedLoss(words, "loss(output, *targets)", (f"targets = {targets_code}",))
         return DescribedLoss(words, form.replace("model(", "loss(output, ", 1))
-    if _own_loss(output) is not None:
-        code = 'output["loss"]' if isinstance(output, Mapping) else "output.loss"
-        return DescribedLoss("the loss that the model returns", code)
+    own = _own_loss(output)
+    if own is not None:
+        return DescribedLoss("the loss that the model returns", own.code)
     tensors = [tensor for _, tensor in leaves(output) if is_float(tensor)]
     if len(tensors) == 1 and tensors[0].ndim == 2 and tensors[0].shape[1] > 1 and not tensors[0].is_complex():
         return DescribedLoss("cross-entropy with random labels", setup=(_CROSS_ENTROPY,))
