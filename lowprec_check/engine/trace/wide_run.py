@@ -26,7 +26,7 @@ _WORKSPACES = ("workspace", "reserve", "reserveSpace")
 def _reads_narrow_workspace(call: DispatchedCall) -> bool:
     given = zip(call.func._schema.arguments, call.args, strict=False)
     return any(
-        argument.name in _WORKSPACES and isinstance(value, Tensor) and value.dtype == torch.uint8
+        argument.name in _WORKSPACES and isinstance(value, Tensor) and value.dtype == torch.uint8 and value.numel() > 0
         for argument, value in given
     ) and any(map(is_narrow, call.inputs))
 
