@@ -56,3 +56,22 @@ def opened(browser: Any, path: Path, **options: Any) -> Iterator[Any]:
     finally:
         context.close()
     assert complaints == []
+
+
+def hover(page: Any, chart: str, x: float, y: float) -> str:
+    """The tooltip at that place of the chart's data."""
+    place = page.evaluate(
+        """([chart, x, y]) => {
+            const host = document.getElementById(chart);
+            host.scrollIntoView({block: "center", behavior: "instant"});
+            const view = [...Bokeh.index].find((view) => host.contains(view.el));
+            const frame = view.frame, box = view.el.getBoundingClientRect();
+            return [box.left + frame.x_scale.compute(x), box.top + frame.y_scale.compute(y)];
+        }""",
+        [chart, x, y],
+    )
+    page.mouse.move(place[0] - 40, place[1] - 3)
+    page.mouse.move(*place, steps=4)
+    tip = page.locator(".bk-Tooltip .bk-tooltip-content").first
+    tip.wait_for(timeout=5000)
+    return str(tip.inner_text())

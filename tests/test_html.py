@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from browser import chromium, opened
+from browser import chromium, hover, opened
 from shared_result import budgeted, budgeted_result, op_calls, run, shared_result
 
 from lowprec_check.analysis.error_origin import origin
@@ -41,25 +41,6 @@ def page_of(tmp_path: Path) -> Any:
         return path
 
     return write
-
-
-def hover(page: Any, chart: str, x: float, y: float) -> str:
-    """The tooltip at that place of the chart's data."""
-    place = page.evaluate(
-        """([chart, x, y]) => {
-            const host = document.getElementById(chart);
-            host.scrollIntoView({block: "center", behavior: "instant"});
-            const view = [...Bokeh.index].find((view) => host.contains(view.el));
-            const frame = view.frame, box = view.el.getBoundingClientRect();
-            return [box.left + frame.x_scale.compute(x), box.top + frame.y_scale.compute(y)];
-        }""",
-        [chart, x, y],
-    )
-    page.mouse.move(place[0] - 40, place[1] - 3)
-    page.mouse.move(*place, steps=4)
-    tip = page.locator(".bk-Tooltip .bk-tooltip-content").first
-    tip.wait_for(timeout=5000)
-    return str(tip.inner_text())
 
 
 def label_in_chart(page: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from browser import chromium, opened
+from browser import chromium, hover, opened
 from training_result import FP32_LOSSES, STEPS, distances, losses, setup, training_result, way
 
 from lowprec_check.report.html import training
@@ -66,25 +66,6 @@ def is_visible(page: Any, chart: str, name: str) -> bool:
             [chart, name],
         )
     )
-
-
-def tooltip(page: Any, chart: str, x: float, y: float) -> str:
-    """The tooltip at that place of the chart's data."""
-    place = page.evaluate(
-        """([chart, x, y]) => {
-            const host = document.getElementById(chart);
-            host.scrollIntoView({block: "center", behavior: "instant"});
-            const view = [...Bokeh.index].find((view) => host.contains(view.el));
-            const frame = view.frame, box = view.el.getBoundingClientRect();
-            return [box.left + frame.x_scale.compute(x), box.top + frame.y_scale.compute(y)];
-        }""",
-        [chart, x, y],
-    )
-    page.mouse.move(place[0] - 40, place[1] - 3)
-    page.mouse.move(*place, steps=4)
-    tip = page.locator(".bk-Tooltip .bk-tooltip-content").first
-    tip.wait_for(timeout=5000)
-    return str(tip.inner_text())
 
 
 # -- in the browser
@@ -146,11 +127,11 @@ def test_where_nothing_diverges_the_remark_is_calm(browser: Any, page_of: Any) -
 @pytest.mark.slow
 def test_a_tooltip_shows_way_step_and_loss(browser: Any, page_of: Any) -> None:
     with opened(browser, page_of(RESULT), viewport=WIDE) as page:
-        tip = tooltip(page, "loss-chart", 6, losses(0.06, from_step=1)[6] or 0.0)
+        tip = hover(page, "loss-chart", 6, losses(0.06, from_step=1)[6] or 0.0)
         assert "bfloat16, as it is" in tip
         assert "1.842" in tip
         assert "1.542" in tip
-        mark = tooltip(page, "loss-chart", 3, losses(0.06, from_step=1)[3] or 0.0)
+        mark = hover(page, "loss-chart", 3, losses(0.06, from_step=1)[3] or 0.0)
         assert "limit 1.92" in mark
 
 
@@ -217,7 +198,7 @@ def test_hostile_strings_stay_text(browser: Any, page_of: Any) -> None:
     nasty = "<img src=x onerror=alert(1)><script>alert(2)</script>\"' \u202e {{7*7}} " + "y" * 5000
     with opened(browser, page_of(training_result(nasty)), viewport=WIDE) as page:
         assert "<img src=x" in page.inner_text("#ways-remark")
-        assert "<img src=x" in tooltip(page, "loss-chart", 3, losses(0.06, from_step=1)[3] or 0.0)
+        assert "<img src=x" in hover(page, "loss-chart", 3, losses(0.06, from_step=1)[3] or 0.0)
         assert page.locator("img").count() == 0
         assert page.evaluate("document.documentElement.scrollWidth") <= 1200
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -61,7 +60,7 @@ def prepared_for(job: Job, target: Target) -> contextlib.AbstractContextManager[
 @contextlib.contextmanager
 def in_training(job: Job, target: Target) -> Iterator[Prepared]:
     """The model of ``job`` in training mode, with gradients; restored afterwards."""
-    with prepared_for(dataclasses.replace(job, changes_parameters=True), target) as ready, torch.enable_grad():
+    with prepared_for(job, target) as ready, torch.enable_grad():
         if not ready.model.training:
             ready.model.train()
         yield ready

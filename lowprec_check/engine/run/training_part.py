@@ -8,22 +8,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from torch import Tensor
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager
 from lowprec_check.engine.core.floating_dtypes import NARROW, underflows
 from lowprec_check.engine.core.output_comparison import compare_outputs
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import ModuleStack
-from lowprec_check.engine.model.memory import measure_memory
 from lowprec_check.engine.model.plain_run import PlainResult, describe_error, output_tensors
 from lowprec_check.engine.model.prepared import Prepared
-from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.training import make_optimizer
 from lowprec_check.engine.run.job import Job, Send
 from lowprec_check.engine.run.messages import (
-    CallStarted,
     InstrumentFault,
     Measures,
     MeasuresDone,
@@ -31,6 +27,7 @@ from lowprec_check.engine.run.messages import (
     TrainingDone,
 )
 from lowprec_check.engine.run.training_reference import TrainingReference
+from lowprec_check.engine.run.training_steps import TrainingSteps
 from lowprec_check.engine.trace.places import Places
 from lowprec_check.engine.train.epsilon import check_epsilon
 from lowprec_check.engine.train.extension_updates import extension_ways
@@ -38,7 +35,7 @@ from lowprec_check.engine.train.gradients import FirstGradients, compare_gradien
 from lowprec_check.engine.train.loss_scale import Largest, LargestGradient, suggested_scale
 from lowprec_check.engine.train.lost_updates import LostUpdateCounter, lost_buffer_updates
 from lowprec_check.engine.train.spread import Spread
-from lowprec_check.engine.train.step import StepResult, TrainingStep, with_step
+from lowprec_check.engine.train.step import StepResult, TrainingStep
 from lowprec_check.engine.train.trajectory import MAX_SKIPPED, Loop, StepFailedError, Trajectory, Watcher
 from lowprec_check.engine.train.ways import DEFAULT_SCALE, PLAIN, Way, state_bytes, ways_of
 from lowprec_check.errors import UsageError
@@ -46,12 +43,11 @@ from lowprec_check.schema.training import EXTENSION_WAYS, WAYS, LossScale, Train
 from lowprec_check.schema.verdict import ErrorStats, Status
 
 
-class TrainingPart:
+class TrainingPart(TrainingSteps):
     """Trains the model ``ready`` on ``batches`` in each way of its precision; sends what it finds."""
 
     def __init__(self, job: Job, target: Target, ready: Prepared, send: Send, batches: Sequence[Target]) -> None:
-        self.job, self.target, self.ready, self._send, self._batches = job, target, ready, send, batches
-        self._snapshot = Snapshot(ready.model, target.inputs, parameters=True)
+        super().__init__(job, target, ready, send, batches)
         self._reference = TrainingReference.load(job)
         self._ways = ways_of(ready.application, job.steps)
         self._training = TrainingRun(ways=[])
@@ -59,9 +55,6 @@ class TrainingPart:
         """Seconds for the steps of the first way, and for those of all others together."""
         self._seconds = 0.0
         """What the others have taken."""
-        self.result = PlainResult(status="error")
-        self.outputs: list[Tensor] | None = None
-        """What the first step computed: its output, loss, gradients and weights, in this order."""
 
     @property
     def too_slow(self) -> bool:
@@ -91,13 +84,13 @@ class TrainingPart:
         if ran and self.ready.precision.kind == "autocast" and underflows(self.ready.application.dtype):
             self._try_suggested_scale()
         self._snapshot.rewind()
-        parameters = [p for p in self.ready.model.parameters() if p.requires_grad]
+        parameters = list(self.trained.values())
         if any(p.dtype in NARROW and underflows(p.dtype) for p in parameters):
             self._report(epsilon=check_epsilon(parameters, self._make))
 
     def compare_extension(self) -> None:
         """Train in the ways of Intel's extension that exist for the optimizer; it stays imported in this process."""
-        parameters = [parameter for parameter in self.ready.model.parameters() if parameter.requires_grad]
+        parameters = list(self.trained.values())
         self._try_each([Way(name) for name in extension_ways(self._make(parameters))])
 
     def _try_each(self, ways: Sequence[Way]) -> None:
@@ -132,20 +125,15 @@ class TrainingPart:
         measures = Measures(latency_ms=self.result.seconds * 1e3)
         self._send(MeasuresDone(measures))
         if self.job.measured and not self.too_slow:
-            self._snapshot.rewind()
-            ready = with_step(self.ready, self._step(self._ways[0]))
-            peak = measure_memory(ready, self.target.args, self.target.kwargs, seed=self.job.seed).peak
+            peak = self._peak_of_step(self._ways[0])
             self._send(MeasuresDone(msgspec.structs.replace(measures, peak_memory_bytes=peak)))
-
-    def _step(self, way: Way) -> TrainingStep:
-        return TrainingStep(self.target, self.ready, way)
 
     def _make(self, parameters: Any) -> Any:
         return make_optimizer(self.target.optimizer, list(parameters))
 
     def _watchers(self, way: Way) -> dict[str, Watcher]:
         """What observes the steps of ``way``: its gradients, without loss scaling; the updates, if the weights are cast."""
-        parameters = {name: p for name, p in self.ready.model.named_parameters() if p.requires_grad}
+        parameters = self.trained
         watchers: dict[str, Watcher] = {}
         if way.name in ("plain", "grad-scaler-suggested"):
             watchers["gradients"] = FirstGradients(parameters)
@@ -162,15 +150,8 @@ class TrainingPart:
         except Exception as error:  # of the optimizer or the average, which fp32 made
             exception = msgspec.structs.replace(describe_error(error, self.ready.model), phase="optimizer")
             return TrainingWay(name=way.name, status="error", exception=exception, failed_step=1), None
-        loop = Loop(
-            self.ready,
-            step,
-            self._batches,
-            self.job.seed,
-            on_step=lambda number: self._send(CallStarted(number)),
-            watchers=list(watchers.values()),
-            on_first=self._keep_outputs if way == self._ways[0] else None,
-        )
+        keep = self._keep_outputs if way == self._ways[0] else None
+        loop = self._loop(step, self.job.seed, list(watchers.values()), keep)
         try:
             trajectory = loop.run(self.job.steps, may_continue=lambda seconds: seconds <= self._limit)
         except StepFailedError as failure:

@@ -11,10 +11,8 @@ import msgspec
 from torch import Tensor
 
 from lowprec_check.engine.core.output_comparison import same_bits
-from lowprec_check.engine.model.memory import measure_memory
 from lowprec_check.engine.model.plain_run import PlainResult, describe_error, output_tensors
 from lowprec_check.engine.model.prepared import Prepared
-from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.training import (
     DescribedLoss,
@@ -25,13 +23,14 @@ from lowprec_check.engine.model.training import (
 )
 from lowprec_check.engine.model.user_module import call_user_code
 from lowprec_check.engine.run.job import Job, Send
-from lowprec_check.engine.run.messages import CallStarted, Measures, MeasuresDone, PlainDone, TrainingDone
+from lowprec_check.engine.run.messages import Measures, MeasuresDone, PlainDone, TrainingDone
 from lowprec_check.engine.run.reference_errors import unchanged_reference
 from lowprec_check.engine.run.reference_file import read_reference, write_reference
+from lowprec_check.engine.run.training_steps import TrainingSteps
 from lowprec_check.engine.train.gradients import FirstGradients
 from lowprec_check.engine.train.spread import SEEDS, Spread, add_noise
-from lowprec_check.engine.train.step import StepResult, TrainingStep, with_step
-from lowprec_check.engine.train.trajectory import Loop, Samples, StepFailedError, Trajectory, Watcher
+from lowprec_check.engine.train.step import StepResult, TrainingStep
+from lowprec_check.engine.train.trajectory import Samples, StepFailedError, Trajectory
 from lowprec_check.engine.train.ways import PLAIN, state_bytes
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.training import TrainingRun, TrainingSetup, TrainingWay
@@ -68,17 +67,13 @@ class TrainingReference:
         return cls(base, others, Samples(saved["sizes"]), saved["outputs"], saved["gradients"])
 
 
-class ReferenceTraining:
+class ReferenceTraining(TrainingSteps):
     """Trains the model ``ready`` in fp32 on ``batches`` in turn, then from other seeds; sends what it finds."""
 
     def __init__(self, job: Job, target: Target, ready: Prepared, send: Send, batches: Sequence[Target]) -> None:
-        self.job, self.target, self.ready, self._send, self._batches = job, target, ready, send, batches
-        self._snapshot = Snapshot(ready.model, target.inputs, parameters=True)
-        self.result = PlainResult(status="error")
-        self.outputs: list[Tensor] | None = None
-        """What the first step computed: its output, loss, gradients and weights, in this order."""
+        super().__init__(job, target, ready, send, batches)
         self._count = 0
-        """How many of these are the output and the loss."""
+        """How many of the outputs are the output and the loss."""
         self._loss: DescribedLoss | None = None
 
     @property
@@ -88,11 +83,10 @@ class ReferenceTraining:
 
     def run(self) -> None:
         """Train, and send the verdict: an exception, or a loss that is not finite, is for the user to fix."""
-        parameters = {name: p for name, p in self.ready.model.named_parameters() if p.requires_grad}
-        check_optimizer(self.target.optimizer, list(parameters.values()))
-        gradients = FirstGradients(parameters)
-        step = call_user_code("Calling average(model)", self._step)
-        loop = self._loop(step, self._batches, self.job.seed, (gradients,), self._keep_outputs)
+        check_optimizer(self.target.optimizer, list(self.trained.values()))
+        gradients = FirstGradients(self.trained)
+        step = call_user_code("Calling average(model)", lambda: self._step(PLAIN))
+        loop = self._loop(step, self.job.seed, (gradients,), self._keep_outputs)
         try:
             base = loop.run(self.job.steps)
         except StepFailedError as failure:
@@ -118,9 +112,7 @@ class ReferenceTraining:
         """Send the time of the fastest step, and the peak memory of one more."""
         if self.result.status != "ok":
             return
-        self._snapshot.rewind()
-        ready = with_step(self.ready, self._step())
-        peak = measure_memory(ready, self.target.args, self.target.kwargs, seed=self.job.seed).peak
+        peak = self._peak_of_step(PLAIN)
         self._send(MeasuresDone(Measures(latency_ms=self.result.seconds * 1e3, peak_memory_bytes=peak)))
 
     def compare_ways(self) -> None:
@@ -178,7 +170,7 @@ class ReferenceTraining:
             again.extend(tensor.clone() for tensor in output_tensors(result))  # the last loss changes buffers
 
         try:
-            self._loop(self._step(), self._batches, self.job.seed, on_first=keep).run(1)
+            self._loop(self._step(PLAIN), self.job.seed, on_first=keep).run(1)
         except StepFailedError:
             return False
         return self.outputs is not None and same_bits(again, self.outputs)
@@ -186,32 +178,11 @@ class ReferenceTraining:
     def _other_seed(self, number: int) -> Trajectory | None:
         """A run on the same batches with other random draws, and noise on the initial weights; ``None`` if it fails."""
         self._snapshot.rewind()
-        add_noise([parameter for parameter in self.ready.model.parameters() if parameter.requires_grad], number)
+        add_noise(list(self.trained.values()), number)
         try:
-            return self._loop(self._step(), self._batches, self.job.seed + number).run(self.job.steps)
+            return self._loop(self._step(PLAIN), self.job.seed + number).run(self.job.steps)
         except StepFailedError:  # of a decomposition, for example, that the noise makes impossible
             return None
-
-    def _step(self) -> TrainingStep:
-        return TrainingStep(self.target, self.ready, PLAIN)
-
-    def _loop(
-        self,
-        step: TrainingStep,
-        batches: Sequence[Target],
-        seed: int,
-        watchers: Sequence[Watcher] = (),
-        on_first: Any = None,
-    ) -> Loop:
-        return Loop(
-            self.ready,
-            step,
-            batches,
-            seed,
-            on_step=lambda number: self._send(CallStarted(number)),
-            on_first=on_first,
-            watchers=watchers,
-        )
 
     def _keep_outputs(self, result: StepResult) -> None:
         self.outputs = [tensor.clone() for tensor in output_tensors(result)]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.core.floating_dtypes import NARROW, widen, widened_dtype
 from lowprec_check.engine.model.training import MakeOptimizer
-from lowprec_check.engine.train.step import TrainingStep, copy_of
+from lowprec_check.engine.train.step import TrainingStep
 from lowprec_check.engine.train.trajectory import Samples, Trajectory
 from lowprec_check.schema.training import LostUpdates, Values
 
@@ -57,7 +57,7 @@ class LostUpdateCounter:
             name: copy.deepcopy(optimizer.state.get(parameter, {})) for name, parameter in self._parameters.items()
         }
         if step.average is not None:
-            self._average = copy_of(step.average), [tensor.clone() for tensor in _floats(step.average)]
+            self._average = _in_fp32(step.average), [tensor.clone() for tensor in _floats(step.average)]
 
     def after(self, step: TrainingStep) -> None:
         """Make the same step on the copies, and count."""
@@ -84,7 +84,7 @@ class LostUpdateCounter:
         if self._average is None or step.average is None:
             return
         exact, before = self._average
-        exact.update_parameters(copy_of(step.model))  # type: ignore[operator]
+        exact.update_parameters(_in_fp32(step.model))  # type: ignore[operator]
         for (name, _), old, new, wide in zip(
             step.average.named_parameters(), before, _floats(step.average), _floats(exact), strict=False
         ):
@@ -188,3 +188,8 @@ def _lost_decay(parameters: Mapping[str, nn.Parameter], make: MakeOptimizer) -> 
         stays = wanted & (low[name] == original)
         found[name] = int(stays.sum()) / count if count and low[name].dtype in NARROW else None
     return found
+
+
+def _in_fp32(module: nn.Module) -> nn.Module:
+    """A deep copy with its floating tensors in fp32."""
+    return copy.deepcopy(module).float()

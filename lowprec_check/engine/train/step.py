@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from lowprec_check.engine.model.prepared import FailedCast, Prepared
@@ -103,8 +101,3 @@ class TrainingStep:
 def with_step(ready: Prepared, step: TrainingStep) -> Prepared:
     """``ready``, called by ``step``, which enters the context of the precision itself."""
     return ready._replace(call=step, enters_context=True)
-
-
-def copy_of(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A deep copy with its floating tensors in ``dtype``."""
-    return copy.deepcopy(model).to(dtype)
