@@ -96,13 +96,22 @@ def render(result: ScanResult) -> str:
         "tally": summary.tally(result.diagnostics),
         "environment": list(_environment(result)),
     }
-    scripts = [static("theme.js"), static("report.js")]
     values["calls"], values["trajectories"] = charts.pack(drawn) if drawn else "", training.pack(result)
-    if values["calls"] or values["trajectories"]:
-        scripts = [*bokeh.scripts(), static("theme.js"), static("charts.js"), static("report.js")]
+    return render_page("report.html.j2", list(_scripts(values)), **values)
+
+
+def _scripts(values: dict[str, Any]) -> Iterator[str]:
+    """Those of the charts, if there are any, and the page's own as one."""
+    has_charts = values["calls"] or values["trajectories"]
+    names = ["theme.js", "data.js", "copy.js", "findings.js"]
+    if has_charts:
+        yield from bokeh.scripts()
+        names.append("charts.js")
+    if values["calls"]:
+        names += ["error_chart.js", "range_chart.js", "tree.js", "report.js"]
     if values["trajectories"]:
-        scripts.append(static("training.js"))
-    return render_page("report.html.j2", scripts, **values)
+        names.append("training.js")
+    yield "".join(map(static, names))
 
 
 def _first_shown(runs: list[Run]) -> int:

@@ -1,4 +1,4 @@
-// The two charts as empty Bokeh figures; report.js fills them with the selected run.
+// What all charts share: an empty Bokeh figure in the colours of the page, tooltips, and how it is filled.
 "use strict";
 const COLUMNS = ["x", "y", "low", "high", "index", "op", "phase", "module", "source", "dtypes", "shape", "marker", "note", "calls",
   "local_text", "accumulated_text", "high_text", "low_text", "flushed_text"];
@@ -36,42 +36,28 @@ function newFigure(height, x_axis_label, y_axis_label, y_axis_type = "log") {
   return plot;
 }
 
-// Error along the network: x is the op call, y is rel_l2.
-function errorFigure(has_phases) {
-  const plot = newFigure(360, "op call, in the order of the run", "relative error (rel_l2)");
-  const at = { x: field("x"), y: field("y") }, accumulated = columns("accumulated");
-  plot.add_layout(box("origin", { left: 0, right: 0, fill_alpha: 0.22, line_width: 2, line_alpha: 0.9 }));
-  plot.add_layout(span("tolerance", DASHED));
-  plot.add_layout(span("cursor", { dimension: "height", line_width: 1, visible: false }));
-  for (const phase of has_phases ? ["backward", "optimizer"] : []) {
-    plot.add_layout(span(`${phase}-start`, { dimension: "height", line_width: 1, line_dash: [3, 3] }));
-    plot.add_layout(label(`${phase}-label`, { x_offset: 4, y_offset: 2 }));
+class Chart {
+  constructor(document_) { this.document = document_; this.plot = document_.roots()[0]; }
+  get(name) { return this.document.get_model_by_name(name); }
+  source(name, columns) {
+    const source = this.get(name), length = columns.x.length, full = {};
+    for (const key of Object.keys(source.data)) full[key] = columns[key] || new Array(length).fill("");
+    source.data = full;
   }
-  plot.add_layout(label("tolerance-label"));
-  plot.add_layout(label("origin-label", { text_font_style: "bold" }));
-  const near = plot.scatter({ ...at, source: columns("local"), size: 5, fill_alpha: 0.55, line_color: null, name: "local-dots" });
-  plot.line({ ...at, source: accumulated, line_width: 2, name: "accumulated-line" });
-  const far = plot.scatter({ ...at, source: accumulated, size: 5, line_color: null, name: "accumulated-dots" });
-  const marks = plot.scatter({ ...at, source: columns("marks"), size: 11, line_width: 2, marker: field("marker"), name: "marks-dots" });
-  const tooltips = tip("@index: @op", [...(has_phases ? [["phase", "@phase"]] : []), ...PLACE, ["local", "@local_text"], ["accumulated", "@accumulated_text"]]);
-  plot.add_tools(new M.HoverTool({ renderers: [far, near, marks], tooltips, limit: 1, point_policy: "snap_to_data" }));
-  return plot;
-}
-
-// Value ranges: x is the module, y the magnitude, with the limits of the dtype.
-function rangeFigure() {
-  const plot = newFigure(380, "module, in the order of the run", "magnitude of values"), ranges = columns("ranges");
-  const bar = { x: field("x"), bottom: field("low"), top: field("high"), width: 0.7, line_width: 1 };
-  const shades = { other: 0.07, below: 0.16, subnormals: 0.09, above: 0.16 };
-  for (const [name, fill_alpha] of Object.entries(shades)) plot.add_layout(box(name, { fill_alpha, line_width: 0 }));
-  for (const name of ["subnormal", "normal", "max"]) plot.add_layout(span(name, DASHED));
-  for (const name of ["subnormal", "normal", "other"]) plot.add_layout(label(`${name}-label`));
-  plot.add_layout(label("max-label", { y_offset: -17 }));
-  const bars = plot.vbar({ ...bar, source: ranges, name: "bars" });
-  plot.vbar({ ...bar, source: columns("overflows"), name: "over" });
-  plot.scatter({ x: field("x"), y: field("high"), size: 6, source: ranges, name: "tops" });
-  const figures = [["largest", "@high_text"], ["smallest typical (RMS)", "@low_text"], ["flushed to zero", "@flushed_text"]];
-  const tooltips = tip("@module", [...figures, ["op calls", "@calls"]]);
-  plot.add_tools(new M.HoverTool({ renderers: [bars], tooltips, limit: 1, mode: "vline", point_policy: "snap_to_data" }));
-  return plot;
+  frame(right, bottom, top) {
+    this.plot.x_range.setv({ start: 0, end: right, reset_start: 0, reset_end: right });
+    this.plot.y_range.setv({ start: bottom, end: top, reset_start: bottom, reset_end: top });
+    this.get("ticker").desired_num_ticks = innerWidth < 640 ? 4 : 10;
+  }
+  label(name, x, y, text) { this.get(name).setv({ x, y, text }); }
+  colour() {
+    const ink = css("ink"), dim = css("dim"), line = css("line");
+    for (const model of this.document.all_models) {
+      if (model.type.endsWith("Axis")) model.setv({ axis_line_color: line, major_tick_line_color: line, major_label_text_color: dim, axis_label_text_color: dim });
+      else if (model.type === "Grid") model.setv({ grid_line_color: line, grid_line_alpha: 0.6 });
+      else if (model.type === "Label") model.setv({ text_color: ink });
+      else if (model.type === "CrosshairTool") model.setv({ line_color: dim });
+    }
+  }
+  paint(colours) { for (const [name, values] of Object.entries(colours)) { const model = this.get(name); (model.glyph || model).setv(values); } }
 }
