@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from lowprec_check.schema.ablation import Ablation
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.base import Struct, decode, encoded
 from lowprec_check.schema.batch_ranges import BatchRanges
@@ -99,6 +100,8 @@ class Run(Struct, frozen=True, kw_only=True):
     """The module whose output was compared, because that of the model holds nothing to compare (all zeros, ``None``)."""
     budget: ErrorBudget | None = None
     """Where the output error comes from; ``None`` if the run was not analyzed op by op."""
+    ablation: Ablation | None = None
+    """What keeping the modules blamed for its error in fp32 changed; ``None`` if it passes, or no module is blamed."""
     lockstep_error: ErrorStats | None = None
     """Error of the instrumented part's output against its reference, which takes the decisions of the run."""
     latency_ms: float | None = None
