@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from lowprec_check.analysis.blamed_modules import is_confirmed
+from lowprec_check.analysis.degenerate_output import tiny_output
 from lowprec_check.analysis.error_shares import (
     PartShare,
     cumulative,
     fails_by_error,
     is_over_tolerance,
-    is_tiny,
     line_shares,
     main_causes,
     module_name,
@@ -130,11 +130,8 @@ def _degenerate(run: Run, budget: ErrorBudget) -> str:
     """What is odd about the output itself."""
     if budget.output_rms == 0 or (run.output_is_zero and not budget.known):
         return "the fp32 output is all zeros, so a relative error has no meaning"
-    if not is_tiny(run) or run.basis is None:
-        return ""
-    rms, known = budget.output_rms or 0.0, run.basis.format
-    what = "flushes it to zero" if rms < known.smallest_subnormal else "has few digits for it"
-    return f"the output is tiny (rms {rms:.0e}): {known.short} {what}; usual with random weights"
+    tiny = tiny_output(run)
+    return f"{tiny}; usual with random weights" if tiny else ""
 
 
 def _unknown(run: Run, budget: ErrorBudget) -> str:

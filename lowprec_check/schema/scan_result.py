@@ -153,6 +153,9 @@ class Run(Struct, frozen=True, kw_only=True):
     """Whether the model drew random numbers."""
     output_is_zero: bool = False
     """Whether the floating output is all zeros, so that a relative error is meaningless."""
+    output_rms: float | None = None
+    """Root mean square of the fp32 tensor that the status is about (of ``compared_module``, if there is one); of the fp32 run,
+    that of its largest tensor. ``None`` if it is not known, or there is no floating tensor."""
     training: TrainingRun | None = None
     """What training in this precision does, for a scan with ``--train``."""
     layer_errors: list[LayerError] = []
