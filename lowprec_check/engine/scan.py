@@ -198,7 +198,7 @@ def growing_scan(
                 result,
                 runs=[*result.runs, run],
                 options=options.saved(target_runs.isolation),
-                source_lines=result.source_lines | texts_of_lines(_lines_named_by(run)),
+                source_lines=result.source_lines | texts_of_lines(_lines_named_by(run), name),
             )
             yield result
         runs, conditions = target_runs.time(result.runs[1:]) if options.times == "on" else untimed(result.runs)

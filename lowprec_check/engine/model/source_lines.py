@@ -54,14 +54,19 @@ def definition_line(module: types.ModuleType, name: str) -> str | None:
     return None
 
 
-def texts_of_lines(sources: Iterable[str | None]) -> dict[str, str]:
-    """The text of each line ``model.py:41``, without its indentation; those of files that are not found are left out."""
+def texts_of_lines(sources: Iterable[str | None], target: str) -> dict[str, str]:
+    """The text of each line ``model.py:41``, without its indentation; those of files that are not found are left out.
+
+    A file outside the current folder is shown by its name alone: it is looked for beside ``target``, the user's name for it.
+    """
     found: dict[str, str] = {}
+    folder = Path(target.partition(":")[0]).parent
     for source in dict.fromkeys(sources):
         file, _, line = (source or "").rpartition(":")
         if not file or not line.isdecimal() or len(found) == MOST_LINES:
             continue
-        text = linecache.getline(file, int(line)).strip()  # also finds `package/file.py` on the import path
-        if source and text:
-            found[source] = encodable(text[:LONGEST])
+        # linecache also finds `package/file.py` on the import path.
+        text = linecache.getline(file, int(line)) or linecache.getline(str(folder / file), int(line))
+        if source and text.strip():
+            found[source] = encodable(text.strip()[:LONGEST])
     return found
