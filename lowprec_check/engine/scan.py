@@ -16,6 +16,7 @@ from lowprec_check.engine.model.calibration import Calibration
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.model.training import MakeOptimizer
 from lowprec_check.engine.plan.planner import plan_for_scan
+from lowprec_check.engine.run.ablations import with_ablation
 from lowprec_check.engine.run.further_batches import open_batches
 from lowprec_check.engine.run.isolation import check_isolation, check_isolation_of_twins, isolated, isolation_on
 from lowprec_check.engine.run.launcher import OnProgress
@@ -190,7 +191,8 @@ def growing_scan(
         )
         yield result
         for key in wanted_runs(result)[1:]:
-            run = further.check(target_runs.run(key.precision, key.backend, key.memory_format))
+            run = target_runs.run(key.precision, key.backend, key.memory_format)
+            run = further.check(with_ablation(target_runs, run))
             result = msgspec.structs.replace(
                 result, runs=[*result.runs, run], options=options.saved(target_runs.isolation)
             )
