@@ -26,16 +26,6 @@ from lowprec_check.report.what_if_table import what_if_rows
 from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.scan_result import Run, ScanResult
 
-SCALE = [
-    {"error": error, "time": time, "share": share}
-    for error, time, share in zip(
-        ("≤1e-5", "≤1e-4", "≤1e-3", "≤5e-3", "≤2e-2", "≤0.1", ">0.1", "Inf"),
-        (*(f"≤{limit:g} ×" for limit in module_tree.SLOWER), f">{module_tree.SLOWER[-1]:g} ×"),
-        (*(f"≤{limit:.0%}" for limit in module_tree.SHARES), f">{module_tree.SHARES[-1]:.0%}"),
-        strict=True,
-    )
-]
-"""The text of each colour of the tree, by what it shows."""
 MATTERS = 0.5
 """A share of lost updates from which its bar has the colour of a warning."""
 MOST_PLACES = 100
@@ -80,12 +70,15 @@ def render(result: ScanResult) -> str:
         "what_if_hint": what_if_table.what_if_hint(result),
         "what_if_heads": what_if_table.HEADS,
         "policies": policy_section(result),
-        "charts": [{"label": summary.label(run), "status": run.status} for run in drawn],
+        "charts": [
+            {"label": summary.label(run), "status": run.status, "tolerance": module_tree.tolerance_text(run)}
+            for run in drawn
+        ],
         "first": _first_shown(drawn),
         "phases": [phase for phase in get_args(Phase) if any(phase in run.op_calls.phase for run in drawn)],
         "nodes": modules.nodes,
         "left_out": modules.left_out,
-        "scale": SCALE,
+        "legends": {"error": module_tree.ERRORS, "t": module_tree.TIMES, "s": module_tree.PARTS},
         "has_shares": any(trusted_budget(run) for run in drawn),
         "budgets_title": error_budget.TITLE,
         "budgets": error_budget.all_tables(result),
