@@ -30,6 +30,11 @@ class Light(NamedTuple):
     answer: str
     """One short sentence, or a few."""
 
+    @property
+    def sign(self) -> str:
+        """What the color says, for readers who do not see it."""
+        return {"good": "✓", "warn": "!", "bad": "✕", "none": "–"}[self.color]
+
 
 def lights(result: ScanResult) -> list[Light]:
     """The four lights, in the order of the questions."""
