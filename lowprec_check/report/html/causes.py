@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from lowprec_check.analysis.degenerate_output import degenerate_output
 from lowprec_check.analysis.error_origin import origin
 from lowprec_check.analysis.error_shares import THE_MODEL
 from lowprec_check.analysis.run_summary import candidates, counted, explain_status, short_op, some
@@ -74,14 +75,15 @@ def run_causes(result: ScanResult) -> list[RunCauses]:
 
 
 def _causes(run: Run, table: BudgetTable | None, result: ScanResult) -> RunCauses:
-    fails = run.status in FAILURES
+    odd = degenerate_output(run, result)
+    fails = run.status in FAILURES and odd is None
     gaps = _distinct(run.gaps) if run.status in ("error", "crashed") else []
     places = [_gap_place(gap, result) for gap in gaps[:MOST_GAPS]] or (_origin_place(run, result) if fails else [])
     return RunCauses(
         summary.label(run),
         run.status,
         fails,
-        visible(explain_status(run) if fails or table is None else table.text, 600),
+        visible(odd or (explain_status(run) if fails or table is None else table.text), 600),
         [visible(proof, 400) for proof in _proofs(run, result)] if fails else [],
         places,
         max(0, len(gaps) - MOST_GAPS),

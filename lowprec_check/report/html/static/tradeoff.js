@@ -78,6 +78,7 @@ class TradeoffChart extends Chart {
       taken.push([box.left, y - LABEL_HEIGHT, box.left + LETTER * (17 + formats.length), y]);
     });
     taken.push([frame.x_scale.compute(1), box.bottom - LABEL_HEIGHT - 3, frame.x_scale.compute(1) + 30, box.bottom]);
+    data.low.forEach((low, i) => taken.push([frame.x_scale.compute(low), dots[i].y - 2, frame.x_scale.compute(data.high[i]), dots[i].y + 2]));
     const overlaps = (a) => taken.filter((b) => a[0] < b[2] && a[2] > b[0] && a[1] < b[3] && a[3] > b[1]).length;
     const out = (a) => (a[0] < box.left || a[2] > box.right || a[1] < box.top || a[3] > box.bottom ? 5 : 0);
     const placed = data.label.map((text, i) => {
