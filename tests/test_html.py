@@ -81,6 +81,7 @@ def test_the_page_opens_without_errors_and_shows_the_origin_of_the_error(
 def test_the_page_shows_shares_in_bars_tree_and_calls(browser: Any, page_of: Any) -> None:
     with opened(browser, page_of(budgeted_result()), viewport={"width": 1200, "height": 900}) as page:
         first = page.locator(".budget", has_text="bfloat16").filter(has=page.locator(".shares")).first
+        first.evaluate("details => { details.open = true; }")
         told = first.locator("summary").first.inner_text()
         assert told.startswith("bfloat16 inaccurate error over the tolerance")
         assert "46 % from head.out" in told
