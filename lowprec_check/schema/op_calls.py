@@ -31,7 +31,7 @@ class OpCall(msgspec.Struct, gc=False):
     module: str = ""
     """Dotted path in the model, ``""`` for the model itself."""
     source: str | None = None
-    """``file.py:line`` of the model's code, not torch's."""
+    """``file.py:line`` of the innermost code that is not torch's."""
     dtypes: str = ""
     """Floating dtypes in, an arrow, floating dtypes out: ``bf16+f32→bf16``."""
     shape: str = ""
@@ -80,6 +80,8 @@ class OpCall(msgspec.Struct, gc=False):
     """The number in the arguments that is not zero and rounds to zero in the dtype that the op takes it in: that of the
     output, or of the input of a comparison.
     """
+    caller: str | None = None
+    """The innermost line of the user's own code, if ``source`` is in an installed package; empty if there is none."""
 
     @property
     def is_forward(self) -> bool:

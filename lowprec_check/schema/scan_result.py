@@ -57,6 +57,8 @@ class Gap(Struct, frozen=True, kw_only=True):
     phase: Phase = "forward"
     module: str
     source: str | None
+    caller: str | None = None
+    """The innermost line of the user's own code, if ``source`` is in an installed package; empty if there is none."""
     dtypes: list[str]
     message: str
     calls: int = 1
@@ -229,6 +231,11 @@ class Diagnostic(Struct, frozen=True, kw_only=True):
     module: str | None = None
     op: str | None = None
     source: str | None = None
+    """``file.py:line`` of the code that it is about, not torch's."""
+    caller: str | None = None
+    """The line of the user's own code that leads there, if ``source`` is in an installed package: the call of the package, or the
+    line that makes the model. Empty if there is none, as of a model that is scanned by its name.
+    """
     message: str
     help: str | None = None
     url: str | None = None
@@ -273,7 +280,11 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     layout: InputLayout = InputLayout(kind="nested")
     """The tensors in the inputs."""
     source: str | None = None
-    """Where the class of the model is defined, ``file.py:line``."""
+    """The line that makes the model, or defines its class: ``file.py:line``."""
+    caller: str | None = None
+    """The line of the user's own code that makes the model, or scans it, if ``source`` is in an installed package or unknown;
+    empty if there is none.
+    """
     notes: list[str] = []
 
 

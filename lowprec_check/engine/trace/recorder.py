@@ -114,7 +114,7 @@ class Recorder(DispatchMode):
         return out
 
     def _locate(self, call: DispatchedCall, frame: FrameType) -> None:
-        call.module, call.source = self.places.of(frame)
+        call.module, call.lines = self.places.of(frame)
         call.phase = self.places.phase
 
     def finish(self, outputs: list[Tensor]) -> None:
