@@ -33,6 +33,7 @@ from lowprec_check.cli.options import (
     Predict,
     PredictedTorch,
     Quiet,
+    ScaleWeights,
     ScannedDevice,
     Seed,
     Target,
@@ -62,6 +63,7 @@ def scan(
     target: Target,
     inputs: Inputs = None,
     weights: Weights = None,
+    scale_weights: ScaleWeights = False,
     precision: Precisions = None,
     backend: Backends = None,
     memory_format: MemoryFormats = None,
@@ -226,7 +228,7 @@ def scan(
             steps=steps,
             policies=policies,
         )
-        spec = TargetSpec(target, tuple(inputs or ()), weights)
+        spec = TargetSpec(target, tuple(inputs or ()), weights, scale_weights)
         result, ended_by = last_before_end(scan_file(spec, options, isolation, shown.step), shown.done)
     output = _Output(json, tuple(report or ()), save_plan, printed, findings, verbose)
     with interrupts_ignored_after(ended_by):

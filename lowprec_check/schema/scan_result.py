@@ -261,6 +261,10 @@ class Diagnostic(Struct, frozen=True, kw_only=True):
         return (self.precision, self.backend, self.memory_format) == (run.precision, run.backend, run.memory_format)
 
 
+WeightsOrigin = Literal["unknown", "random", "scaled", "loaded"]
+"""``scaled``: random, then scaled layer by layer, so that outputs have unit variance; ``unknown``: the user's file made them."""
+
+
 class ModelInfo(Struct, frozen=True, kw_only=True):
     """The scanned model, for the head of a report."""
 
@@ -269,6 +273,8 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     inputs: list[str]
     modules: int
     training: bool
+    weights: WeightsOrigin = "unknown"
+    """Where the values of the weights come from."""
     call: str = "model(*inputs)"
     """How the model is called, as code."""
     calibration: str = ""

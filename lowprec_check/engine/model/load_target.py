@@ -67,7 +67,8 @@ def load_target(spec: str, inputs: tuple[str, ...] = (), weights: str | None = N
     with contextlib.redirect_stdout(sys.stderr), _without_our_arguments(spec), torchvision_works():
         target = ZOOS[zoo](name, inputs) if zoo in ZOOS else _load_from_module(spec, inputs)
         if weights is not None:
-            target = target._replace(setup=(*target.setup, *load_weights(target.model, weights)))
+            setup = (*target.setup, *load_weights(target.model, weights))
+            target = target._replace(setup=setup, weights="loaded")
         return call_user_code(f"Reading {type(target.model).__name__}", lambda: check(target))
 
 

@@ -23,6 +23,7 @@ from lowprec_check.engine.model.source_lines import class_line, is_own_class
 from lowprec_check.engine.model.training import LossInputs, MakeOptimizer, loss_of, optimizer_like
 from lowprec_check.errors import UsageError, message_of, type_name
 from lowprec_check.schema.backends import Call
+from lowprec_check.schema.scan_result import WeightsOrigin
 
 IN_TRAINING_MODE = "the model is in training mode; for inference, call model.eval() in your file"
 """A note on a model whose forward pass alone is scanned."""
@@ -80,6 +81,8 @@ class Target(NamedTuple):
     """The file's ``calibration``: a function that returns batches, or the batches; ``None`` if it defines none."""
     calibration_inputs: Call | None = None
     """What a quantized model is calibrated on without ``calibrate``, if not on the inputs: those of the first batch."""
+    weights: WeightsOrigin = "unknown"
+    """Where the values of the weights come from."""
     compiled: nn.Module | None = None
     """The model as its user compiled it, by ``torch.compile(model)``: what the plain part calls."""
 
