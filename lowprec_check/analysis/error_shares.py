@@ -54,12 +54,6 @@ def trusted_budget(run: Run) -> ErrorBudget | None:
     return budget if abs(budget.unexplained) <= TRUSTED else None
 
 
-def is_tiny(run: Run) -> bool:
-    """Whether the fp32 output is below the smallest normal number of the run's format."""
-    rms = run.budget.output_rms if run.budget else None
-    return bool(rms) and run.basis is not None and (rms or 0.0) < run.basis.format.smallest_normal
-
-
 def place_shares(run: Run) -> dict[Place, Share]:
     """The share of each op where it ran, with the rounding of its results, as far as the op calls tell."""
     totals: dict[Place, float] = {}

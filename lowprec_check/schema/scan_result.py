@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from lowprec_check.schema.ablation import Ablation
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.base import Struct, decode, encoded
 from lowprec_check.schema.batch_ranges import BatchRanges
@@ -100,6 +101,8 @@ class Run(Struct, frozen=True, kw_only=True):
     """The module whose output was compared, because that of the model holds nothing to compare (all zeros, ``None``)."""
     budget: ErrorBudget | None = None
     """Where the output error comes from; ``None`` if the run was not analyzed op by op."""
+    ablation: Ablation | None = None
+    """What keeping the modules blamed for its error in fp32 changed; ``None`` if it passes, or no module is blamed."""
     lockstep_error: ErrorStats | None = None
     """Error of the instrumented part's output against its reference, which takes the decisions of the run."""
     latency_ms: float | None = None
@@ -151,6 +154,9 @@ class Run(Struct, frozen=True, kw_only=True):
     """Whether the model drew random numbers."""
     output_is_zero: bool = False
     """Whether the floating output is all zeros, so that a relative error is meaningless."""
+    output_rms: float | None = None
+    """Root mean square of the fp32 tensor that the status is about (of ``compared_module``, if there is one); of the fp32 run,
+    that of its largest tensor. ``None`` if it is not known, or there is no floating tensor."""
     training: TrainingRun | None = None
     """What training in this precision does, for a scan with ``--train``."""
     magnitudes: list[ModuleMagnitudes] = []
@@ -302,6 +308,8 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     """The gradients of FSDP2 and DDP in reduced precision, if the scan was asked for them."""
     what_if: list[WhatIf] = []
     """The output errors predicted for the formats of ``--what-if``, none of which was run."""
+    source_lines: dict[str, str] = {}
+    """The text of the lines that op calls and gaps name, ``model.py:41``, as far as their files were found."""
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` if a prediction holds a measured run, times or advice, or measured runs one that is predicted."""

@@ -28,6 +28,8 @@ class OutputComparison(NamedTuple):
     note: str | None = None
     compared: bool = True
     """False if the output contains no number, or no integers and floating leaves that are all zero, in fp32 too."""
+    rms: float | None = None
+    """Root mean square of the reference's floating leaf that the error is about; ``None`` if there is none."""
 
 
 def compare_outputs(outputs: Sequence[Tensor], references: Sequence[Tensor]) -> OutputComparison:
@@ -53,8 +55,9 @@ def compare_outputs(outputs: Sequence[Tensor], references: Sequence[Tensor]) -> 
     mismatched = max((_mismatched(*pair) for pair in integers if pair[1].numel()), default=None)
     if all(is_zero(tensor) for pair in floating for tensor in pair):  # they tell nothing
         if mismatched is None:
-            return OutputComparison(NOTHING, 0.0, compared=False)
-        return OutputComparison(msgspec.structs.replace(NOTHING, mismatched=mismatched), mismatched)
+            return OutputComparison(NOTHING, 0.0, compared=False, rms=0.0)
+        rms = 0.0 if any(pair[1].numel() for pair in floating) else None
+        return OutputComparison(msgspec.structs.replace(NOTHING, mismatched=mismatched), mismatched, rms=rms)
     leaves = [_compare_leaf(*pair) for pair in floating]
     worst = max(leaves, key=lambda compared: compared.distance)
     error = worst.error if worst.error is NOTHING else msgspec.structs.replace(worst.error, mismatched=mismatched)
@@ -83,11 +86,13 @@ def _mismatched(out: Tensor, reference: Tensor) -> float:
 
 def _compare_leaf(out: Tensor, reference: Tensor) -> OutputComparison:
     y, r = as_real(out).double().reshape(-1), as_real(reference).double().reshape(-1)
+    finite, rms = r.isfinite(), root_mean_square(reference)
     if bool(nonfinite_unlike(y, r).any()):
-        return OutputComparison(NOTHING, math.inf, nonfinite=True)
-    finite = r.isfinite()
+        return OutputComparison(NOTHING, math.inf, nonfinite=True, rms=rms)
     if bool((y.isfinite() & r.isinf()).any()):
-        return OutputComparison(NOTHING, math.inf, note="the output is finite where the fp32 output is infinite")
+        return OutputComparison(
+            NOTHING, math.inf, note="the output is finite where the fp32 output is infinite", rms=rms
+        )
     y, r = torch.where(finite, y, 0.0), torch.where(finite, r, 0.0)
     difference, size = _norm(y - r), _norm(r)
     rel_l2 = 0.0 if difference == 0 else difference / size if size else math.inf
@@ -99,7 +104,14 @@ def _compare_leaf(out: Tensor, reference: Tensor) -> OutputComparison:
         sqnr_db=-20 * math.log10(rel_l2) if 0 < rel_l2 < math.inf else None,
         top1=_top1(out, reference),
     )
-    return OutputComparison(error, rel_l2)
+    return OutputComparison(error, rel_l2, rms=rms)
+
+
+def root_mean_square(tensor: Tensor) -> float | None:
+    """Of the finite values of a floating or complex tensor; ``None`` if there are none."""
+    values = as_real(tensor).double().reshape(-1)
+    finite = values[values.isfinite()]
+    return _norm(finite) / math.sqrt(finite.numel()) if finite.numel() else None
 
 
 def _norm(values: Tensor) -> float:

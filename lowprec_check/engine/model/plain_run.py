@@ -59,6 +59,8 @@ class PlainResult(Struct, frozen=True, kw_only=True):
     fallbacks: tuple[str, ...] = ()
     loss: float | None = None
     output_is_zero: bool = False
+    output_rms: float | None = None
+    """Root mean square of the fp32 tensor that the verdict is about; of the fp32 run, of its largest tensor."""
     compared_module: str | None = None
 
 
@@ -218,7 +220,7 @@ def with_verdict(plain: PlainResult, status: Status, compared: OutputComparison)
     """Return ``plain`` with another verdict on its output."""
     notes = (*plain.notes, compared.note) if compared.note else plain.notes
     error = compared.error if compared.compared else None
-    return msgspec.structs.replace(plain, status=status, output_error=error, notes=notes)
+    return msgspec.structs.replace(plain, status=status, output_error=error, output_rms=compared.rms, notes=notes)
 
 
 def _holds_only_zeros(outputs: list[Tensor]) -> bool:

@@ -70,6 +70,7 @@ def make_run(job: Job, outcome: JobOutcome, tolerance: float | None) -> Run:
         compiled=bool(plain and plain.compiled),
         random=bool(plain and plain.random),
         output_is_zero=bool(plain and plain.output_is_zero),
+        output_rms=_finite(plain.output_rms) if plain else None,
     )
 
 

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager
 from lowprec_check.engine.core.floating_dtypes import is_float
-from lowprec_check.engine.core.output_comparison import compare_outputs, same_bits
+from lowprec_check.engine.core.output_comparison import compare_outputs, root_mean_square, same_bits
 from lowprec_check.engine.model.memory import measure_memory
 from lowprec_check.engine.model.module_probe import ModuleOutput, last_informative_module, module_output
 from lowprec_check.engine.model.plain_run import (
@@ -196,6 +196,9 @@ class PlainPart:
                 probe = last_informative_module(*self._call, self.job.seed)
         Fp32Outputs(self.outputs, probe).save(self.job)
         floating = [tensor for tensors in self.outputs for tensor in tensors if is_float(tensor)]
+        sizes = [root_mean_square(tensor.cpu()) for tensor in self.outputs[0] if is_float(tensor)]
+        rms = max((size for size in sizes if size is not None), default=None)
+        result = msgspec.structs.replace(result, output_rms=rms)
         if any(bool(tensor.isnan().any()) for tensor in floating):
             return msgspec.structs.replace(result, status="nonfinite")
         if any(bool(tensor.isinf().any()) for tensor in floating):

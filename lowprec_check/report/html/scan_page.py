@@ -10,14 +10,16 @@ from lowprec_check.analysis.error_shares import trusted_budget
 from lowprec_check.analysis.run_summary import memory_ratio
 from lowprec_check.analysis.speed import speed
 from lowprec_check.analysis.training_status import first_way
-from lowprec_check.report import error_budget, run_rows, summary, times_table, what_if_table
+from lowprec_check.report import run_rows, summary, times_table, what_if_table
 from lowprec_check.report.certainty import predicted_for, prediction_text
 from lowprec_check.report.escape import visible
 from lowprec_check.report.html import bokeh_files as bokeh
-from lowprec_check.report.html import charts, module_tree, training
+from lowprec_check.report.html import causes, charts, module_tree, training
 from lowprec_check.report.html.page import render_page, static
+from lowprec_check.report.html.tradeoff import tradeoff
 from lowprec_check.report.layer_errors import TITLE as LAYERS
 from lowprec_check.report.layer_errors import worst_layers
+from lowprec_check.report.lights import lights
 from lowprec_check.report.policies_table import policy_section
 from lowprec_check.report.run_rows import RunRow
 from lowprec_check.report.summary import Group
@@ -26,16 +28,6 @@ from lowprec_check.report.what_if_table import what_if_rows
 from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.scan_result import Run, ScanResult
 
-SCALE = [
-    {"error": error, "time": time, "share": share}
-    for error, time, share in zip(
-        ("≤1e-5", "≤1e-4", "≤1e-3", "≤5e-3", "≤2e-2", "≤0.1", ">0.1", "Inf"),
-        (*(f"≤{limit:g} ×" for limit in module_tree.SLOWER), f">{module_tree.SLOWER[-1]:g} ×"),
-        (*(f"≤{limit:.0%}" for limit in module_tree.SHARES), f">{module_tree.SHARES[-1]:.0%}"),
-        strict=True,
-    )
-]
-"""The text of each colour of the tree, by what it shows."""
 MATTERS = 0.5
 """A share of lost updates from which its bar has the colour of a warning."""
 MOST_PLACES = 100
@@ -48,11 +40,11 @@ def render(result: ScanResult) -> str:
     drawn = [run for run in result.runs if not run.is_reference and len(run.op_calls)]
     advice, shown = result.recommendation, run_rows.rows(result)
     modules = module_tree.build(drawn)
-    groups = summary.group(result.diagnostics)
+    groups, found = summary.group(result.diagnostics), causes.run_causes(result)
     values: dict[str, Any] = {
         "tool": visible(result.tool),
         "title": summary.title(result),
-        "model_name": visible(result.model.name),
+        "target": visible(result.target),
         "machine": summary.machine(result),
         "scope": summary.scope(result),
         "prediction": prediction_text(result),
@@ -60,7 +52,8 @@ def render(result: ScanResult) -> str:
         "figures": run_rows.figures(result, shown),
         "trained": training.section(result),
         "notes": [visible(note) for note in result.model.notes],
-        "verdict": summary.verdict(result),
+        "verdict": summary.verdict_with_gain(result),
+        "lights": lights(result),
         "verdict_kind": "good" if summary.is_gain(result) else "neutral" if advice else "bad",
         "advice": advice is not None,
         "reason": summary.reason(result, 2000),
@@ -80,15 +73,19 @@ def render(result: ScanResult) -> str:
         "what_if_hint": what_if_table.what_if_hint(result),
         "what_if_heads": what_if_table.HEADS,
         "policies": policy_section(result),
-        "charts": [{"label": summary.label(run), "status": run.status} for run in drawn],
+        "charts": [
+            {"label": summary.label(run), "status": run.status, "tolerance": module_tree.tolerance_text(run)}
+            for run in drawn
+        ],
         "first": _first_shown(drawn),
         "phases": [phase for phase in get_args(Phase) if any(phase in run.op_calls.phase for run in drawn)],
         "nodes": modules.nodes,
         "left_out": modules.left_out,
-        "scale": SCALE,
+        "legends": {"error": module_tree.ERRORS, "t": module_tree.TIMES, "s": module_tree.PARTS},
         "has_shares": any(trusted_budget(run) for run in drawn),
-        "budgets_title": error_budget.TITLE,
-        "budgets": error_budget.all_tables(result),
+        "tradeoff": tradeoff(result),
+        "causes_title": causes.title(found),
+        "causes": found,
         "no_effect": summary.no_effect(groups),
         "findings": [_finding(item) for item in groups[:MOST_GROUPS]],
         "groups": len(groups),
@@ -102,11 +99,13 @@ def render(result: ScanResult) -> str:
 
 def _scripts(values: dict[str, Any]) -> Iterator[str]:
     """Those of the charts, if there are any, and the page's own as one."""
-    has_charts = values["calls"] or values["trajectories"]
+    has_charts = values["calls"] or values["trajectories"] or values["tradeoff"]
     names = ["theme.js", "data.js", "copy.js", "findings.js"]
     if has_charts:
         yield from bokeh.scripts()
         names.append("charts.js")
+    if values["tradeoff"]:
+        names.append("tradeoff.js")
     if values["calls"]:
         names += ["error_chart.js", "range_chart.js", "tree.js", "report.js"]
     if values["trajectories"]:

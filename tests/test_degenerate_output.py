@@ -1,0 +1,104 @@
+"""Which outputs a run cannot be judged by: of saved results, and of scans of models whose output vanishes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from shared_result import shared_result
+from torch import nn
+
+from lowprec_check.analysis.degenerate_output import degenerate_output
+from lowprec_check.engine.scan import scan
+from lowprec_check.schema.error_budget import ErrorBudget
+from lowprec_check.schema.scan_result import Run, ScanResult
+
+
+class Scaled(nn.Module):
+    """A linear layer whose output is multiplied by a constant."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.fc, self.factor = nn.Linear(16, 8), factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x) * self.factor
+
+
+def scanned(factor: float) -> ScanResult:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"errors": "none", "plan": False, "times": "off", "isolation": "none"}
+    return scan(Scaled(factor).eval(), torch.randn(4, 16), precisions=["half", "bfloat16"], **options)
+
+
+def test_fp16_flushes_what_bf16_holds() -> None:
+    result = scanned(1e-10)
+    half, bf16 = result.run("half"), result.run("bfloat16")
+    assert (half.status, bf16.status) == ("inaccurate", "ok")
+    assert half.output_rms == pytest.approx(result.run("fp32").output_rms)
+    assert 1e-12 < (half.output_rms or 0) < 1e-9
+    assert "fp16 flushes it to zero" in (degenerate_output(half, result) or "")
+    assert degenerate_output(bf16, result) is None
+
+
+def test_a_usual_output_is_judged() -> None:
+    result = scanned(1.0)
+    assert 0.1 < (result.run("half").output_rms or 0) < 10
+    assert [degenerate_output(run, result) for run in result.runs] == [None] * 3
+
+
+def test_an_output_of_zeros_is_no_success() -> None:
+    result = scanned(0.0)
+    for name in ("half", "bfloat16"):
+        assert (degenerate_output(result.run(name), result) or "").startswith("the fp32 output is all zeros")
+
+
+def test_the_tensor_with_the_error_counts() -> None:
+    class Two(Scaled):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+            return self.fc(x), self.fc(x) * 1e-10
+
+    torch.manual_seed(0)
+    result = scan(
+        Two(1.0).eval(), torch.randn(4, 16), precisions="half", errors="none", plan=False, times="off", isolation="none"
+    )
+    assert (result.run("half").output_rms or 1) < 1e-9 < 0.1 < (result.run("fp32").output_rms or 0)
+    assert "flushes" in (degenerate_output(result.run("half"), result) or "")
+
+
+def half_run(**changes: Any) -> tuple[Run, ScanResult]:
+    result = shared_result()
+    run = msgspec.structs.replace(result.run("half"), **{"budget": None, "status": "inaccurate"} | changes)
+    return run, result
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"output_rms": 1e-9}, "the output is tiny (rms 1e-09): fp16 flushes it to zero"),
+        ({"output_rms": 1e-6}, "the output is tiny (rms 1e-06): fp16 has few digits for it"),
+        ({"budget": ErrorBudget(output_rms=1e-9)}, "the output is tiny (rms 1e-09): fp16 flushes it to zero"),
+        ({"output_rms": 0.0}, "a tensor of the fp32 output is all zeros"),
+        ({"output_rms": 1e-4}, None),
+        ({"output_rms": None}, None),
+        ({"output_rms": 1e-9, "status": "ok"}, None),  # its error was within the tolerance all the same
+        ({"output_rms": 1e-9, "status": "nonfinite"}, None),
+        ({"output_rms": 1e-9, "status": "error"}, None),
+        ({"output_rms": 1e-9, "precision": "bfloat16"}, None),
+    ],
+)
+def test_saved_runs(changes: dict[str, Any], why: str | None) -> None:
+    assert degenerate_output(*half_run(**changes)) == why
+
+
+@pytest.mark.parametrize("status", ["ok", "unjudged", "inaccurate"])
+def test_zeros_in_fp32_leave_nothing_to_judge(status: str) -> None:
+    run, result = half_run(status=status)
+    zero = [msgspec.structs.replace(each, output_is_zero=each.is_reference) for each in result.runs]
+    result = msgspec.structs.replace(result, runs=zero)
+    assert degenerate_output(run, result) == "the fp32 output is all zeros"
+    by_module = msgspec.structs.replace(run, compared_module="encoder")
+    assert degenerate_output(by_module, result) == "the fp32 output is all zeros; the error is that of encoder"
+    assert degenerate_output(msgspec.structs.replace(run, status="nonfinite"), result) is None
