@@ -20,6 +20,7 @@ from lowprec_check.schema.compiler_check import CompilerCheck
 from lowprec_check.schema.error_budget import ErrorBudget
 from lowprec_check.schema.files import write_file
 from lowprec_check.schema.input_layout import InputLayout
+from lowprec_check.schema.magnitudes import ModuleMagnitudes
 from lowprec_check.schema.measures import Latency, LayerError, Timing, TimingConditions
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Plan
@@ -160,6 +161,8 @@ class Run(Struct, frozen=True, kw_only=True):
     that of its largest tensor. ``None`` if it is not known, or there is no floating tensor."""
     training: TrainingRun | None = None
     """What training in this precision does, for a scan with ``--train``."""
+    magnitudes: list[ModuleMagnitudes] = []
+    """How the fp32 reference's values are distributed in each module, in the order in which the modules first ran."""
     layer_errors: list[LayerError] = []
     """The errors of the layers that a quantizing backend measured, in the order of the model."""
     known_ops: list[str] = []
