@@ -165,9 +165,7 @@ def build(runs: Sequence[Run]) -> Tree:
                 has_children=path in children,
                 open=depth < depth_open,
                 hidden=depth > depth_open,
-                cells=[
-                    found.get(path, nothing).cell(run.tolerance) for found, run in zip(worst, runs, strict=True)
-                ],
+                cells=[found.get(path, nothing).cell(run.tolerance) for found, run in zip(worst, runs, strict=True)],
             )
         )
     return Tree(nodes, left_out)
