@@ -103,7 +103,7 @@ def _right(result: ScanResult) -> Light:
 
 
 def _cannot(odd: Mapping[str, str]) -> str:
-    """``half cannot be judged: the output is all zeros.``"""
+    """``half cannot be judged: the output is all zeros.``."""
     why = "; ".join(dict.fromkeys(odd.values()))
     return f"{choices(list(odd), 'and')} cannot be judged: {sentence(visible(why, 200))}"
 

@@ -305,6 +305,8 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     """The gradients of FSDP2 and DDP in reduced precision, if the scan was asked for them."""
     what_if: list[WhatIf] = []
     """The output errors predicted for the formats of ``--what-if``, none of which was run."""
+    source_lines: dict[str, str] = {}
+    """The text of the lines that op calls and gaps name, ``model.py:41``, as far as their files were found."""
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` if a prediction holds a measured run, times or advice, or measured runs one that is predicted."""

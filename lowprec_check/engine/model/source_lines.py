@@ -1,16 +1,23 @@
-"""Where a user's file defines a class or assigns a name."""
+"""Where a user's file defines a class or assigns a name, and what its lines say."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import linecache
 import threading
 import types
+from collections.abc import Iterable
 from pathlib import Path
 
 from torch import nn
 
 from lowprec_check.engine.core.source_location import show_line
+from lowprec_check.errors import encodable
+
+MOST_LINES = 2000
+LONGEST = 200
+"""Characters of a line."""
 
 # CPython 3.11 and 3.12 fail with SystemError when two threads parse at a time (python/cpython#106905). The lock
 # keeps our threads apart; a thread of the user's that parses costs a location, not the scan.
@@ -45,3 +52,21 @@ def definition_line(module: types.ModuleType, name: str) -> str | None:
         if name in named:
             return show_line(file, node.lineno)
     return None
+
+
+def texts_of_lines(sources: Iterable[str | None], target: str) -> dict[str, str]:
+    """The text of each line ``model.py:41``, without its indentation; those of files that are not found are left out.
+
+    A file outside the current folder is shown by its name alone: it is looked for beside ``target``, the user's name for it.
+    """
+    found: dict[str, str] = {}
+    folder = Path(target.partition(":")[0]).parent
+    for source in dict.fromkeys(sources):
+        file, _, line = (source or "").rpartition(":")
+        if not file or not line.isdecimal() or len(found) == MOST_LINES:
+            continue
+        # linecache also finds `package/file.py` on the import path.
+        text = linecache.getline(file, int(line)) or linecache.getline(str(folder / file), int(line))
+        if source and text.strip():
+            found[source] = encodable(text.strip()[:LONGEST])
+    return found
