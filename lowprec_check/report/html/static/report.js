@@ -6,6 +6,8 @@ async function drawCharts() {
   const embed = async (kind, plot, place) => new kind((await Bokeh.Plotting.show(plot, byId(place))).model.document);
   const phases = data.runs.some((run) => run.calls.phase);
   const charts = { error: await embed(ErrorChart, errorFigure(phases), "error-chart"), range: await embed(RangeChart, rangeFigure(), "range-chart") };
+  const operators = new OperatorTable(data);
+  whenChosen((now) => operators.show(now));
   const showCalls = stepThrough(charts.error, data, phases);
   const choices = document.querySelectorAll(".run-choice");
   let drawn = null;
