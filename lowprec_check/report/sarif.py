@@ -138,7 +138,7 @@ def _result(place: Place, codes: list[str], result: ScanResult, identity: str) -
         "properties": {
             "precisions": runs,
             "calls": sum(d.calls for d in place.found),
-            **({"predictedFrom": visible(first.rests_on, 1000)} if first.rests_on else {}),
+            **({"predictedFrom": visible(without_folders(first.rests_on), 1000)} if first.rests_on else {}),
         },
     }
 

@@ -15,6 +15,7 @@ import msgspec
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.base import Struct, decode, encoded
 from lowprec_check.schema.batch_ranges import BatchRanges
+from lowprec_check.schema.columns import Columns, Part, columns_of
 from lowprec_check.schema.compiler_check import CompilerCheck
 from lowprec_check.schema.error_budget import ErrorBudget
 from lowprec_check.schema.files import write_file
@@ -318,6 +319,14 @@ class ScanResult(Struct, frozen=True, kw_only=True):
             if (run.precision, run.backend, run.memory_format) == (precision, backend, memory_format):
                 return run
         raise KeyError(qualified(precision, backend, memory_format))
+
+    def columns(self, part: Part) -> Columns:
+        """Runs, op calls, gaps or diagnostics as a dict of columns, for ``pandas.DataFrame(result.columns("op_calls"))``.
+
+        The op calls and gaps of all runs have the ``precision``, ``backend`` and ``memory_format`` of their run. Runs have a column for each number and text in
+        them, ``output_error.rel_l2``. docs/json.md lists the columns. Raises ``ValueError`` for another part.
+        """
+        return columns_of(self, part)
 
     def to_json(self) -> bytes:
         """Encode as one line of JSON."""
