@@ -17,7 +17,7 @@ from shared_result import run, shared_result
 
 from lowprec_check.report import sarif
 from lowprec_check.report.paths import without_folders
-from lowprec_check.report.places import Line, places
+from lowprec_check.report.places import FileLine, places
 from lowprec_check.report.registry import format_of, render
 from lowprec_check.schema.scan_result import Diagnostic, ScanResult
 
@@ -146,9 +146,9 @@ def test_a_model_by_name_is_at_the_line_of_the_package_and_says_so() -> None:
 
 def test_without_a_line_it_is_where_the_model_is_made() -> None:
     bare = diagnostic(source=None, module=None, op=None)
-    assert places(with_findings(bare))[0].line == Line("net.py", 12)
-    assert places(with_findings(bare, source="timm/x.py:1", caller="own.py:4"))[0].line == Line("own.py", 4)
-    assert places(with_findings(bare, source=None))[0].line == Line("net.py", 1)
+    assert places(with_findings(bare))[0].line == FileLine("net.py", 12)
+    assert places(with_findings(bare, source="timm/x.py:1", caller="own.py:4"))[0].line == FileLine("own.py", 4)
+    assert places(with_findings(bare, source=None))[0].line == FileLine("net.py", 1)
 
 
 # -- fingerprints
