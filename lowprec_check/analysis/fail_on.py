@@ -23,7 +23,7 @@ _COUNTING: dict[FailOn, tuple[str, ...]] = {
 """The severities of the findings that count."""
 
 
-class Failure(NamedTuple):
+class ScanFailure(NamedTuple):
     """Why a scan fails; it does not if ``no_pass`` is false and there are no ``findings``."""
 
     fail_on: FailOn
@@ -46,18 +46,18 @@ def asked_to_fail_on(result: ScanResult, fail_on: FailOn, *, with_baseline: bool
     return msgspec.structs.replace(result, options=options)
 
 
-def failure(result: ScanResult) -> Failure:
+def failure(result: ScanResult) -> ScanFailure:
     """Why ``result`` fails, by the ``--fail-on`` in its options.
 
     With a baseline, which asks for what is new, accepted findings do not count, nor do those that rest on times.
     """
     fail_on = _fail_on(result)
     if fail_on == "never":
-        return Failure(fail_on, no_pass=False, findings=[])
+        return ScanFailure(fail_on, no_pass=False, findings=[])
     has_baseline = bool(result.options.get(WITH_BASELINE))
     counting = [d for d in result.diagnostics if not d.accepted and not (has_baseline and d.timed)]
     found = [d for d in counting if d.severity in _COUNTING.get(fail_on, ())]
-    return Failure(fail_on, no_pass=result.recommendation is None, findings=found)
+    return ScanFailure(fail_on, no_pass=result.recommendation is None, findings=found)
 
 
 def _fail_on(result: ScanResult) -> FailOn:

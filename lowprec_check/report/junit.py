@@ -7,7 +7,7 @@ from typing import Any
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
-from lowprec_check.analysis.fail_on import Failure, failure
+from lowprec_check.analysis.fail_on import ScanFailure, failure
 from lowprec_check.analysis.run_summary import counted, explain_status
 from lowprec_check.report import run_rows, summary
 from lowprec_check.report.certainty import prediction_text
@@ -66,7 +66,7 @@ def _time(runs: Sequence[Run], result: ScanResult) -> dict[str, str]:
     return {"time": f"{sum(run.latency_ms or 0.0 for run in runs) / 1000:.6f}"}
 
 
-def _outcome(case: Element, run: Run, result: ScanResult, why: Failure) -> None:
+def _outcome(case: Element, run: Run, result: ScanResult, why: ScanFailure) -> None:
     """What the case of a run contains: it fails if the scan fails for its findings, or with every other run."""
     status = visible(without_folders(explain_status(run))) if run.status != "ok" else ""
     found = [d for d in result.diagnostics if d.is_about(run) and not d.accepted]
@@ -84,7 +84,7 @@ def _outcome(case: Element, run: Run, result: ScanResult, why: Failure) -> None:
         SubElement(case, "system-out").text = _lines(found)
 
 
-def _verdict(case: Element, result: ScanResult, why: Failure) -> None:
+def _verdict(case: Element, result: ScanResult, why: ScanFailure) -> None:
     """The case of the whole scan: it fails if no precision passes, or for findings that are about no run."""
     found = [d for d in result.diagnostics if not d.accepted and not _has_run(d, result)]
     counting = [d for d in why.findings if not _has_run(d, result)]

@@ -11,7 +11,7 @@ from lowprec_check.report.summary import SEVERITY_ORDER
 from lowprec_check.schema.scan_result import Diagnostic, ScanResult
 
 
-class Line(NamedTuple):
+class FileLine(NamedTuple):
     """A line of a file."""
 
     file: str
@@ -26,7 +26,7 @@ class Line(NamedTuple):
 class Place(NamedTuple):
     """A line of the user's, and the findings with the same code about the same op that it leads to, in all precisions and modules."""
 
-    line: Line
+    line: FileLine
     found: list[Diagnostic]
     """The most severe first."""
     is_own: bool = True
@@ -43,9 +43,9 @@ class Place(NamedTuple):
         return list(dict.fromkeys(visible(d.run_label) for d in self.found if d.run_label))
 
     @property
-    def inside(self) -> dict[Line, list[Diagnostic]]:
+    def inside(self) -> dict[FileLine, list[Diagnostic]]:
         """The lines in installed packages that the line leads to, and what was found there."""
-        lines: dict[Line, list[Diagnostic]] = {}
+        lines: dict[FileLine, list[Diagnostic]] = {}
         for d in self.found:
             if d.caller and d.source:
                 lines.setdefault(line_of(d.source), []).append(d)
@@ -87,7 +87,7 @@ def _line(d: Diagnostic, result: ScanResult) -> tuple[str, bool]:
     return caller or source or result.target, caller != ""
 
 
-def line_of(source: str) -> Line:
+def line_of(source: str) -> FileLine:
     """The line of ``net.py:41``; the first one of ``net.py`` and ``net.py:make_model``."""
     match = re.fullmatch(r"(?s)(.*):(\d{1,9})", source)
-    return Line(match[1], max(1, int(match[2]))) if match else Line(re.sub(r"(?<=\.py):\w+$", "", source), 1)
+    return FileLine(match[1], max(1, int(match[2]))) if match else FileLine(re.sub(r"(?<=\.py):\w+$", "", source), 1)

@@ -19,7 +19,7 @@ from lowprec_check.report import summary
 from lowprec_check.report.certainty import prediction_text
 from lowprec_check.report.escape import visible
 from lowprec_check.report.paths import without_folders
-from lowprec_check.report.places import Line, Place, places
+from lowprec_check.report.places import FileLine, Place, places
 from lowprec_check.schema.scan_result import Diagnostic, ScanResult
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
@@ -138,7 +138,7 @@ def _result(place: Place, codes: list[str], result: ScanResult, identity: str) -
         "properties": {
             "precisions": runs,
             "calls": sum(d.calls for d in place.found),
-            **({"predictedFrom": visible(first.rests_on, 1000)} if first.rests_on else {}),
+            **({"predictedFrom": visible(without_folders(first.rests_on), 1000)} if first.rests_on else {}),
         },
     }
 
@@ -149,7 +149,7 @@ def _in_package(found: Sequence[Diagnostic]) -> str:
     return " in ".join(filter(None, (visible(found[0].op or ""), summary.and_more(modules)))) or "the call"
 
 
-def _location(line: Line, found: Sequence[Diagnostic], result: ScanResult, base: str) -> dict[str, Any]:
+def _location(line: FileLine, found: Sequence[Diagnostic], result: ScanResult, base: str) -> dict[str, Any]:
     location: dict[str, Any] = {
         "physicalLocation": {
             "artifactLocation": _artifact(line.file, base),
