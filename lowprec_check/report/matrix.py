@@ -21,7 +21,7 @@ CANNOT_BE_JUDGED = "cannot be judged"
 WORDS = ("ok", "inaccurate", CANNOT_BE_JUDGED, "nonfinite", "error", "crashed", "timeout", "skipped")
 """What a cell is counted and filtered by, from good to bad."""
 
-WEIGHTS = {"unknown": "", "random": "random", "scaled": "random, scaled", "loaded": "loaded"}
+WEIGHTS = {"unknown": "", "random": "random", "scaled": "scaled random", "loaded": "loaded"}
 """Where the weights of a model come from, in a word."""
 
 _SIGNS = {"ok": "✅", "inaccurate": "⚠️", CANNOT_BE_JUDGED: "❔", "skipped": "⏭️"}
@@ -97,7 +97,8 @@ def outcome(cell: MatrixCell) -> str:
 def recommended(row: MatrixRow) -> str:
     """``half``; with a remark if that run cannot be judged."""
     advice = row.recommended or "fp32"
-    doubtful = [cell for cell in row.cells if cell.degenerate and cell.precision == advice]
+    runs = (advice, advice.removesuffix(" (predicted)"))
+    doubtful = [cell for cell in row.cells if cell.degenerate and cell.precision in runs]
     return visible(f"{advice} ({CANNOT_BE_JUDGED})" if doubtful else advice)
 
 

@@ -8,7 +8,6 @@ from urllib.parse import quote
 from lowprec_check.report.escape import visible
 from lowprec_check.report.html.page import render_page, static
 from lowprec_check.report.matrix import (
-    CANNOT_BE_JUDGED,
     WEIGHTS,
     WORDS,
     Names,
@@ -27,6 +26,11 @@ from lowprec_check.schema.matrix import Matrix, MatrixCell, MatrixRow
 
 _NOT_SCANNED = "not scanned"
 """The word for a model that could not be scanned."""
+
+_MARKS = {"✅": "✓", "➖": "–", "⚠️": "!", "❔": "?", "⏭️": ""}
+"""Signs that every font has, for those of Markdown."""
+
+_KINDS = {"✅": "ok", "➖": "none", "⚠️": "warn", "❔": "none", "⏭️": "none"}
 
 _LAST = 1e12
 """The sort key of what has no figure."""
@@ -90,16 +94,21 @@ def _row(row: MatrixRow, columns: list[str], names: Names, found: _Found, linked
     return {
         "name": name,
         "more": more,
-        "weights": WEIGHTS[row.weights],
+        "facts": " · ".join(_facts(row)),
         "reason": visible(row.reason or ""),
         "href": f"models/{row.slug}.html" if scanned and linked else None,
-        "parameters": format_count(row.parameters) if row.parameters else "",
         "parameters_key": row.parameters or 0,
         "word": "" if scanned else _NOT_SCANNED,
         "codes": found.positions(found.codes, row.codes),
         "cells": [_cell(by_column.get(column), found) for column in columns],
         "recommended": recommended(row) if scanned else "",
     }
+
+
+def _facts(row: MatrixRow) -> list[str]:
+    parameters = [format_count(row.parameters)] if row.parameters else []
+    weights = {"unknown": [], "loaded": ["loaded weights"]}.get(row.weights, [f"{WEIGHTS[row.weights]} weights"])
+    return [*parameters, *weights]
 
 
 def _cell(cell: MatrixCell | None, found: _Found) -> dict[str, Any]:
@@ -115,14 +124,14 @@ def _cell(cell: MatrixCell | None, found: _Found) -> dict[str, Any]:
             "ratios": [],
             "remarks": [],
         }
-    state = word(cell)
+    state, (sign, _, text) = word(cell), outcome(cell).partition(" ")
     figures = state in ("ok", "inaccurate")
     time, memory = (cell.time, cell.memory) if figures else (None, None)
     ratios = [(name, format_ratio(value)) for name, value in (("time", time), ("memory", memory)) if value is not None]
     error = WORDS.index(state) * 1e6 + (cell.rel_l2 if cell.rel_l2 is not None else 1e5)
     return {
-        "text": outcome(cell),
-        "kind": _kind(state),
+        "text": f"{_MARKS.get(sign, '✗')} {text}",
+        "kind": _KINDS.get(sign, "bad"),
         "ratios": ratios,
         "remarks": [*([visible(cell.degenerate)] if cell.degenerate else []), *_evidence(cell)],
         "keys": [error, time if time is not None else _LAST, memory if memory is not None else _LAST],
@@ -134,7 +143,3 @@ def _cell(cell: MatrixCell | None, found: _Found) -> dict[str, Any]:
 
 def _evidence(cell: MatrixCell) -> list[str]:
     return [] if cell.evidence == "measured" else [cell.evidence]
-
-
-def _kind(state: str) -> str:
-    return {"ok": "ok", "inaccurate": "warn", CANNOT_BE_JUDGED: "none", "skipped": "none"}.get(state, "bad")

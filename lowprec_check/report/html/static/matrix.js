@@ -11,11 +11,12 @@
     text: row.textContent.toLowerCase(),
     word: row.dataset.word,
     codes: list(row.dataset.codes),
-    cells: [...row.cells].slice(3).map((cell) => ({cell, word: cell.dataset.word, ops: list(cell.dataset.ops), codes: list(cell.dataset.codes)})),
+    cells: [...row.cells].slice(2).map((cell) => ({cell, word: cell.dataset.word, ops: list(cell.dataset.ops), codes: list(cell.dataset.codes)})),
   }]));
 
   const value = (row, column) => {
-    const data = row.cells[column].dataset, key = column > 2 ? data[chosen.by] : data.key, number = Number(key);
+    const data = column === "parameters" ? {key: row.dataset.parameters} : row.cells[column].dataset;
+    const key = column > 1 ? data[chosen.by] : data.key, number = Number(key);
     return key !== "" && Number.isFinite(number) ? number : key;
   };
   const order = (a, b) => (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b)));
@@ -44,12 +45,12 @@
   };
 
   const sorted = () => {
-    const column = chosen.sort === "" ? -1 : Number(chosen.sort);
+    const column = chosen.sort === "parameters" ? chosen.sort : Number(chosen.sort);
     headings.forEach((heading, index) => {
-      if (index === column) heading.setAttribute("aria-sort", chosen.down ? "descending" : "ascending");
+      if (chosen.sort !== "" && index === column) heading.setAttribute("aria-sort", chosen.down ? "descending" : "ascending");
       else heading.removeAttribute("aria-sort");
     });
-    const rows = column < 0 ? given : [...given].sort((a, b) => order(value(a, column), value(b, column)) * (chosen.down ? -1 : 1));
+    const rows = chosen.sort === "" ? given : [...given].sort((a, b) => order(value(a, column), value(b, column)) * (chosen.down ? -1 : 1));
     body.replaceChildren(...rows);
   };
 
@@ -66,7 +67,7 @@
     const parts = new URLSearchParams();
     for (const name of ["q", "op", "code"]) if (chosen[name]) parts.set(name, chosen[name]);
     if (chosen.status.size) parts.set("status", [...chosen.status].join(","));
-    if (chosen.sort !== "") parts.set("sort", headings[Number(chosen.sort)].textContent);
+    if (chosen.sort !== "") parts.set("sort", headings[chosen.sort]?.textContent ?? chosen.sort);
     if (chosen.by !== "error") parts.set("by", chosen.by);
     if (chosen.down) parts.set("order", "down");
     return String(parts);
@@ -86,7 +87,7 @@
     chosen.op = known("op", parts.get("op"));
     chosen.code = known("code", parts.get("code"));
     const column = headings.findIndex((heading) => heading.textContent === parts.get("sort"));
-    chosen.sort = column < 0 ? "" : String(column);
+    chosen.sort = column >= 0 ? String(column) : parts.get("sort") === "parameters" ? "parameters" : "";
     chosen.by = ["time", "memory"].find((name) => name === parts.get("by")) ?? "error";
     chosen.down = parts.get("order") === "down";
     const wanted = (parts.get("status") ?? "").split(",");
