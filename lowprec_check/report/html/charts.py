@@ -12,6 +12,8 @@ import msgspec
 from lowprec_check.analysis.error_origin import Origin, origin
 from lowprec_check.analysis.error_shares import fails_by_error, trusted_budget
 from lowprec_check.report.escape import visible
+from lowprec_check.report.html.ribbon import pack_magnitudes
+from lowprec_check.report.html.strip import pack_strip
 from lowprec_check.report.summary import label
 from lowprec_check.schema.base import encoded
 from lowprec_check.schema.op_calls import OpCall
@@ -64,6 +66,11 @@ def _run(run: Run, limit: int, numbers: dict[str, dict[str, int]]) -> dict[str, 
     columns["share"] = [three_digits(shares[index]) for index in kept] if any(shares) else []
     if any(run.op_calls.phase):
         columns["phase"] = [rows[index].phase for index in kept]
+    names = numbers["module"]
+
+    def number(name: str) -> int:
+        return names.setdefault(name, len(names))
+
     columns["nonfinite"] = [rows[index].introduced_inf + rows[index].introduced_nan for index in kept]
     columns["rescued"] = [int(rows[index].outcome == "rescued") for index in kept]
     return {
@@ -75,6 +82,8 @@ def _run(run: Run, limit: int, numbers: dict[str, dict[str, int]]) -> dict[str, 
         "origin": _origin(found, run),
         "calls": columns,
         "ranges": _ranges(rows),
+        "strip": pack_strip(run, number),
+        "magnitudes": pack_magnitudes(run, number),
     }
 
 
