@@ -57,7 +57,9 @@ def pack_strip(run: Run, number: Callable[[str], int]) -> dict[str, Any]:
         "op": [number(visible(short_op(its.ops[-1]))) for its in found],
         "kind": [kinds.setdefault(tuple(its.ops), len(kinds)) for its in found],
         "calls": [its.calls for its in found],
-        "time": [round(its.time_ms, 4) for its in found] if sum(timed) > MOSTLY * sum(its.calls for its in found) else [],
+        "time": [round(its.time_ms, 4) for its in found]
+        if sum(timed) > MOSTLY * sum(its.calls for its in found)
+        else [],
         "error": [its.error if its.error is None else float(f"{its.error:.3g}") for its in found],
         "level": levels,
         "gaps": _gaps(run, found),
