@@ -19,7 +19,9 @@ class Ablation(Struct, frozen=True, kw_only=True):
     keep_fp32: list[str]
     """The modules blamed, none inside another, in the order of the analysis."""
     blamed_for: BlamedFor
+    """Why they are blamed."""
     status: Status
+    """How the run with them in fp32 ended."""
     rel_l2: float | None = None
     """Error of the output; ``None`` if it is not finite, or the run gave no output."""
     predicted: float | None = None

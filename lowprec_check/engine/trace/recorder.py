@@ -195,6 +195,8 @@ class Recorder(DispatchMode):
         row.to_python = int(call.involved and call.traits.packet == "aten::_local_scalar_dense")
         row.vanished = vanished_constant(call, outputs)
         call.involved = call.involved or any(map(is_narrow, outputs))
+        if self._timed and call.outcome == "ok":
+            row.time_ms = _milliseconds(call.seconds)
         if call.involved and outputs and self._errors != "none":
             with torch._C._DisableAutocast():
                 if state is not None and widened is not None and has_drawn(call, state):
@@ -217,7 +219,7 @@ class Recorder(DispatchMode):
     ) -> None:
         seconds = self._op_errors.measure(call, outputs, widened, row)
         if seconds is not None and call.outcome == "ok" and self._timed:
-            row.time_ms, row.reference_ms = _milliseconds(call.seconds), _milliseconds(seconds)
+            row.reference_ms = _milliseconds(seconds)
             self.emulation.add_timing(call.traits.name, call.seconds, seconds)
 
     def _exact_outputs(self, call: DispatchedCall) -> Sequence[Tensor | None] | None:

@@ -14,6 +14,8 @@ from lowprec_check.analysis.error_shares import fails_by_error, trusted_budget
 from lowprec_check.report.escape import visible
 from lowprec_check.report.html.error_levels import BOUNDS
 from lowprec_check.report.html.operator_table import pack_operators
+from lowprec_check.report.html.ribbon import pack_magnitudes
+from lowprec_check.report.html.strip import pack_strip
 from lowprec_check.report.summary import label
 from lowprec_check.schema.base import encoded
 from lowprec_check.schema.op_calls import OpCall
@@ -70,6 +72,11 @@ def _run(run: Run, limit: int, numbers: dict[str, dict[str, int]], digits: int) 
     columns["share"] = [three_digits(shares[index], digits) for index in kept] if any(shares) else []
     if any(run.op_calls.phase):
         columns["phase"] = [rows[index].phase for index in kept]
+    names = numbers["module"]
+
+    def number(name: str) -> int:
+        return names.setdefault(name, len(names))
+
     columns["nonfinite"] = [rows[index].introduced_inf + rows[index].introduced_nan for index in kept]
     columns["recast"] = [rows[index].recast for index in kept]
     columns["rescued"] = [int(rows[index].outcome == "rescued") for index in kept]
@@ -83,6 +90,8 @@ def _run(run: Run, limit: int, numbers: dict[str, dict[str, int]], digits: int) 
         "origin": _origin(found, run),
         "calls": columns,
         "ranges": _ranges(rows),
+        "strip": pack_strip(run, number),
+        "magnitudes": pack_magnitudes(run, number),
     }
 
 

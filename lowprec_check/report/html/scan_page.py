@@ -111,7 +111,7 @@ def _scripts(values: dict[str, Any]) -> Iterator[str]:
     if values["tradeoff"]:
         names.append("tradeoff.js")
     if values["calls"]:
-        names += ["error_chart.js", "ops.js", "range_chart.js", "tree.js", "report.js"]
+        names += ["strip.js", "ribbon.js", "error_chart.js", "ops.js", "tree.js", "report.js"]
     if values["trajectories"]:
         names.append("training.js")
     yield "".join(map(static, names))

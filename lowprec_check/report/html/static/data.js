@@ -45,6 +45,13 @@ const pick = (table, rows, extra) => {
   return Object.assign(part, extra);
 };
 
+function newElement(tag, className = "", text = "") {
+  const made = document.createElement(tag);
+  made.className = className;
+  made.textContent = text;
+  return made;
+}
+
 function fillTable(id, rows) {
   byId(id).tBodies[0].replaceChildren(...rows.map((cells) => {
     const row = document.createElement("tr");

@@ -5,10 +5,13 @@ async function drawCharts() {
   const data = await unpack(byId("calls").textContent.trim());
   const embed = async (kind, plot, place) => new kind((await Bokeh.Plotting.show(plot, byId(place))).model.document);
   const phases = data.runs.some((run) => run.calls.phase);
-  const charts = { error: await embed(ErrorChart, errorFigure(phases), "error-chart"), range: await embed(RangeChart, rangeFigure(), "range-chart") };
+  const charts = { error: await embed(ErrorChart, errorFigure(phases), "error-chart") };
   const operators = new OperatorTable(data);
   whenChosen((now) => operators.show(now));
   const showCalls = stepThrough(charts.error, data, phases);
+  const strip = new Strip(data);
+  whenChosen((its) => strip.show(its));
+  whenChosen(({ run }) => { drawRibbon(data, data.runs[run]); writeRangeRemark(data, data.runs[run]); });
   const choices = document.querySelectorAll(".run-choice");
   let drawn = null;
   whenChosen(({ run }) => {
