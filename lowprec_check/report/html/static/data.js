@@ -45,6 +45,13 @@ const pick = (table, rows, extra) => {
   return Object.assign(part, extra);
 };
 
+// An element with these properties, holding texts and other elements.
+function element(name, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(name), properties);
+  made.append(...children);
+  return made;
+}
+
 function fillTable(id, rows) {
   byId(id).tBodies[0].replaceChildren(...rows.map((cells) => {
     const row = document.createElement("tr");
