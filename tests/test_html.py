@@ -51,16 +51,21 @@ def label_in_chart(page: Any) -> str:
     return str(page.locator("#origin-label").text_content())
 
 
+CHART = "Bokeh.documents.find((one) => one.get_model_by_name('call-areas'))"
+"""The document of the error chart, in the page."""
+
+
 def points(page: Any, name: str) -> dict[str, list[Any]]:
     """A data source of the error chart; NaN is ``None``."""
-    script = """(name) => Object.fromEntries(Object.entries(Bokeh.documents[0].get_model_by_name(name).data)
-        .map(([key, values]) => [key, [...values].map((value) => (Number.isNaN(value) ? null : value))]))"""
+    script = f"(name) => Object.fromEntries(Object.entries({CHART}.get_model_by_name(name).data)"
+    script += ".map(([key, values]) => [key, [...values].map((value) => (Number.isNaN(value) ? null : value))]))"
     return dict(page.evaluate(script, name))
 
 
 def shown_calls(page: Any) -> tuple[float, float]:
     """The range of op calls that the error chart shows."""
-    return tuple(page.evaluate("(({ start, end }) => [start, end])(Bokeh.documents[0].roots()[0].x_range)"))
+    start, end = page.evaluate(f"(({{ start, end }}) => [start, end])({CHART}.roots()[0].x_range)")
+    return start, end
 
 
 def show(page: Any, label: str) -> None:
@@ -94,8 +99,11 @@ def test_the_page_opens_without_errors_and_shows_the_origin_of_the_error(
 @pytest.mark.slow
 def test_the_page_shows_shares_in_bars_tree_and_calls(browser: Any, page_of: Any) -> None:
     with opened(browser, page_of(budgeted_result()), viewport={"width": 1200, "height": 900}) as page:
-        first = page.locator(".budget").first
-        assert first.locator("summary").first.inner_text().startswith("bfloat16 46 % head.out (native_layer_norm)")
+        first = page.locator(".budget", has_text="bfloat16").filter(has=page.locator(".shares")).first
+        first.evaluate("details => { details.open = true; }")
+        told = first.locator("summary").first.inner_text()
+        assert told.startswith("bfloat16 inaccurate error over the tolerance")
+        assert "46 % from head.out" in told
         assert first.locator("tbody tr").first.inner_text().split()[:3] == ["head.out", "46", "%"]
         widths = (
             first.locator("table")
@@ -222,7 +230,7 @@ def test_labels_hide_neither_each_other_nor_the_chart(
         assert not [(one, other) for i, one in enumerate(places) for other in places[:i] if overlap(one, other)]
         assert not [one for one in places if overlap(one, frame)]
         assert all(one["x"] >= 0 and one["x"] + one["width"] <= width for one in places)
-        marks = "['tolerance-label', 'origin-label'].some((name) => Bokeh.documents[0].get_model_by_name(name))"
+        marks = f"['tolerance-label', 'origin-label'].some((name) => {CHART}.get_model_by_name(name))"
         assert not page.evaluate(marks)  # nothing is written into the chart
 
 
@@ -249,7 +257,7 @@ def test_the_error_chart_follows_the_module_chosen(browser: Any, page_of: Any) -
         page.focus("#call-slider")
         page.keyboard.press("End")
         assert page.inner_text("#call-details").startswith(f"Call {inside[-1]}: ")
-        page.evaluate("Bokeh.documents[0].roots()[0].x_range.reset()")
+        page.evaluate(f"{CHART}.roots()[0].x_range.reset()")
         assert shown_calls(page) == (0, 49)
         page.evaluate("choose({ module: null })")
         assert set(points(page, "accumulated")["alpha"]) == {1}
@@ -447,7 +455,7 @@ def test_findings_that_are_not_shown_are_counted() -> None:
     many = [msgspec.structs.replace(first, op=f"aten.op_{i}.default", message="m" * 300) for i in range(20_000)]
     page = render(msgspec.structs.replace(RESULT, diagnostics=many))
     assert len(page) <= LARGEST
-    assert "19500 of 20000 groups of findings are not shown" in page
+    assert "19500 of 20000 causes are not shown" in page
 
 
 def test_the_origin_is_the_largest_share_else_the_first_nonfinite_else_the_first_over_the_tolerance() -> None:

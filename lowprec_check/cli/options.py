@@ -50,6 +50,14 @@ Weights = Annotated[
         metavar="FILE", help="State dict to load into the model: a file of torch.save or .safetensors; weights only."
     ),
 ]
+ScaleWeights = Annotated[
+    bool,
+    typer.Option(
+        "--scale-weights",
+        help="Scale random weights layer by layer, so that the output of each layer has unit variance: the initial weights of "
+        "many models let the signal vanish, and an output of 1e-12 cannot be judged.",
+    ),
+]
 Precisions = Annotated[
     list[str] | None,
     typer.Option(

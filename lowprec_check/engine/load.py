@@ -12,6 +12,7 @@ import torch
 
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.model.load_target import load_target
+from lowprec_check.engine.model.scaled_weights import scale_weights
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_imports import separate_imports
 from lowprec_check.engine.run.isolation import best_isolation, threads_end
@@ -32,11 +33,14 @@ class TargetSpec(NamedTuple):
     """Shapes that replace the inputs of the target."""
     weights: Path | None = None
     """File with a state dict."""
+    scale_weights: bool = False
+    """Whether to scale the weights layer by layer, so that outputs have unit variance."""
 
     def load(self, seed: int) -> Target:
         """Load after seeding, so that a file with random weights gets the same ones in every worker and scan."""
         seed_everything(seed)
-        return load_target(self.name, self.inputs, str(self.weights) if self.weights is not None else None)
+        target = load_target(self.name, self.inputs, str(self.weights) if self.weights is not None else None)
+        return scale_weights(target, seed) if self.scale_weights else target
 
 
 def load_here(spec: TargetSpec, seed: int) -> TargetSource:

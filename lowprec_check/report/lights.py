@@ -30,6 +30,11 @@ class Light(NamedTuple):
     answer: str
     """One short sentence, or a few."""
 
+    @property
+    def sign(self) -> str:
+        """What the color says, for readers who do not see it."""
+        return {"good": "✓", "warn": "!", "bad": "✕", "none": "–"}[self.color]
+
 
 def lights(result: ScanResult) -> list[Light]:
     """The four lights, in the order of the questions."""
@@ -73,8 +78,14 @@ def _reasons(failed: Sequence[Run]) -> Iterator[str]:
     """``half and bfloat16: 4 of 21 ops have no kernel: dot, inv.``, runs with the same reason together."""
     why: dict[str, list[str]] = defaultdict(list)
     for run in failed:
-        why[visible(status_reason(run), 160)].append(summary.label(run))
+        why[visible(_reason(run), 160)].append(summary.label(run))
     yield from (f"{choices(names, 'and')}: {sentence(reason)}" for reason, names in why.items())
+
+
+def _reason(run: Run) -> str:
+    """Why it fails; the light names the tolerance itself."""
+    too_far = run.status == "inaccurate" and run.training is None and run.output_error is not None
+    return f"error {_error(run)}" if too_far and run.tolerance else status_reason(run)
 
 
 # -- is it right

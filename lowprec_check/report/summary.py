@@ -213,6 +213,13 @@ def verdict(result: ScanResult) -> str:
     return visible(f"Stay in {fp32} for {best.prefer}; {name} {_after_name(best.gain)}")
 
 
+def verdict_with_gain(result: ScanResult) -> str:
+    """The verdict as one sentence, with what is gained: ``Use half: 1.4 times as fast as fp32.``."""
+    best = result.recommendation
+    gain = f": {best.gain}" if best is not None and best.gain and is_gain(result) else ""
+    return visible(f"{verdict(result).rstrip('.')}{gain}.")
+
+
 def _no_gain(best: Recommendation) -> str:
     slower = best.speedup is not None and best.speedup <= 1 / TOLD
     if best.worth == "unknown":

@@ -20,6 +20,7 @@ from lowprec_check.schema.compiler_check import CompilerCheck
 from lowprec_check.schema.error_budget import ErrorBudget
 from lowprec_check.schema.files import write_file
 from lowprec_check.schema.input_layout import InputLayout
+from lowprec_check.schema.magnitudes import ModuleMagnitudes
 from lowprec_check.schema.measures import Latency, LayerError, Timing, TimingConditions
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Plan
@@ -57,6 +58,8 @@ class Gap(Struct, frozen=True, kw_only=True):
     phase: Phase = "forward"
     module: str
     source: str | None
+    caller: str | None = None
+    """The innermost line of the user's own code, if ``source`` is in an installed package; empty if there is none."""
     dtypes: list[str]
     message: str
     calls: int = 1
@@ -158,6 +161,8 @@ class Run(Struct, frozen=True, kw_only=True):
     that of its largest tensor. ``None`` if it is not known, or there is no floating tensor."""
     training: TrainingRun | None = None
     """What training in this precision does, for a scan with ``--train``."""
+    magnitudes: list[ModuleMagnitudes] = []
+    """How the fp32 reference's values are distributed in each module, in the order in which the modules first ran."""
     layer_errors: list[LayerError] = []
     """The errors of the layers that a quantizing backend measured, in the order of the model."""
     known_ops: list[str] = []
@@ -229,6 +234,11 @@ class Diagnostic(Struct, frozen=True, kw_only=True):
     module: str | None = None
     op: str | None = None
     source: str | None = None
+    """``file.py:line`` of the code that it is about, not torch's."""
+    caller: str | None = None
+    """The line of the user's own code that leads there, if ``source`` is in an installed package: the call of the package, or the
+    line that makes the model. Empty if there is none, as of a model that is scanned by its name.
+    """
     message: str
     help: str | None = None
     url: str | None = None
@@ -254,6 +264,10 @@ class Diagnostic(Struct, frozen=True, kw_only=True):
         return (self.precision, self.backend, self.memory_format) == (run.precision, run.backend, run.memory_format)
 
 
+WeightsOrigin = Literal["unknown", "random", "scaled", "loaded"]
+"""``scaled``: random, then scaled layer by layer, so that outputs have unit variance; ``unknown``: the user's file made them."""
+
+
 class ModelInfo(Struct, frozen=True, kw_only=True):
     """The scanned model, for the head of a report."""
 
@@ -262,6 +276,8 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     inputs: list[str]
     modules: int
     training: bool
+    weights: WeightsOrigin = "unknown"
+    """Where the values of the weights come from."""
     call: str = "model(*inputs)"
     """How the model is called, as code."""
     calibration: str = ""
@@ -273,7 +289,11 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     layout: InputLayout = InputLayout(kind="nested")
     """The tensors in the inputs."""
     source: str | None = None
-    """Where the class of the model is defined, ``file.py:line``."""
+    """The line that makes the model, or defines its class: ``file.py:line``."""
+    caller: str | None = None
+    """The line of the user's own code that makes the model, or scans it, if ``source`` is in an installed package or unknown;
+    empty if there is none.
+    """
     notes: list[str] = []
 
 

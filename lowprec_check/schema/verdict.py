@@ -38,6 +38,9 @@ class ExceptionInfo(Struct, frozen=True, kw_only=True):
     message: str
     module: str | None = None
     source: str | None = None
+    """``file.py:line`` of the innermost code that is not torch's."""
+    caller: str | None = None
+    """The innermost line of the user's own code, if ``source`` is in an installed package; empty if there is none."""
     phase: Phase | None = None
     """The part of a training step that raised it; ``None`` if only the forward pass was run."""
 

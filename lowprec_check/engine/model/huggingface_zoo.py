@@ -74,7 +74,7 @@ def load_folder(folder: str, inputs: tuple[str, ...] = ()) -> Target:
         call = maker.__name__ if model_class is not None else f"{maker.__name__}.from_config"
         code, notes = f"transformers.{call}({config_code})", [f"{folder} has no weights: they are random"]
     target = _target(f"hf:{folder}", model, config, inputs, code)
-    return target._replace(notes=(*target.notes, *notes))
+    return target._replace(notes=(*target.notes, *notes), weights="loaded" if has_weights else "random")
 
 
 def _saved_model(maker: Any, folder: str) -> tuple[nn.Module, list[str]]:
@@ -213,7 +213,9 @@ def _target(name: str, model: nn.Module, config: Any, inputs: tuple[str, ...], c
 
     given = make_batch(0)
     setup = ("import transformers", f"model = {code}.eval()", f"inputs = {inputs_code(given)}")
-    return unchecked_target(model, given, name=name, make_batch=make_batch, setup=setup, default_inputs=not inputs)
+    return unchecked_target(
+        model, given, name=name, make_batch=make_batch, setup=setup, default_inputs=not inputs, weights="random"
+    )
 
 
 def default_inputs(model: nn.Module, config: Any, generator: torch.Generator) -> dict[str, Tensor]:

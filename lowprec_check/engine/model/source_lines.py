@@ -7,12 +7,12 @@ import inspect
 import linecache
 import threading
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from torch import nn
 
-from lowprec_check.engine.core.source_location import show_line
+from lowprec_check.engine.core.source_location import is_own_file, show_line
 from lowprec_check.errors import encodable
 
 MOST_LINES = 2000
@@ -36,8 +36,22 @@ def class_line(model: nn.Module) -> str | None:
         return None
 
 
+def is_own_class(model: nn.Module) -> bool:
+    """Whether the class of ``model`` is in a file of the user's own."""
+    try:
+        return is_own_file(inspect.getfile(type(model)))
+    except (OSError, TypeError):
+        return False
+
+
+def first_line(module: types.ModuleType) -> str | None:
+    """The first line of the file; ``None`` if it is not the user's own."""
+    file = getattr(module, "__file__", None)
+    return show_line(file, 1) if file and is_own_file(file) else None
+
+
 def definition_line(module: types.ModuleType, name: str) -> str | None:
-    """The line that assigns or defines ``name`` at the top level of the file."""
+    """The line that assigns, defines or imports ``name``, outside functions and classes."""
     file = getattr(module, "__file__", None)
     if not file:
         return None
@@ -46,12 +60,28 @@ def definition_line(module: types.ModuleType, name: str) -> str | None:
             body = ast.parse(Path(file).read_text(encoding="utf-8")).body
     except (OSError, SyntaxError, ValueError, SystemError):
         return None
+    line = next((node.lineno for node in _statements(body) if name in _named_by(node)), None)
+    return None if line is None else show_line(file, line)
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a file in order, also those in ``if``, ``with``, ``try`` and loops."""
     for node in body:
-        targets = getattr(node, "targets", [getattr(node, "target", None)])
-        named = [getattr(node, "name", None), *(getattr(target, "id", None) for target in targets)]
-        if name in named:
-            return show_line(file, node.lineno)
-    return None
+        yield node
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            inner = [getattr(node, part, []) for part in ("body", "orelse", "finalbody")]
+            inner += [handler.body for handler in getattr(node, "handlers", [])]
+            for part in inner:
+                yield from _statements(part)
+
+
+def _named_by(node: ast.stmt) -> list[str | None]:
+    """The names that a statement assigns, defines or imports."""
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return [found.asname or found.name for found in node.names]
+    targets = getattr(node, "targets", [getattr(node, "target", None)])
+    targets = [part for target in targets for part in getattr(target, "elts", [target])]
+    return [getattr(node, "name", None), *(getattr(target, "id", None) for target in targets)]
 
 
 def texts_of_lines(sources: Iterable[str | None], target: str) -> dict[str, str]:

@@ -32,6 +32,7 @@ def load_timm(name: str, inputs: tuple[str, ...] = ()) -> Target:
         name=f"timm:{name}",
         make_batch=make_batch,
         default_inputs=not inputs,
+        weights="random",
         setup=(
             "import timm",
             f"model = timm.create_model({name!r}, pretrained=False).eval()",

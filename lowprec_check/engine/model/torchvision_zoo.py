@@ -44,6 +44,7 @@ def load_torchvision(name: str, inputs: tuple[str, ...] = ()) -> Target:
         name=f"torchvision:{name}",
         make_batch=make_batch,
         default_inputs=not inputs,
+        weights="random",
         setup=(
             "import torchvision",
             f"model = torchvision.models.get_model({name!r}{arguments}).eval()",

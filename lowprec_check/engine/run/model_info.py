@@ -33,12 +33,14 @@ def describe_target(target: Target, fp32: Run, *, trains: bool = False) -> Model
         inputs=describe_inputs(target.args, target.kwargs),
         modules=sum(1 for _ in model.modules()),
         training=model.training or trains,
+        weights=target.weights,
         call=target.form,
         calibration=target.calibration_code,
         setup=_training_setup(target) if trains else list(target.setup),
         castable=_is_castable(target),
         layout=_layout(target),
         source=target.source,
+        caller=target.caller,
         notes=notes,
     )
 

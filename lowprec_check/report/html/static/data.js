@@ -71,3 +71,7 @@ function choose(change) {
 }
 // Whether the module of an op call, as the page names it, is the chosen one or inside it.
 const isInChosen = (module) => chosen.module === null || module === chosen.module || module.startsWith(`${chosen.module}.`);
+document.addEventListener("click", (event) => {
+  const link = event.target.closest("a[data-module]");
+  if (link) choose({ module: link.dataset.module === "(model)" ? null : link.dataset.module });
+});

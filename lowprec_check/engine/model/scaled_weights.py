@@ -1,0 +1,185 @@
+"""Scales random weights layer by layer, so that the output of every layer has about unit variance.
+
+This is layer-sequential unit-variance initialization (Mishkin and Matas 2016, "All you need is a good init", arXiv:1511.06422)
+in one forward pass: each op that multiplies by a weight is scaled when it first runs, before its result is used. Weights that
+are all zero (the last BatchNorm of a block, LayerScale, heads) are drawn anew first.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+
+from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
+from lowprec_check.engine.core.exceptions import first_line
+from lowprec_check.engine.core.pytree import map_tensors
+from lowprec_check.engine.core.source_location import call_model
+from lowprec_check.engine.model.snapshot import Snapshot
+from lowprec_check.engine.model.target import Target
+from lowprec_check.errors import UsageError, message_of, type_name
+
+NOTE = "random weights, scaled layer by layer to outputs of unit variance"
+TOLERANCE = 0.1
+"""A layer keeps its weights if the mean square of its output differs from 1 by less, as in the paper."""
+
+
+class _Roles(NamedTuple):
+    """Which arguments of an op may be a weight, and which is what is added."""
+
+    weights: tuple[int, ...]
+    bias: int | None = None
+
+
+_PRODUCTS = {
+    "mm": _Roles((0, 1)),
+    "bmm": _Roles((0, 1)),
+    "mv": _Roles((0, 1)),
+    "dot": _Roles((0, 1)),
+    "addmm": _Roles((1, 2), 0),
+    "addmv": _Roles((1, 2), 0),
+    "baddbmm": _Roles((1, 2), 0),
+    "linear": _Roles((1,), 2),
+    "convolution": _Roles((1,), 2),
+    "_convolution": _Roles((1,), 2),
+    "_grouped_mm": _Roles((0, 1)),
+    "embedding": _Roles((0,)),
+}
+"""Ops that sum over products with a weight, by the name of the aten op."""
+
+_FACTORS = {
+    "mul": _Roles((0, 1)),
+    "mul_": _Roles((0, 1)),
+    "native_batch_norm": _Roles((1,), 2),
+    "_native_batch_norm_legit": _Roles((1,), 2),
+    "_native_batch_norm_legit_no_training": _Roles((1,), 2),
+    "native_group_norm": _Roles((1,), 2),
+    "native_layer_norm": _Roles((2,), 3),
+    "_fused_rms_norm": _Roles((2,)),
+}
+"""Ops that multiply each channel by a weight."""
+
+
+def scale_weights(target: Target, seed: int) -> Target:
+    """Scale the weights of ``target.model`` in place by one call on its inputs; the result has a note that says so.
+
+    The output of each layer gets a root mean square of 1; ``seed`` draws the weights that are zero. Nothing else of the model,
+    the inputs, or the generators changes. Raises :class:`UsageError` if the weights were loaded from a file, or the call fails.
+    """
+    if target.weights == "loaded":
+        raise UsageError(
+            "The weights are loaded from a file, so they are not scaled.", "Leave out --scale-weights, or the weights."
+        )
+    model = target.model
+    snapshot = Snapshot(model, target.inputs)
+    scaler = _Scaler(model, seed)
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # it is one op with the weights of several layers
+    try:
+        args, kwargs = (map_tensors(given, lambda tensor: tensor.detach().clone()) for given in target.inputs)
+        with torch.no_grad(), scaler:
+            call_model(model, args, kwargs)
+    except Exception as error:
+        raise UsageError(
+            f"The weights could not be scaled, since the model fails: {type_name(error)}: {first_line(message_of(error))}",
+            "Leave out --scale-weights, or give the inputs that the model takes with --inputs.",
+        ) from None
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        snapshot.restore()
+    redrawn = f" ({scaler.redrawn} that were zero are drawn anew)" if scaler.redrawn else ""
+    setup = (*target.setup, "# then the scan scaled the random weights: --scale-weights")
+    return target._replace(weights="scaled", notes=(*target.notes, f"{NOTE}{redrawn}"), setup=setup)
+
+
+class _Scaler(DispatchMode):
+    """Scales the weights of each op when it runs, and its result with them."""
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        super().__init__()
+        self.redrawn = 0
+        self._generator = torch.Generator().manual_seed(seed)
+        self._weights = {
+            parameter.untyped_storage().data_ptr()
+            for parameter in model.parameters()
+            if parameter.layout == torch.strided and parameter.is_floating_point() and parameter.numel()
+        }
+        self._done: dict[int, list[range]] = {}
+        """The elements that were scaled, by storage: a weight that is used again keeps the scale of its first use."""
+
+    def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
+        """Run the op; if it multiplies by weights that are new, scale them and the result."""
+        name = func._schema.name.removeprefix("aten::")
+        found = self._affine(name, args)
+        if not found:
+            return run_op(func, args, kwargs, keys)
+        weight = found[0]
+        if not bool(weight.count_nonzero()):
+            self._redraw(weight, name)
+        result = run_op(func, args, kwargs, keys)
+        output = result if isinstance(result, Tensor) else result[0]
+        size = _root_mean_square(output)
+        if size and math.isfinite(size):
+            self._mark(found)
+            if abs(size * size - 1) > TOLERANCE:
+                for tensor in (*found, output):
+                    tensor.mul_(1 / size)
+        return result
+
+    def _affine(self, name: str, args: tuple[Any, ...]) -> list[Tensor]:
+        """The weight, and the bias if there is one, that the result of an op is proportional to; empty if it is not."""
+        roles = _PRODUCTS.get(name) or _FACTORS.get(name)
+        if roles is None:
+            return []
+        operands = [args[index] for index in roles.weights if index < len(args)]
+        weights = [operand for operand in operands if self._is_weight(operand)]
+        if len(weights) != 1 or (name in ("mul", "mul_") and not _is_per_channel(weights[0], operands)):
+            return []
+        bias = args[roles.bias] if roles.bias is not None and roles.bias < len(args) else None
+        found = [*weights, *([bias] if isinstance(bias, Tensor) else [])]
+        return found if all(self._is_weight(each) and not self._is_done(each) for each in found) else []
+
+    def _is_weight(self, value: Any) -> bool:
+        if not isinstance(value, Tensor) or value.layout != torch.strided or not value.is_floating_point():
+            return False
+        overlaps = any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True))
+        return not overlaps and value.untyped_storage().data_ptr() in self._weights
+
+    def _is_done(self, tensor: Tensor) -> bool:
+        mine = _elements(tensor)
+        known = self._done.get(tensor.untyped_storage().data_ptr(), [])
+        return any(mine.start < other.stop and other.start < mine.stop for other in known)
+
+    def _mark(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            self._done.setdefault(tensor.untyped_storage().data_ptr(), []).append(_elements(tensor))
+
+    def _redraw(self, weight: Tensor, name: str) -> None:
+        """Ones for a factor of each channel; for the weight of a product normal numbers, which are scaled anyway."""
+        self.redrawn += 1
+        if name in _FACTORS:
+            weight.fill_(1.0)
+        else:
+            weight.copy_(torch.randn(weight.shape, generator=self._generator))
+
+
+def _is_per_channel(weight: Tensor, operands: list[Any]) -> bool:
+    """Whether a product of two tensors is that of an activation with a factor for each channel, as LayerScale is."""
+    others = [operand for operand in operands if operand is not weight and isinstance(operand, Tensor)]
+    return len(others) == 1 and weight.numel() == max(weight.shape, default=1) and others[0].numel() > weight.numel()
+
+
+def _elements(tensor: Tensor) -> range:
+    """The positions in its storage from the first to the last element."""
+    start = int(tensor.storage_offset())
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return range(start, start + last + 1)
+
+
+def _root_mean_square(tensor: Tensor) -> float:
+    if not tensor.numel() or not tensor.is_floating_point():
+        return 0.0
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) / math.sqrt(tensor.numel())
