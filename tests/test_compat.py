@@ -33,6 +33,7 @@ from lowprec_check.compat.scan_process import ScanLimits, ScanOutcome
 from lowprec_check.compat.target_list import Request, expand_requests, read_list, with_slugs
 from lowprec_check.errors import UsageError
 from lowprec_check.report import matrix as matrix_report
+from lowprec_check.report.html.matrix_page import matrix_page
 from lowprec_check.report.registry import write as write_report
 from lowprec_check.schema import matrix
 from lowprec_check.schema.matrix import Matrix, MatrixRow
@@ -292,16 +293,16 @@ def test_a_scalar_overflow_is_not_counted_as_a_missing_kernel() -> None:
 def test_any_text_is_escaped_in_the_index(nasty: str) -> None:
     found = matrix_of(nasty)
     tables = [line for line in matrix_report.markdown(found).splitlines() if line.startswith("|")]
-    columns = len(matrix_report.precisions(found)) + 3
+    columns = len(matrix_report.precisions(found)) + 4
     assert {len(re.findall(r"(?<!\\)\|", line)) - 1 for line in tables} == {9, 3, columns}
-    page = matrix_report.page(found)
+    page = matrix_page(found)
     assert "<script>alert" not in page
     assert page.count("<script") == 2
 
 
 def test_the_index_page_sorts_and_filters(tmp_path: Path) -> None:
     path = tmp_path / "index.html"
-    path.write_text(matrix_report.page(matrix_of("", "b.py", "a.py")), encoding="utf-8")
+    path.write_text(matrix_page(matrix_of("", "b.py", "a.py")), encoding="utf-8")
     with chromium() as browser, opened(browser, path, viewport={"width": 360, "height": 800}) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
         assert page.get_by_text("no such file").is_visible()

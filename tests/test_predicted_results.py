@@ -27,8 +27,8 @@ from lowprec_check.report.certainty import prediction_in_brief, prediction_text
 from lowprec_check.report.diff import markdown as diff_markdown
 from lowprec_check.report.diff import text as diff_text
 from lowprec_check.report.html import diff_page
+from lowprec_check.report.html.matrix_page import matrix_page
 from lowprec_check.report.matrix import markdown as matrix_markdown
-from lowprec_check.report.matrix import page as matrix_page
 from lowprec_check.report.registry import FORMATS, render
 from lowprec_check.report.text import render as text_report
 from lowprec_check.schema.fallbacks import fallback_of

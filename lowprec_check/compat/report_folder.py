@@ -51,9 +51,14 @@ class ReportFolder:
         self._prepare()
         without = [row for row in found.rows if not self._complete(row)]
         for suffix in self.suffixes:
-            text = matrix.markdown(found, self.title) if suffix == ".md" else matrix.page(found, self.title)
+            text = matrix.markdown(found, self.title) if suffix == ".md" else self._page(found)
             write_file(self.folder / f"index{suffix}", text)
         return without
+
+    def _page(self, found: Matrix) -> str:
+        from lowprec_check.report.html.matrix_page import matrix_page  # only with --html
+
+        return matrix_page(found, self.title)
 
     def _complete(self, row: MatrixRow) -> bool:
         """Make the missing pages of a row; returns whether it has all."""

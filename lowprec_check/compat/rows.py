@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from lowprec_check.analysis.degenerate_output import degenerate_output
 from lowprec_check.analysis.run_summary import label, memory_ratio, missing_kernels
 from lowprec_check.analysis.speed import speed
 from lowprec_check.compat.target_list import Request
@@ -12,7 +13,7 @@ from lowprec_check.schema.matrix import MatrixCell, MatrixRow
 from lowprec_check.schema.recommendation import Recommendation
 from lowprec_check.schema.scan_result import Run, ScanResult
 
-_ENVIRONMENT = ("torch", "python", "device_name", "cpu_capability", "threads", "torchvision")
+_ENVIRONMENT = ("torch", "python", "device_name", "cpu_capability", "threads", "torchvision", "timm", "transformers")
 
 
 def request_of(row: MatrixRow) -> Request:
@@ -35,6 +36,8 @@ def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict
         state="scanned",
         model=result.model.name,
         parameters=result.model.parameters,
+        weights=result.model.weights,
+        codes=_codes(result, None),
         inputs=result.model.inputs,
         environment={key: str(about[key]) for key in _ENVIRONMENT if about.get(key) is not None},
         cells=[_cell(run, result) for run in result.runs if not run.is_reference],
@@ -75,6 +78,7 @@ def _cell(run: Run, result: ScanResult) -> MatrixCell:
         column=run.key.label,
         device=run.device,
         status=run.status,
+        degenerate=degenerate_output(run, result),
         evidence=run.evidence,
         rel_l2=_digits(run.output_error.distance if run.output_error else None),
         time=_digits(time),
@@ -83,7 +87,18 @@ def _cell(run: Run, result: ScanResult) -> MatrixCell:
         first_gap=first.op if first else None,
         first_gap_kind=first.kind if first else None,
         first_gap_source=first.source if first else None,
+        codes=_codes(result, run),
     )
+
+
+def _codes(result: ScanResult, run: Run | None) -> list[str]:
+    """The codes of the findings about ``run``, or about none: each once."""
+    found = [
+        diagnostic.code
+        for diagnostic in result.diagnostics
+        if (diagnostic.precision is None if run is None else diagnostic.is_about(run))
+    ]
+    return sorted(set(found))
 
 
 def _digits(value: float | None) -> float | None:

@@ -78,7 +78,8 @@ def with_slugs(requests: Iterable[Request]) -> list[Request]:
 
 
 def _plain_slug(request: Request) -> str:
-    name = _file_name(request.target)[-80:].lstrip("-.") or "model"
+    zoo = re.match(r"\w+:[^,./]+(?=,)", request.target)  # without the values of a configuration
+    name = _file_name(zoo[0] if zoo else request.target)[-80:].lstrip("-.") or "model"
     return f"{name}-{_file_name(request.device.replace(':', ''))}" if request.device else name
 
 

@@ -77,7 +77,7 @@ def environment(device: str | None = None) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "accelerators": [_describe(kind) for kind in accelerators() if devices.is_available(kind)],
-        "torchvision": installed_version("torchvision"),
+        **{package: installed_version(package) for package in ("torchvision", "timm", "transformers")},
         "ipex": installed_version(IPEX),
         "ipex_fits": ipex_fits(),
     }

@@ -1,12 +1,10 @@
-"""The matrix of models, precisions and devices as Markdown and HTML, with the ops that most often lack a kernel."""
+"""The matrix of models, precisions and devices as Markdown, with the ops that most often lack a kernel; and its words."""
 
 from __future__ import annotations
 
 import itertools
 import shlex
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any
 
 from lowprec_check.analysis.recommend import SMALLER
 from lowprec_check.analysis.run_summary import short_op, shorten
@@ -17,19 +15,27 @@ from lowprec_check.report.summary import format_count, format_ratio
 from lowprec_check.schema.matrix import Matrix, MatrixCell, MatrixRow
 from lowprec_check.schema.run_key import PLAN
 
-_SIGNS = {"ok": "✅", "inaccurate": "⚠️", "unjudged": "❔", "skipped": "⏭️"}
+CANNOT_BE_JUDGED = "cannot be judged"
+"""The word for a run whose output is all zeros, too small for its format, or holds nothing to compare."""
+
+WORDS = ("ok", "inaccurate", CANNOT_BE_JUDGED, "nonfinite", "error", "crashed", "timeout", "skipped")
+"""What a cell is counted and filtered by, from good to bad."""
+
+WEIGHTS = {"unknown": "", "random": "random", "scaled": "random, scaled", "loaded": "loaded"}
+"""Where the weights of a model come from, in a word."""
+
+_SIGNS = {"ok": "✅", "inaccurate": "⚠️", CANNOT_BE_JUDGED: "❔", "skipped": "⏭️"}
 _MOST_OPS = 30
 
 
-def markdown(matrix: Matrix, title: str = "Compatibility") -> str:
-    """The index page; each model links to ``models/<slug>.md``."""
-    columns = precisions(matrix)
-    common = len(_common_options(matrix))
-    rows = [_row(row, columns, common) for row in matrix.rows]
+def markdown(matrix: Matrix, title: str = "Compatibility", *, linked: bool = True) -> str:
+    """The index page; each model links to ``models/<slug>.md``, unless not ``linked``."""
+    columns, names = precisions(matrix), Names(matrix)
+    rows = [_row(row, columns, names, linked) for row in matrix.rows]
     parts = [
         f"# {escape(visible(title))}",
-        *_machines(matrix),
-        f"{_legend()}{_about_predictions(matrix)}",
+        *_head(matrix),
+        f"{_legend()}{about_predictions(matrix)}",
         _totals(matrix, columns),
     ]
     missing = _missing(matrix)
@@ -37,32 +43,9 @@ def markdown(matrix: Matrix, title: str = "Compatibility") -> str:
         parts += ["## Ops without a kernel", table(missing, ["op", "precision", "models"], "llr")]
     parts += [
         "## Models",
-        table(rows, ["model", "parameters", *map(escape, columns), "recommended"], "lr" + "l" * (len(columns) + 1)),
+        table(rows, [*_FIRST_COLUMNS, *map(escape, columns), "recommended"], "llr" + "l" * (len(columns) + 1)),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def page(matrix: Matrix, title: str = "Compatibility") -> str:
-    """The index as HTML, which can be sorted and filtered; each model links to ``models/<slug>.html``."""
-    from lowprec_check.report.html.page import render_page, static
-
-    columns, shared = precisions(matrix), shared_options(matrix)
-    common = len(_common_options(matrix))
-    scanned = [row for row in matrix.rows if row.state == "scanned"]
-    return render_page(
-        "matrix.html.j2",
-        [static("theme.js"), static("matrix.js")],
-        tool=f"lowprec-check {_first(row.made_with.get('tool') for row in matrix.rows)}",
-        title=visible(title),
-        machines=[*map(_machine, _one_of_each(matrix)), *([f"scanned with {shared}"] if shared else [])],
-        columns=columns,
-        totals=[_counted(matrix, column) for column in columns],
-        rows=[_html_row(row, columns, common) for row in matrix.rows],
-        missing=[[name, precision, number] for name, precision, number in _missing_ops(matrix)],
-        scanned=len(scanned),
-        failed=len(matrix.rows) - len(scanned),
-        about_predictions=_about_predictions(matrix),
-    )
 
 
 def precisions(matrix: Matrix) -> list[str]:
@@ -77,29 +60,45 @@ def column_of(cell: MatrixCell) -> str:
     return PLAN if cell.precision.startswith(f"{PLAN} (") else cell.precision
 
 
-def _cells(row: MatrixRow) -> dict[str, MatrixCell]:
+def cells(row: MatrixRow) -> dict[str, MatrixCell]:
+    """The cells of a row by their column."""
     return {visible(column_of(cell)): cell for cell in row.cells}
+
+
+def word(cell: MatrixCell) -> str:
+    """The status of a cell in :data:`WORDS`."""
+    return CANNOT_BE_JUDGED if cell.degenerate or cell.status == "unjudged" else cell.status
 
 
 def describe(cell: MatrixCell | None) -> str:
     """``✅ 1.2e-03 · 0.62 ×``, or why it fails; ``➖ 1.2e-03 · predicted``."""
     if cell is None:
         return "–"
-    return _described(cell) + ("" if cell.evidence == "measured" else f" · {cell.evidence}")
+    speed = [format_ratio(cell.time)] if cell.time is not None and word(cell) in ("ok", "inaccurate") else []
+    why = [visible(cell.degenerate)] if cell.degenerate else []
+    predicted = [] if cell.evidence == "measured" else [cell.evidence]
+    return " · ".join([outcome(cell), *why, *speed, *predicted])
 
 
-def _described(cell: MatrixCell) -> str:
-    sign = _SIGNS.get(cell.status, "❌") if cell.status != "ok" or _gains(cell) else "➖"
+def outcome(cell: MatrixCell) -> str:
+    """``✅ 1.2e-03``: its sign and its error, or why there is none."""
+    state = word(cell)
+    sign = "➖" if state == "ok" and not _gains(cell) else _SIGNS.get(state, "❌")
     if cell.status == "error" and cell.gaps:
         more = f" +{len(cell.gaps) - 1}" if len(cell.gaps) > 1 else ""
         return visible(f"{sign} no {short_op(cell.gaps[0])}{more}")
     if cell.status == "error" and cell.first_gap:
         return visible(f"{sign} {cell.first_gap_kind}: {short_op(cell.first_gap)}")
-    if cell.status not in ("ok", "inaccurate"):
-        return f"{sign} {cell.status}"
-    error = f"{cell.rel_l2:.1e}" if cell.rel_l2 is not None else "∞"
-    speed = f" · {format_ratio(cell.time)}" if cell.time is not None else ""
-    return f"{sign} {error}{speed}"
+    if state not in ("ok", "inaccurate"):
+        return f"{sign} {state}"
+    return f"{sign} {cell.rel_l2:.1e}" if cell.rel_l2 is not None else f"{sign} ∞"
+
+
+def recommended(row: MatrixRow) -> str:
+    """``half``; with a remark if that run cannot be judged."""
+    advice = row.recommended or "fp32"
+    doubtful = [cell for cell in row.cells if cell.degenerate and cell.precision == advice]
+    return visible(f"{advice} ({CANNOT_BE_JUDGED})" if doubtful else advice)
 
 
 def _gains(cell: MatrixCell) -> bool:
@@ -107,50 +106,70 @@ def _gains(cell: MatrixCell) -> bool:
     return (cell.time or 1.0) <= 1 / TOLD or (cell.memory or 1.0) <= SMALLER
 
 
+class Names:
+    """The names of rows: the target, the options that not all rows share, and the device if not all rows have the same."""
+
+    def __init__(self, matrix: Matrix) -> None:
+        self._common = len(_common_options(matrix))
+        self._one_device = len({row.device for row in matrix.rows}) == 1
+
+    def parts(self, row: MatrixRow) -> tuple[str, str]:
+        """``timm:vit_tiny``, and what follows it: values of a configuration, options, ``on cuda``."""
+        target, comma, values = row.target.partition(",")
+        own = [shlex.join(row.options[self._common :])] if row.options[self._common :] else []
+        device = [f"on {row.device}"] if row.device and not self._one_device else []
+        return visible(target), visible(" ".join([comma + values, *own, *device]))
+
+    def name(self, row: MatrixRow) -> str:
+        """Both on one line."""
+        target, more = self.parts(row)
+        return f"{target}{more}" if more.startswith((",", " ")) or not more else f"{target} {more}"
+
+
 # -- Markdown
 
 
-def _row(row: MatrixRow, columns: list[str], common: int) -> list[str]:
-    name = _name(row, common)
+_FIRST_COLUMNS = ("model", "weights", "parameters")
+
+
+def _row(row: MatrixRow, columns: list[str], names: Names, linked: bool) -> list[str]:
+    name = names.name(row)
     if row.state == "failed":
-        return [code(name), "", *([""] * len(columns)), f"❌ {escape(shorten(visible(row.reason or ''), 160))}"]
-    cells = _cells(row)
-    shown = [escape(describe(cells.get(column))) for column in columns]
-    link = f"[{escape(name)}](models/{row.slug}.md)"
-    return [link, format_count(row.parameters or 0), *shown, escape(visible(row.recommended or "fp32"))]
-
-
-def _name(row: MatrixRow, common: int) -> str:
-    """The target, the options that not all rows share, and the device."""
-    own = f" {shlex.join(row.options[common:])}" if row.options[common:] else ""
-    return visible(f"{row.target}{own}{f' on {row.device}' if row.device else ''}")
+        return [code(name), "", "", *([""] * len(columns)), f"❌ {escape(shorten(visible(row.reason or ''), 160))}"]
+    found = cells(row)
+    shown = [escape(describe(found.get(column))) for column in columns]
+    link = f"[{escape(name)}](models/{row.slug}.md)" if linked else escape(name)
+    return [link, WEIGHTS[row.weights], format_count(row.parameters or 0), *shown, escape(recommended(row))]
 
 
 def _legend() -> str:
     return (
-        "✅ passes and is faster or smaller than fp32, with its error and time · ➖ passes · ⚠️ error over tolerance · ❌ fails, with the first op that has no kernel and the "
-        "number of further ones, or with another reason · error: relative L2 error of the output against fp32 · ×: time "
-        "relative to fp32, timed while other work may have run"
+        "✅ passes and is faster or smaller than fp32, with its error and time · ➖ passes · ⚠️ error over tolerance · ❔ cannot be "
+        "judged: its output is all zeros, too small for the format, or holds nothing to compare · ❌ fails, with the first op that "
+        "has no kernel and the number of further ones, or with another reason · error: relative L2 error of the output against "
+        "fp32 · ×: time relative to fp32, timed while other work may have run"
     )
 
 
-def _about_predictions(matrix: Matrix) -> str:
+def about_predictions(matrix: Matrix) -> str:
     """What ``predicted`` means in a matrix that has such cells."""
     if all(cell.evidence == "measured" for row in matrix.rows for cell in row.cells):
         return ""
     return " · predicted: emulated on a CPU, nothing ran on that device"
 
 
-def _machines(matrix: Matrix) -> list[str]:
-    if not matrix.rows:
-        return ["No models."]
+def _head(matrix: Matrix) -> list[str]:
+    return ["  \n".join(map(escape, machines(matrix)))] if matrix.rows else ["No models."]
+
+
+def machines(matrix: Matrix) -> list[str]:
+    """Where the models were scanned, and with which options."""
     options = shared_options(matrix)
-    lines = [*map(_machine, _one_of_each(matrix)), *([f"scanned with {options}"] if options else [])]
-    return ["  \n".join(map(escape, lines))]
+    return [*map(_machine, _one_of_each(matrix)), *([f"scanned with {options}"] if options else [])]
 
 
 def _one_of_each(matrix: Matrix) -> list[MatrixRow]:
-    found = {(tuple(row.environment.items()), _device(row)): row for row in matrix.rows if row.state == "scanned"}
+    found = {_machine(row): row for row in matrix.rows if row.state == "scanned"}
     return list(found.values())
 
 
@@ -176,7 +195,7 @@ def _machine(row: MatrixRow) -> str:
     env = row.environment
     parts = [
         f"torch {env.get('torch', '?')}",
-        *([f"torchvision {env['torchvision']}"] if "torchvision" in env else []),
+        *(f"{package} {env[package]}" for package in ("torchvision", "timm", "transformers") if package in env),
         f"{_device(row)}: {env.get('device_name', '?')}",
         f"{env.get('threads', '?')} thread{'' if env.get('threads') == '1' else 's'}",
     ]
@@ -186,59 +205,23 @@ def _machine(row: MatrixRow) -> str:
 def _totals(matrix: Matrix, columns: list[str]) -> str:
     rows = []
     for column in columns:
-        counted = _counted(matrix, column)
-        rows.append([escape(column), *(str(counted[name] or "") for name in _STATUSES)])
+        found = counted(matrix, column)
+        rows.append([escape(column), *(str(found[name] or "") for name in WORDS)])
     failed = sum(row.state == "failed" for row in matrix.rows)
     note = f"\n\n{failed} of {len(matrix.rows)} models could not be scanned; their rows show why." if failed else ""
-    return table(rows, ["precision", *_STATUSES], "l" + "r" * len(_STATUSES)) + note
+    return table(rows, ["precision", *WORDS], "l" + "r" * len(WORDS)) + note
 
 
-_STATUSES = ("ok", "unjudged", "inaccurate", "nonfinite", "error", "crashed", "timeout", "skipped")
+def counted(matrix: Matrix, column: str) -> Counter[str]:
+    """How many cells of a column have each of :data:`WORDS`."""
+    return Counter(word(cell) for row in matrix.rows for name, cell in cells(row).items() if name == column)
 
 
-def _counted(matrix: Matrix, column: str) -> Counter[str]:
-    return Counter(cell.status for row in matrix.rows for name, cell in _cells(row).items() if name == column)
-
-
-def _missing_ops(matrix: Matrix) -> list[tuple[str, str, int]]:
-    found = Counter((op, column) for row in matrix.rows for column, cell in _cells(row).items() for op in cell.gaps)
+def missing_ops(matrix: Matrix) -> list[tuple[str, str, int]]:
+    """The ops without a kernel in most models, with the precision and the number of models."""
+    found = Counter((op, column) for row in matrix.rows for column, cell in cells(row).items() for op in cell.gaps)
     return [(visible(op), column, number) for (op, column), number in found.most_common(_MOST_OPS)]
 
 
 def _missing(matrix: Matrix) -> list[list[str]]:
-    return [[code(op), escape(column), str(number)] for op, column, number in _missing_ops(matrix)]
-
-
-# -- HTML
-
-
-def _html_row(row: MatrixRow, columns: list[str], common: int) -> dict[str, Any]:
-    cells = _cells(row)
-    shown = [
-        (describe(cells.get(column)), _kind(cells.get(column)), _sort_key(cells.get(column))) for column in columns
-    ]
-    return {
-        "name": _name(row, common),
-        "reason": visible(row.reason or ""),
-        "href": f"models/{row.slug}.html" if row.state == "scanned" else None,
-        "parameters": format_count(row.parameters) if row.parameters else "",
-        "parameters_key": row.parameters or 0,
-        "cells": shown if row.state == "scanned" else [],
-        "recommended": visible(row.recommended or "fp32") if row.state == "scanned" else "",
-    }
-
-
-def _kind(cell: MatrixCell | None) -> str:
-    if cell is None or cell.status == "skipped":
-        return "none"
-    return {"ok": "ok", "inaccurate": "warn", "unjudged": "warn"}.get(cell.status, "bad")
-
-
-def _sort_key(cell: MatrixCell | None) -> float:
-    if cell is None:
-        return 1e9
-    return _STATUSES.index(cell.status) * 1e6 + (cell.rel_l2 if cell.rel_l2 is not None else 1e5)
-
-
-def _first(values: Iterable[str | None]) -> str:
-    return next((visible(value) for value in values if value), "")
+    return [[code(op), escape(column), str(number)] for op, column, number in missing_ops(matrix)]

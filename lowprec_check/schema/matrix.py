@@ -10,7 +10,7 @@ import msgspec
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.base import Struct, decode, encode
 from lowprec_check.schema.files import write_file
-from lowprec_check.schema.scan_result import Evidence, GapKind
+from lowprec_check.schema.scan_result import Evidence, GapKind, WeightsOrigin
 from lowprec_check.schema.verdict import Status
 
 SCHEMA = 1
@@ -26,6 +26,8 @@ class MatrixCell(Struct, frozen=True, kw_only=True):
     device: str
     status: Status
     evidence: Evidence = "measured"
+    degenerate: str | None = None
+    """Why the run cannot be judged by its output, whatever its status is; ``None`` if it can, and in older files."""
     rel_l2: float | None = None
     time: float | None = None
     """Latency relative to fp32."""
@@ -36,6 +38,8 @@ class MatrixCell(Struct, frozen=True, kw_only=True):
     first_gap: str | None = None
     first_gap_kind: GapKind | None = None
     first_gap_source: str | None = None
+    codes: list[str] = []
+    """Codes of the findings about this run, each once; empty in older files."""
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for a predicted cell with a time or memory."""
@@ -59,6 +63,10 @@ class MatrixRow(Struct, frozen=True, kw_only=True):
     seconds: float
     model: str | None = None
     parameters: int | None = None
+    weights: WeightsOrigin = "unknown"
+    """Where the values of the weights come from; ``unknown`` also in older files."""
+    codes: list[str] = []
+    """Codes of the findings about the model as a whole, each once; empty in older files."""
     inputs: list[str] = []
     environment: dict[str, str] = {}
     cells: list[MatrixCell] = []
