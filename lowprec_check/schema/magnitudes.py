@@ -16,10 +16,13 @@ class ModuleMagnitudes(Struct, frozen=True, kw_only=True):
     """
 
     module: str
+    """The path of the module; empty for the model itself."""
     lowest: int = 0
     """The exponent of the first bucket: ``counts[i]`` is the number of values with 2**(lowest + i) <= magnitude < 2**(lowest + i + 1)."""
     counts: list[int] = []
+    """Number of values per bucket."""
     zeros: int = 0
+    """Number of values that are exactly 0."""
     nonfinite: int = 0
     """Number of values that are Inf or NaN in the reference too."""
     ops: int = 0

@@ -12,8 +12,8 @@ import msgspec
 from lowprec_check.analysis.error_origin import Origin, origin
 from lowprec_check.analysis.error_shares import fails_by_error, trusted_budget
 from lowprec_check.report.escape import visible
+from lowprec_check.report.html import operator_table
 from lowprec_check.report.html.error_levels import BOUNDS
-from lowprec_check.report.html.operator_table import pack_operators
 from lowprec_check.report.html.ribbon import pack_magnitudes
 from lowprec_check.report.html.strip import pack_strip
 from lowprec_check.report.summary import label
@@ -52,6 +52,9 @@ def pack(runs: Sequence[Run]) -> str:
     numbers: dict[str, dict[str, int]] = {name: {} for name in _TEXTS}
     digits = 6 if sum(len(run.op_calls) for run in runs) <= EXACT_CALLS else 3
     packed = [_run(run, limit, numbers, digits) for run in runs]
+    for run, found in zip(runs, packed, strict=True):
+        whole = found["total"] == len(found["calls"]["index"])
+        found["operators"] = operator_table.pack_operators(run, operator_table.MOST_SUMS // len(runs), whole=whole)
     strings = {name: list(known) for name, known in numbers.items()}
     data = encoded({"strings": strings, "runs": packed, "limits": limits(), "levels": BOUNDS}, msgspec.json.encode)
     return base64.b64encode(gzip.compress(data, 6, mtime=0)).decode()
@@ -86,7 +89,6 @@ def _run(run: Run, limit: int, numbers: dict[str, dict[str, int]], digits: int) 
         "tolerance": run.tolerance,
         "roundoff": run.basis.format.roundoff if run.basis else None,
         "total": len(rows),
-        "operators": pack_operators(run, whole=len(kept) == len(rows)),
         "origin": _origin(found, run),
         "calls": columns,
         "ranges": _ranges(rows),

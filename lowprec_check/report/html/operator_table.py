@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from lowprec_check.analysis.error_shares import place_shares, trusted_budget
@@ -14,8 +15,8 @@ from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.scan_result import Run
 
-MOST_SUMS = 8_000
-"""Sums (module × op × phase) kept of a run that is not packed whole; those of the deepest modules are left out."""
+MOST_SUMS = 12_000
+"""Sums (module × op × phase) kept of all runs that are not packed whole; those of the deepest modules are left out."""
 
 
 def changes_dtype(dtypes: str) -> bool:
@@ -24,10 +25,10 @@ def changes_dtype(dtypes: str) -> bool:
     return bool(before and after) and set(before.split("+")) != set(after.split("+"))
 
 
-def pack_operators(run: Run, *, whole: bool) -> dict[str, Any]:
+def pack_operators(run: Run, most_sums: int, *, whole: bool) -> dict[str, Any]:
     """What the table needs of ``run``: whether autocast chose the dtypes, the time of all calls, extra rows.
 
-    If not all op calls are packed, ``whole`` is false, and the sums over all of them are added.
+    If not all op calls are packed, ``whole`` is false, and about ``most_sums`` sums over all of them are added.
     """
     calls = run.op_calls
     times = [time for time in calls.time_ms if time is not None]
@@ -37,7 +38,7 @@ def pack_operators(run: Run, *, whole: bool) -> dict[str, Any]:
         "extras": [extra._asdict() for extra in _extras(run)],
     }
     if not whole:
-        packed["sums"] = _sums(run)
+        packed["sums"] = _sums(run, most_sums)
     return packed
 
 
@@ -85,7 +86,7 @@ class OperatorSum:
     """The calls of one op in one module and its submodules."""
 
     def __init__(self) -> None:
-        self.calls = self.timed = self.changes = self.recast = self.nonfinite = self.nonfinite_calls = 0
+        self.calls = self.timed = self.recast = self.nonfinite = self.nonfinite_calls = 0
         self.time_ms = self.paired_ms = self.reference_ms = 0.0
         self.ratios: list[float] = []
         self.local: float | None = None
@@ -97,7 +98,6 @@ class OperatorSum:
         """Count one call."""
         self.calls += 1
         self.dtypes[row.dtypes] += 1
-        self.changes += changes_dtype(row.dtypes)
         self.recast += row.recast
         lost = row.introduced_inf + row.introduced_nan
         self.nonfinite += lost
@@ -129,7 +129,7 @@ class OperatorSum:
             "local": _six_digits(self.local),
             "accumulated": _six_digits(self.accumulated),
             "share": _six_digits(self.share) if has_share else None,
-            "changes": self.changes,
+            "changes": sum(count for dtypes, count in self.dtypes.items() if changes_dtype(dtypes)),
             "recast": self.recast,
             "dtypes": visible(dtypes),
             "others": len(self.dtypes) - 1,
@@ -154,13 +154,14 @@ def _worse(known: float | None, value: float | None) -> float | None:
     return value if known is None else known if value is None else max(known, value)
 
 
-def _sums(run: Run) -> dict[str, list[Any]]:
-    """The sums of the modules closest to the root, as columns."""
+def _sums(run: Run, most: int) -> dict[str, list[Any]]:
+    """The sums of the modules closest to the root, whole levels of them, as columns."""
+    calls = run.op_calls
+    depth = _deepest(set(zip(calls.module, calls.op, calls.phase, strict=True)), most)
+    above = {module: lineage(module)[: depth + 1] for module in set(calls.module)}
     found: dict[_Key, OperatorSum] = {}
-    lineages: dict[str, list[str]] = {}
-    for row in run.op_calls.rows():
-        above = lineages.get(row.module) or lineages.setdefault(row.module, lineage(row.module))
-        for module in above:
+    for row in calls.rows():
+        for module in above[row.module]:
             key = module, row.op, row.phase
             known = found.get(key)
             if known is None:
@@ -168,22 +169,18 @@ def _sums(run: Run) -> dict[str, list[Any]]:
             known.add(row)
     columns: dict[str, list[Any]] = {}
     has_share = trusted_budget(run) is not None
-    for module, op, phase in _near_root(found):
-        figures = found[module, op, phase].columns(has_share)
+    for (module, op, phase), total in found.items():
         names = {"module": visible(module) or None, "op": visible(op), "phase": phase or ""}
-        for name, value in (names | figures).items():
+        for name, value in (names | total.columns(has_share)).items():
             columns.setdefault(name, []).append(value)
     return columns
 
 
-def _near_root(found: dict[_Key, OperatorSum]) -> list[_Key]:
-    """The keys of whole levels of modules, as many as fit; the whole model at least."""
-    by_depth: dict[int, list[_Key]] = {}
-    for key in found:
-        by_depth.setdefault(key[0].count(".") + 1 if key[0] else 0, []).append(key)
-    kept: list[_Key] = []
-    for depth in sorted(by_depth):
-        if kept and len(kept) + len(by_depth[depth]) > MOST_SUMS:
-            break
-        kept += by_depth[depth]
-    return kept
+def _deepest(keys: set[_Key], most: int) -> int:
+    """The number of levels of modules below the model that have at most ``most`` sums with it; 0 if even one has more."""
+    by_depth = Counter(
+        len(path.split(".")) if path else 0
+        for path, _, _ in {(path, op, phase) for module, op, phase in keys for path in lineage(module)}
+    )
+    totals = accumulate(by_depth[depth] for depth in range(max(by_depth, default=0) + 1))
+    return max(0, sum(total <= most for total in totals) - 1)

@@ -52,6 +52,13 @@ function newElement(tag, className = "", text = "") {
   return made;
 }
 
+// An element with these properties, holding texts and other elements.
+function element(name, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(name), properties);
+  made.append(...children);
+  return made;
+}
+
 function fillTable(id, rows) {
   byId(id).tBodies[0].replaceChildren(...rows.map((cells) => {
     const row = document.createElement("tr");

@@ -90,11 +90,10 @@ const msText = (ms) => (ms === null ? "–" : ms >= 99.95 ? ms.toFixed(0) : ms >
 const ratioText = (ratio) => (ratio >= 9.95 ? ratio.toFixed(0) : ratio >= 0.995 ? ratio.toFixed(1) : ratio.toFixed(2));
 const shortCount = (number) => number.toLocaleString("en");
 
-function element(tag, text, className) {
-  const made = document.createElement(tag);
-  if (text) made.textContent = text;
-  if (className) made.className = className;
-  return made;
+// ``bf16+f32→bf16``, which may break after the arrow; a dash if nothing is floating.
+function dtypesText(dtypes) {
+  const [before, after] = dtypes.split("→");
+  return after === undefined ? [dtypes || "–"] : before || after ? [`${before}→`, element("wbr"), after] : ["–"];
 }
 
 function levelOf(levels, error, tolerance) {
@@ -103,32 +102,32 @@ function levelOf(levels, error, tolerance) {
 
 function opColumns(data, run, has) {
   const total = run.operators.time_ms, error = (cell, value, isLost) => {
-    cell.append(element("span", isLost ? "Inf/NaN" : digits(value), `error h${isLost ? 8 : levelOf(data.levels, value, run.tolerance)}`));
+    cell.append(element("span", { className: `error h${isLost ? 8 : levelOf(data.levels, value, run.tolerance)}` }, isLost ? "Inf/NaN" : digits(value)));
   };
   const dash = (cell, text) => { cell.textContent = text || "–"; };
   return [
     { name: "calls", key: (f) => f.calls, cell: (cell, f, isCall) => { if (!isCall) dash(cell, f.calls ? shortCount(f.calls) : ""); } },
     { name: "ms", if: has.time, key: (f) => f.time_ms, cell: (cell, f) => dash(cell, msText(f.time_ms)) },
-    { name: "time", title: "share of the time of all op calls of the run", if: has.time, key: (f) => f.time_ms, cell: (cell, f) => dash(cell, f.time_ms === null ? "" : percent(f.time_ms / total)) },
+    { name: "time share", title: "share of the time of all op calls of the run", if: has.time, key: (f) => f.time_ms, cell: (cell, f) => dash(cell, f.time_ms === null ? "" : percent(f.time_ms / total)) },
     { name: "× fp32", title: "time ÷ time of the same op in fp32", if: has.ratio, key: (f) => f.ratio, cell: (cell, f, isCall) => {
       dash(cell, f.ratio === null ? "" : `${ratioText(f.ratio)} ×`);
-      const spread = f.low === null ? "1 call, no spread" : `${ratioText(f.low)} – ${ratioText(f.high)}`;
-      if (f.ratio !== null && !isCall) cell.append(" ", element("span", spread, "spread"));
+      const spread = f.low === null ? (f.calls > 1 ? "1 call timed" : "no spread") : `${ratioText(f.low)} – ${ratioText(f.high)}`;
+      if (f.ratio !== null && !isCall) cell.append(" ", element("span", { className: "spread" }, spread));
     } },
     { name: "local", title: "the error that the op adds: the worst call", if: has.local, key: (f) => f.local, cell: (cell, f) => error(cell, f.local) },
     { name: "accumulated", title: "the error of the output: the worst call", if: has.accumulated, key: (f) => (f.nonfinite ? Infinity : f.accumulated), cell: (cell, f) => error(cell, f.accumulated, f.nonfinite) },
-    { name: "error", title: "share of the squared output error", if: has.share, key: (f) => f.share, cell: (cell, f) => dash(cell, shareText(f.share)) },
-    { name: "dtype changes", title: "calls with another floating dtype out than in; repeated: casts that repeat or undo another", if: has.changes, key: (f) => f.changes + f.recast / 1e6, cell: (cell, f) => {
+    { name: "error share", title: "share of the squared output error", if: has.share, key: (f) => f.share, cell: (cell, f) => dash(cell, shareText(f.share)) },
+    { name: "dtype changes", title: "calls with another floating dtype out than in; repeated: casts that repeat or undo another", if: has.changes, wraps: true, key: (f) => f.changes + f.recast / 1e6, cell: (cell, f) => {
       dash(cell, f.changes || f.recast ? shortCount(f.changes) : "");
-      if (f.recast) cell.append(" ", element("span", `${shortCount(f.recast)} repeated`, "spread"));
+      if (f.recast) cell.append(" ", element("span", { className: "spread" }, `${shortCount(f.recast)} repeated`));
     } },
     { name: run.operators.autocast ? "autocast's choice" : "dtypes", title: "floating dtypes in → out: the most frequent", isText: true, key: (f) => f.dtypes, cell: (cell, f) => {
-      dash(cell, f.dtypes);
-      if (f.others) cell.append(" ", element("span", `+${f.others} other${f.others > 1 ? "s" : ""}`, "spread"));
+      cell.append(...dtypesText(f.dtypes));
+      if (f.others) cell.append(" ", element("span", { className: "spread" }, `+${f.others} other${f.others > 1 ? "s" : ""}`));
     } },
-    { name: "no kernel", if: has.gaps, key: (f, gaps) => gaps, cell: (cell, f, isCall, gaps) => { if (gaps) cell.append(element("span", isCall ? "✕" : `✕ ${shortCount(gaps)}`, "gapmark")); } },
-    { name: "Inf/NaN", title: "elements that are Inf or NaN although the inputs and the reference are finite", if: has.nonfinite, key: (f) => f.nonfinite, cell: (cell, f, isCall) => {
-      if (f.nonfinite) cell.append(element("span", shortCount(f.nonfinite), "h8 error"), isCall ? "" : ` in ${f.nonfinite_calls} call${f.nonfinite_calls > 1 ? "s" : ""}`);
+    { name: "no kernel", if: has.gaps, key: (f, gaps) => gaps, cell: (cell, f, isCall, gaps) => { if (gaps) cell.append(element("span", { className: "gapmark" }, isCall ? "✕" : `✕ ${shortCount(gaps)}`)); } },
+    { name: "Inf/NaN", title: "elements that are Inf or NaN although the inputs and the reference are finite", if: has.nonfinite, wraps: true, key: (f) => f.nonfinite, cell: (cell, f, isCall) => {
+      if (f.nonfinite) cell.append(element("span", { className: "h8 error" }, shortCount(f.nonfinite)), isCall ? "" : ` in ${f.nonfinite_calls} call${f.nonfinite_calls > 1 ? "s" : ""}`);
     } },
   ].filter((column) => column.if !== false);
 }
@@ -173,19 +172,15 @@ class OperatorTable {
   }
   fillHead() {
     this.head.replaceChildren(...[{ name: "op", isText: true }, ...this.columns].map((column) => {
-      const heading = element("th"), button = element("button", column.name);
-      heading.scope = "col";
+      const button = element("button", { type: "button", title: column.title || "" }, column.name), heading = element("th", { scope: "col" }, button);
       heading.setAttribute("role", "columnheader");
       if (!column.isText) heading.className = "amount";
-      button.type = "button";
-      if (column.title) button.title = column.title;
       button.addEventListener("click", () => {
         const isSame = this.sort.name === column.name;
         this.sort = { name: column.name, isDown: isSame ? !this.sort.isDown : !column.isText };  // the largest figure first
         this.markSort();
         this.fill();
       });
-      heading.append(button);
       return heading;
     }));
     this.markSort();
@@ -222,11 +217,9 @@ class OperatorTable {
     ].filter(Boolean).join(" ");
   }
   row(className) {
-    const made = element("tr", "", className), heading = element("th");
+    const heading = element("th", { scope: "row" }), made = element("tr", { className }, heading);
     made.setAttribute("role", "row");
-    heading.scope = "row";
     heading.setAttribute("role", "rowheader");
-    made.append(heading);
     return [made, heading];
   }
   cells(made, figures, isCall, gaps) {
@@ -234,18 +227,16 @@ class OperatorTable {
       const cell = made.insertCell();
       cell.setAttribute("role", "cell");
       cell.dataset.head = column.name;
-      if (!column.isText) cell.className = "amount";
+      if (!column.isText) cell.className = column.wraps ? "amount wraps" : "amount";
       column.cell(cell, figures, isCall, gaps);
     }
     return made;
   }
   opRow(row) {
-    const [made, heading] = this.row("op"), key = `${row.op}\n${row.phase}`, name = element("bdi", row.op);
+    const [made, heading] = this.row("op"), key = `${row.op}\n${row.phase}`, name = element("bdi", {}, row.op);
     let calls = [];
     if (row.own.length) {
-      const button = element("button", "", "unfold");
-      button.type = "button";
-      button.append(element("span", "", "twist"), name);
+      const button = element("button", { type: "button", className: "unfold" }, element("span", { className: "twist" }), name);
       button.setAttribute("aria-expanded", this.open.has(key));
       button.addEventListener("click", () => {
         if (this.open.delete(key)) { for (const call of calls) call.remove(); calls = []; }
@@ -255,7 +246,7 @@ class OperatorTable {
       heading.append(button);
       if (this.open.has(key)) calls = this.callRows(row, CALLS_AT_ONCE);
     } else heading.append(name);
-    if (row.phase) heading.append(" ", element("span", row.phase, "spread"));
+    if (row.phase) heading.append(" ", element("span", { className: "spread" }, row.phase));
     this.cells(made, row.figures, false, row.gaps);
     // "Show more" adds to the rows that folding removes.
     row.add = (more) => { calls.push(...more); };
@@ -267,8 +258,8 @@ class OperatorTable {
     const ordered = column ? this.sorted(row.own, (i) => column.key(figures.get(i), packed.rescued[i])) : row.own;
     const made = ordered.slice(from, from + most).map((i) => {
       const [call, heading] = this.row("call");
-      heading.append(element("span", `call ${table.index[i]}`, "spread"), " ", element("bdi", table.module[i]), element("br"),
-        element("span", [table.source[i], table.shape[i]].filter((text) => text !== "–").join(" · "), "spread"));
+      heading.append(element("span", { className: "spread" }, `call ${table.index[i]}`), " ", element("bdi", {}, table.module[i]), element("br"),
+        element("span", { className: "spread" }, [table.source[i], table.shape[i]].filter((text) => text !== "–").join(" · ")));
       return this.cells(call, figures.get(i), true, packed.rescued[i]);
     });
     const rest = ordered.length - from - made.length;
@@ -279,8 +270,7 @@ class OperatorTable {
     const [made, heading] = this.row("call more");
     heading.colSpan = this.columns.length + 1;
     if (from >= MOST_CALLS) { heading.textContent = `${shortCount(rest)} more calls: search by module or line, or sort, to find one`; return made; }
-    const button = element("button", `Show ${Math.min(rest, CALLS_AT_ONCE * 3)} more of ${shortCount(rest)}`);
-    button.type = "button";
+    const button = element("button", { type: "button" }, `Show ${Math.min(rest, CALLS_AT_ONCE * 3)} more of ${shortCount(rest)}`);
     button.addEventListener("click", () => {
       const more = this.callRows(row, CALLS_AT_ONCE * 3, from);
       made.replaceWith(...more);

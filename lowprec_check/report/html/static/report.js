@@ -18,7 +18,10 @@ async function drawCharts() {
     if (run === drawn) return;
     drawn = run;
     for (const choice of choices) choice.value = run;
-    for (const chart of Object.values(charts)) chart.show(data, data.runs[run]);
+    charts.range.show(data, data.runs[run]);
+  });
+  whenChosen(({ run }) => {
+    charts.error.show(data, data.runs[run]);
     showCalls(data.runs[run]);
   });
   const colour = () => { for (const chart of Object.values(charts)) chart.colour(); };
