@@ -61,7 +61,7 @@ def test_all_lights_are_green_if_everything_passes_and_is_faster() -> None:
     assert colors(found) == ["good"] * 4
     assert [light.answer for light in found] == [
         "Both precisions run.",
-        "Both precisions are within the tolerance. Closest to its tolerance is half: error 2.0e-03 (tolerance 1e-02).",
+        "Both precisions are within the tolerance. half is closest to its tolerance: error 2.0e-03 (tolerance 1e-02).",
         "bfloat16: 1.4 times as fast as fp32, saves 50 % of the memory.",
         "Use bfloat16.",
     ]
@@ -254,6 +254,14 @@ def test_a_budget_without_shares_is_no_cause() -> None:
     known = budgeted(passing("bfloat16", op_calls=op_calls(48)))
     result = result_of(msgspec.structs.replace(passing("half"), budget=nothing), known)
     assert [cause.label for cause in run_causes(result)] == ["bfloat16"]
+
+
+def test_a_run_that_cannot_be_judged_has_no_shares() -> None:
+    tiny = run("half", "inaccurate", 1.0, output_rms=1e-9, op_calls=op_calls(48))
+    (cause,) = run_causes(result_of(budgeted(tiny), passing("bfloat16")))
+    assert cause.text == "cannot be judged: the output is tiny (rms 1e-09): fp16 flushes it to zero"
+    assert not cause.fails
+    assert (cause.bars, cause.lines, cause.proofs, cause.predicted) == ([], [], [], "")
 
 
 @pytest.mark.parametrize(

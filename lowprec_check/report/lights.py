@@ -192,7 +192,7 @@ def _with_closest(told: str, runs: Sequence[Run]) -> str:
     return (
         f"{told}: {error}."
         if len(runs) == 1
-        else f"{told}. Closest to its tolerance is {summary.label(worst)}: {error}."
+        else f"{told}. {summary.label(worst)} is closest to its tolerance: {error}."
     )
 
 

@@ -81,6 +81,7 @@ def _says_something(table: BudgetTable | None) -> bool:
 
 def _causes(run: Run, table: BudgetTable | None, result: ScanResult) -> RunCauses:
     odd = degenerate_output(run, result)
+    table = table if odd is None else None  # shares of an error that means nothing
     fails = run.status in FAILURES and odd is None
     gaps = _distinct(run.gaps) if run.status in ("error", "crashed") else []
     places = [_gap_place(gap, result) for gap in gaps[:MOST_GAPS]] or (_origin_place(run, result) if fails else [])
@@ -88,7 +89,9 @@ def _causes(run: Run, table: BudgetTable | None, result: ScanResult) -> RunCause
         summary.label(run),
         run.status,
         fails,
-        visible(odd or (explain_status(run) if fails or table is None else table.text), 600),
+        visible(
+            f"cannot be judged: {odd}" if odd else explain_status(run) if fails or table is None else table.text, 600
+        ),
         [visible(proof, 400) for proof in _proofs(run, result)] if fails else [],
         places,
         max(0, len(gaps) - MOST_GAPS),
