@@ -69,13 +69,19 @@ def run_causes(result: ScanResult) -> list[RunCauses]:
     order = {table_label: index for index, table_label in enumerate(tables)}
     low = candidates(result.runs)
     failing = sorted((run for run in low if run.status in FAILURES), key=lambda run: FAILURES.index(run.status))
-    others = [run for run in low if run.status not in FAILURES and summary.label(run) in tables]
+    others = [run for run in low if run.status not in FAILURES and _says_something(tables.get(summary.label(run)))]
     others.sort(key=lambda run: order[summary.label(run)])
     return [_causes(run, tables.get(summary.label(run)), result) for run in [*failing, *others]]
 
 
+def _says_something(table: BudgetTable | None) -> bool:
+    """Whether it names a part of the model, and not only sums."""
+    return table is not None and bool(table.text or any(bar.total for bar in table.bars))
+
+
 def _causes(run: Run, table: BudgetTable | None, result: ScanResult) -> RunCauses:
     odd = degenerate_output(run, result)
+    table = table if odd is None else None  # shares of an error that means nothing
     fails = run.status in FAILURES and odd is None
     gaps = _distinct(run.gaps) if run.status in ("error", "crashed") else []
     places = [_gap_place(gap, result) for gap in gaps[:MOST_GAPS]] or (_origin_place(run, result) if fails else [])
@@ -83,7 +89,9 @@ def _causes(run: Run, table: BudgetTable | None, result: ScanResult) -> RunCause
         summary.label(run),
         run.status,
         fails,
-        visible(odd or (explain_status(run) if fails or table is None else table.text), 600),
+        visible(
+            f"cannot be judged: {odd}" if odd else explain_status(run) if fails or table is None else table.text, 600
+        ),
         [visible(proof, 400) for proof in _proofs(run, result)] if fails else [],
         places,
         max(0, len(gaps) - MOST_GAPS),
@@ -107,7 +115,7 @@ def _proofs(run: Run, result: ScanResult) -> Iterator[str]:
 def _rescued(run: Run) -> str:
     calls = counted(sum(gap.calls for gap in run.gaps), "call")
     shown = f"{calls} failed in this precision and succeeded with inputs in fp32"
-    return f"{shown}; with them in fp32 the model ran {'to its end' if run.complete else 'on, but not to its end'}."
+    return f"{shown}; the model then ran {'to its end' if run.complete else 'on, but not to its end'}."
 
 
 def _is_plan_of(plan: Run, run: Run) -> bool:
