@@ -110,7 +110,7 @@ def test_the_shares_of_both_formats_follow_from_the_histogram(browser: Any, page
         assert table(page) == [
             ["fp16, predicted from the histogram", "25.0 %", "25.0 %", "5.0 %"],
             ["bf16, predicted from the histogram", "none", "none", "none"],
-            ["half, measured (worst op)", "at most 25.0 %", "at most 40.0 %", "12 values"],
+            ["half, worst op of the run", "at most 25.0 %", "at most 40.0 %", "12 values"],
         ]
         about = page.inner_text("#ribbon-about")
         assert "in the model: 220 values of 4 op calls, a sample of at most 1024 values per op" in about
@@ -157,7 +157,7 @@ def test_without_histograms_the_rest_remains(browser: Any, page_at: Path) -> Non
         page.locator('.run-choice[data-chart="range"]').select_option(label="bfloat16 (ok)")
         assert page.inner_text("#ribbon-about") == "No values of the model are known in this run."
         assert not page.locator("#ribbon").is_visible()
-        assert [row[0] for row in table(page)] == ["bfloat16, measured (worst op)"]
+        assert [row[0] for row in table(page)] == ["bfloat16, worst op of the run"]
         assert page.inner_text("#range-remark").startswith("Closest to the maximum: head.")
 
 

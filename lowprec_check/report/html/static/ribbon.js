@@ -130,7 +130,7 @@ function fillRibbonTable(histogram, data, run, values) {
   const most = (name) => its.reduce((largest, i) => Math.max(largest, rangeOf[name][i] || 0), 0), over = its.reduce((sum, i) => sum + rangeOf.overflow[i], 0);
   if (its.length) {
     const measured = run.format === "fp16" ? [few(most("flushed")), few(most("small"))].map((text) => (text === "none" ? text : `at most ${text}`)) : ["–", "–"];
-    rows.push([`${run.label}, measured (worst op)`, ...measured, over ? counted(over) : "none", ...limit(run.format)]);
+    rows.push([`${run.label}, worst op of the run`, ...measured, over ? counted(over) : "none", ...limit(run.format)]);
   }
   fillTable("ribbon-table", rows);
 }
