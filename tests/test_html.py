@@ -192,7 +192,7 @@ def test_an_error_of_exactly_zero_neither_breaks_nor_drops_the_line(browser: Any
         assert zeros["x"] == [2, 3, 8]
         assert max(zeros["y"]) < 1e-4 / 4
         assert points(page, "accumulated")["x"] == [1, 4, 5, 7]
-        assert "All 8 op calls are drawn, except 1 without an error (no floating output" in page.inner_text("#drawn")
+        assert "All 8 op calls are drawn, except 1 without a measured error (not floating" in page.inner_text("#drawn")
         assert "○ at the bottom" in page.inner_text("#drawn")
 
 

@@ -92,7 +92,7 @@ class ErrorChart extends Chart {
     const count = (number) => number.toLocaleString("en"), drawn = table.x.length;
     const empty = calls.index.filter((_, i) => calls.accumulated_error[i] === null && !calls.local_error[i] && !calls.nonfinite[i] && !calls.rescued[i]).length;
     return (run.total > drawn ? `${count(drawn)} of ${count(run.total)} op calls are drawn, the worst of each segment` : `All ${count(run.total)} op calls are drawn`)
-      + (empty ? `, except ${count(empty)} without an error (no floating output, or Inf or NaN in it)` : "")
+      + (empty ? `, except ${count(empty)} without a measured error (not floating, all in fp32 so far, or Inf or NaN)` : "")
       + (calls.accumulated_error.includes(0) ? "; ○ at the bottom: an accumulated error of exactly 0, which the line passes over" : "")
       + (chosen.module === null ? "." : `. Those outside ${chosen.module} are dimmed.`);
   }
