@@ -280,7 +280,11 @@ def of_shares(facts: Facts, cause: RunCauses, run: Run) -> Iterator[Check]:
     predicted = max(before.error * math.sqrt(max(0.0, 1 - share)), run.budget.next_error or 0.0)
     hit = after.status != "nonfinite" and predicted / FACTOR <= after.error <= predicted * FACTOR
     page = f"{before.error:.2e} → {predicted:.2e} ({share:.0%} {best})"
-    yield facts.check(f"share, {run.precision}", page, f"{after.error:.2e}", hit)
+    less, less_predicted = before.error - after.error, before.error - predicted
+    removed = f"removed {less:.2e}, predicted {less_predicted:.2e}"
+    yield facts.check(f"share, {run.precision}", page, f"{after.error:.2e}", hit, removed)
+    hit = less_predicted / FACTOR <= less <= less_predicted * FACTOR
+    yield facts.check(f"share removed, {run.precision}", page, f"{after.error:.2e}", hit, removed)
 
 
 # -- all of one model

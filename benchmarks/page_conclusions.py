@@ -12,8 +12,8 @@ Each model is scanned by the command, with default options; the lights and cause
 * **gaps**: a plain call in which each function that raises is repeated in fp32: the same messages at the same lines;
 * **first NaN or Inf**: hooks on all modules: the same module;
 * **ablations, plans**: the same modules kept in fp32 by other code: the same status, rel_l2 within 5 %;
-* **shares**: the submodule with the largest share, if at least 20 %, kept in fp32: the error left is √(1 − share) of that before within a
-  factor of 1.5.
+* **shares**: the submodule with the largest share, if at least 20 %, kept in fp32: the error left is √(1 − share) of that before, within a
+  factor of 1.5; **share removed**: so is what it removes of the error.
 
 Writes OUTPUT.md and OUTPUT.json.
 """
@@ -113,7 +113,7 @@ def markdown(checks: Sequence[Check], said: Mapping[str, Sequence[str]], seconds
     for title, its in (
         ("Different", different),
         ("Outside the interval of the scan", [check for check in kinds[MEASURED[0]] if not check.agrees]),
-        ("Shares: error before → predicted (share of the module), and measured", kinds["share"]),
+        ("Shares: error before → predicted (share of the module), and measured; ✕: not within 1.5", kinds["share"]),
         ("Ablations and plans", kinds["ablation"] + kinds["plan"]),
         ("Times", [check for check in kinds["worth"] if " – " in check.plain]),
     ):

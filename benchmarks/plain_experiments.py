@@ -240,7 +240,7 @@ class Mending(TorchFunctionMode):
 
 def line_outside_torch() -> str:
     """``file.py:line`` of the innermost caller that is neither here nor in torch."""
-    inside = (str(Path(torch.__file__).parent), __file__)
+    inside = (f"{Path(torch.__file__).parent}/", __file__)
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith(inside):
             return f"{Path(frame.filename).name}:{frame.lineno}"

@@ -12,6 +12,7 @@ from training_result import training_result
 
 from lowprec_check import Run, ScanResult
 from lowprec_check.analysis.conclusion import conclude
+from lowprec_check.report import summary
 from lowprec_check.report.html.causes import run_causes
 from lowprec_check.report.lights import Light, lights
 from lowprec_check.schema.ablation import Ablation
@@ -133,7 +134,9 @@ def test_training_is_compared_with_fp32_and_not_with_a_tolerance() -> None:
 
 
 def test_an_output_of_zeros_is_grey() -> None:
-    found = lights(result_of(passing("half", compared_module="head"), passing("bfloat16"), output_is_zero=True))
+    result = result_of(passing("half", compared_module="head"), passing("bfloat16"), output_is_zero=True)
+    found = lights(result)
+    assert summary.verdict_with_gain(result) == "bfloat16 could not be judged."
     assert colors(found) == ["good", "none", "none", "none"]
     assert found[1].answer == (
         "half cannot be judged: the fp32 output is all zeros; the error is that of head. "
@@ -268,6 +271,7 @@ def test_a_run_that_cannot_be_judged_has_no_shares() -> None:
     ("status", "rel_l2", "text"),
     [
         ("ok", 2e-3, "With head in fp32 the error is 2.0e-03 instead of 3.0e-01 (measured)."),
+        ("inaccurate", 0.301, "With head in fp32 the error is still 3.0e-01 (measured)."),
         ("nonfinite", None, "With head in fp32 the output has NaN or Inf (measured)."),
     ],
 )

@@ -14,9 +14,11 @@ def ablation_text(run: Run) -> str:
     kept = f"with {some(found.keep_fp32)} in fp32"
     if found.status in ("ok", "inaccurate") and found.rel_l2 is not None:
         before = run.output_error.rel_l2 if run.output_error else None
-        is_new = "the output is finite, error" if before is None else "the error is"
-        instead = "" if before is None else f" instead of {before:.1e}"
-        return f"{kept} {is_new} {found.rel_l2:.1e}{instead} ({run.evidence})"
+        after = f"{found.rel_l2:.1e}"
+        if before is None:
+            return f"{kept} the output is finite, error {after} ({run.evidence})"
+        changed = f"is still {after}" if f"{before:.1e}" == after else f"is {after} instead of {before:.1e}"
+        return f"{kept} the error {changed} ({run.evidence})"
     if found.status == "nonfinite":
         return f"{kept} the output {'still ' if run.status == 'nonfinite' else ''}has NaN or Inf ({run.evidence})"
     return f"{kept} the run ends as {found.status}"

@@ -260,7 +260,7 @@ def _do_this(result: ScanResult) -> Light:
     if best is None:
         return Light(question, "bad", sentence(summary.verdict(result)))
     run = _recommended(result)
-    if run is not None and summary.passes(result) and _not_judged(run, result):
+    if run is not None and _not_judged(run, result):
         return Light(question, "none", f"{summary.label(run)} runs, but its output could not be judged.")
     if summary.is_gain(result) and _worth(result).color != "none":
         return Light(question, "good", sentence(summary.verdict(result)))

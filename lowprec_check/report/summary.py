@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lowprec_check.analysis import run_summary
+from lowprec_check.analysis.degenerate_output import degenerate_output
 from lowprec_check.analysis.run_summary import (
     candidates,
     counted,
@@ -262,8 +263,10 @@ def tag(run: Run, result: ScanResult) -> str:
 
 
 def passes(result: ScanResult) -> bool:
-    """Whether the recommended run passed, or a way to train in its precision; if not, no output could be compared."""
+    """Whether the recommended run passed, or a way to train in its precision; if not, no output could be compared, or tells anything."""
     best = result.recommendation
+    if any(is_recommended(run, result) and degenerate_output(run, result) for run in candidates(result.runs)):
+        return False
     passed = (run.status == "ok" or passing_ways(run) for run in candidates(result.runs))
     return best is not None and (bool(best.keep_fp32) or any(passed))
 
