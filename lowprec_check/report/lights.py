@@ -119,10 +119,10 @@ def _reason(run: Run) -> str:
     """Why it fails: by its error, by constants that are too large, or as every report says."""
     if run.status == "inaccurate" and run.training is None and run.tolerance:
         return _error(run) or status_reason(run)
-    return _too_large(run) or status_reason(run)
+    return too_large(run) or status_reason(run)
 
 
-def _too_large(run: Run) -> str:
+def too_large(run: Run) -> str:
     """``the constant -1e+09 in masked_fill is outside the range of fp16``, if nothing else fails; the exception does not say it."""
     constants = {f"{gap.constant:g} in {short_op(gap.op)}": gap for gap in run.gaps if gap.constant is not None}
     if run.status != "error" or run.failed_call or run.basis is None or not constants:
@@ -265,5 +265,5 @@ def _do_this(result: ScanResult) -> Light:
     if summary.is_gain(result) and _worth(result).color != "none":
         return Light(question, "good", sentence(summary.verdict(result)))
     unknown = best.worth == "unknown" and not best.stay_in_fp32 and result.prediction is None
-    more = "; whether it gains anything was not measured" if unknown and summary.passes(result) else ""
+    more = "; whether it is worth it is not known" if unknown and summary.passes(result) else ""
     return Light(question, "none", sentence(f"{summary.verdict(result)}{more}"))
