@@ -13,9 +13,7 @@ EXAMPLES = ("whitening", "t5_feed_forward", "masked_attention", "fourier_mixer",
 IMAGES = {
     "resnet18": 224,
     "mobilenet_v3_small": 224,
-    "shufflenet_v2_x0_5": 224,
     "squeezenet1_1": 224,
-    "efficientnet_b0": 64,
     "swin_t": 64,
 }
 """torchvision's classifiers, with the side of their images."""
@@ -24,7 +22,6 @@ OTHERS = (
     "torchvision:fasterrcnn_mobilenet_v3_large_320_fpn",
     "timm:convnext_atto",
     "timm:gmlp_ti16_224",
-    "timm:mobileone_s0",
     "timm:visformer_tiny",
     "timm:vit_tiny_patch16_224",
     "transformers:bert",
@@ -34,7 +31,6 @@ OTHERS = (
     "transformers:gpt2",
     "transformers:gpt2 (keeps its cache in fp32)",
     "transformers:llama (top 5 tokens)",
-    "transformers:mamba",
     "transformers:nystromformer",
     "transformers:t5",
 )

@@ -40,7 +40,7 @@ ALIKE = 0.05
 """Errors of the same experiment differ by at most this part."""
 LEAST_SHARE, FACTOR = 0.2, 1.5
 NAME = "(?:autocast-fp16|autocast-bf16|bfloat16|half)"
-NAMES = re.compile(rf"(?<![\w-])({NAME}(?:(?:, | and ){NAME})*)( cannot be judged)?: (.*?)(?=\.(?: |$))")
+NAMES = re.compile(rf"(?<![\w-])({NAME}(?:(?:, | and ){NAME})*)( cannot be judged)?: (.*?)(?=[.…](?: |$))")
 PASSING = re.compile(rf"(?<![\w-])({NAME}) is (?:within the|closest to its) tolerance: error (\S+) ")
 FIGURE = re.compile(r"error (\d\.\de[-+]\d\d)|([\d.]+) % of the integers differ")
 
@@ -277,14 +277,15 @@ def of_shares(facts: Facts, cause: RunCauses, run: Run) -> Iterator[Check]:
         return
     share = math.fsum(part.share for part in run.budget.shares if is_inside(part.module, best))
     after = outcome(facts.model, facts.inputs, run.precision, facts.reference, [best])
-    predicted = max(before.error * math.sqrt(max(0.0, 1 - share)), run.budget.next_error or 0.0)
-    hit = after.status != "nonfinite" and predicted / FACTOR <= after.error <= predicted * FACTOR
-    page = f"{before.error:.2e} → {predicted:.2e} ({share:.0%} {best})"
-    less, less_predicted = before.error - after.error, before.error - predicted
-    removed = f"removed {less:.2e}, predicted {less_predicted:.2e}"
-    yield facts.check(f"share, {run.precision}", page, f"{after.error:.2e}", hit, removed)
-    hit = less_predicted / FACTOR <= less <= less_predicted * FACTOR
-    yield facts.check(f"share removed, {run.precision}", page, f"{after.error:.2e}", hit, removed)
+    low = before.error * math.sqrt(max(0.0, 1 - share))
+    high = max(low, run.budget.next_error or 0.0)  # of a tensor of the output that the module may not reach
+    hit = after.status != "nonfinite" and low / FACTOR <= after.error <= high * FACTOR
+    predicted = f"{low:.2e}" + (f" to {high:.2e}" if high > low else "")
+    page, plain = f"{before.error:.2e} → {predicted} ({share:.0%} {best})", f"{after.error:.2e}"
+    yield facts.check(f"share, {run.precision}", page, plain, hit)
+    less = before.error - after.error
+    hit = (before.error - high) / FACTOR <= less <= (before.error - low) * FACTOR
+    yield facts.check(f"share removed, {run.precision}", f"at most {before.error - low:.2e}", f"{less:.2e}", hit, best)
 
 
 # -- all of one model

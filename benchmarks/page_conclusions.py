@@ -1,4 +1,4 @@
-"""Hold what the page of a scan concludes against plain runs and ablations, on 27 models.
+"""Hold what the page of a scan concludes against plain runs and ablations, on 23 models.
 
     pip install -e '.[bench]' -c constraints.txt
     OMP_NUM_THREADS=1 python benchmarks/page_conclusions.py --output reports/page-conclusions
@@ -13,7 +13,8 @@ Each model is scanned by the command, with default options; the lights and cause
 * **first NaN or Inf**: hooks on all modules: the same module;
 * **ablations, plans**: the same modules kept in fp32 by other code: the same status, rel_l2 within 5 %;
 * **shares**: the submodule with the largest share, if at least 20 %, kept in fp32: the error left is √(1 − share) of that before, within a
-  factor of 1.5; **share removed**: so is what it removes of the error.
+  factor of 1.5 (or up to that of the tensor of the output with the next largest error, which the module may not reach); **share removed**: so
+  is what it removes of the error.
 
 Writes OUTPUT.md and OUTPUT.json.
 """
@@ -33,7 +34,7 @@ import torch
 from page_cases import PageCase, page_cases
 from page_checks import ROOT, Check, environment, examine
 from tabulate import tabulate
-from verdict_breadth import in_processes, write
+from verdict_breadth import cases, in_processes, write
 
 from lowprec_check import ScanResult
 from lowprec_check.report.html.causes import run_causes
@@ -74,11 +75,9 @@ def examined(case: PageCase, folder: Path) -> tuple[list[Check], list[str]]:
     if problem:
         checks.append(Check(case.name, "experiments", "", problem, False))
     said = [f"{light.sign} {light.answer}" for light in lights(result)]
-    said += [
-        " ".join(filter(None, [f"{cause.label}: {cause.text}.", *cause.proofs]))
-        for cause in run_causes(result)
-        if cause.fails
-    ]
+    for cause in run_causes(result):
+        if cause.fails:
+            said.append(" ".join([f"{cause.label}: {cause.text.rstrip('.…')}.", *cause.proofs]))
     return checks, said
 
 
@@ -99,7 +98,7 @@ def markdown(checks: Sequence[Check], said: Mapping[str, Sequence[str]], seconds
         f"# Conclusions of the page and plain experiments, torch {torch.__version__}",
         "",
         f"- models: {len(said)}; conclusions: {len(demanded)}; **different: {len(different)}**",
-        f"- minutes: {seconds / 60:.0f}, scans included unless they were kept",
+        f"- minutes: {seconds / 60:.0f}, with the scans unless they were there",
         "",
         tabulate(
             [[kind, len(its), sum(check.agrees for check in its)] for kind, its in kinds.items()],
@@ -114,6 +113,7 @@ def markdown(checks: Sequence[Check], said: Mapping[str, Sequence[str]], seconds
         ("Different", different),
         ("Outside the interval of the scan", [check for check in kinds[MEASURED[0]] if not check.agrees]),
         ("Shares: error before → predicted (share of the module), and measured; ✕: not within 1.5", kinds["share"]),
+        ("Shares: what is removed, if not within 1.5", [check for check in kinds["share removed"] if not check.agrees]),
         ("Ablations and plans", kinds["ablation"] + kinds["plan"]),
         ("Times", [check for check in kinds["worth"] if " – " in check.plain]),
     ):
@@ -137,6 +137,7 @@ def main() -> None:
     checks: list[Check] = []
     said: dict[str, list[str]] = {}
     chosen = [case for case in page_cases() if not options.only or case.name.startswith(tuple(options.only))]
+    cases()  # imports their libraries once, before the processes are forked
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.scans or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

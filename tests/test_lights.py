@@ -122,7 +122,7 @@ def test_a_prediction_claims_no_gain_and_says_that_it_is_one() -> None:
     assert found[1].answer.startswith("1 of 3 precisions that run is predicted to be within the tolerance. ")
     assert "bfloat16 · predicted: error 3.1e-01 (tolerance 5e-02)." in found[1].answer
     assert found[2].answer == "Times and memory are not predicted."
-    assert "not measured" not in found[3].answer
+    assert "not known" not in found[3].answer
 
 
 def test_training_is_compared_with_fp32_and_not_with_a_tolerance() -> None:
@@ -223,6 +223,8 @@ def test_a_constant_out_of_range_is_named_with_its_op() -> None:
     masked = gap(op="aten.masked_fill.Scalar", kind="scalar-overflow", constant=-1e9, message="without overflow")
     text = answers(failing("half", masked), passing("bfloat16"))[0]
     assert text.endswith("half: the constant -1e+09 in masked_fill is outside the range of fp16.")
+    result = result_of(failing("half", masked), passing("bfloat16"))
+    assert run_causes(result)[0].text == "the constant -1e+09 in masked_fill is outside the range of fp16"
     more = masked, gap()
     assert "constant" not in answers(failing("half", *more), passing("bfloat16"))[0]
 

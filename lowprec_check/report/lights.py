@@ -119,10 +119,10 @@ def _reason(run: Run) -> str:
     """Why it fails: by its error, by constants that are too large, or as every report says."""
     if run.status == "inaccurate" and run.training is None and run.tolerance:
         return _error(run) or status_reason(run)
-    return _too_large(run) or status_reason(run)
+    return too_large(run) or status_reason(run)
 
 
-def _too_large(run: Run) -> str:
+def too_large(run: Run) -> str:
     """``the constant -1e+09 in masked_fill is outside the range of fp16``, if nothing else fails; the exception does not say it."""
     constants = {f"{gap.constant:g} in {short_op(gap.op)}": gap for gap in run.gaps if gap.constant is not None}
     if run.status != "error" or run.failed_call or run.basis is None or not constants:

@@ -13,6 +13,7 @@ from lowprec_check.report import error_budget, summary
 from lowprec_check.report.ablation import ablation_text
 from lowprec_check.report.error_budget import Bar, BudgetTable
 from lowprec_check.report.escape import visible
+from lowprec_check.report.lights import too_large
 from lowprec_check.schema.scan_result import Gap, Run, ScanResult
 
 BREAKS = "Why it breaks"
@@ -92,9 +93,7 @@ def _causes(run: Run, table: BudgetTable | None, result: ScanResult) -> RunCause
         summary.label(run),
         run.status,
         fails,
-        visible(
-            f"cannot be judged: {odd}" if odd else explain_status(run) if fails or table is None else table.text, 600
-        ),
+        visible(f"cannot be judged: {odd}" if odd else _why(run) if fails or table is None else table.text, 600),
         [visible(proof, 400) for proof in _proofs(run, result)] if fails else [],
         places,
         max(0, len(gaps) - MOST_GAPS),
@@ -102,6 +101,10 @@ def _causes(run: Run, table: BudgetTable | None, result: ScanResult) -> RunCause
         [_bar(bar, result, by_module=False) for bar in table.lines] if table else [],
         f"{'With the gaps in fp32: ' if gaps else ''}{table.predicted}" if table and table.predicted else "",
     )
+
+
+def _why(run: Run) -> str:
+    return too_large(run) or explain_status(run)
 
 
 # -- proofs
