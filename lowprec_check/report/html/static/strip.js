@@ -75,7 +75,7 @@ function layOut(segments, view, unfolded) {
   let best = null;
   for (let levels = 1; levels <= Math.max(1, deepest); levels += 1) {
     const all = blocksAt(segments, view, levels), blocks = all.length > FOLDS_FROM ? folded(all, unfolded) : all;
-    if (best && folded(all, new Set()).length > MOST) break;
+    if (best && (blocks.length < best.length || folded(all, new Set()).length > MOST)) break;  // a fold that shows less, or too many
     best = blocks;
     if (all.length >= wanted) break;
   }
