@@ -111,7 +111,7 @@ def browser() -> Iterator[Any]:
 
 def widths(page: Any) -> tuple[int, int, int, int]:
     found = page.evaluate(
-        "[document.documentElement.scrollWidth, innerWidth, at('scroll').scrollWidth, at('scroll').clientWidth]"
+        "(box => [document.documentElement.scrollWidth, innerWidth, box.scrollWidth, box.clientWidth])(document.getElementById('scroll'))"
     )
     return tuple(found)  # type: ignore[return-value]
 
@@ -139,7 +139,7 @@ def test_on_a_phone_the_names_stay_while_the_table_scrolls(browser: Any, tmp_pat
         assert table > box
         name = page.locator("#body th").first
         before = name.bounding_box()
-        page.evaluate("at('scroll').scrollLeft = 300")
+        page.evaluate("document.getElementById('scroll').scrollLeft = 300")
         assert name.bounding_box()["x"] == pytest.approx(before["x"], abs=2)
         assert before["width"] < 200
 
@@ -147,9 +147,9 @@ def test_on_a_phone_the_names_stay_while_the_table_scrolls(browser: Any, tmp_pat
 @pytest.mark.slow
 def test_devices_and_reasons_work_with_the_keyboard(browser: Any, tmp_path: Path) -> None:
     with open_grid(browser, tmp_path) as page:
-        page.focus("#shown input[value=cpu]")
-        page.keyboard.press("Space")
-        assert page.locator("#devices th").all_inner_texts() == ["cuda", "xpu, declared"]
+        page.focus("#device")
+        page.keyboard.type("cuda")
+        assert page.locator("#devices th").all_inner_texts() == ["cuda"]
         page.fill("#name", "angle")
         page.focus("#body button")
         page.keyboard.press("Enter")
@@ -169,4 +169,77 @@ def test_the_page_passes_all_accessibility_rules(browser: Any, tmp_path: Path, s
         page.uncheck("#gaps")
         page.fill("#name", "_")
         page.locator("#body button:not([disabled])").first.press("Enter")
+        page.locator("#torch").select_option("2.9")
         assert [(rule["id"], rule["nodes"][0]["html"]) for rule in axe.run(page).response["violations"]] == []
+
+
+def hash_of(page: Any) -> str:
+    return str(page.evaluate("location.hash"))
+
+
+@pytest.mark.slow
+def test_my_torch_and_my_device_show_whether_it_works(browser: Any, tmp_path: Path) -> None:
+    with open_grid(browser, tmp_path) as page:
+        page.locator("#torch").select_option("2.9")
+        assert page.locator("#devices th").all_inner_texts() == ["cpu", "xpu, declared"]
+        page.locator("#device").select_option("xpu")
+        page.fill("#name", "dot")
+        page.uncheck("#gaps")
+        assert page.locator("#versions th").all_inner_texts() == ["operator", "2.9"]
+        assert page.locator("#body tr").first.inner_text().split() == ["dot", "yes,", "on", "the", "CPU"]
+        page.locator("#device").select_option("cuda")
+        assert "no data for torch 2.9 on cuda" in page.inner_text("#count")
+
+
+@pytest.mark.slow
+def test_a_link_shows_one_operator_on_my_machine(browser: Any, tmp_path: Path) -> None:
+    with open_grid(browser, tmp_path) as page:
+        address = page.url
+        page.goto(f"{address}#torch=2.9&device=xpu&op=dot")
+        assert page.locator("#body tr").first.inner_text().split() == ["dot", "yes,", "on", "the", "CPU"]
+        assert [page.input_value(f"#{name}") for name in ("torch", "device", "name")] == ["2.9", "xpu", "dot"]
+        page.locator("#dtype").select_option("bfloat16")
+        assert hash_of(page) == "#torch=2.9&device=xpu&precision=bfloat16&op=dot&all=1"
+        page.reload()
+        assert page.input_value("#dtype") == "bfloat16"
+        page.goto(f"{address}#")
+        assert page.locator("#versions th").count() == len(columns()) + 1
+        assert page.is_checked("#gaps")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", ["<img src=x onerror=alert(1)>", "__proto__", "\"'`;alert(2)//", "%3Cb%3E"])
+def test_a_link_with_anything_in_it_is_harmless(browser: Any, tmp_path: Path, value: str) -> None:
+    with open_grid(browser, tmp_path) as page:
+        page.goto(f"{page.url}#torch={value}&device={value}&precision={value}&mode={value}&op={value}")
+        assert [page.input_value(f"#{name}") for name in ("torch", "device", "dtype", "mode")] == [
+            "",
+            "",
+            "float16",
+            "forward",
+        ]
+        assert page.locator("#body tr").count() == 0
+        assert page.locator("img").count() == 0
+
+
+@pytest.mark.slow
+def test_the_policy_runs_no_other_script(browser: Any, tmp_path: Path) -> None:
+    page_text = render_grid()
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page_text)[1]  # type: ignore[index]
+    assert "default-src &#39;none&#39;" in policy
+    assert policy.count("sha256-") == 1
+    path = tmp_path / "grid.html"
+    path.write_text(page_text.replace("</main>", "<script>document.title = 'run'</script></main>"), encoding="utf-8")
+    page = browser.new_page()
+    page.goto(path.as_uri())
+    assert page.title() != "run"
+    assert page.locator("#body tr").count() > 100
+    page.close()
+
+
+def test_hostile_text_in_the_catalog_stays_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    nasty = "</script><img src=x onerror=alert(1)>"
+    monkeypatch.setattr("lowprec_check.report.op.grid.lines", lambda _: [Line(nasty, ["a"] * len(CELLS), [nasty] * 2)])
+    page = render_grid()
+    assert nasty not in page
+    assert page.count("</script>") == 2

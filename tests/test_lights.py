@@ -106,7 +106,7 @@ def test_a_time_that_cannot_be_told_is_grey(latency: Latency | None, text: str) 
     found = lights(result_of(passing("bfloat16", memory=6, latency=latency, **untimed)))
     assert colors(found) == ["good", "good", "none", "none"]
     assert found[2].answer == f"bfloat16: {text}, takes about as much memory."
-    assert found[3].answer == "Use bfloat16; whether it gains anything was not measured."
+    assert found[3].answer == "Use bfloat16; whether that gains anything cannot be told."
 
 
 def test_a_noisy_time_leaves_what_is_saved() -> None:

@@ -265,5 +265,5 @@ def _do_this(result: ScanResult) -> Light:
     if summary.is_gain(result) and _worth(result).color != "none":
         return Light(question, "good", sentence(summary.verdict(result)))
     unknown = best.worth == "unknown" and not best.stay_in_fp32 and result.prediction is None
-    more = "; whether it gains anything was not measured" if unknown and summary.passes(result) else ""
+    more = "; whether that gains anything cannot be told" if unknown and summary.passes(result) else ""
     return Light(question, "none", sentence(f"{summary.verdict(result)}{more}"))

@@ -7,7 +7,9 @@ are all zero (the last BatchNorm of a block, LayerScale, heads) are drawn anew f
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -73,26 +75,37 @@ def scale_weights(target: Target, seed: int) -> Target:
         raise UsageError(
             "The weights are loaded from a file, so they are not scaled.", "Leave out --scale-weights, or the weights."
         )
-    model = target.model
-    snapshot = Snapshot(model, target.inputs)
-    scaler = _Scaler(model, seed)
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # it is one op with the weights of several layers
+    scaler = _Scaler(target.model, seed)
     try:
-        args, kwargs = (map_tensors(given, lambda tensor: tensor.detach().clone()) for given in target.inputs)
-        with torch.no_grad(), scaler:
-            call_model(model, args, kwargs)
+        with _as_it_was(target):
+            args, kwargs = (map_tensors(given, lambda tensor: tensor.detach().clone()) for given in target.inputs)
+            with torch.no_grad(), scaler:
+                call_model(target.model, args, kwargs)
     except Exception as error:
         raise UsageError(
             f"The weights could not be scaled, since the model fails: {type_name(error)}: {first_line(message_of(error))}",
             "Leave out --scale-weights, or give the inputs that the model takes with --inputs.",
         ) from None
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        snapshot.restore()
     redrawn = f" ({scaler.redrawn} that were zero are drawn anew)" if scaler.redrawn else ""
     setup = (*target.setup, "# then the scan scaled the random weights: --scale-weights")
     return target._replace(weights="scaled", notes=(*target.notes, f"{NOTE}{redrawn}"), setup=setup)
+
+
+@contextlib.contextmanager
+def _as_it_was(target: Target) -> Iterator[None]:
+    """Restore everything but the values of weights. Meanwhile there is one thread: each process that loads the model scales it,
+    and sums of several threads may have other last digits.
+    """
+    snapshot, threads = Snapshot(target.model, target.inputs), torch.get_num_threads()
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # it is one op with the weights of several layers
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.backends.mha.set_fastpath_enabled(fast)
+        snapshot.restore()
 
 
 class _Scaler(DispatchMode):

@@ -81,10 +81,13 @@ def _says_something(table: BudgetTable | None) -> bool:
 
 def _causes(run: Run, table: BudgetTable | None, result: ScanResult) -> RunCauses:
     odd = degenerate_output(run, result)
-    table = table if odd is None else None  # shares of an error that means nothing
+    if odd is not None or run.status == "timeout":
+        table = None  # shares of an error that means nothing, or that is not why it breaks
     fails = run.status in FAILURES and odd is None
     gaps = _distinct(run.gaps) if run.status in ("error", "crashed") else []
-    places = [_gap_place(gap, result) for gap in gaps[:MOST_GAPS]] or (_origin_place(run, result) if fails else [])
+    places = [_gap_place(gap, result) for gap in gaps[:MOST_GAPS]]
+    if not places and run.status in ("nonfinite", "inaccurate") and odd is None:
+        places = _origin_place(run, result)
     return RunCauses(
         summary.label(run),
         run.status,
@@ -97,7 +100,7 @@ def _causes(run: Run, table: BudgetTable | None, result: ScanResult) -> RunCause
         max(0, len(gaps) - MOST_GAPS),
         [_bar(bar, result, by_module=True) for bar in table.bars] if table else [],
         [_bar(bar, result, by_module=False) for bar in table.lines] if table else [],
-        table.predicted if table else "",
+        f"{'With the gaps in fp32: ' if gaps else ''}{table.predicted}" if table and table.predicted else "",
     )
 
 

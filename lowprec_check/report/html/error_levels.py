@@ -13,7 +13,7 @@ WITHIN = 5
 NONFINITE = 8
 """The level of Inf and NaN, the highest."""
 
-LEVEL_TEXTS = ("≤ 1/1000", "≤ 1/100", "≤ 1/10", "≤ 1/3", "≤ tolerance", "> tolerance", "> 10 ×", "Inf/NaN")
+LEVEL_TEXTS = ("≤ 1/1000", "≤ 1/100", "≤ 1/10", "≤ 1/3", "≤ tolerance", "> tolerance", "> 10 times", "Inf/NaN")
 """What the levels 1 to 8 mean, for a legend."""
 
 

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from markupsafe import Markup
 
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.declared_support import OnCpu, OpSupport, declared_support
 from lowprec_check.catalog.measured import Sweep, sweeps
 from lowprec_check.catalog.records import LOW, MODES, Dtype, Mode, State, in_samples
 from lowprec_check.report.op.document import render_report
-from lowprec_check.report.template import fill
+from lowprec_check.report.template import fill, script_in, security_policy
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.devices import catalogued
 from lowprec_check.schema.files import write_file
@@ -112,7 +113,14 @@ def render_grid() -> str:
         evidence: list(dict.fromkeys(head["device"] for head in heads if head["evidence"] == evidence))
         for evidence in ("measured", "declared")
     }
-    return fill("op/grid.html.jinja", **by_evidence, data=data.replace("<", "\\u003c"))
+    script = script_in("op/grid.js")
+    return fill(
+        "op/grid.html.jinja",
+        **by_evidence,
+        policy=security_policy([script]),
+        script=Markup(script),
+        data=Markup(data.replace("<", "\\u003c")),
+    )
 
 
 def write_reports(folder: Path) -> list[Path]:

@@ -3,7 +3,7 @@
 const Strip = (() => {
 
 const FEWEST = 12, MOST = 40, FOLDS_FROM = 24, LONGEST_PERIOD = 8, LEAST_PX = 24, USUAL_PX = 1040;
-const LEVELS = ["no error known, or none", "≤ 1/1000", "≤ 1/100", "≤ 1/10", "≤ 1/3", "≤ tolerance", "> tolerance", "> 10 ×", "Inf/NaN"];
+const LEVELS = ["no error known, or none", "≤ 1/1000", "≤ 1/100", "≤ 1/10", "≤ 1/3", "≤ tolerance", "> tolerance", "> 10 times", "Inf/NaN"];
 
 // -- from segments to blocks: a block is { path, name, segments, children, times, pattern }
 
@@ -120,7 +120,7 @@ function connections(blocks) {
 
 const milliseconds = (value) => (value >= 10 ? `${value.toFixed(0)} ms` : `${value.toPrecision(2)} ms`);
 
-class Strip {
+class NetworkStrip {
   constructor(data) {
     this.data = data; this.views = [""]; this.unfolded = new Set(); this.focused = 0;
     this.root = byId("strip");
@@ -280,5 +280,5 @@ class Strip {
   }
 }
 
-return Strip;
+return NetworkStrip;
 })();

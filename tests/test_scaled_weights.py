@@ -1,0 +1,211 @@
+"""Random weights scaled layer by layer: every layer's output has unit size, zeros are drawn anew, nothing else changes."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowprec_check.engine.load import TargetSpec
+from lowprec_check.engine.model.scaled_weights import NOTE, scale_weights
+from lowprec_check.engine.model.target import Target, make_target
+from lowprec_check.errors import UsageError
+from lowprec_check.schema.scan_result import ScanResult
+
+
+def size(tensor: Tensor) -> float:
+    return float(tensor.detach().double().square().mean().sqrt())
+
+
+def scaled(model: nn.Module, inputs: Any, seed: int = 0) -> Target:
+    return scale_weights(make_target(model.eval(), inputs), seed)
+
+
+def sizes_of_outputs(model: nn.Module, inputs: Tensor, *kinds: type[nn.Module]) -> list[float]:
+    found: list[float] = []
+    handles = [
+        module.register_forward_hook(lambda _module, _inputs, output: found.append(size(output)))
+        for module in model.modules()
+        if isinstance(module, kinds)
+    ]
+    with torch.no_grad():
+        model(inputs)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def shrinking() -> nn.Sequential:
+    """Twenty layers, each of which divides the signal by about 60."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(20):
+        layers += [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 36, 10))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.05 if parameter.ndim > 1 else 1.0)
+        for module in model:
+            if isinstance(module, nn.Conv2d):
+                assert module.bias is not None
+                module.bias.zero_()
+    return model.eval()
+
+
+def test_every_layer_gets_unit_size() -> None:
+    model, image = shrinking(), torch.randn(2, 3 + 5, 6, 6)
+    before = sizes_of_outputs(model, image, nn.Conv2d)
+    assert before[-1] < 1e-20
+    target = scaled(model, image)
+    assert target.weights == "scaled"
+    assert target.notes[-1] == NOTE
+    assert sizes_of_outputs(model, image, nn.Conv2d, nn.Linear) == pytest.approx([1.0] * 21, abs=0.06)
+
+
+def test_layers_that_explode_shrink() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(30)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(100.0)
+    scaled(model, inputs := torch.randn(4, 64))
+    assert sizes_of_outputs(model, inputs, nn.Linear) == pytest.approx([1.0] * 30, abs=0.06)
+
+
+class Residual(nn.Module):
+    """What is zero or tiny at the start: a gamma, LayerScale, the output projection, the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8)
+        self.scale = nn.Parameter(torch.full((8, 1, 1), 1e-6))
+        self.skip = nn.Parameter(torch.zeros(()))
+        self.head = nn.Linear(8, 5)
+        with torch.no_grad():
+            for zero in (self.norm.weight, self.head.weight, self.head.bias):
+                zero.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.conv(x)) * self.scale
+        return self.head((y * self.skip).mean((2, 3)))
+
+
+def test_what_is_zero_is_drawn_anew() -> None:
+    torch.manual_seed(0)
+    model = Residual()
+    scaled(model, image := torch.randn(2, 3, 8, 8))
+    with torch.no_grad():
+        assert size(model(image)) == pytest.approx(1.0, abs=0.06)
+    assert bool((model.norm.weight == model.norm.weight[0]).all())
+    assert size(model.norm(model.conv(image)) * model.scale) == pytest.approx(1.0, abs=0.06)
+    assert model.head.weight.count_nonzero() == 40
+    assert model.head.bias.count_nonzero() == 0
+    assert bool(model.skip.detach())
+
+
+def test_attention_and_shared_weights() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(50, 32)
+            self.layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+            self.out = nn.Linear(32, 50, bias=False)
+            self.out.weight = self.embed.weight
+            nn.init.normal_(self.embed.weight, std=1e-4)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            logits: Tensor = self.out(self.layer(self.embed(ids)))
+            return logits
+
+    torch.manual_seed(0)
+    model, ids = Net().eval(), torch.randint(0, 50, (2, 16))
+    before = model.layer.self_attn.in_proj_weight.clone()
+    scaled(model, ids)
+    with torch.no_grad():
+        assert size(model.embed(ids)) == pytest.approx(1.0, abs=0.06)  # its first use counts
+        x = model.embed(ids)
+        projected = nn.functional.linear(x, model.layer.self_attn.in_proj_weight, model.layer.self_attn.in_proj_bias)
+    assert size(projected) == pytest.approx(1.0, abs=0.06)
+    assert not torch.equal(before, model.layer.self_attn.in_proj_weight)
+    ratio = before / model.layer.self_attn.in_proj_weight
+    assert float(ratio.std() / ratio.mean().abs()) < 1e-5  # one factor for all
+
+
+def test_nothing_else_changes() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+    model.train()
+    inputs = torch.randn(4, 8)
+    kept, running = inputs.clone(), model[1].running_mean.clone()  # type: ignore[union-attr, operator]
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    scale_weights(make_target(model, inputs), 0)
+    assert torch.equal(inputs, kept)
+    assert torch.equal(model[1].running_mean, running)  # type: ignore[arg-type]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (torch.get_num_threads(), model.training) == (threads, True)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_the_seed_decides_what_is_drawn() -> None:
+    def head(seed: int) -> Tensor:
+        torch.manual_seed(0)
+        model = Residual()
+        scaled(model, torch.randn(2, 3, 8, 8), seed)
+        return model.head.weight.detach()
+
+    assert torch.equal(head(1), head(1))
+    assert not torch.equal(head(1), head(2))
+
+
+def test_weights_of_a_file_are_not_scaled(tmp_path: Path) -> None:
+    torch.save(nn.Linear(4, 4).state_dict(), tmp_path / "w.pt")
+    (tmp_path / "m.py").write_text("import torch\nmodel = torch.nn.Linear(4, 4)\ninputs = torch.randn(2, 4)\n")
+    spec = TargetSpec(str(tmp_path / "m.py"), (), tmp_path / "w.pt", scale_weights=True)
+    with pytest.raises(UsageError, match="loaded from a file"):
+        spec.load(0)
+
+
+def test_a_model_that_fails_is_named() -> None:
+    with pytest.raises(UsageError, match="could not be scaled, since the model fails: RuntimeError: mat1"):
+        scaled(nn.Linear(4, 4), torch.randn(2, 5))
+
+
+def test_each_load_gives_the_same_weights(tmp_path: Path) -> None:
+    file = tmp_path / "net.py"
+    file.write_text("import torch\nmodel = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 9))\ninputs = torch.randn(64, 512)\n")  # fmt: skip
+    models = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        models.append(TargetSpec(str(file), scale_weights=True).load(0).model)
+    one, two = models
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isolation", ["fork", "spawn"])
+def test_a_scan_says_so(tmp_path: Path, isolation: str) -> None:
+    saved = tmp_path / "scan.json"
+    command = [sys.executable, "-m", "lowprec_check", "scan", "torchvision:mobilenet_v2", "--inputs", "1x3x64x64"]
+    command += ["-p", "half", "--errors", "none", "--times", "off", "--no-plan", "--isolation", isolation]
+    plain = subprocess.run([*command, "--json", str(saved)], capture_output=True, text=True, check=False)
+    assert plain.returncode in (0, 1), plain.stderr
+    before = ScanResult.load(saved)
+    assert before.model.weights == "random"
+    assert before.run("half").status == "inaccurate"
+    assert (before.run("half").output_rms or 1) < 1e-8
+    done = subprocess.run(
+        [*command, "--scale-weights", "--json", str(saved)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = ScanResult.load(saved)
+    assert found.model.weights == "scaled"
+    assert found.run("half").status == "ok"
+    assert math.isclose(found.run("half").output_rms or 0, 1.0, abs_tol=0.06)
+    assert any(note.startswith(NOTE) for note in found.model.notes)
+    assert not [d for d in found.diagnostics if d.code == "LP902"]
