@@ -144,6 +144,7 @@ def test_an_output_of_zeros_is_grey() -> None:
     )
     assert found[2].answer.endswith("Its output could not be judged.")
     assert found[3].answer == "bfloat16 runs, but its output could not be judged."
+    assert not any(summary.tag(run, result) for run in result.runs)  # no "recommended": nothing is
 
 
 def test_a_tiny_output_is_not_wrong() -> None:

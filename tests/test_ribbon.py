@@ -113,7 +113,7 @@ def test_the_shares_of_both_formats_follow_from_the_histogram(browser: Any, page
             ["half, worst op of the run", "at most 25.0 %", "at most 40.0 %", "12 values"],
         ]
         about = page.inner_text("#ribbon-about")
-        assert "in the model: 220 values of 4 op calls, a sample of at most 1024 values per op" in about
+        assert "in the model: 220 values of 4 op calls, a sample of at most 1,024 values per op" in about
         assert "9.1 % zeros" in page.inner_text("#ribbon")
 
 

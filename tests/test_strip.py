@@ -239,6 +239,31 @@ def test_long_models_fold_and_the_worst_member_gives_the_colour(browser: Any, pa
 
 
 @pytest.mark.slow
+def test_a_few_blocks_of_many_parts_stay_blocks_instead_of_a_fold_of_their_parts(browser: Any, page_of: Any) -> None:
+    common = {"accumulated_error": 1e-4, "absmax": 1.0, "time_ms": 1.0, "reads": (1,)}
+    rows: list[OpCall] = []
+    for index in range(4):
+        parts = [OpCall("aten.addmm.default", f"layers.{index}.fc{part}", **common) for part in range(7)]
+        rows += [*parts, OpCall("aten.add.Tensor", f"layers.{index}", **(common | {"reads": (1, 8)}))]
+    with opened(browser, page_of(result_of(to_columns(rows)))) as page:
+        assert names(page) == [f"layers.{index}" for index in range(4)]
+        assert page.locator("#strip path.inside").count() == 4
+
+
+@pytest.mark.slow
+def test_a_residual_around_a_single_part_is_an_arc_inside_the_block(browser: Any, page_of: Any) -> None:
+    common = {"accumulated_error": 1e-4, "absmax": 1.0, "time_ms": 1.0}
+    rows: list[OpCall] = []
+    for index in range(30):
+        rows += [OpCall("aten.addmm.default", f"layers.{index}.fc", reads=(1,), **common)]
+        rows += [OpCall("aten.add.Tensor", f"layers.{index}", reads=(1, 2), **common)]
+    with opened(browser, page_of(result_of(to_columns(rows)))) as page:
+        assert names(page) == ["30 × layers.*"]
+        assert page.locator("#strip path.inside").count() == 1
+        assert page.inner_text("#strip-details") == "1 block; 0 connections skip blocks."
+
+
+@pytest.mark.slow
 def test_a_block_says_its_time_error_marks_and_connections(browser: Any, page_of: Any) -> None:
     result = result_of(stack(12), gaps=[gap(module="layers.1.norm", calls=2)])
     with opened(browser, page_of(result)) as page:

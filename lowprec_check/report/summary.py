@@ -255,8 +255,13 @@ def is_recommended(run: Run, result: ScanResult) -> bool:
 
 
 def tag(run: Run, result: ScanResult) -> str:
-    """``recommended`` beside the name of a run; ``best in low precision`` where fp32 is better in what is preferred."""
+    """``recommended`` beside the name of a run; ``best in low precision`` where fp32 is better in what is preferred.
+
+    Empty if the output of the recommended run cannot be judged: then the verdict recommends nothing either.
+    """
     best = result.recommendation
+    if best is not None and not passes(result):
+        return ""
     if best is not None and best.stay_in_fp32:
         return "recommended" if run.is_reference else "best in low precision" if is_recommended(run, result) else ""
     return "recommended" if is_recommended(run, result) else ""

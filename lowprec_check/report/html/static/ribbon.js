@@ -43,7 +43,7 @@ function drawRibbon(data, run) {
   const module = chosen.module || "the model", values = histogram.nonzeros + histogram.zeros + histogram.nonfinite;
   const calls = `${histogram.ops} op call${histogram.ops === 1 ? "" : "s"}`;
   byId("ribbon-about").textContent = values
-    ? `Magnitudes of the fp32 reference's values in ${module}: ${values} values of ${calls}, a sample of at most ${run.magnitudes.sample} values per op. Height: logarithm of the number of values in a power of two.`
+    ? `Magnitudes of the fp32 reference's values in ${module}: ${values.toLocaleString("en")} values of ${calls}, a sample of at most ${run.magnitudes.sample.toLocaleString("en")} values per op. Height: logarithm of the number of values in a power of two.`
     : `No values of ${module} are known in this run.`;
   root.hidden = !values;
   if (values) {

@@ -75,7 +75,7 @@ function layOut(segments, view, unfolded) {
   let best = null;
   for (let levels = 1; levels <= Math.max(1, deepest); levels += 1) {
     const all = blocksAt(segments, view, levels), blocks = all.length > FOLDS_FROM ? folded(all, unfolded) : all;
-    if (best && folded(all, new Set()).length > MOST) break;
+    if (best && (blocks.length < best.length || folded(all, new Set()).length > MOST)) break;  // a fold that shows less, or too many
     best = blocks;
     if (all.length >= wanted) break;
   }
@@ -98,7 +98,7 @@ function skipsInside(block) {
   const paths = [...new Set(block.segments.map((its) => its.path))];
   let levels = 1, parts = [];
   do { parts = blocksAt(block.segments, block.path, levels); levels += 1; } while (parts.length === 1 && paths.length > 1 && levels < 99);
-  return parts.length > 2 ? connections(parts).length : 0;
+  return connections(parts).length;
 }
 
 // Pairs of blocks (from, to) that are not neighbours; from is -1 if the value comes from outside the module shown.
@@ -225,10 +225,10 @@ class NetworkStrip {
   }
   summary() {
     if (!this.blocks.length) return "No op calls of the forward pass are known.";
-    const skips = this.links.length;
+    const skips = this.links.length, blocks = `${this.blocks.length} block${this.blocks.length === 1 ? "" : "s"}`;
     return this.run.strip.reads.some((its) => its.length)
-      ? `${this.blocks.length} blocks; ${skips} connection${skips === 1 ? " skips" : "s skip"} blocks.`
-      : `${this.blocks.length} blocks; their connections are not known: an older version saved this scan.`;
+      ? `${blocks}; ${skips} connection${skips === 1 ? " skips" : "s skip"} blocks.`
+      : `${blocks}; their connections are not known: an older version saved this scan.`;
   }
   crumbs() {
     byId("crumbs").replaceChildren(...this.views.map((view, i) => {
