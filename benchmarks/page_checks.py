@@ -279,7 +279,7 @@ def of_shares(facts: Facts, cause: RunCauses, run: Run) -> Iterator[Check]:
     after = outcome(facts.model, facts.inputs, run.precision, facts.reference, [best])
     low = before.error * math.sqrt(max(0.0, 1 - share))
     high = max(low, run.budget.next_error or 0.0)  # of a tensor of the output that the module may not reach
-    hit = after.status != "nonfinite" and low / FACTOR <= after.error <= high * FACTOR
+    hit = after.status != "nonfinite" and low / FACTOR <= after.error <= low * FACTOR
     predicted = f"{low:.2e}" + (f" to {high:.2e}" if high > low else "")
     page, plain = f"{before.error:.2e} → {predicted} ({share:.0%} {best})", f"{after.error:.2e}"
     yield facts.check(f"share, {run.precision}", page, plain, hit)

@@ -13,8 +13,7 @@ Each model is scanned by the command, with default options; the lights and cause
 * **first NaN or Inf**: hooks on all modules: the same module;
 * **ablations, plans**: the same modules kept in fp32 by other code: the same status, rel_l2 within 5 %;
 * **shares**: the submodule with the largest share, if at least 20 %, kept in fp32: the error left is √(1 − share) of that before, within a
-  factor of 1.5 (or up to that of the tensor of the output with the next largest error, which the module may not reach); **share removed**: so
-  is what it removes of the error.
+  factor of 1.5; **share removed**: so is what it removes of the error, or less where another tensor of the output keeps its error.
 
 Writes OUTPUT.md and OUTPUT.json.
 """
@@ -43,6 +42,16 @@ from lowprec_check.report.lights import lights
 MEASURED = ("worth: interval of the scan", "share")
 """What is counted and not demanded: two measurements of times on a busy machine, and what shares predict to first order."""
 
+LIMITS = (
+    "- *worth: interval of the scan*, *share* and *share removed* are counted, not demanded: times were measured twice on a busy machine, and",
+    "  shares predict to first order.",
+    "- *worth: not known* holds by the interval of the scan alone: it contains 1, or there is none. No plain timing can show that a time cannot",
+    "  be told; on a quiet machine fewer are grey.",
+    "- Memory is that of the scan; nothing else measures it here.",
+    "- Plans are compared if a scan finds one. By default a scan searches only if no precision passes.",
+    "- Shares are compared for runs whose output can be judged.",
+)
+
 
 def scanned(path: Path) -> ScanResult:
     """The saved result of the command, made if it is not there."""
@@ -55,9 +64,10 @@ def scanned(path: Path) -> ScanResult:
 
 def kind_of(check: Check) -> str:
     """``runs``, ``right``, …: what a conclusion is about, without the precision."""
-    return (
-        "worth: interval of the scan" if check.about == MEASURED[0] else check.about.partition(":")[0].partition(",")[0]
-    )
+    about = check.about
+    if about.startswith("worth: "):
+        return "worth: direction of the time" if about.split()[1] in ("faster", "slower", "same") else about
+    return about.partition(":")[0].partition(",")[0]
 
 
 def is_demanded(check: Check) -> bool:
@@ -87,7 +97,7 @@ def listed(check: Check) -> str:
     return f"- {check.model}, {check.about}: page **{check.page}**, plain **{check.plain}**{note}"
 
 
-def markdown(checks: Sequence[Check], said: Mapping[str, Sequence[str]], seconds: float) -> str:
+def markdown(checks: Sequence[Check], said: Mapping[str, Sequence[str]], seconds: float, *, kept: bool) -> str:
     """The report: totals first."""
     kinds: dict[str, list[Check]] = defaultdict(list)
     for check in checks:
@@ -98,7 +108,7 @@ def markdown(checks: Sequence[Check], said: Mapping[str, Sequence[str]], seconds
         f"# Conclusions of the page and plain experiments, torch {torch.__version__}",
         "",
         f"- models: {len(said)}; conclusions: {len(demanded)}; **different: {len(different)}**",
-        f"- minutes: {seconds / 60:.0f}, with the scans unless they were there",
+        f"- minutes: {seconds / 60:.0f}{' without the scans, which were kept from before' if kept else ''}",
         "",
         tabulate(
             [[kind, len(its), sum(check.agrees for check in its)] for kind, its in kinds.items()],
@@ -106,8 +116,7 @@ def markdown(checks: Sequence[Check], said: Mapping[str, Sequence[str]], seconds
             tablefmt="github",
         ),
         "",
-        "*worth: interval of the scan* and *share* are counted, not demanded: times were measured twice on a busy machine, and shares",
-        "predict to first order what other roundings change too.",
+        *LIMITS,
     ]
     for title, its in (
         ("Different", different),
@@ -115,7 +124,14 @@ def markdown(checks: Sequence[Check], said: Mapping[str, Sequence[str]], seconds
         ("Shares: error before → predicted (share of the module), and measured; ✕: not within 1.5", kinds["share"]),
         ("Shares: what is removed, if not within 1.5", [check for check in kinds["share removed"] if not check.agrees]),
         ("Ablations and plans", kinds["ablation"] + kinds["plan"]),
-        ("Times", [check for check in kinds["worth"] if " – " in check.plain]),
+        (
+            "Times",
+            [
+                check
+                for check in checks
+                if check.about.startswith("worth: ") and " – " in check.plain and check.about != MEASURED[0]
+            ],
+        ),
     ):
         shown = [f"{listed(check)}{'' if check.agrees else ' ✕'}" for check in its]
         lines += ["", f"## {title}", "", *(shown or ["None."])]
@@ -138,6 +154,7 @@ def main() -> None:
     said: dict[str, list[str]] = {}
     chosen = [case for case in page_cases() if not options.only or case.name.startswith(tuple(options.only))]
     cases()  # imports their libraries once, before the processes are forked
+    kept = options.scans is not None and any(options.scans.glob("*.json"))
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.scans or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +169,7 @@ def main() -> None:
                 sep="\n",
                 file=sys.stderr,
             )
-            text = markdown(checks, said, time.monotonic() - started)
+            text = markdown(checks, said, time.monotonic() - started, kept=kept)
     data = {"torch": torch.__version__, "checks": [check._asdict() for check in checks], "said": said}
     write(options.output, text, data)
     raise SystemExit(1 if any(is_demanded(check) and not check.agrees for check in checks) else 0)
