@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from lowprec_check.analysis.degenerate_output import tiny_output
 from lowprec_check.analysis.run_summary import (
     candidates,
     error_of,
@@ -204,7 +205,8 @@ def compared_with(best: Run, runs: Sequence[Run]) -> Iterator[str]:
     why = defaultdict(list)
     for run in candidates(runs):
         if run.key != best.key and run.precision != PLAN and run.status not in ("ok", "skipped", best.status):
-            why[status_reason(run)].append(run.key.label)
+            tiny = tiny_output(run) if run.status == "inaccurate" else None
+            why[f"it cannot be judged, as {tiny}" if tiny else status_reason(run)].append(run.key.label)
     yield from (f"Not {choices(names)}: {sentence(reason)}" for reason, names in why.items())
 
 

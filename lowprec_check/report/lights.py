@@ -22,6 +22,7 @@ from lowprec_check.analysis.speed import Speed, speed
 from lowprec_check.analysis.training_status import passing_ways
 from lowprec_check.report import summary
 from lowprec_check.report.escape import visible
+from lowprec_check.report.training import remedies
 from lowprec_check.schema.registry import choices
 from lowprec_check.schema.scan_result import Run, ScanResult
 
@@ -143,6 +144,7 @@ def _right(result: ScanResult) -> Light:
     odd = {summary.label(run): reason for run in ran if (reason := _not_judged(run, result))}
     judged = [run for run in ran if summary.label(run) not in odd]
     passed = [run for run in judged if run.status == "ok" or passing_ways(run)]
+    changed = [run for run in passed if run.status != "ok"]  # trained, and only in another way than the plain one
     if not judged:
         return Light(question, "none", _cannot(odd) if odd else "Nothing ran that could be compared.")
     verb = _TRAIN if result.training is not None else _PASS if result.prediction is None else _MAY_PASS
@@ -152,10 +154,11 @@ def _right(result: ScanResult) -> Light:
     parts = [
         _with_closest(told, passed) if len(passed) == len(judged) and result.training is None else f"{told}.",
         *_reasons([run for run in judged if run not in passed]),
+        *(f"{summary.label(run)} does so only with {remedies(run)}." for run in changed),
         *([_helped(plan)] if plan is not None else []),
         *([_cannot(odd)] if odd else []),
     ]
-    good = len(passed) == len(judged) and not odd
+    good = len(passed) == len(judged) and not odd and not changed
     color: Color = "good" if good else "warn" if passed or plan is not None else "bad"
     return Light(question, color, " ".join(filter(None, parts)))
 

@@ -60,6 +60,7 @@ def _advice(result: ScanResult) -> dict[str, Any]:
         "lights": lights(result),
         "verdict_kind": kind,
         "advice": result.recommendation is not None,
+        "stay_in_fp32": result.recommendation is not None and result.recommendation.stay_in_fp32,
         "reason": summary.reason(result, 2000),
         "code": summary.code_lines(result),
         "kept": summary.kept(result),
