@@ -14,6 +14,7 @@ from lowprec_check.analysis.degenerate_output import degenerate_output
 from lowprec_check.engine.scan import scan
 from lowprec_check.schema.error_budget import ErrorBudget
 from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.verdict import ErrorStats
 
 
 class Scaled(nn.Module):
@@ -74,12 +75,21 @@ def half_run(**changes: Any) -> tuple[Run, ScanResult]:
     return run, result
 
 
+def error(rel_l2: float) -> ErrorStats:
+    return ErrorStats(rel_l2=rel_l2, max_abs=None, cosine=None, sqnr_db=None)
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
         ({"output_rms": 1e-9}, "the output is tiny (rms 1e-09): fp16 flushes it to zero"),
         ({"output_rms": 1e-6}, "the output is tiny (rms 1e-06): fp16 has few digits for it"),
         ({"budget": ErrorBudget(output_rms=1e-9)}, "the output is tiny (rms 1e-09): fp16 flushes it to zero"),
+        ({"output_rms": 1e-9, "output_error": error(1.0)}, "the output is tiny (rms 1e-09): fp16 flushes it to zero"),
+        (
+            {"output_rms": 5e-8, "output_error": error(0.3)},
+            "the output is tiny (rms 5e-08): fp16 flushes part of it to zero",
+        ),
         ({"output_rms": 0.0}, "a tensor of the fp32 output is all zeros"),
         ({"output_rms": 1e-4}, None),
         ({"output_rms": None}, None),

@@ -395,11 +395,11 @@ def test_an_error_of_many_small_parts_is_spread() -> None:
 @pytest.mark.parametrize(
     ("changes", "budget", "line"),
     [
-        ({}, {"output_rms": 3e-12}, "the output is tiny (rms 3e-12): fp16 flushes it to zero; usual with random weights; 90 % a (mm)"),
+        ({}, {"output_rms": 3e-12}, "the output is tiny (rms 3e-12): fp16 flushes part of it to zero; usual with random weights; 90 % a (mm)"),
         ({}, {"output_rms": 3e-6}, "the output is tiny (rms 3e-06): fp16 has few digits for it; usual with random weights; 90 % a (mm)"),
         ({"status": "unjudged", "output_is_zero": True}, None, "the fp32 output is all zeros, so a relative error has no meaning"),
         ({}, {"predicted": None, "reason": "all zeros", "output_rms": 0.0}, "the fp32 output is all zeros, so a relative error has no meaning"),
-        ({}, {"output_rms": 3e-12, "unexplained": 0.9}, "the output is tiny (rms 3e-12): fp16 flushes it to zero; usual with random weights"),
+        ({}, {"output_rms": 3e-12, "unexplained": 0.9}, "the output is tiny (rms 3e-12): fp16 flushes part of it to zero; usual with random weights"),
     ],
 )  # fmt: skip
 def test_odd_outputs_are_told(changes: dict[str, Any], budget: dict[str, Any] | None, line: str) -> None:

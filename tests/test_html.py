@@ -5,10 +5,13 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import random
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,8 @@ from browser import chromium, hover, opened
 from shared_result import budgeted, budgeted_result, op_calls, run, shared_result
 
 from lowprec_check.analysis.error_origin import origin
-from lowprec_check.report.html import charts, module_tree
+from lowprec_check.report.html import charts, error_levels, module_tree
+from lowprec_check.report.html.error_levels import error_level
 from lowprec_check.report.html.module_tree import Node
 from lowprec_check.report.html.scan_page import render
 from lowprec_check.schema.scan_result import ScanResult
@@ -44,7 +48,24 @@ def page_of(tmp_path: Path) -> Any:
 
 
 def label_in_chart(page: Any) -> str:
-    return str(page.evaluate("Bokeh.documents[0].get_model_by_name('origin-label').text"))
+    return str(page.locator("#origin-label").text_content())
+
+
+CHART = "Bokeh.documents.find((one) => one.get_model_by_name('call-areas'))"
+"""The document of the error chart, in the page."""
+
+
+def points(page: Any, name: str) -> dict[str, list[Any]]:
+    """A data source of the error chart; NaN is ``None``."""
+    script = f"(name) => Object.fromEntries(Object.entries({CHART}.get_model_by_name(name).data)"
+    script += ".map(([key, values]) => [key, [...values].map((value) => (Number.isNaN(value) ? null : value))]))"
+    return dict(page.evaluate(script, name))
+
+
+def shown_calls(page: Any) -> tuple[float, float]:
+    """The range of op calls that the error chart shows."""
+    start, end = page.evaluate(f"(({{ start, end }}) => [start, end])({CHART}.roots()[0].x_range)")
+    return start, end
 
 
 def show(page: Any, label: str) -> None:
@@ -78,8 +99,11 @@ def test_the_page_opens_without_errors_and_shows_the_origin_of_the_error(
 @pytest.mark.slow
 def test_the_page_shows_shares_in_bars_tree_and_calls(browser: Any, page_of: Any) -> None:
     with opened(browser, page_of(budgeted_result()), viewport={"width": 1200, "height": 900}) as page:
-        first = page.locator(".budget").first
-        assert first.locator("summary").first.inner_text().startswith("bfloat16 46 % head.out (native_layer_norm)")
+        first = page.locator(".budget", has_text="bfloat16").filter(has=page.locator(".shares")).first
+        first.evaluate("details => { details.open = true; }")
+        told = first.locator("summary").first.inner_text()
+        assert told.startswith("bfloat16 inaccurate error over the tolerance")
+        assert "46 % from head.out" in told
         assert first.locator("tbody tr").first.inner_text().split()[:3] == ["head.out", "46", "%"]
         widths = (
             first.locator("table")
@@ -94,7 +118,7 @@ def test_the_page_shows_shares_in_bars_tree_and_calls(browser: Any, page_of: Any
             row.split("\t")[0].strip(): row.split("\t")[1] for row in page.locator("#heat tbody tr").all_inner_texts()
         }
         assert (shown["head"], shown["norm"], shown["(model)"]) == ("46 %", "12 %", "74 %")
-        assert page.locator(".scale span").last.inner_text() == ">50%"
+        assert page.locator(".scale:visible span").last.inner_text() == "> 50 %"
         show(page, "bfloat16 (inaccurate)")
         assert page.inner_text("#origin").startswith("Largest share: aten.native_layer_norm.default in head.out")
         assert page.inner_text("#steps-title") == "The 20 calls with the largest shares (table)"
@@ -137,9 +161,113 @@ def test_a_tooltip_shows_op_module_and_line(browser: Any, page_of: Any) -> None:
         assert calls.op[21] in tip
         assert calls.module[21] in tip
         assert calls.source[21] in tip
-        module = next(iter(dict.fromkeys(calls.module)))
-        tip = hover(page, "range-chart", 1, 1.0)
-        assert module in tip
+
+
+@pytest.mark.slow
+def test_the_tooltip_of_the_nearest_call_shows_at_any_height(browser: Any, page_of: Any) -> None:
+    with opened(browser, page_of(RESULT), viewport={"width": 1200, "height": 900}) as page:
+        show(page, "bfloat16 (inaccurate)")
+        heights = points(page, "areas")
+        bottom, top = heights["bottom"][0], heights["top"][0]
+        for x, y in [(5.4, bottom * 1.5), (5.6, top / 1.5), (30.0, 1e-3), (0.2, top / 3), (48.8, bottom * 2)]:
+            nearest = min(48, max(1, round(x)))
+            assert hover(page, "error-chart", x, y).startswith(
+                f"{nearest}: {RESULT.run('bfloat16').op_calls.op[nearest - 1]}"
+            )
+
+
+def with_errors(errors: list[float | None], tolerance: float = 1e-2, **more: Any) -> ScanResult:
+    """A result whose run in half has these accumulated errors, and no local ones."""
+    count = len(errors)
+    calls = msgspec.structs.replace(op_calls(count, **more), local_error=[None] * count, accumulated_error=errors)
+    half = run("half", "inaccurate", 0.5, tolerance=tolerance, op_calls=calls)
+    return msgspec.structs.replace(RESULT, runs=[run("fp32", tolerance=None), half])
+
+
+@pytest.mark.slow
+def test_an_error_of_exactly_zero_neither_breaks_nor_drops_the_line(browser: Any, page_of: Any) -> None:
+    with opened(browser, page_of(with_errors([1e-4, 0.0, 0.0, 2e-4, 3e-4, None, 5e-4, 0.0]))) as page:
+        line, zeros = points(page, "all"), points(page, "zeros")
+        assert (line["x"], line["y"]) == ([1, 4, 5, 7], [1e-4, 2e-4, 3e-4, 5e-4])
+        assert zeros["x"] == [2, 3, 8]
+        assert max(zeros["y"]) < 1e-4 / 4
+        assert points(page, "accumulated")["x"] == [1, 4, 5, 7]
+        assert "All 8 op calls are drawn, except 1 without a measured error (not floating" in page.inner_text("#drawn")
+        assert "○ at the bottom" in page.inner_text("#drawn")
+
+
+@pytest.mark.slow
+def test_the_line_breaks_at_inf_and_nan(browser: Any, page_of: Any) -> None:
+    with opened(browser, page_of(with_errors([1e-4, 2e-4, None, None, 1.0], nan=2))) as page:
+        assert points(page, "all")["y"] == [1e-4, 2e-4, None, None, 1.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1400, 400])
+@pytest.mark.parametrize("origin_at", [0, 1, 20, 39])
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_labels_hide_neither_each_other_nor_the_chart(
+    browser: Any, page_of: Any, width: int, origin_at: int, is_trained: bool
+) -> None:
+    errors: list[float | None] = [9e-3 if i < origin_at else 1.1e-2 for i in range(40)]
+    result = with_errors(errors)
+    if is_trained:
+        half = result.runs[1]
+        phase = ["forward"] * 20 + ["backward"] * 18 + ["optimizer"] * 2
+        calls = msgspec.structs.replace(half.op_calls, phase=phase)
+        result = msgspec.structs.replace(result, runs=[result.runs[0], msgspec.structs.replace(half, op_calls=calls)])
+    with opened(browser, page_of(result), viewport={"width": width, "height": 900}) as page:
+        page.wait_for_timeout(200)
+        frame = page.locator("#error-chart").bounding_box()
+        labels = page.locator("#error-labels > :visible, #tolerance-text, .series label")
+        boxes = {labels.nth(i).inner_text(): labels.nth(i).bounding_box() for i in range(labels.count())}
+        names = {"first to leave the tolerance: " + result.runs[1].op_calls.op[origin_at], "tolerance 1.0e-2"}
+        assert boxes.keys() >= (names | {"forward", "backward", "optimizer"} if is_trained else names)
+        places = list(boxes.values())
+        assert not [(one, other) for i, one in enumerate(places) for other in places[:i] if overlap(one, other)]
+        assert not [one for one in places if overlap(one, frame)]
+        assert all(one["x"] >= 0 and one["x"] + one["width"] <= width for one in places)
+        marks = f"['tolerance-label', 'origin-label'].some((name) => {CHART}.get_model_by_name(name))"
+        assert not page.evaluate(marks)  # nothing is written into the chart
+
+
+def overlap(one: dict[str, float], other: dict[str, float]) -> bool:
+    return all(
+        one[at] < other[at] + other[size] - 0.5 and other[at] < one[at] + one[size] - 0.5
+        for at, size in (("x", "width"), ("y", "height"))
+    )
+
+
+@pytest.mark.slow
+def test_the_error_chart_follows_the_module_chosen(browser: Any, page_of: Any) -> None:
+    calls = RESULT.run("bfloat16").op_calls
+    inside = [i + 1 for i, module in enumerate(calls.module) if module.startswith("encoder.blocks.1")]
+    with opened(browser, page_of(RESULT), viewport={"width": 1200, "height": 900}) as page:
+        show(page, "bfloat16 (inaccurate)")
+        page.evaluate("choose({ module: 'encoder.blocks.1' })")
+        start, end = shown_calls(page)
+        assert inside[0] - 3 < start < inside[0]
+        assert inside[-1] < end < inside[-1] + 3
+        found = points(page, "accumulated")
+        assert [x for x, alpha in zip(found["x"], found["alpha"], strict=True) if alpha == 1] == inside
+        assert page.inner_text("#drawn").endswith("Those outside encoder.blocks.1 are dimmed.")
+        page.focus("#call-slider")
+        page.keyboard.press("End")
+        assert page.inner_text("#call-details").startswith(f"Call {inside[-1]}: ")
+        page.evaluate(f"{CHART}.roots()[0].x_range.reset()")
+        assert shown_calls(page) == (0, 49)
+        page.evaluate("choose({ module: null })")
+        assert set(points(page, "accumulated")["alpha"]) == {1}
+        assert shown_calls(page) == (0, 49)
+
+
+@pytest.mark.slow
+def test_the_chart_says_how_many_calls_are_drawn(browser: Any, page_of: Any) -> None:
+    result = with_errors([10 ** random.Random(i).uniform(-5, -3) for i in range(50_000)])
+    with opened(browser, page_of(result)) as page:
+        drawn = points(page, "accumulated")["x"]
+        assert 10_000 < len(drawn) <= charts.MOST_CALLS
+        assert page.inner_text("#drawn") == f"{len(drawn):,} of 50,000 op calls are drawn, the worst of each segment."
 
 
 @pytest.mark.slow
@@ -232,6 +360,38 @@ def test_twenty_thousand_calls_a_run_are_shown(browser: Any, page_of: Any) -> No
 # -- without a browser
 
 
+def test_no_two_scripts_of_a_page_declare_one_name() -> None:
+    """All scripts of the page are one: the second declaration would replace the first, or raise."""
+    folder = files("lowprec_check.report.html") / "static"
+    names = [file.name for file in folder.iterdir() if file.name.endswith(".js") and file.name != "matrix.js"]
+    declared = Counter[str]()
+    for name in names:
+        text = (folder / name).read_text(encoding="utf-8")
+        declared.update(re.findall(r"(?m)^(?:async )?(?:function|class|const|let) (\w+)", text))
+    assert [name for name, count in declared.items() if count > 1] == []
+
+
+@pytest.mark.parametrize(
+    ("error", "level"),
+    [(None, 0), (0.0, 0), (1e-9, 1), (1e-5, 1), (2e-5, 2), (1e-3, 3), (2e-3, 4), (1e-2, 5), (1.01e-2, 6), (0.2, 7)],
+)
+def test_the_level_of_an_error_is_relative_to_the_tolerance(error: float | None, level: int) -> None:
+    assert error_level(error, 1e-2) == level
+    assert error_level(error and 5 * error, 5e-2) == level
+    assert (level > error_levels.WITHIN) == ((error or 0.0) > 1e-2)
+    assert error_level(error, None) == 0
+    assert error_level(error, 1e-2, is_nonfinite=True) == 8 == len(error_levels.LEVEL_TEXTS)
+
+
+def test_the_tree_colours_each_run_by_its_own_tolerance() -> None:
+    same = op_calls(6, half=False)
+    worst = max(same.accumulated_error)
+    runs = [run("bfloat16", tolerance=worst * 1.5, op_calls=same), run("half", tolerance=worst / 1.5, op_calls=same)]
+    cells = module_tree.build(runs).nodes[0].cells
+    assert [cell.accumulated.level for cell in cells] == [5, 6]
+    assert cells[0].accumulated.text == cells[1].accumulated.text
+
+
 def test_the_policy_allows_only_the_scripts_of_the_page() -> None:
     page = render(RESULT)
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]  # type: ignore[index]
@@ -280,7 +440,7 @@ def test_findings_that_are_not_shown_are_counted() -> None:
     many = [msgspec.structs.replace(first, op=f"aten.op_{i}.default", message="m" * 300) for i in range(20_000)]
     page = render(msgspec.structs.replace(RESULT, diagnostics=many))
     assert len(page) <= LARGEST
-    assert "19500 of 20000 groups of findings are not shown" in page
+    assert "19500 of 20000 causes are not shown" in page
 
 
 def test_the_origin_is_the_largest_share_else_the_first_nonfinite_else_the_first_over_the_tolerance() -> None:

@@ -17,6 +17,7 @@ from oracle import fix_and_rerun
 from torch import Tensor, nn
 
 from lowprec_check.engine.core.pytree import leaves
+from lowprec_check.engine.trace.emulation import Emulation
 from lowprec_check.engine.trace.instrument import Options
 from lowprec_check.engine.trace.op_arguments import dtype_flow
 from lowprec_check.schema.precisions import BF16, FP16, FP32
@@ -303,3 +304,16 @@ def test_model_hooks_and_global_state_are_restored(precision: str) -> None:
 
     assert not module_globals._global_forward_hooks
     assert not module_globals._global_forward_pre_hooks
+
+
+def test_a_cast_that_was_slow_once_still_casts() -> None:
+    """On a busy machine a cast may seem too slow; were it emulated in fp32, nothing would run in low precision."""
+    model, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
+    emulation = Emulation({"aten._to_copy.default": "it took 3 s"})
+    plain, _ = run(model, (x,), "autocast-bf16", budget=True)
+    _, explained = run(model, (x,), "autocast-bf16", options=Options(emulation=emulation), budget=True)
+    assert explained.budget is not None
+    assert plain.output_error is not None
+    assert explained.budget.measured == pytest.approx(plain.output_error.rel_l2)
+    assert plain.output_error.rel_l2
+    assert {call.dtypes for call in explained.op_calls.rows() if "addmm" in call.op} == {"bf16→bf16"}

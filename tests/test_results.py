@@ -157,6 +157,7 @@ rows_of_calls = st.lists(
         outcome=st.sampled_from(["ok", "rescued", "emulated"]),
         local_error=st.none() | st.floats(allow_nan=False, allow_infinity=False),
         flips=st.integers(0, 2**40),
+        reads=st.lists(st.integers(0, 2**40), max_size=3).map(tuple),
     )
 )
 
@@ -177,7 +178,7 @@ def test_columns_are_saved_in_order() -> None:
         *["op", "module", "source", "dtypes", "shape", "outcome", "local_error", "accumulated_error", "input_error"],
         *["absmax", "rms", "introduced_inf", "introduced_nan", "flushed", "subnormal", "input_flushed", "flips"],
         *["recast", "to_python", "time_ms", "reference_ms", "compared_values", "compared_choices", "share", "phase"],
-        "vanished",
+        *["vanished", "caller", "reads"],
     ]
     assert set(map(str, saved.values())) == {"[]"}
 

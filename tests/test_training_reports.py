@@ -398,10 +398,9 @@ def test_the_op_to_look_at_has_its_phase() -> None:
 
 def test_formats_for_other_programs_have_every_run() -> None:
     cases = ElementTree.fromstring(render(RESULT, "junit"))[0].findall("testcase")
-    assert len(cases) == len(RESULT.runs)
-    assert next(case for case in cases if case.get("name") == "bfloat16 on cpu")[0].get("message") == (
-        "loss diverges from step 3 (head.out.weight)"
-    )
+    assert len(cases) == len(RESULT.runs) + 1, "the verdict"
+    message = next(case for case in cases if case.get("name") == "bfloat16 on cpu")[0].get("message") or ""
+    assert message.startswith("loss diverges from step 3 (head.out.weight)")
     assert ScanResult.from_json(render(RESULT, "json").encode()) == RESULT
     assert json.loads(render(RESULT, "sarif"))["runs"]
 
@@ -441,7 +440,7 @@ def test_incomplete_results_render(name: str) -> None:
 def test_no_string_breaks_a_format(nasty: str) -> None:
     result = training_result(nasty)
     assert ScanResult.from_json(render(result, "json").encode()) == result
-    assert len(ElementTree.fromstring(render(result, "junit")).findall(".//testcase")) == len(result.runs)
+    assert len(ElementTree.fromstring(render(result, "junit")).findall(".//testcase")) == len(result.runs) + 1
     shown = render(result, "md")
     assert len(shown) <= markdown.LONGEST
     assert html_in(shown) <= {"<details>", "<summary>", "</summary>", "</details>"}
@@ -450,7 +449,7 @@ def test_no_string_breaks_a_format(nasty: str) -> None:
     rows = [line for line in re.sub(r"(?s)\n(`{3,})python\n.*?\n\1\n", "", shown).splitlines() if line[:1] == "|"]
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {10, 9, 8, 7, 3}
     page = render(result, "html")
-    assert page.count("<script") == page.count("</script>") == 8
+    assert page.count("<script") == page.count("</script>") == 5
     assert "<script>alert" not in page
 
 

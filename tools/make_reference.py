@@ -12,12 +12,13 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import msgspec
-
 from lowprec_check.analysis.rules.registry import rules
 from lowprec_check.report.coverage import Coverage
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.scan_result import ScanResult
+
+sys.path.insert(0, str(Path(__file__).parent))  # for tests, which load this file by its path
+from saved_fields import described_schema, document
 
 DOCS = Path(__file__).parent.parent / "docs"
 COMMANDS = (
@@ -67,7 +68,7 @@ def diagnostics() -> str:
 
 def schema(saved: type[Struct], title: str) -> str:
     """The JSON Schema of saved data."""
-    described = msgspec.json.schema(saved)
+    described = described_schema(saved)
     head = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": title,
@@ -79,6 +80,7 @@ def schema(saved: type[Struct], title: str) -> str:
 REFERENCES = {
     "cli.md": cli,
     "diagnostics.md": diagnostics,
+    "json.md": document,
     "schema.json": partial(schema, ScanResult, "A scan saved by lowprec-check"),
     "coverage-schema.json": partial(
         schema, Coverage, "The coverage of a test suite saved by lowprec-check's pytest plugin"

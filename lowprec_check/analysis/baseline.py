@@ -74,7 +74,8 @@ def file_of(source: str | None) -> str:
     return re.sub(r":\d+$", "", encodable(source or "")).replace("\\", "/")
 
 
-def _without_numbers(message: str) -> str:
+def without_numbers(message: str) -> str:
+    """``message`` with every number replaced by 0."""
     return re.sub(r"(?<![\w.])[-+]?\d[\d.,]*(?:e[-+]?\d+)?", "0", message)
 
 
@@ -95,7 +96,7 @@ def baseline_of(result: ScanResult, known: Baseline | None = None) -> Baseline:
             module=stable_path(d.module),
             op=d.op,
             file=file_of(d.source),
-            message=_without_numbers(d.message)[:200],
+            message=without_numbers(d.message)[:200],
         )
         for key, d in found.items()
     ]

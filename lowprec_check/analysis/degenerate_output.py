@@ -7,6 +7,9 @@ from lowprec_check.schema.scan_result import Run, ScanResult
 _JUDGED = ("ok", "unjudged", "inaccurate")
 """Statuses that rest on a comparison of numbers, or on the lack of one. NaN and Inf where fp32 has numbers need none."""
 
+ALL_LOST = 0.99
+"""The rel_l2 from which on nothing of an output is left."""
+
 
 def degenerate_output(run: Run, result: ScanResult) -> str | None:
     """Why ``run`` cannot be judged by its output, in words; ``None`` if it can, or failed for another reason.
@@ -31,7 +34,9 @@ def tiny_output(run: Run) -> str | None:
     if not rms or run.basis is None or rms >= run.basis.format.smallest_normal:
         return None
     known = run.basis.format
-    what = "flushes it to zero" if rms < known.smallest_subnormal else "has few digits for it"
+    error = run.output_error.rel_l2 if run.output_error else None
+    flushed = "flushes it to zero" if error is None or error >= ALL_LOST else "flushes part of it to zero"
+    what = flushed if rms < known.smallest_subnormal else "has few digits for it"
     return f"the output is tiny (rms {rms:.0e}): {known.short} {what}"
 
 

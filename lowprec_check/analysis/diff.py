@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from lowprec_check.analysis.baseline import file_of, stable_path
+from lowprec_check.analysis.fail_on import OPTION, WITH_BASELINE
 from lowprec_check.analysis.run_summary import explain_status, in_fp32, label, memory_ratio
 from lowprec_check.analysis.speed import SHORT_MS, is_faster, speed
 from lowprec_check.analysis.training_status import way_text
@@ -337,7 +338,7 @@ def _warnings(old: ScanResult, new: ScanResult) -> Iterator[str]:
         if was != is_now:
             yield f"model {name}: {_shown(was)} → {_shown(is_now)}"
     for title, before, after in (("", old.environment, new.environment), ("option ", old.options, new.options)):
-        for key in sorted(before.keys() | after.keys()):
+        for key in sorted((before.keys() | after.keys()) - {OPTION, WITH_BASELINE}):
             was, is_now = (options.get(key, _DEFAULTS.get(key)) for options in (before, after))
             if _unordered(was) != _unordered(is_now):
                 yield f"{title}{key}: {_shown(was)} → {_shown(is_now)}"

@@ -39,9 +39,11 @@ class AtenSupport(Struct, frozen=True, kw_only=True):
     autocast: AutocastDtype | None = None
     """Under autocast: the dtype that the op runs in; ``None`` if unknown."""
     kind: FailureKind | None = None
+    """Why it fails; ``None`` if it does not."""
     message: str | None = None
     """The error message, or what is declared."""
     condition: str | None = None
+    """On which arguments it depends, in words."""
     fixed_in: str | None = msgspec.field(name="mended", default=None)
     """The first later release of torch that runs it."""
     shown_by: list[str] = []

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowprec_check.cli.app import app, check_writable, load_result, print_document, screen_size
+from lowprec_check.analysis.fail_on import FailOn, asked_to_fail_on, failure
+from lowprec_check.cli.app import FINDINGS, app, check_writable, load_result, print_document, screen_size
 from lowprec_check.errors import UsageError
 from lowprec_check.report.registry import FORMATS, format_of, suffixes, write
 from lowprec_check.schema.registry import choices
@@ -49,6 +50,12 @@ def report(
             "Default: stdout.",
         ),
     ] = None,
+    fail_on: Annotated[
+        FailOn | None,
+        typer.Option(
+            help="Exit 1 as scan --fail-on does, and decide so what fails in JUnit. Default: exit 0; JUnit as the scan was asked."
+        ),
+    ] = None,
     verbose: Verbose = False,
 ) -> None:
     """Write a saved scan as a web page, Markdown, SARIF, JUnit or text. Needs neither the model nor torch."""
@@ -61,10 +68,14 @@ def report(
     if not files:
         FORMATS.get(format or "text").check_available()
     result = load_result(scan)
+    if fail_on is not None:
+        result = asked_to_fail_on(result, fail_on)
     if not files:
         print_report(result, format or "text", verbose=verbose)
     for file in files:
         write(result, file, format, verbose=verbose)
+    if fail_on is not None and failure(result).fails:
+        raise typer.Exit(FINDINGS)
 
 
 def check_reports(files: list[Path], format: str | None = None, option: str = "--report") -> None:

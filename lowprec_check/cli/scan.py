@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
+from lowprec_check.analysis.fail_on import DEFAULT, FailOn, asked_to_fail_on, failure
 from lowprec_check.cli.app import (
     FINDINGS,
     USAGE_ERROR,
@@ -55,8 +56,6 @@ from lowprec_check.schema.what_if_formats import WHAT_IF_FORMATS
 
 if TYPE_CHECKING:
     from lowprec_check.schema.scan_result import ScanResult
-
-FailOn = Literal["no-pass", "error", "warning", "note", "never"]
 
 
 @app.command()
@@ -175,7 +174,7 @@ def scan(
         typer.Option(
             help="Exit 1 if no precision passes (no-pass), or also on findings of the given severity or higher."
         ),
-    ] = "no-pass",
+    ] = DEFAULT,
     findings: Annotated[int, typer.Option(min=0, help="Maximum number of groups of findings to print.")] = 12,
     format: Annotated[
         str | None,
@@ -233,7 +232,7 @@ def scan(
         result, ended_by = last_before_end(scan_file(spec, options, isolation, shown.step), shown.done)
     output = _Output(json, tuple(report or ()), save_plan, printed, findings, verbose)
     with interrupts_ignored_after(ended_by):
-        concluded = _conclude(result, ended_by)
+        concluded = asked_to_fail_on(_conclude(result, ended_by), fail_on, with_baseline=baseline is not None)
         if ended_by is None:
             concluded = apply_baseline(concluded, accepted, baseline, update_baseline)
     try:
@@ -243,7 +242,7 @@ def scan(
             complete = output.save(concluded)
     if not complete:
         raise typer.Exit(USAGE_ERROR)
-    raise ended_by or typer.Exit(FINDINGS if _fails(concluded, fail_on, with_baseline=baseline is not None) else 0)
+    raise ended_by or typer.Exit(FINDINGS if failure(concluded).fails else 0)
 
 
 def _conclude(result: ScanResult | None, ended_by: BaseException | None) -> ScanResult:
@@ -316,18 +315,3 @@ def _printed_format(json: Path | None, format: str | None) -> str:
     if format is not None:
         raise UsageError("--json - and --format both print to stdout.", "Use one of them, or give --json a file.")
     return "json"
-
-
-def _fails(result: ScanResult, fail_on: FailOn, *, with_baseline: bool) -> bool:
-    """Whether the scan fails; with a baseline, which asks for what is new, findings that rest on times do not count."""
-    from lowprec_check.analysis.rules.registry import SEVERITIES
-
-    if fail_on == "never":
-        return False
-    if result.recommendation is None:
-        return True
-    if fail_on == "no-pass":
-        return False
-    failing = SEVERITIES[SEVERITIES.index(fail_on) :]
-    counting = [d for d in result.diagnostics if not d.accepted and not (with_baseline and d.timed)]
-    return any(diagnostic.severity in failing for diagnostic in counting)

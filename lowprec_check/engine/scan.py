@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from lowprec_check.analysis.conclusion import conclude, wanted_runs
 from lowprec_check.engine.machine import Machine, machine_for, version
 from lowprec_check.engine.model.calibration import Calibration
+from lowprec_check.engine.model.source_lines import texts_of_lines
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.model.training import MakeOptimizer
 from lowprec_check.engine.plan.planner import plan_for_scan
+from lowprec_check.engine.run.ablations import with_ablation
 from lowprec_check.engine.run.further_batches import open_batches
 from lowprec_check.engine.run.isolation import check_isolation, check_isolation_of_twins, isolated, isolation_on
 from lowprec_check.engine.run.launcher import OnProgress
@@ -30,7 +32,7 @@ from lowprec_check.process import Isolation
 from lowprec_check.schema.backends import replaced
 from lowprec_check.schema.measures import Scenario
 from lowprec_check.schema.recommendation import Prefer
-from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.schema.scan_result import Run, ScanResult
 
 
 def scan(
@@ -190,9 +192,13 @@ def growing_scan(
         )
         yield result
         for key in wanted_runs(result)[1:]:
-            run = further.check(target_runs.run(key.precision, key.backend, key.memory_format))
+            run = target_runs.run(key.precision, key.backend, key.memory_format)
+            run = further.check(with_ablation(target_runs, run))
             result = msgspec.structs.replace(
-                result, runs=[*result.runs, run], options=options.saved(target_runs.isolation)
+                result,
+                runs=[*result.runs, run],
+                options=options.saved(target_runs.isolation),
+                source_lines=result.source_lines | texts_of_lines(_lines_named_by(run), name),
             )
             yield result
         runs, conditions = target_runs.time(result.runs[1:]) if options.times == "on" else untimed(result.runs)
@@ -210,3 +216,9 @@ def growing_scan(
         planned = plan_for_scan(batches, result.runs, about, name, wanted=options.plan, on_progress=on_progress)
         if planned is not None:
             yield msgspec.structs.replace(result, runs=[*result.runs, planned[0]], plan=planned[1])
+
+
+def _lines_named_by(run: Run) -> list[str | None]:
+    """The lines of code that reports on ``run`` name."""
+    raised = [found.source for found in (run.exception, run.stopped_by) if found is not None]
+    return [*run.op_calls.source, *(gap.source for gap in run.gaps), *raised]

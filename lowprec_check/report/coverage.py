@@ -64,7 +64,9 @@ class OpUse(Struct, frozen=True, kw_only=True):
     """One operator that tests dispatched."""
 
     op: str
+    """The overload name, ``aten.mm.default``."""
     tests: list[str]
+    """The tests that dispatched it."""
     numbers: Numbers = "floating"
     """The strongest numbers that any test called it with; see :mod:`lowprec_check.catalog.numbers`."""
     support: dict[str, AtenSupport]
@@ -88,7 +90,9 @@ class Coverage(Struct, frozen=True, kw_only=True):
     """The operators that a run of a test suite used."""
 
     schema: int = SCHEMA
+    """The version of the format."""
     device: str
+    """The device that support is told for."""
     torch: str
     """The torch release whose support is shown."""
     evidence: str
@@ -98,7 +102,9 @@ class Coverage(Struct, frozen=True, kw_only=True):
     dtypes: list[str]
     """What was asked for: the dtype of a cast (``float16``, ``bfloat16``), or autocast (``autocast-fp16``, ``autocast-bf16``)."""
     tests: int
+    """Number of tests."""
     ops: list[OpUse]
+    """Every operator that a test dispatched."""
 
     @property
     def gaps(self) -> list[OpUse]:

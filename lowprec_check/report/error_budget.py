@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from lowprec_check.analysis.blamed_modules import is_confirmed
 from lowprec_check.analysis.degenerate_output import tiny_output
 from lowprec_check.analysis.error_shares import (
     PartShare,
@@ -20,6 +21,7 @@ from lowprec_check.analysis.error_shares import (
     unlisted,
 )
 from lowprec_check.analysis.run_summary import candidates, short_op
+from lowprec_check.report.ablation import ablation_text
 from lowprec_check.report.escape import visible
 from lowprec_check.report.summary import is_recommended, label
 from lowprec_check.schema.error_budget import MATTERS, ErrorBudget
@@ -108,13 +110,20 @@ def _told(run: Run) -> tuple[str, list[PartShare]]:
     if budget.measured == 0.0 and not fails:
         return "", []
     if trusted_budget(run) is None:
-        return (odd or _unknown(run, budget), []) if fails else ("", [])
+        return ("; ".join(filter(None, _without_shares(run, budget, odd))), []) if fails else ("", [])
     modules = module_shares(run)
     causes = main_causes(modules, NAMED_MODULES)
     parts = (
-        [odd, _shares(run, budget, modules, causes)] if fails_by_error(run) else [_shares(run, budget, modules, causes)]
+        [odd, _shares(run, budget, modules, causes), ablation_text(run)]
+        if fails_by_error(run)
+        else [_shares(run, budget, modules, causes)]
     )
     return "; ".join(filter(None, parts)), causes
+
+
+def _without_shares(run: Run, budget: ErrorBudget, odd: str) -> list[str]:
+    """What is known of a failing run whose budget names no cause."""
+    return [odd or ("" if is_confirmed(run) else _unknown(run, budget)), ablation_text(run)]
 
 
 def _degenerate(run: Run, budget: ErrorBudget) -> str:

@@ -46,7 +46,19 @@ def visible_diagnostic(diagnostic: Diagnostic) -> Diagnostic:
     """The diagnostic with every string passed through :func:`visible`."""
     fields = {
         name: visible(value)
-        for name in ("code", "name", "precision", "backend", "module", "op", "source", "message", "help", "url")
+        for name in (
+            "code",
+            "name",
+            "precision",
+            "backend",
+            "module",
+            "op",
+            "source",
+            "caller",
+            "message",
+            "help",
+            "url",
+        )
         if (value := getattr(diagnostic, name)) is not None
     }
     return msgspec.structs.replace(diagnostic, **fields)

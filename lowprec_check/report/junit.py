@@ -1,4 +1,4 @@
-"""JUnit XML: one test case per run, for CI systems that show test results."""
+"""JUnit XML: one test case per run and one for the verdict, for CI systems that show test results."""
 
 from __future__ import annotations
 
@@ -7,25 +7,34 @@ from typing import Any
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
-from lowprec_check.analysis.run_summary import explain_status
+from lowprec_check.analysis.fail_on import ScanFailure, failure
+from lowprec_check.analysis.run_summary import counted, explain_status
 from lowprec_check.report import run_rows, summary
 from lowprec_check.report.certainty import prediction_text
 from lowprec_check.report.escape import visible
+from lowprec_check.report.paths import without_folders
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
 
-_FAILURE = ("inaccurate", "nonfinite", "error")
 _ERROR = ("crashed", "timeout")
-_SKIPPED = ("skipped", "unjudged")
+_NOT_RUN = ("skipped", "unjudged")
 MOST_LINES = 200
+VERDICT = "verdict"
+"""The name of the test case that is about the scan as a whole."""
 
 
 def render(result: ScanResult) -> str:
-    """A document with one suite, the target. A crash or timeout is an error; any other failed run, a failure."""
+    """A document with one suite, the target. It has a failure or an error if and only if the exit code of the scan is 1.
+
+    A run that fails while the scan does not, since another precision passes or its findings are accepted, is skipped with the reason,
+    as tests with a known failure are.
+    """
+    why = failure(result)
     root = Element("testsuites", name="lowprec-check")
-    suite = SubElement(root, "testsuite", name=visible(result.target), **_counts(result))
+    suite = SubElement(root, "testsuite", name=visible(without_folders(result.target)))
     properties = SubElement(suite, "properties")
     for name, value in (
         ("verdict", summary.verdict(result)),
+        ("fail-on", why.fail_on),
         ("model", summary.title(result)),
         ("machine", summary.machine(result)),
         ("tool", visible(result.tool)),
@@ -33,24 +42,21 @@ def render(result: ScanResult) -> str:
         *([("prediction", prediction_text(result))] if result.prediction else []),
     ):
         SubElement(properties, "property", name=name, value=value)
+    model = visible(result.model.name)
     for row in run_rows.rows(result):
         name = f"{row.label} on {visible(row.run.device)}"
-        attributes = {"classname": visible(result.model.name), "name": name} | _time([row.run], result)
-        case = SubElement(suite, "testcase", attributes)
-        _outcome(case, row.run, result)
+        case = SubElement(suite, "testcase", {"classname": model, "name": name} | _time([row.run], result))
+        _outcome(case, row.run, result, why)
+    _verdict(SubElement(suite, "testcase", classname=model, name=VERDICT), result, why)
+    suite.attrib |= _counts(suite, result)
     ElementTree.indent(root)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 
 
-def _counts(result: ScanResult) -> dict[str, Any]:
-    statuses = [run.status for run in result.runs]
-    return {
-        "tests": str(len(statuses)),
-        "failures": str(sum(status in _FAILURE for status in statuses)),
-        "errors": str(sum(status in _ERROR for status in statuses)),
-        "skipped": str(sum(status in _SKIPPED for status in statuses)),
-        **_time(result.runs, result),
-    }
+def _counts(suite: Element, result: ScanResult) -> dict[str, Any]:
+    counts = {f"{kind}s": str(len(suite.findall(f"testcase/{kind}"))) for kind in ("failure", "error")}
+    tests, skipped = len(suite.findall("testcase")), len(suite.findall("testcase/skipped"))
+    return {"tests": str(tests), **counts, "skipped": str(skipped), **_time(result.runs, result)}
 
 
 def _time(runs: Sequence[Run], result: ScanResult) -> dict[str, str]:
@@ -60,22 +66,49 @@ def _time(runs: Sequence[Run], result: ScanResult) -> dict[str, str]:
     return {"time": f"{sum(run.latency_ms or 0.0 for run in runs) / 1000:.6f}"}
 
 
-def _outcome(case: Element, run: Run, result: ScanResult) -> None:
-    why = visible(explain_status(run)) if run.status != "ok" else ""
+def _outcome(case: Element, run: Run, result: ScanResult, why: ScanFailure) -> None:
+    """What the case of a run contains: it fails if the scan fails for its findings, or with every other run."""
+    status = visible(without_folders(explain_status(run))) if run.status != "ok" else ""
     found = [d for d in result.diagnostics if d.is_about(run) and not d.accepted]
+    counting = [d for d in why.findings if d.is_about(run)]
+    failed = status and run.status not in _NOT_RUN
+    if counting or (why.no_pass and failed):
+        text = status or f"{counted(len(counting), 'finding')} at or over --fail-on {why.fail_on}"
+        kind = "error" if run.status in _ERROR else "failure"
+        SubElement(case, kind, message=text, type=run.status).text = _lines(found) or text
+        return
+    if status:
+        note = f"; the scan does not fail for it (--fail-on {why.fail_on})" if failed else ""
+        SubElement(case, "skipped", message=f"{status}{note}", type=run.status)
+    if found:
+        SubElement(case, "system-out").text = _lines(found)
+
+
+def _verdict(case: Element, result: ScanResult, why: ScanFailure) -> None:
+    """The case of the whole scan: it fails if no precision passes, or for findings that are about no run."""
+    found = [d for d in result.diagnostics if not d.accepted and not _has_run(d, result)]
+    counting = [d for d in why.findings if not _has_run(d, result)]
+    if why.no_pass or counting:
+        text = summary.verdict(result) if why.no_pass else f"{counted(len(counting), 'finding')} about the whole scan"
+        SubElement(case, "failure", message=text, type="no-pass" if why.no_pass else "findings").text = (
+            _lines(found) or text
+        )
+    elif found:
+        SubElement(case, "system-out").text = _lines(found)
+
+
+def _has_run(diagnostic: Diagnostic, result: ScanResult) -> bool:
+    return any(diagnostic.is_about(run) for run in result.runs)
+
+
+def _lines(found: Sequence[Diagnostic]) -> str:
     lines = [_line(diagnostic) for diagnostic in found[:MOST_LINES]]
-    lines += [f"and {len(found) - MOST_LINES} more"] if len(found) > MOST_LINES else []
-    if run.status in _SKIPPED:
-        SubElement(case, "skipped", message=why)
-    elif run.status in (*_FAILURE, *_ERROR):
-        kind = "failure" if run.status in _FAILURE else "error"
-        SubElement(case, kind, message=why, type=run.status).text = "\n".join(lines) or why
-    elif lines:
-        SubElement(case, "system-out").text = "\n".join(lines)
+    return "\n".join([*lines, *([f"and {len(found) - MOST_LINES} more"] if len(found) > MOST_LINES else [])])
 
 
 def _line(diagnostic: Diagnostic) -> str:
-    parts = (diagnostic.severity, diagnostic.code, diagnostic.name, diagnostic.source, diagnostic.module, diagnostic.op)
+    lines = (diagnostic.caller, diagnostic.source)
+    parts = (diagnostic.severity, diagnostic.code, diagnostic.name, *lines, diagnostic.module, diagnostic.op)
     where = " ".join(part for part in parts if part)
     basis = f" (predicted from: {diagnostic.rests_on})" if diagnostic.rests_on else ""
-    return visible(f"{where}: {diagnostic.message}{basis}", 800)
+    return visible(without_folders(f"{where}: {diagnostic.message}{basis}"), 800)

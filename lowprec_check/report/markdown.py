@@ -16,6 +16,7 @@ from lowprec_check.report.escape import LONGEST as LONGEST_NAME
 from lowprec_check.report.escape import visible, visible_lines
 from lowprec_check.report.layer_errors import TITLE as LAYERS
 from lowprec_check.report.layer_errors import worst_layers
+from lowprec_check.report.paths import without_folders
 from lowprec_check.report.policies_table import policy_section
 from lowprec_check.report.run_rows import RunRow
 from lowprec_check.report.summary import Group, and_more
@@ -244,11 +245,12 @@ def _environment(result: ScanResult) -> str:
     return fold("Environment", table([list(pair) for pair in pairs[:60]], ["", ""], "ll"))
 
 
-# -- Markdown itself
+# -- Markdown itself, without folders of this machine: it is published
 
 
 def escape(text: str) -> str:
     """Text that Markdown shows literally; as code if GitHub would turn it into a mention, a reference or a link."""
+    text = without_folders(text)
     if re.search(r"@\w|#\d|https?:", text):
         return code(text, len(text))
     return re.sub(r"([\\`*_\[\]<>#~&$])", r"\\\1", text)
@@ -256,7 +258,7 @@ def escape(text: str) -> str:
 
 def code(text: str, most: int = LONGEST_NAME) -> str:
     """A code span."""
-    shown = visible(text, most)
+    shown = visible(without_folders(text), most)
     ticks = "`" * (max((len(run) for run in re.findall("`+", shown)), default=0) + 1)
     space = " " if shown.startswith("`") or shown.endswith("`") or not shown.strip() else ""
     return f"{ticks}{space}{shown or ' '}{space}{ticks}"
@@ -264,7 +266,7 @@ def code(text: str, most: int = LONGEST_NAME) -> str:
 
 def fence(text: str) -> str:
     """A block of Python, truncated if it is very long."""
-    shown = "\n".join(visible_lines(text, 2000))
+    shown = "\n".join(visible_lines(without_folders(text), 2000))
     if len(shown) > _LONGEST_CODE:
         shown = shown[:_LONGEST_CODE].rpartition("\n")[0] + "\n# … truncated: the saved JSON has the full code"
     ticks = "`" * max(3, max((len(run) for run in re.findall("`+", shown)), default=0) + 1)

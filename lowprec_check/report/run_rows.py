@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lowprec_check.analysis import run_summary
+from lowprec_check.analysis.degenerate_output import degenerate_output
 from lowprec_check.analysis.recommend import worth_of
 from lowprec_check.analysis.run_summary import bytes_text, counted, explain_status, memory_ratio, short_op, some
 from lowprec_check.analysis.speed import failure_while_timed, speed
@@ -131,6 +132,9 @@ def _why(run: Run, result: ScanResult) -> str:
         return f"kept in fp32: {some(run.keep_fp32)}"
     if run.training is not None:
         return _why_trained(run, result)
+    odd = degenerate_output(run, result)
+    if odd is not None and run.status != "unjudged":
+        return f"cannot be judged: {odd}"
     if run.status != "ok":
         return explain_status(run)
     return _remark(run, result)

@@ -2,41 +2,61 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import importlib.metadata
 import json
 import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from lowprec_check.analysis.baseline import fingerprint
+from lowprec_check.analysis.baseline import stable_path, without_numbers
 from lowprec_check.analysis.rules.registry import rules
+from lowprec_check.analysis.run_summary import counted
 from lowprec_check.errors import encodable
 from lowprec_check.report import summary
 from lowprec_check.report.certainty import prediction_text
 from lowprec_check.report.escape import visible
-from lowprec_check.report.places import Place, places
-from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.report.paths import without_folders
+from lowprec_check.report.places import FileLine, Place, places
+from lowprec_check.schema.scan_result import Diagnostic, ScanResult
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 MOST_RESULTS = 5000
 """GitHub code scanning shows at most this many per run; the most severe come first."""
+LONGEST_DESCRIPTION = 1024
+"""Characters of a rule's description in code scanning."""
+MOST_RELATED = 20
+"""Lines in installed packages, and modules, that are listed for one result."""
+
+FINGERPRINT = "lowprecCheck/v2"
+OWN, PACKAGES = "%SRCROOT%", "%PACKAGES%"
+_BASES = {
+    OWN: {"description": {"text": "The folder in which lowprec-check ran."}},
+    PACKAGES: {"description": {"text": "The folder of the installed packages."}},
+}
+_BY_NAME = (
+    "at a line of an installed package, since the model was scanned by its name. Scan a file that makes the model."
+)
 
 
 def render(result: ScanResult) -> str:
-    """One SARIF run, with one result per finding and place, even if several precisions show it."""
-    merged = places(result)
+    """One SARIF run, with one result per finding and place, even if several precisions and modules show it.
+
+    Findings that the baseline accepts are left out: code scanning ignores `suppressions`.
+    """
+    merged = places(result)[:MOST_RESULTS]
     codes = sorted({place.first.code for place in merged})
-    tool, _, version = visible(result.tool).rpartition(" ")
-    driver: dict[str, Any] = {
-        "name": tool or version,
-        "rules": [_rule(code, merged) for code in codes],
-    }
-    if tool and version:
-        driver["version"] = version
+    foreign = sum(not place.is_own for place in merged)
     run: dict[str, Any] = {
-        "tool": {"driver": driver},
+        "tool": {"driver": _driver(result, codes, merged)},
         "columnKind": "unicodeCodePoints",
-        "originalUriBaseIds": {"%SRCROOT%": {"description": {"text": "The folder in which lowprec-check ran."}}},
-        "results": [_result(place, codes, result) for place in merged[:MOST_RESULTS]],
+        "originalUriBaseIds": _BASES,
+        "results": [
+            _result(place, codes, result, identity)
+            for place, identity in zip(merged, fingerprints(merged), strict=True)
+        ],
         "properties": {
             "verdict": summary.verdict(result),
             "model": summary.title(result),
@@ -44,72 +64,128 @@ def render(result: ScanResult) -> str:
             **({"prediction": prediction_text(result)} if result.prediction else {}),
         },
     }
+    if foreign:
+        note = {"level": "warning", "message": {"text": f"{counted(foreign, 'result')} {_BY_NAME}"}}
+        run["invocations"] = [{"executionSuccessful": True, "toolExecutionNotifications": [note]}]
     log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
     return json.dumps(log, indent=2, ensure_ascii=False) + "\n"
 
 
-def _rule(code: str, merged: list[Place]) -> dict[str, Any]:
+def _driver(result: ScanResult, codes: Sequence[str], merged: Sequence[Place]) -> dict[str, Any]:
+    tool, _, version = visible(result.tool).rpartition(" ")
+    home = _home_page()
+    return {
+        "name": tool or version,
+        **({"version": version} if tool and version else {}),
+        **({"informationUri": home} if home else {}),
+        "rules": [_rule(code, merged) for code in codes],
+    }
+
+
+@functools.cache
+def _home_page() -> str | None:
+    """The first project URL in the metadata of this package; ``None`` if it has none."""
+    try:
+        found = importlib.metadata.metadata("lowprec-check").get_all("Project-URL") or ()
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    urls = (entry.rpartition(",")[2].strip() for entry in found)
+    return next((url for url in urls if url.startswith("https://")), None)
+
+
+def _rule(code: str, merged: Sequence[Place]) -> dict[str, Any]:
     rule = rules().get(code)
     example = next(place.first for place in merged if place.first.code == code)
-    described: dict[str, Any] = {
+    summary_text = rule.summary if rule else visible(example.name) or "Finding"
+    manual = rule.manual if rule else summary_text
+    return {
         "id": visible(code),
         "name": "".join(part.capitalize() for part in re.findall(r"\w+", visible(example.name))) or "Finding",
+        "shortDescription": {"text": summary_text},
+        "fullDescription": {"text": _within(manual, LONGEST_DESCRIPTION)},
+        "help": {"text": manual, "markdown": manual},
         "defaultConfiguration": {"level": rule.severity if rule else example.severity},
         "properties": {"tags": ["low-precision", "pytorch"]},
     }
-    if rule is not None:
-        described |= {
-            "shortDescription": {"text": rule.summary},
-            "fullDescription": {"text": rule.manual},
-            "help": {"text": rule.manual, "markdown": rule.manual},
-        }
-    return described
 
 
-def _result(place: Place, codes: list[str], result: ScanResult) -> dict[str, Any]:
+def _within(text: str, most: int) -> str:
+    """The first paragraphs of ``text``, at most ``most`` characters."""
+    return text if len(text) <= most else (text[: most + 1].rpartition("\n\n")[0] or text[: most - 1] + "…")
+
+
+def _result(place: Place, codes: list[str], result: ScanResult, identity: str) -> dict[str, Any]:
     first, runs = place.first, place.runs
-    message = visible(first.message, 1000)
+    message = visible(first.message, 1000).rstrip(".") + place.where_text
     if first.help:
-        message = f"{message.rstrip('.')}. What to do: {visible(first.help, 1000)}."
+        message = f"{message}. What to do: {visible(first.help, 1000)}."
     if first.rests_on:
         message = f"{message.rstrip('.')}. Predicted from: {visible(first.rests_on, 1000)}."
     where = f"{', '.join(runs)}: " if runs else ""
     op = f"{visible(first.op)}: " if first.op else ""
-    described: dict[str, Any] = {
+    related = [
+        _location(line, found, result, PACKAGES) | {"id": number, "message": {"text": _in_package(found)}}
+        for number, (line, found) in enumerate(list(place.inside.items())[:MOST_RELATED], start=1)
+    ]
+    return {
         "ruleId": visible(first.code),
         "ruleIndex": codes.index(first.code),
         "level": first.severity,
-        "message": {"text": f"{where}{op}{message}"},
-        "locations": [_location(place, result)],
-        "partialFingerprints": {"lowprecCheck/v1": fingerprint(first)},
+        "message": {"text": without_folders(f"{where}{op}{message}")},
+        "locations": [_location(place.line, place.found, result, OWN if place.is_own else PACKAGES)],
+        **({"relatedLocations": related} if related else {}),
+        "partialFingerprints": {FINGERPRINT: identity},
         "properties": {
             "precisions": runs,
             "calls": sum(d.calls for d in place.found),
-            **({"predictedFrom": visible(first.rests_on, 1000)} if first.rests_on else {}),
+            **({"predictedFrom": visible(without_folders(first.rests_on), 1000)} if first.rests_on else {}),
         },
     }
-    if all(d.accepted for d in place.found):
-        described["suppressions"] = [{"kind": "external", "justification": "in the baseline"}]
-    return described
 
 
-def _location(place: Place, result: ScanResult) -> dict[str, Any]:
+def _in_package(found: Sequence[Diagnostic]) -> str:
+    """What is at a line in an installed package: ``aten.mul.Tensor in features.9.block.2 and 3 more``."""
+    modules = list(dict.fromkeys(visible(d.module) for d in found if d.module))
+    return " in ".join(filter(None, (visible(found[0].op or ""), summary.and_more(modules)))) or "the call"
+
+
+def _location(line: FileLine, found: Sequence[Diagnostic], result: ScanResult, base: str) -> dict[str, Any]:
     location: dict[str, Any] = {
         "physicalLocation": {
-            "artifactLocation": _artifact(place.file),
-            "region": {"startLine": place.line},
+            "artifactLocation": _artifact(line.file, base),
+            "region": {"startLine": line.number},
         }
     }
-    if place.first.module is not None:
-        name = visible(place.first.module) or visible(result.model.name) or "model"
-        location["logicalLocations"] = [{"fullyQualifiedName": name, "kind": "module"}]
-    return location
+    names = (visible(d.module) or visible(result.model.name) or "model" for d in found if d.module is not None)
+    logical = [{"fullyQualifiedName": name, "kind": "module"} for name in dict.fromkeys(names)]
+    return location | ({"logicalLocations": logical[:MOST_RELATED]} if logical else {})
 
 
-def _artifact(file: str) -> dict[str, str]:
-    """A URI relative to where the scan ran, or an absolute one."""
+def _artifact(file: str, base: str) -> dict[str, str]:
+    """A URI relative to where the scan ran or to the installed packages, or an absolute one."""
     path = file.replace("\\", "/")
     if re.match(r"[A-Za-z]:/", path):
         path = f"/{path}"
     uri = quote(encodable(path), safe="/") or "model"
-    return {"uri": f"file://{uri}"} if path.startswith("/") else {"uri": uri, "uriBaseId": "%SRCROOT%"}
+    return {"uri": f"file://{uri}"} if path.startswith("/") else {"uri": uri, "uriBaseId": base}
+
+
+def fingerprints(merged: Sequence[Place]) -> Iterator[str]:
+    """16 hex digits for each place, all different, that lines moving up or down and other figures do not change.
+
+    They are of the code, the file, and the op, or else run and message; then of the position among those that are the same in all of these, counted
+    by line. A place that several runs show keeps its fingerprint when one of them is fixed.
+    """
+    alike: dict[str, list[int]] = {}
+    keys = [_identity(place) for place in merged]
+    for index in sorted(range(len(merged)), key=lambda index: merged[index].line.number):
+        alike.setdefault(keys[index], []).append(index)
+    for index, key in enumerate(keys):
+        text = f"{key}\x1f{alike[key].index(index)}"
+        yield hashlib.sha256(encodable(text).encode()).hexdigest()[:16]
+
+
+def _identity(place: Place) -> str:
+    first = place.first
+    about = (first.op,) if first.op else (first.run_label, stable_path(first.module), without_numbers(first.message))
+    return "\x1f".join(part or "" for part in (first.code, place.line.file.replace("\\", "/"), *about))

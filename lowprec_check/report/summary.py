@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lowprec_check.analysis import run_summary
+from lowprec_check.analysis.degenerate_output import degenerate_output
 from lowprec_check.analysis.run_summary import (
     candidates,
     counted,
@@ -213,6 +214,13 @@ def verdict(result: ScanResult) -> str:
     return visible(f"Stay in {fp32} for {best.prefer}; {name} {_after_name(best.gain)}")
 
 
+def verdict_with_gain(result: ScanResult) -> str:
+    """The verdict as one sentence, with what is gained: ``Use half: 1.4 times as fast as fp32.``."""
+    best = result.recommendation
+    gain = f": {best.gain}" if best is not None and best.gain and is_gain(result) else ""
+    return visible(f"{verdict(result).rstrip('.')}{gain}.")
+
+
 def _no_gain(best: Recommendation) -> str:
     slower = best.speedup is not None and best.speedup <= 1 / TOLD
     if best.worth == "unknown":
@@ -247,16 +255,23 @@ def is_recommended(run: Run, result: ScanResult) -> bool:
 
 
 def tag(run: Run, result: ScanResult) -> str:
-    """``recommended`` beside the name of a run; ``best in low precision`` where fp32 is better in what is preferred."""
+    """``recommended`` beside the name of a run; ``best in low precision`` where fp32 is better in what is preferred.
+
+    Empty if the output of the recommended run cannot be judged: then the verdict recommends nothing either.
+    """
     best = result.recommendation
+    if best is not None and not passes(result):
+        return ""
     if best is not None and best.stay_in_fp32:
         return "recommended" if run.is_reference else "best in low precision" if is_recommended(run, result) else ""
     return "recommended" if is_recommended(run, result) else ""
 
 
 def passes(result: ScanResult) -> bool:
-    """Whether the recommended run passed, or a way to train in its precision; if not, no output could be compared."""
+    """Whether the recommended run passed, or a way to train in its precision; if not, no output could be compared, or tells anything."""
     best = result.recommendation
+    if any(is_recommended(run, result) and degenerate_output(run, result) for run in candidates(result.runs)):
+        return False
     passed = (run.status == "ok" or passing_ways(run) for run in candidates(result.runs))
     return best is not None and (bool(best.keep_fp32) or any(passed))
 

@@ -19,6 +19,7 @@ class CompilerCheck(Struct, frozen=True, kw_only=True):
     """
 
     verdict: CompilerVerdict
+    """Whether the compiler made the output worse."""
     tensor: int
     """Which tensor of the output, counted from 0."""
     tensors: int
@@ -28,8 +29,11 @@ class CompilerCheck(Struct, frozen=True, kw_only=True):
     exact: Literal["fp64", "fp32"]
     """The reference: fp32 if the model cannot run in fp64."""
     fp32_error: float | None
+    """Of fp32 in eager mode."""
     eager_error: float | None
+    """Of its own precision in eager mode."""
     compiled_error: float | None
+    """Of the compiled model."""
     nonfinite: int = 0
     """Values that are NaN or Inf in the compiled output, and neither in eager's nor in fp64's."""
     decisions: int = 0
@@ -37,6 +41,7 @@ class CompilerCheck(Struct, frozen=True, kw_only=True):
     eager_changed: int = 0
     """Those that differ from fp64's in eager mode."""
     compiled_changed: int = 0
+    """Those that differ from fp64's in the compiled model."""
     emulated: CompilerVerdict | None = None
     """The verdict with ``torch._inductor.config.emulate_precision_casts``; ``None`` if it was not tried."""
     culprit: str | None = None

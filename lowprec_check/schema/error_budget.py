@@ -23,6 +23,7 @@ class Share(Struct, frozen=True, kw_only=True):
     share: float
     """Of the squared error; negative if this op's error cancels that of others."""
     calls: int = 1
+    """Number of op calls."""
     rounding: bool = False
     """Whether it is the rounding of the op's result where that leaves the op's own module. Other modules read it, so that
     keeping the op in fp32 does not help; ``module`` is the innermost one that holds the op and these readers."""

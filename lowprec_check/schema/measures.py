@@ -14,10 +14,13 @@ class Speedup(Struct, frozen=True, kw_only=True):
     """How many times as fast as fp32 a run is: both are called in turns, and each round gives one ratio."""
 
     median: float
+    """The median of the ratios."""
     low: float
+    """The lower end of the interval."""
     high: float
     """``low`` to ``high`` contains the median of all possible rounds with a probability of at least 95 % (order statistics)."""
     rounds: int
+    """Number of rounds, one ratio each."""
     one_core: bool = False
     """Whether it rests on calls that used one core, less the time that they waited for it: other programs used the cores."""
 
@@ -26,6 +29,7 @@ class Latency(Struct, frozen=True, kw_only=True):
     """How long calls took, in rounds over all runs, so that a change of the machine's speed meets each of them."""
 
     median_ms: float
+    """The median of the calls, in milliseconds."""
     quartiles_ms: tuple[float, float]
     """The first and the third."""
     samples: int
@@ -50,6 +54,7 @@ class Timing(Struct, frozen=True, kw_only=True):
     """How long calls took in a scenario: in several instances of the model at a time, or in one on all cores."""
 
     scenario: Scenario
+    """How the model is served."""
     batch: int | None
     """Items in the inputs, the size of their first dimension; ``None`` if they do not agree on one."""
     instances: int
@@ -59,7 +64,9 @@ class Timing(Struct, frozen=True, kw_only=True):
     calls: int
     """Calls timed, of all instances."""
     median_ms: float
+    """The median of the calls, in milliseconds."""
     p99_ms: float
+    """Their 99th percentile, in milliseconds."""
     throughput: float | None
     """Items per second of all instances; ``None`` if the batch is unknown."""
 

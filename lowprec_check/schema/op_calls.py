@@ -31,7 +31,7 @@ class OpCall(msgspec.Struct, gc=False):
     module: str = ""
     """Dotted path in the model, ``""`` for the model itself."""
     source: str | None = None
-    """``file.py:line`` of the model's code, not torch's."""
+    """``file.py:line`` of the innermost code that is not torch's."""
     dtypes: str = ""
     """Floating dtypes in, an arrow, floating dtypes out: ``bf16+f32→bf16``."""
     shape: str = ""
@@ -80,6 +80,11 @@ class OpCall(msgspec.Struct, gc=False):
     """The number in the arguments that is not zero and rounds to zero in the dtype that the op takes it in: that of the
     output, or of the input of a comparison.
     """
+    caller: str | None = None
+    """The innermost line of the user's own code, if ``source`` is in an installed package; empty if there is none."""
+    reads: tuple[int, ...] = ()
+    """For each op call that wrote a floating input, how many calls before this one it is: 1 is the call right before; 0 is an
+    input of the model. Parameters are left out."""
 
     @property
     def is_forward(self) -> bool:
@@ -127,10 +132,13 @@ class _Columns(Struct, frozen=True, kw_only=True):
         """
         constant: dict[int | None, list[Any]] = {}
         numbers: dict[float, float] = {}
+        reads: dict[tuple[int, ...], tuple[int, ...]] = {}
         for field in _FIELDS:
             column = getattr(self, field.name)
             if field.type == float | None:
                 column[:] = _with_shared_numbers(column, numbers)
+            elif field.name == "reads":
+                column[:] = [reads.setdefault(value, value) for value in column]
             empty = 0 if field.type is int else None
             if column.count(empty) == len(column):
                 msgspec.structs.force_setattr(self, field.name, constant.setdefault(empty, column))

@@ -26,9 +26,13 @@ class Blame(Struct, frozen=True, kw_only=True):
     """Why a module stays in fp32: the op in it that fails in low precision."""
 
     module: str
+    """Dotted path of the module."""
     why: str
+    """Why, in words."""
     op: str | None = None
+    """The op that fails, if it is known."""
     source: str | None = None
+    """``file.py:line`` of its call."""
 
 
 class Constant(Struct, frozen=True, kw_only=True):
@@ -50,13 +54,19 @@ class Plan(Struct, frozen=True, kw_only=True):
     """
 
     schema: int = SCHEMA
+    """The version of the format."""
     tool: str
+    """What saved it."""
     target: str
+    """What was planned for, as its user wrote it."""
     base: str
     """The precision of all other modules."""
     backend: str = EAGER
+    """The backend that it was verified on."""
     device: str
+    """The device that it was verified on."""
     memory_format: MemoryFormat = "contiguous"
+    """The memory format that it was verified in."""
     evidence: Literal["measured", "predicted"] = "measured"
     """``predicted``: its runs were those of a device that is not here, emulated on a CPU."""
     keep_fp32: list[str]
@@ -71,25 +81,35 @@ class Plan(Struct, frozen=True, kw_only=True):
     stopped: str | None = None
     """Why the search ended early, if it did: the plan is verified, but a smaller one may exist."""
     tolerance: float | None = None
+    """The largest ``rel_l2`` that passes; ``None`` if the metric decides."""
     rel_l2: float | None = None
     """Error of the output against fp32, the worst over the batches."""
     predicted: float | None = None
     """``rel_l2`` that the error budget predicted for these modules before they were tried; ``None`` if nothing was predicted."""
     metric: float | None = None
+    """The value of the file's ``metric(model)``; ``None`` if it did not decide."""
     fp32_metric: float | None = None
+    """The metric in fp32."""
     max_drop: float | None = None
+    """The largest drop of the metric that passes."""
     batches: int = 1
+    """Number of batches on which it passed."""
     trials: int
     """Number of trial runs in the search."""
     first_pass: int | None = None
     """The number of the first trial that passed; those after it look for fewer modules."""
     seconds: float
+    """How long the search took."""
     latency_ms: float | None = None
+    """The median time of a call, in milliseconds."""
     speedup: float | None = None
     """Latency of fp32 over latency of the plan, on this machine; ``None`` if it is predicted."""
     peak_memory_bytes: int | None = None
+    """Peak memory of a call, in bytes."""
     blame: list[Blame] = []
+    """Why each module stays in fp32."""
     environment: dict[str, Any] = {}
+    """The machine and the versions of packages."""
     modules: dict[str, str]
     """Every module of the model, with its type and the shapes of its own parameters: the models that the plan fits."""
     code: str

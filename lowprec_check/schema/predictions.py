@@ -14,6 +14,7 @@ class WhatIf(Struct, frozen=True, kw_only=True):
     format: str
     """A name in :data:`~lowprec_check.schema.what_if_formats.WHAT_IF_FORMATS`."""
     evidence: Literal["predicted"] = "predicted"
+    """Always ``predicted``."""
     predicted: float | None = None
     """rel_l2 of the output to first order; ``None`` if it is not known."""
     shares: list[Share] = []

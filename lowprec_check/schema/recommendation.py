@@ -19,18 +19,27 @@ class Recommendation(Struct, frozen=True, kw_only=True):
     """The recommended way to run the model in low precision, which was run and passed, and whether it is worth it."""
 
     precision: str
+    """The precision to use; of a plan, its base."""
     backend: str = EAGER
+    """The backend to use."""
     memory_format: MemoryFormat = "contiguous"
+    """The memory format to use."""
     keep_fp32: list[str] = []
+    """Paths of the modules to keep in fp32."""
     way: str | None = None
     """How to train, a key of :data:`~lowprec_check.schema.training.WAYS`; ``None`` if only the forward pass was run."""
     evidence: Literal["measured", "predicted"] = "measured"
+    """Whether the run that it rests on was measured or predicted."""
     reason: str
+    """Why, in words."""
     code: str
+    """Code to paste."""
     speedup: float | None = None
     """How many times as fast as fp32; ``None`` if that cannot be told."""
     rel_l2: float | None = None
+    """The error of its output against fp32; ``None`` if it is not known."""
     prefer: Prefer = "speed"
+    """What it is to gain."""
     worth: Worth | None = None
     """What is gained; ``None`` in a file of a version that did not say so."""
     gain: str = ""

@@ -12,13 +12,17 @@ from typing import Any, Literal
 
 import msgspec
 
+from lowprec_check.schema.ablation import Ablation
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.base import Struct, decode, encoded
 from lowprec_check.schema.batch_ranges import BatchRanges
+from lowprec_check.schema.columns import Columns, Part, columns_of
 from lowprec_check.schema.compiler_check import CompilerCheck
 from lowprec_check.schema.error_budget import ErrorBudget
 from lowprec_check.schema.files import write_file
+from lowprec_check.schema.findings import Diagnostic, Gap, GapKind, Layer, Severity
 from lowprec_check.schema.input_layout import InputLayout
+from lowprec_check.schema.magnitudes import ModuleMagnitudes
 from lowprec_check.schema.measures import Latency, LayerError, Timing, TimingConditions
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Plan
@@ -26,45 +30,30 @@ from lowprec_check.schema.precisions import PRECISIONS, Precision
 from lowprec_check.schema.predicted_device import PredictedDevice
 from lowprec_check.schema.predictions import WhatIf
 from lowprec_check.schema.recommendation import Recommendation
-from lowprec_check.schema.run_key import EAGER, REFERENCE, MemoryFormat, Phase, RunKey, qualified
+from lowprec_check.schema.run_key import EAGER, REFERENCE, MemoryFormat, RunKey, qualified
 from lowprec_check.schema.training import TrainingRun, TrainingSetup
 from lowprec_check.schema.training_policies import PolicyGradient
 from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo, Status
 
+__all__ = [
+    "SCHEMA",
+    "Diagnostic",
+    "Evidence",
+    "Gap",
+    "GapKind",
+    "Layer",
+    "ModelInfo",
+    "ResultError",
+    "Run",
+    "ScanResult",
+    "Severity",
+    "Status",
+    "skipped",
+]
+
 SCHEMA = 1
 
 Evidence = Literal["measured", "predicted"]
-Severity = Literal["error", "warning", "note"]
-Layer = Literal["dispatch", "function"]
-GapKind = Literal[
-    "missing-kernel",
-    "unsupported-dtype",
-    "dtype-mismatch",
-    "no-backend-kernel",
-    "scalar-overflow",
-    "numeric-failure",
-    "crash",
-]
-
-
-class Gap(Struct, frozen=True, kw_only=True):
-    """Calls of one op at one place that fail in low precision and succeed when their inputs are widened."""
-
-    op: str
-    layer: Layer
-    kind: GapKind
-    phase: Phase = "forward"
-    module: str
-    source: str | None
-    dtypes: list[str]
-    message: str
-    calls: int = 1
-    rescued: bool = True
-    """Always true: a failure that is not rescued ends the run and is saved as its ``stopped_by``."""
-    predicted_by: str | None = None
-    """Of a predicted run: the row of the catalog that says so, in words."""
-    constant: float | None = None
-    """The number in the code that exceeds the range of the dtype, for a ``scalar-overflow``."""
 
 
 _MEASURED = ("latency_ms", "latency", "peak_memory_bytes", "timing", "setup_seconds", "compiler")
@@ -75,14 +64,21 @@ class Run(Struct, frozen=True, kw_only=True):
     """One precision × backend × device × memory format: the plain part and the instrumented part that explains it."""
 
     precision: str
+    """Its name: ``fp32``, ``half``, ``bfloat16``, ``autocast-fp16``, ``autocast-bf16``, ``plan``."""
     backend: str = EAGER
+    """How the model is executed: ``eager``, ``inductor``, …"""
     device: str
+    """The device: ``cpu``, ``cuda:0``."""
     memory_format: MemoryFormat = "contiguous"
+    """The memory format of the model and its inputs."""
     evidence: Evidence = "measured"
+    """``predicted``: the ops ran emulated, for a device that is not here."""
     status: Status
+    """How the plain part ended."""
     reason: str | None = None
     """Why it was skipped, timed out or crashed, in words."""
     exception: ExceptionInfo | None = None
+    """What the plain part raised; ``None`` if it did not."""
     calls: int = 1
     """Calls in a row that the status rests on. The outputs of the first three are compared."""
     failed_call: int | None = None
@@ -99,12 +95,16 @@ class Run(Struct, frozen=True, kw_only=True):
     """The module whose output was compared, because that of the model holds nothing to compare (all zeros, ``None``)."""
     budget: ErrorBudget | None = None
     """Where the output error comes from; ``None`` if the run was not analyzed op by op."""
+    ablation: Ablation | None = None
+    """What keeping the modules blamed for its error in fp32 changed; ``None`` if it passes, or no module is blamed."""
     lockstep_error: ErrorStats | None = None
     """Error of the instrumented part's output against its reference, which takes the decisions of the run."""
     latency_ms: float | None = None
     """``latency.median_ms``; of a run that was not timed, the calls of its plain part."""
     latency: Latency | None = None
+    """The times of calls, in rounds over all runs; ``None`` if it was not timed so."""
     peak_memory_bytes: int | None = None
+    """Peak memory of a call, in bytes: weights, buffers, inputs and live tensors; on an accelerator, what its allocator reports."""
     timing: Timing | None = None
     """Times in the scenario that the scan was asked for."""
     setup_seconds: float | None = None
@@ -114,7 +114,9 @@ class Run(Struct, frozen=True, kw_only=True):
     compiler: CompilerCheck | None = None
     """Whether the compiler made the output worse; ``None`` for a run that is not compiled, or draws random numbers."""
     gaps: list[Gap] = []
+    """What fails in low precision and succeeds when its inputs are widened."""
     op_calls: OpCalls = OpCalls()
+    """Every op call of the instrumented part."""
     uncalled_modules: list[str] = []
     """Modules whose parameters no op read; for a whole subtree, its root."""
     called_modules: list[str] = []
@@ -126,8 +128,11 @@ class Run(Struct, frozen=True, kw_only=True):
     untied: list[str] = []
     """Shared parameters of kept modules that get their own copy, for a ``plan`` run."""
     tolerance: float | None = None
+    """The largest ``output_error`` that passes: rel_l2, or the share of integers that differ; ``None`` for fp32."""
     loss: float | None = None
+    """The value of the file's loss; ``None`` if it defines none, or it is not finite."""
     metric: float | None = None
+    """The value of the file's ``metric(model)``; ``None`` if it defines none."""
     perturbed: bool | None = None
     """Whether the instrumented output differed from the plain one; ``None`` if they cannot be compared."""
     function_mode: bool = False
@@ -141,9 +146,11 @@ class Run(Struct, frozen=True, kw_only=True):
     emulated: dict[str, str] = {}
     """Ops computed in fp32 and rounded, with the reason."""
     notes: list[str] = []
+    """What else to know of the run, in words."""
     fallbacks: list[str] = []
     """Warnings about falling back to the CPU."""
     nondeterministic: bool = False
+    """Of fp32: whether two runs of it gave different outputs, which widens the tolerance of the others."""
     compiled: bool = False
     """Whether the plain part ran compiled code; the instrumented part runs in eager mode."""
     random: bool = False
@@ -155,6 +162,8 @@ class Run(Struct, frozen=True, kw_only=True):
     that of its largest tensor. ``None`` if it is not known, or there is no floating tensor."""
     training: TrainingRun | None = None
     """What training in this precision does, for a scan with ``--train``."""
+    magnitudes: list[ModuleMagnitudes] = []
+    """How the fp32 reference's values are distributed in each module, in the order in which the modules first ran."""
     layer_errors: list[LayerError] = []
     """The errors of the layers that a quantizing backend measured, in the order of the model."""
     known_ops: list[str] = []
@@ -214,43 +223,6 @@ def skipped(key: RunKey, reason: str, evidence: Evidence = "measured") -> Run:
     )
 
 
-class Diagnostic(Struct, frozen=True, kw_only=True):
-    """One finding, at one place."""
-
-    code: str
-    name: str
-    severity: Severity
-    precision: str | None = None
-    backend: str = EAGER
-    memory_format: MemoryFormat = "contiguous"
-    module: str | None = None
-    op: str | None = None
-    source: str | None = None
-    message: str
-    help: str | None = None
-    url: str | None = None
-    rests_on: str | None = None
-    """Of a predicted run: what this is known from, in words; a row of the catalog, for example."""
-    calls: int = 1
-    accepted: bool = False
-    """Whether the scan's baseline accepts it."""
-    timed: bool = False
-    """Whether it rests on measured times, so that it comes and goes with the load of the machine: never in a baseline."""
-    share: float | None = None
-    """Share of the squared output error that its place causes, if an error budget says so."""
-    matters: bool | None = None
-    """Whether it affects the output of its run; ``None`` if that is not known, or it is not about the error."""
-
-    @property
-    def run_label(self) -> str | None:
-        """The label of its run, ``half · inductor``; ``None`` if it concerns the whole scan."""
-        return self.precision and qualified(self.precision, self.backend, self.memory_format)
-
-    def is_about(self, run: Run) -> bool:
-        """Whether it belongs to ``run``."""
-        return (self.precision, self.backend, self.memory_format) == (run.precision, run.backend, run.memory_format)
-
-
 WeightsOrigin = Literal["unknown", "random", "scaled", "loaded"]
 """``scaled``: random, then scaled where outputs of layers vanish or explode; ``unknown``: the user's file made them."""
 
@@ -259,10 +231,15 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     """The scanned model, for the head of a report."""
 
     name: str
+    """The class of the model."""
     parameters: int
+    """Number of elements of all parameters."""
     inputs: list[str]
+    """The inputs, in words: shapes, and dtypes that are not floating."""
     modules: int
+    """Number of modules, the model included."""
     training: bool
+    """Whether it is in training mode."""
     weights: WeightsOrigin = "unknown"
     """Where the values of the weights come from."""
     call: str = "model(*inputs)"
@@ -276,8 +253,13 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     layout: InputLayout = InputLayout(kind="nested")
     """The tensors in the inputs."""
     source: str | None = None
-    """Where the class of the model is defined, ``file.py:line``."""
+    """The line that makes the model, or defines its class: ``file.py:line``."""
+    caller: str | None = None
+    """The line of the user's own code that makes the model, or scans it, if ``source`` is in an installed package or unknown;
+    empty if there is none.
+    """
     notes: list[str] = []
+    """What to know of the model and its inputs, in words."""
 
 
 class ScanResult(Struct, frozen=True, kw_only=True):
@@ -288,16 +270,25 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     """
 
     schema: int = SCHEMA
+    """The version of the format."""
     tool: str
+    """What saved it: ``lowprec-check 0.2.0``."""
     target: str
+    """What was scanned, as its user wrote it; of the Python API, the class of the model."""
     model: ModelInfo
+    """The model and its inputs."""
     environment: dict[str, Any]
+    """The machine and the versions of packages."""
     options: dict[str, Any] = {}
+    """What the scan was asked for."""
     runs: list[Run]
+    """One for each precision, backend and memory format; fp32 first."""
     timing_conditions: TimingConditions | None = None
     """What may have disturbed the times of the runs; ``None`` if they were not timed in rounds."""
     diagnostics: list[Diagnostic] = []
+    """The findings."""
     recommendation: Recommendation | None = None
+    """What to use; ``None`` if nothing passed."""
     plan: Plan | None = None
     """The plan of the ``plan`` run, if there is one."""
     prediction: PredictedDevice | None = None
@@ -308,6 +299,8 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     """The gradients of FSDP2 and DDP in reduced precision, if the scan was asked for them."""
     what_if: list[WhatIf] = []
     """The output errors predicted for the formats of ``--what-if``, none of which was run."""
+    source_lines: dict[str, str] = {}
+    """The text of the lines that op calls and gaps name, ``model.py:41``, as far as their files were found."""
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` if a prediction holds a measured run, times or advice, or measured runs one that is predicted."""
@@ -343,6 +336,14 @@ class ScanResult(Struct, frozen=True, kw_only=True):
             if (run.precision, run.backend, run.memory_format) == (precision, backend, memory_format):
                 return run
         raise KeyError(qualified(precision, backend, memory_format))
+
+    def columns(self, part: Part) -> Columns:
+        """Runs, op calls, gaps or diagnostics as a dict of columns, for ``pandas.DataFrame(result.columns("op_calls"))``.
+
+        The op calls and gaps of all runs have the ``precision``, ``backend`` and ``memory_format`` of their run. Runs have a column for each number and text in
+        them, ``output_error.rel_l2``. docs/json.md lists the columns. Raises ``ValueError`` for another part.
+        """
+        return columns_of(self, part)
 
     def to_json(self) -> bytes:
         """Encode as one line of JSON."""

@@ -28,6 +28,7 @@ class TrainingSetup(Struct, frozen=True, kw_only=True):
     default_loss: bool = False
     """Whether the file defines no loss, so that a default is used."""
     default_optimizer: bool = False
+    """Whether the file defines no optimizer, so that a default is used."""
     loss_setup: list[str] = []
     """Lines of code before the first step, which define what ``loss_code`` and ``optimizer_code`` need; if they set ``targets``, a tuple with the rest of
     the batch, these are cast and moved like the inputs.
@@ -47,9 +48,11 @@ class TrainingSetup(Struct, frozen=True, kw_only=True):
     losses: list[float] = []
     """The loss of fp32 before each step, and after the last."""
     loss_low: list[float] = []
+    """The lower end of the loss of the other seeds, after each step."""
     loss_high: list[float] = []
     """Between these, the loss of the other seeds lies, counted from the loss of fp32 before the first step."""
     limit_low: list[float] = []
+    """The lower limit of the loss of a run in low precision, after each step."""
     limit_high: list[float] = []
     """Outside of these, counted alike, the loss of a run in low precision diverges, if its forward pass computes the loss of fp32; if not,
     its limits are wider.
@@ -64,6 +67,7 @@ class Divergence(Struct, frozen=True, kw_only=True):
     step: int
     """The first step after which it is outside, counted from 1; 0 if its loss is wrong before any step."""
     what: Literal["loss", "weights", "progress"]
+    """What leaves the range first."""
     value: float
     """Of the loss: its change since the first step. Of the weights: their distance to fp32. Of the progress: how much of the way
     of fp32 they moved."""
@@ -79,7 +83,9 @@ class TrainingWay(Struct, frozen=True, kw_only=True):
     name: str
     """A key of :data:`WAYS`."""
     status: Status
+    """How it ended."""
     exception: ExceptionInfo | None = None
+    """What it raised; ``None`` if it did not."""
     failed_step: int | None = None
     """The step in which it failed or first gave a loss that is not finite, counted from 1."""
     losses: list[float | None] = []
@@ -89,11 +95,13 @@ class TrainingWay(Struct, frozen=True, kw_only=True):
     progress: float | None = None
     """After the last step: Δw · Δw₃₂ / ‖Δw₃₂‖², how far the weights have moved in the direction of fp32, relative to fp32."""
     divergence: Divergence | None = None
+    """Where it leaves the range of the fp32 runs for good; ``None`` if it does not."""
     lost_updates: float | None = None
     """Share (0 to 1) of the updates of weights that are lost to rounding, over all steps; ``None`` if the weights are in fp32."""
     skipped_steps: int = 0
     """Steps that ``GradScaler`` skipped, because gradients overflowed."""
     initial_scale: float | None = None
+    """The loss scale of a ``GradScaler`` before the first step; ``None`` without one."""
     final_scale: float | None = None
     """Loss scales of a ``GradScaler``."""
     state_bytes: int | None = None
@@ -104,7 +112,9 @@ class ParameterGradient(Struct, frozen=True, kw_only=True):
     """The gradient of one parameter in the first step, compared with that of fp32; without loss scaling."""
 
     parameter: str
+    """The name of the parameter."""
     elements: int
+    """Number of its elements."""
     error: float | None = None
     """rel_l2; ``None`` if it is not finite, or there is none."""
     error_share: float | None = None
@@ -126,7 +136,9 @@ class LostUpdates(Struct, frozen=True, kw_only=True):
     name: str
     """The parameter, the buffer, or the parameter and the key of the state: ``fc.weight · exp_avg_sq``."""
     values: Values
+    """What is updated."""
     elements: int
+    """Number of elements of the tensor."""
     lost: float
     """Share (0 to 1) of the updates that are lost, over all steps."""
     updates: int = 0
@@ -156,6 +168,7 @@ class LossScale(Struct, frozen=True, kw_only=True):
     """A suggested initial loss scale, which was tried."""
 
     scale: float
+    """The scale, a power of two."""
     largest: float
     """The largest magnitude of a 16-bit gradient in the backward pass of the first step, without scaling."""
     largest_at: str | None = None
@@ -172,6 +185,7 @@ class EpsilonCheck(Struct, frozen=True, kw_only=True):
     """What a step with gradients that are all zero does to weights in low precision, by implementation of the optimizer."""
 
     implementation: Literal["as given", "loop", "foreach", "fused"]
+    """The implementation of the optimizer; ``as given`` is the one that the file chose."""
     nonfinite: float
     """Share of the weights that are NaN or Inf after it."""
     error: str | None = None
@@ -184,6 +198,7 @@ class TrainingRun(Struct, frozen=True, kw_only=True):
     ways: list[TrainingWay]
     """The first is what its user would write; the status of the run is that of this way."""
     gradients: list[ParameterGradient] = []
+    """The gradients of the first step, by parameter."""
     gradient_error: float | None = None
     """rel_l2 of all gradients of the first step together."""
     underflow: float | None = None
@@ -191,6 +206,7 @@ class TrainingRun(Struct, frozen=True, kw_only=True):
     lost_updates: list[LostUpdates] = []
     """Of the first way; empty if everything is in fp32."""
     loss_scale: LossScale | None = None
+    """A loss scale to start with; ``None`` if none is suggested."""
     epsilon: list[EpsilonCheck] = []
     """For weights in fp16, if the optimizer has an ``eps``."""
 

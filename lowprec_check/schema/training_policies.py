@@ -27,6 +27,7 @@ class PolicyGradient(Struct, frozen=True, kw_only=True):
     ``no_sync()`` before it), or ``each time``, after each of them.
     """
     micro_batches: int
+    """Number of micro-batches over which gradients are accumulated."""
     batches: str = ""
     """How the micro-batches were made, in words; empty if none was run."""
     status: Status
@@ -34,6 +35,7 @@ class PolicyGradient(Struct, frozen=True, kw_only=True):
     reason: str | None = None
     """Why it was not measured, in words."""
     exception: ExceptionInfo | None = None
+    """What it raised; ``None`` if it did not."""
     gradient_error: float | None = None
     """rel_l2 of the gradients of all parameters together; ``None`` if it is not finite, or not measured."""
     worst_parameter: str | None = None

@@ -17,7 +17,9 @@ class ErrorStats(Struct, frozen=True, kw_only=True):
     rel_l2: float | None
     """‖y − r‖₂ / ‖r‖₂; 0/0 is 0; ``None`` if it is infinite or NaN."""
     max_abs: float | None
+    """The largest absolute difference; ``None`` if it is infinite or NaN."""
     cosine: float | None
+    """Cosine similarity with the reference; ``None`` if it is not defined."""
     sqnr_db: float | None
     """Signal-to-quantisation-noise ratio, −20·log₁₀(rel_l2), in dB; ``None`` also if the error is 0."""
     top1: float | None = None
@@ -35,9 +37,15 @@ class ExceptionInfo(Struct, frozen=True, kw_only=True):
     """The exception that the plain run raises, as the user would see it."""
 
     type: str
+    """The class of the exception."""
     message: str
+    """The first line of its text."""
     module: str | None = None
+    """Dotted path of the innermost module on the traceback; ``None`` if there is none."""
     source: str | None = None
+    """``file.py:line`` of the innermost code that is not torch's."""
+    caller: str | None = None
+    """The innermost line of the user's own code, if ``source`` is in an installed package; empty if there is none."""
     phase: Phase | None = None
     """The part of a training step that raised it; ``None`` if only the forward pass was run."""
 

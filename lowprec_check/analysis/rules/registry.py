@@ -13,6 +13,7 @@ import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from lowprec_check.analysis.callers import Callers
 from lowprec_check.analysis.rules.catalogued import known_issue
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.run_key import EAGER
@@ -71,8 +72,8 @@ class Rule(NamedTuple):
         """What ``explain`` prints."""
         return inspect.cleandoc(self.check.__doc__ or "")
 
-    def diagnose(self, result: ScanResult) -> Iterator[Diagnostic]:
-        """Yield the diagnostics of this rule."""
+    def diagnose(self, result: ScanResult, callers: Callers) -> Iterator[Diagnostic]:
+        """Yield the diagnostics of this rule; ``callers`` are those of ``result``."""
         for finding in self.check(result):
             raised = finding.message if finding.rests_on in (None, RAN_HERE) else None
             issue = known_issue(result, self.code, finding.op, finding.run, raised)
@@ -88,6 +89,7 @@ class Rule(NamedTuple):
                 module=finding.module,
                 op=finding.op,
                 source=finding.source,
+                caller=callers.of(finding.module, finding.op, finding.source),
                 message=finding.message,
                 help="; ".join(filter(None, (finding.help, reported))) or None,
                 url=issue.link if issue else None,
@@ -150,4 +152,5 @@ def diagnose(result: ScanResult, select: Iterable[str] = (), ignore: Iterable[st
     """The diagnostics of ``result`` whose code starts with a prefix in ``select`` (default: all) and none in ``ignore``."""
     selected, ignored = tuple(select), tuple(ignore)
     chosen_rules = [rule for code, rule in rules().items() if is_selected(code, selected, ignored)]
-    return [diagnostic for rule in chosen_rules for diagnostic in rule.diagnose(result)]
+    callers = Callers(result)
+    return [diagnostic for rule in chosen_rules for diagnostic in rule.diagnose(result, callers)]

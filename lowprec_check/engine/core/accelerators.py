@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +28,18 @@ def in_bad_fork() -> bool:
     """
     modules = (getattr(torch, name, None) for name in accelerators())
     return any(getattr(module, "_is_in_bad_fork", lambda: False)() for module in modules)
+
+
+def cuda_driver_is_initialized() -> bool:
+    """Whether something in this process has initialized CUDA's driver, torch or another library: no fork can use it then.
+
+    A device count, which needs the driver but does not initialize it, is error 3 (``CUDA_ERROR_NOT_INITIALIZED``) before that.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)  # only if it is loaded
+    except (OSError, AttributeError):
+        return False
+    return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) == 0
 
 
 def check_accelerators() -> None:

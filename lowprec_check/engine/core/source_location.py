@@ -12,7 +12,7 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -26,6 +26,15 @@ PACKAGE = os.path.dirname(lowprec_check.__file__) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 
 
+class SourceLines(NamedTuple):
+    """Where an op was called, as ``file.py:line``."""
+
+    source: str | None
+    """The innermost line that is not torch's; ``None`` if there is none."""
+    caller: str | None = None
+    """The innermost line of the user's own files, if ``source`` is in an installed package; empty if there is none."""
+
+
 @functools.cache
 def is_user_code(filename: str) -> bool:
     """Whether a source file belongs to neither torch, nor this package, nor the standard library."""
@@ -37,6 +46,31 @@ def is_user_code(filename: str) -> bool:
 def is_installed(filename: str) -> bool:
     """Whether a source file belongs to an installed package."""
     return "site-packages" in filename or "dist-packages" in filename
+
+
+def is_own_file(filename: str) -> bool:
+    """Whether code is in a file of the user's own: not in an installed package, and not made at run time (``<string>``)."""
+    return is_user_code(filename) and not is_installed(filename) and not filename.startswith("<")
+
+
+_PASSED_OVER, _OURS, _FOREIGN, _OWN = range(4)
+
+
+class _Kinds(dict[str, int]):
+    """How the code of a file counts, by its name: frames are walked for every op, so a file is looked at once."""
+
+    def __missing__(self, filename: str) -> int:
+        if filename.startswith(PACKAGE):
+            kind = _OURS
+        elif not is_user_code(filename):
+            kind = _PASSED_OVER
+        else:
+            kind = _OWN if is_own_file(filename) else _FOREIGN
+        self[filename] = kind
+        return kind
+
+
+_KINDS = _Kinds()
 
 
 @functools.cache
@@ -58,45 +92,60 @@ def show_line(filename: str, line: int) -> str:
 def call_model(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the model; a generator or another iterator that it returns is run to its end.
 
-    ``source_line`` stops at this frame when it searches for the user's line.
+    ``source_lines`` stops at this frame when it searches for the user's lines.
     """
     output = call(*args, **kwargs)
     return list(output) if isinstance(output, Iterator) else output
 
 
+def source_lines(frame: FrameType | None = None) -> SourceLines:
+    """Where the op that ``frame`` calls comes from, as far as :func:`call_model`."""
+    at: FrameType | None = frame or sys._getframe(1)
+    source: str | None = None
+    while at is not None:
+        code = at.f_code
+        kind = _KINDS[code.co_filename]
+        if kind == _OWN:
+            line = show_line(code.co_filename, at.f_lineno)
+            return SourceLines(line) if source is None else SourceLines(source, line)
+        if kind == _FOREIGN:
+            source = source or show_line(code.co_filename, at.f_lineno)
+        elif kind == _OURS and code.co_name == "call_model":
+            break
+        at = at.f_back
+    return SourceLines(source, None if source is None else "")
+
+
 def source_line(frame: FrameType | None = None) -> str | None:
-    """The innermost line of user code on the stack; ``None`` if there is none."""
-    frame = frame or sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if is_user_code(code.co_filename):
-            return show_line(code.co_filename, frame.f_lineno)
-        if code.co_filename.startswith(PACKAGE) and code.co_name == "call_model":
-            return None
-        frame = frame.f_back
-    return None
+    """The innermost line on the stack that is not torch's; ``None`` if there is none."""
+    return source_lines(frame or sys._getframe(1)).source
 
 
 def own_line(frame: FrameType) -> str | None:
-    """The innermost line outside installed packages on the stack; if there is none, the :func:`source_line`."""
+    """The innermost line of the user's own files on the stack; ``None`` if there is none."""
     at: FrameType | None = frame
     while at is not None:
-        filename = at.f_code.co_filename
-        if is_user_code(filename) and not is_installed(filename):
-            return show_line(filename, at.f_lineno)
+        if _KINDS[at.f_code.co_filename] == _OWN:
+            return show_line(at.f_code.co_filename, at.f_lineno)
         at = at.f_back
-    return source_line(frame)
+    return None
+
+
+def traceback_lines(traceback: TracebackType | None) -> SourceLines:
+    """The innermost line in a traceback that is not torch's, and that of the user's own files."""
+    source, own = None, ""
+    while traceback is not None:
+        filename = traceback.tb_frame.f_code.co_filename
+        if _KINDS[filename] in (_FOREIGN, _OWN):
+            source = show_line(filename, traceback.tb_lineno)
+            own = source if _KINDS[filename] == _OWN else own
+        traceback = traceback.tb_next
+    return SourceLines(source, None if source is None or source == own else own)
 
 
 def traceback_line(traceback: TracebackType | None) -> str | None:
-    """The innermost line of user code in a traceback; ``None`` if there is none."""
-    found = None
-    while traceback is not None:
-        filename = traceback.tb_frame.f_code.co_filename
-        if is_user_code(filename):
-            found = show_line(filename, traceback.tb_lineno)
-        traceback = traceback.tb_next
-    return found
+    """The innermost line in a traceback that is not torch's; ``None`` if there is none."""
+    return traceback_lines(traceback).source
 
 
 def module_names(model: torch.nn.Module) -> dict[torch.nn.Module, str]:

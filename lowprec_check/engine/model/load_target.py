@@ -26,7 +26,7 @@ from lowprec_check.engine.model.inputs import (
     parse_inputs,
 )
 from lowprec_check.engine.model.script import ScriptCall, first_call
-from lowprec_check.engine.model.source_lines import definition_line
+from lowprec_check.engine.model.source_lines import definition_line, first_line
 from lowprec_check.engine.model.target import Target, check, forward_of, unchecked_target
 from lowprec_check.engine.model.timm_zoo import load_timm
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
@@ -99,12 +99,14 @@ def _load_from_module(spec: str, inputs: tuple[str, ...]) -> Target:
         return _target_of_call(call, module, inputs)
     title = f"{Path(path).stem if path.endswith('.py') else path}:{found_name}" if attribute else type(model).__name__
     imported = None if path.endswith(".py") else path
+    made_at = first_line(module)
     return unchecked_target(
         model,
         given,
         name=encodable(title),
         **_functions(module),
-        source=source,
+        source=source if made_at else None,
+        made_at=made_at,
         make_batch=_make_batch(module, inputs),
         setup=_setup(module, found_name, found, inputs, imported),
         calibrate=_calibration(module),

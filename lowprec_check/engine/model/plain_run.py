@@ -20,7 +20,7 @@ from lowprec_check.engine.core.floating_dtypes import NARROW, is_float
 from lowprec_check.engine.core.output_comparison import NOTHING, OutputComparison, compare_outputs, is_zero
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.seed import generator_states, seed_everything
-from lowprec_check.engine.core.source_location import call_model, traceback_line
+from lowprec_check.engine.core.source_location import call_model, traceback_lines
 from lowprec_check.engine.model import device as devices
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import WithLoss
@@ -242,12 +242,14 @@ def _loss(output: Any) -> float | None:
 
 
 def describe_error(error: BaseException, model: torch.nn.Module) -> ExceptionInfo:
-    """Type and message of the exception, with the module and the user's line that raised it."""
+    """Type and message of the exception, with the module and the user's lines that raised it."""
+    lines = traceback_lines(error.__traceback__)
     return ExceptionInfo(
         type=type_name(error),
         message=first_line(message_of(error)),
         module=_module_of_traceback(error, model),
-        source=traceback_line(error.__traceback__),
+        source=lines.source,
+        caller=lines.caller,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from lowprec_check.engine.core.source_location import own_line
+from lowprec_check.engine.core.source_location import own_line, source_line
 from lowprec_check.engine.model.user_module import call_user_code
 from lowprec_check.errors import UsageError
 
@@ -47,7 +47,8 @@ def first_call(path: Path, package: str | None = None) -> ScriptCall | None:
         # `torch.compile` keeps this function as that of the module inside: it does nothing once the script has ended
         if not running or os.getpid() != process or next(self.parameters(), None) is None:
             return kept_call(self, *args, **kwargs)
-        calls.append(ScriptCall(self, args, kwargs, own_line(sys._getframe(1))))
+        frame = sys._getframe(1)
+        calls.append(ScriptCall(self, args, kwargs, own_line(frame) or source_line(frame)))
         raise _ModelCalled
 
     sys.modules["__main__"] = module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -12,13 +13,13 @@ from torch.nn.parameter import is_lazy
 
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.seed import kept_generators
-from lowprec_check.engine.core.source_location import traceback_line
+from lowprec_check.engine.core.source_location import own_line, traceback_line
 from lowprec_check.engine.model import torchvision_ops
 from lowprec_check.engine.model.application import converted_dtypes
 from lowprec_check.engine.model.batch import BatchMaker, NoBatchError, take_batch
 from lowprec_check.engine.model.calibration import calibration_calls, check_calibration
 from lowprec_check.engine.model.inputs import Arguments, as_call, is_function
-from lowprec_check.engine.model.source_lines import class_line
+from lowprec_check.engine.model.source_lines import class_line, is_own_class
 from lowprec_check.engine.model.training import LossInputs, MakeOptimizer, loss_of, optimizer_like
 from lowprec_check.errors import UsageError, message_of, type_name
 from lowprec_check.schema.backends import Call
@@ -62,7 +63,11 @@ class Target(NamedTuple):
     """Code for the targets, from ``batch``."""
     metric: Callable[[nn.Module], float] | None = None
     source: str | None = None
-    """The line that makes the model, for ops that no line of the user's code calls."""
+    """The line that makes the model or defines its class, for ops that no line of the user's code calls."""
+    caller: str | None = None
+    """The line of the user's own code that makes or scans the model, if ``source`` is in an installed package or unknown; empty
+    if there is none.
+    """
     form: str = "model(*inputs)"
     """How ``inputs`` are given to the model, as code."""
     setup: tuple[str, ...] = ()
@@ -142,15 +147,24 @@ def make_target(model: nn.Module, inputs: Any, *, calibration: Any = None, **fun
     make_batch = BatchMaker.of(inputs)
     given = inputs if make_batch is None else make_batch(0)
     calibrate = check_calibration(calibration, "calibration")
-    return check(unchecked_target(model, given, make_batch=make_batch, calibrate=calibrate, **functions))
+    scanned_at = own_line(sys._getframe(1))
+    target = unchecked_target(model, given, made_at=scanned_at, make_batch=make_batch, calibrate=calibrate, **functions)
+    return check(target)
 
 
 def unchecked_target(
-    model: Any, given: Any, *, name: str | None = None, source: str | None = None, **known: Any
+    model: Any,
+    given: Any,
+    *,
+    name: str | None = None,
+    source: str | None = None,
+    made_at: str | None = None,
+    **known: Any,
 ) -> Target:
     """A target from a model and its inputs, of which one batch is taken; :func:`check` it before it is used.
 
-    ``known`` are further fields of :class:`Target`.
+    ``source`` is the line of the user's own code that makes the model, if it is known; else that of its class counts, with ``made_at``,
+    the line of the user's own code that leads to it, if the class is not the user's. ``known`` are further fields of :class:`Target`.
     """
     forward = forward_of(model)
     batch = take_batch(given, forward)
@@ -164,6 +178,7 @@ def unchecked_target(
         args,
         kwargs,
         source=source or class_line(model),
+        caller=None if source or is_own_class(model) else made_at or "",
         form=form,
         **known,
     )
@@ -250,9 +265,10 @@ def _unwrapped(target: Target) -> Target:
         module: Any = model.module
         name = type(module).__name__ if target.name == type(model).__name__ else target.name
         setup = (*target.setup, f"model = model.module  # of {type(model).__name__}")
-        target = target._replace(
-            name=name, model=module, compiled=None, notes=(*target.notes, note), setup=setup, source=class_line(module)
-        )
+        target = target._replace(name=name, model=module, compiled=None, notes=(*target.notes, note), setup=setup)
+        if target.caller is not None or target.source is None:
+            source = class_line(module)
+            target = target._replace(source=source, caller=None if source and is_own_class(module) else target.caller)
     return target
 
 

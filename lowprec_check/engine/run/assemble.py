@@ -43,6 +43,7 @@ def make_run(job: Job, outcome: JobOutcome, tolerance: float | None) -> Run:
         peak_memory_bytes=_peak_memory(measures, explained) if here and status != "error" else None,
         gaps=explained.gaps if explained else outcome.gaps,
         op_calls=outcome.op_calls() if here else without_times(outcome.op_calls()),
+        magnitudes=explained.magnitudes if explained else [],
         uncalled_modules=explained.uncalled_modules if explained else [],
         called_modules=explained.called_modules if explained else [],
         keep_fp32=list(job.keep_fp32),

@@ -208,6 +208,6 @@ def decode(data: bytes) -> FromJob:
 def _share_texts(op_calls: OpCalls) -> None:
     """Store each distinct text of the columns once: there may be 100,000 rows and 100 different names."""
     known: dict[str | None, str | None] = {}
-    for column in (op_calls.op, op_calls.module, op_calls.source, op_calls.dtypes, op_calls.shape):
+    for column in (op_calls.op, op_calls.module, op_calls.source, op_calls.caller, op_calls.dtypes, op_calls.shape):
         texts: list[Any] = column
         texts[:] = [known.setdefault(text, text) for text in texts]

@@ -40,6 +40,7 @@ def describe_target(target: Target, fp32: Run, *, trains: bool = False) -> Model
         castable=_is_castable(target),
         layout=_layout(target),
         source=target.source,
+        caller=target.caller,
         notes=notes,
     )
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import cloudpickle
 
-from lowprec_check.engine.core.accelerators import in_bad_fork
+from lowprec_check.engine.core.accelerators import cuda_driver_is_initialized, in_bad_fork
 from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.model.target import Target
@@ -73,8 +73,8 @@ class TargetSource:
 
     @functools.cached_property
     def _forks_lose_accelerators(self) -> bool:
-        """Whether a fork cannot use accelerators, because this process has asked for them; only a fork can tell."""
-        return isolated(in_bad_fork, "fork", bool)
+        """Whether a fork cannot use accelerators, because this process has asked for them; what torch knows only a fork tells."""
+        return cuda_driver_is_initialized() or isolated(in_bad_fork, "fork", bool)
 
     def isolation_of_functions(self, isolation: Isolation | None, device: str | None) -> Isolation:
         """How a function that may initialize ``device`` is called, where the runs have this ``isolation``."""

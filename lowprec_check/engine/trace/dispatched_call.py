@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, run_op
+from lowprec_check.engine.core.source_location import SourceLines
 from lowprec_check.engine.trace.emulation import Place
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs, dtype_flow, outputs_of, shape_text, tensors_in
 from lowprec_check.engine.trace.op_traits import TRAINING, OpTraits, traits
@@ -24,7 +25,7 @@ class DispatchedCall:
 
     __slots__ = (
         *("args", "autocast_keys", "before", "exact_arguments", "func", "input_facts", "inputs", "involved", "kwargs"),
-        *("module", "outcome", "phase", "seconds", "source", "traits", "widened_outputs"),
+        *("lines", "module", "outcome", "phase", "seconds", "traits", "widened_outputs"),
     )
 
     def __init__(
@@ -40,7 +41,7 @@ class DispatchedCall:
         self.involved = False
         """Whether low-precision values reach this op; if not, it is its own reference."""
         self.module = ""
-        self.source: str | None = None
+        self.lines = SourceLines(None)
         self.phase: Phase | None = None
         self.outcome: CallOutcome = "ok"
         self.seconds = 0.0
@@ -52,7 +53,7 @@ class DispatchedCall:
     @property
     def place(self) -> Place:
         """The op and where it was called."""
-        return self.traits.name, encodable(self.module), self.source
+        return self.traits.name, encodable(self.module), self.lines.source
 
     @property
     def narrows_inside(self) -> bool:
@@ -99,9 +100,10 @@ class DispatchedCall:
         return OpCall(
             self.traits.name,
             self.module,
-            self.source,
+            self.lines.source,
             dtype_flow(self.inputs, outputs),
             shape_text(outputs),
             self.outcome,
             phase=self.phase,
+            caller=self.lines.caller,
         )

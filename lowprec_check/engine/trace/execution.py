@@ -46,7 +46,7 @@ class Execution:
 
     def run(self, call: DispatchedCall) -> Any:
         """Run ``call`` and return its result; sets its ``seconds`` and ``outcome``."""
-        if self._emulation.includes(call.place):
+        if self._is_emulated(call):
             retry = self._retry(call)
             if retry.low_precision:
                 return self._emulate(call, retry)
@@ -82,6 +82,11 @@ class Execution:
 
     def _retry(self, call: DispatchedCall) -> Retry:
         return Retry(call.func, call.args, call.kwargs, self.low, call.written())
+
+    def _is_emulated(self, call: DispatchedCall) -> bool:
+        """Not a cast that was slow once: only the machine can make it slow, and its result in fp32 would not be a cast."""
+        is_slow_cast = call.traits.casts and call.place not in self._emulation.crashed
+        return self._emulation.includes(call.place) and not is_slow_cast
 
     def _emulate(self, call: DispatchedCall, retry: Retry) -> Any:
         """Compute the op in fp32 and round the result."""

@@ -83,11 +83,9 @@ class FunctionRescue(TorchFunctionMode):
     def _add_gap(
         self, name: str, retry: Retry, kind: GapKind, error: Exception, phase: Phase, frame: FrameType
     ) -> None:
-        module, source = self.recorder.places.of(frame)
         self.recorder.journal.add_gap(
             name,
-            module,
-            source,
+            self.recorder.places.of(frame),
             kind=kind,
             layer="function",
             phase=phase,

@@ -150,6 +150,7 @@ def _pass(
             timed=ready.device.type == "cpu",
             places=places,
         )
+        recorder.flow.add_inputs(tensor for _, tensor in leaves((inputs, named)) if tensor.layout == torch.strided)
         rescue = None if failures is None else FunctionRescue(recorder, failures)
         with kept_output(ready.model, options.probe) as probed:
             output, error = call_under(recorder, ready, inputs, named, options.seed, rescue)
@@ -162,6 +163,7 @@ def _pass(
         gaps=journal.gaps,
         budget=budget,
         op_calls=journal.op_calls(),
+        magnitudes=recorder.magnitudes.result(),
         uncalled_modules=_uncalled(ready.model, stack, recorder.input_storages),
         called_modules=[name for name, _ in ready.model.named_modules() if name and stack.calls[name]],
         function_mode=failures is not None,

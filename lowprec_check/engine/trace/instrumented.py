@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.error_budget import ErrorBudget
+from lowprec_check.schema.magnitudes import ModuleMagnitudes
 from lowprec_check.schema.op_calls import OpCalls, to_columns
 from lowprec_check.schema.scan_result import Gap
 from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo
@@ -14,6 +15,7 @@ class Instrumented(Struct, frozen=True, kw_only=True):
 
     gaps: list[Gap]
     op_calls: OpCalls
+    magnitudes: list[ModuleMagnitudes] = []
     uncalled_modules: list[str]
     called_modules: list[str]
     function_mode: bool = False

@@ -10,6 +10,7 @@ import msgspec
 from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.op_arguments import dtype_names
+from lowprec_check.engine.trace.places import OpPlace
 from lowprec_check.schema.op_calls import OpCall, OpCalls, to_columns
 from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.scan_result import Gap, GapKind, Layer
@@ -52,8 +53,7 @@ class Journal:
         """Add a gap of an op call in the dispatch layer."""
         self.add_gap(
             call.traits.name,
-            call.module,
-            call.source,
+            OpPlace(call.module, call.lines),
             kind=kind,
             layer="dispatch",
             phase=call.phase or "forward",
@@ -66,8 +66,7 @@ class Journal:
     def add_gap(
         self,
         op: str,
-        module: str,
-        source: str | None,
+        place: OpPlace,
         *,
         kind: GapKind,
         layer: Layer,
@@ -78,7 +77,8 @@ class Journal:
         constant: float | None = None,
     ) -> None:
         """Add a gap; if the same gap is known at this location, count one more call."""
-        key = (op, kind, phase, module, source)
+        source, caller = place.lines
+        key = (op, kind, phase, place.module, source)
         known = self._gaps.get(key)
         if known is not None:
             self._gaps[key] = msgspec.structs.replace(known, calls=known.calls + 1, constant=constant)
@@ -88,8 +88,9 @@ class Journal:
             layer=layer,
             kind=kind,
             phase=phase,
-            module=module,
+            module=place.module,
             source=source,
+            caller=caller,
             dtypes=dtypes,
             message=first_line(message) or "it raised an exception without a message",
             predicted_by=predicted_by,

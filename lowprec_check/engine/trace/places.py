@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from lowprec_check.engine.core.source_location import ModuleStack, source_line
+from lowprec_check.engine.core.source_location import ModuleStack, SourceLines, source_lines
 from lowprec_check.engine.trace.autograd_nodes import accumulates
 from lowprec_check.schema.run_key import Phase
 
-NodePlace = tuple[str, str | None]
-"""The module and the line that created a node of the autograd graph."""
+
+class OpPlace(NamedTuple):
+    """Where an op is called, or a node of the autograd graph was created."""
+
+    module: str
+    lines: SourceLines = SourceLines(None)
 
 
 class Places:
@@ -27,7 +31,7 @@ class Places:
 
     def __init__(self, stack: ModuleStack, phase: Callable[[], Phase] | None = None) -> None:
         self._stack, self._phase = stack, phase
-        self._created: dict[int, NodePlace] = {}
+        self._created: dict[int, OpPlace] = {}
         self._owners: dict[int, str] = {}
 
     @property
@@ -43,37 +47,38 @@ class Places:
     def note(self, frame: FrameType) -> None:
         """Before a view, which has no row, runs: note the node that it created."""
         if self._phase is not None and self._creates_nodes(self._phase()):
-            self._note(self._stack.current, source_line(frame))
+            self._note(OpPlace(self._stack.current, source_lines(frame)))
 
-    def of(self, frame: FrameType) -> NodePlace:
-        """The module and the user's line of the op that ``frame`` calls."""
-        module, source = self._stack.current, source_line(frame)
+    def of(self, frame: FrameType) -> OpPlace:
+        """The module and the user's lines of the op that ``frame`` calls."""
+        place = OpPlace(self._stack.current, source_lines(frame))
         if self._phase is None:
-            return module, source
+            return place
         phase = self._phase()
         if self._creates_nodes(phase):
-            self._note(module, source)
+            self._note(place)
         if phase == "backward":
             created = self.of_node(torch._C._current_autograd_node())
             if created is not None:
-                return module or created[0], source or created[1]
-        return module, source
+                lines = created.lines if place.lines.source is None else place.lines
+                return OpPlace(place.module or created.module, lines)
+        return place
 
     @staticmethod
     def _creates_nodes(phase: Phase) -> bool:
         """Whether ops create nodes: in backward, those that a checkpoint computes again with ``use_reentrant=True``."""
         return phase == "forward" or (phase == "backward" and torch.is_grad_enabled())
 
-    def _note(self, module: str, source: str | None) -> None:
-        self._created.setdefault(torch.autograd._get_sequence_nr() - 1, (module, source))  # type: ignore[attr-defined]
+    def _note(self, place: OpPlace) -> None:
+        self._created.setdefault(torch.autograd._get_sequence_nr() - 1, place)  # type: ignore[attr-defined]
 
-    def of_node(self, node: Any) -> NodePlace | None:
+    def of_node(self, node: Any) -> OpPlace | None:
         """Where a node of the autograd graph was created; ``None`` if there is none, or that is unknown."""
         if node is None:
             return None
         if accumulates(node):
             owner = self._owners.get(id(node.variable))
-            return None if owner is None else (owner, None)
+            return None if owner is None else OpPlace(owner)
         number = node._sequence_nr()
         while number >= 0 and number not in self._created:  # an op that reached no mode, just after one that did
             number -= 1

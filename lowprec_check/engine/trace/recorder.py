@@ -20,6 +20,7 @@ from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.floating_dtypes import NARROW, is_narrow, underflows
 from lowprec_check.engine.core.source_location import ModuleStack
 from lowprec_check.engine.model.memory import StorageCounter
+from lowprec_check.engine.trace.data_flow import DataFlow
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.draws import GeneratorState, has_drawn, state_before
 from lowprec_check.engine.trace.emulation import Emulation
@@ -32,6 +33,7 @@ from lowprec_check.engine.trace.local_error import (
     with_exact_constants,
 )
 from lowprec_check.engine.trace.lockstep import Lockstep
+from lowprec_check.engine.trace.magnitude_samples import MagnitudeSamples
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs, has_narrow_dtype, outputs_of
 from lowprec_check.engine.trace.op_errors import OpErrors
 from lowprec_check.engine.trace.places import Places
@@ -81,6 +83,8 @@ class Recorder(DispatchMode):
         """Failures of the instruments themselves: messages, in order, each once."""
         self.drew = False
         """Whether an op has drawn random numbers."""
+        self.flow = DataFlow()
+        self.magnitudes = MagnitudeSamples()
         self.execution = Execution(
             low, lockstep, journal, self.emulation, follow_reference=errors != "none", breadcrumb=breadcrumb
         )
@@ -114,7 +118,7 @@ class Recorder(DispatchMode):
         return out
 
     def _locate(self, call: DispatchedCall, frame: FrameType) -> None:
-        call.module, call.source = self.places.of(frame)
+        call.module, call.lines = self.places.of(frame)
         call.phase = self.places.phase
 
     def finish(self, outputs: list[Tensor]) -> None:
@@ -191,6 +195,8 @@ class Recorder(DispatchMode):
         row.to_python = int(call.involved and call.traits.packet == "aten::_local_scalar_dense")
         row.vanished = vanished_constant(call, outputs)
         call.involved = call.involved or any(map(is_narrow, outputs))
+        if self._timed and call.outcome == "ok":
+            row.time_ms = _milliseconds(call.seconds)
         if call.involved and outputs and self._errors != "none":
             with torch._C._DisableAutocast():
                 if state is not None and widened is not None and has_drawn(call, state):
@@ -200,6 +206,12 @@ class Recorder(DispatchMode):
                 else:
                     self._measure(call, outputs, widened, row)
                     self._add_to_tape(call, outputs, row, self._exact_outputs(call))
+        position = len(self.journal.rows)
+        row.reads = self.flow.reads(call, position)
+        if not self.lockstep.gives_constant(call):  # a cast of a parameter is as the parameter itself
+            self.flow.wrote(outputs, position)
+        if self._errors != "none" and outputs and call.phase in (None, "forward"):
+            self.magnitudes.add_outputs(call, outputs, self.lockstep.twins)
         self.journal.add(row)
 
     def _measure(
@@ -207,7 +219,7 @@ class Recorder(DispatchMode):
     ) -> None:
         seconds = self._op_errors.measure(call, outputs, widened, row)
         if seconds is not None and call.outcome == "ok" and self._timed:
-            row.time_ms, row.reference_ms = _milliseconds(call.seconds), _milliseconds(seconds)
+            row.reference_ms = _milliseconds(seconds)
             self.emulation.add_timing(call.traits.name, call.seconds, seconds)
 
     def _exact_outputs(self, call: DispatchedCall) -> Sequence[Tensor | None] | None:

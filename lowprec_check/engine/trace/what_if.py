@@ -17,7 +17,7 @@ from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.free_memory import MemoryLimit, free_memory
 from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.core.source_location import ModuleStack, source_line
+from lowprec_check.engine.core.source_location import ModuleStack, source_lines
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.draws import GeneratorState, has_drawn, state_before
@@ -129,7 +129,7 @@ class _Emulating(DispatchMode):
         call = DispatchedCall(func, args, kwargs, keys)
         if call.traits.skipped or call.traits.view or self.fault is not None or self.lockstep.tape is None:
             return call.run()
-        call.module, call.source = self.stack.current, source_line(sys._getframe(1))
+        call.module, call.lines = self.stack.current, source_lines(sys._getframe(1))
         results = self._guarded(self._emulate, call)
         before = self._guarded(self._prepare, call) if call.involved else None
         if self._breadcrumb is not None:

@@ -66,7 +66,7 @@ class LargestGradient(DispatchMode):
             value = float(gradient.detach().float().abs().max()) / scale
             if not value <= self.largest.value:
                 place = self._places.of_node(node)
-                self.largest = Largest(math.inf if math.isnan(value) else value, place and place[0])
+                self.largest = Largest(math.inf if math.isnan(value) else value, place and place.module)
 
 
 def suggested_scale(largest: float, maximum: float) -> float:

@@ -12,6 +12,10 @@ import msgspec
 from lowprec_check.analysis.error_origin import Origin, origin
 from lowprec_check.analysis.error_shares import fails_by_error, trusted_budget
 from lowprec_check.report.escape import visible
+from lowprec_check.report.html import operator_table
+from lowprec_check.report.html.error_levels import BOUNDS
+from lowprec_check.report.html.ribbon import pack_magnitudes
+from lowprec_check.report.html.strip import pack_strip
 from lowprec_check.report.summary import label
 from lowprec_check.schema.base import encoded
 from lowprec_check.schema.op_calls import OpCall
@@ -22,6 +26,9 @@ MOST_CALLS = 20_000
 """Op calls drawn per run; of a longer run, the worst of each segment."""
 
 MOST_CALLS_IN_ALL = 160_000
+
+EXACT_CALLS = 40_000
+"""Up to this number of op calls in all, figures have six digits, so that a sum on the page is that of the saved JSON."""
 
 _TEXTS = ("op", "module", "source", "dtypes", "shape")
 
@@ -43,13 +50,17 @@ def pack(runs: Sequence[Run]) -> str:
     """Op calls and ranges of ``runs`` as base64 of gzipped JSON."""
     limit = min(MOST_CALLS, MOST_CALLS_IN_ALL // max(1, len(runs)))
     numbers: dict[str, dict[str, int]] = {name: {} for name in _TEXTS}
-    packed = [_run(run, limit, numbers) for run in runs]
+    digits = 6 if sum(len(run.op_calls) for run in runs) <= EXACT_CALLS else 3
+    packed = [_run(run, limit, numbers, digits) for run in runs]
+    for run, found in zip(runs, packed, strict=True):
+        whole = found["total"] == len(found["calls"]["index"])
+        found["operators"] = operator_table.pack_operators(run, operator_table.MOST_SUMS // len(runs), whole=whole)
     strings = {name: list(known) for name, known in numbers.items()}
-    data = encoded({"strings": strings, "runs": packed, "limits": limits()}, msgspec.json.encode)
+    data = encoded({"strings": strings, "runs": packed, "limits": limits(), "levels": BOUNDS}, msgspec.json.encode)
     return base64.b64encode(gzip.compress(data, 6, mtime=0)).decode()
 
 
-def _run(run: Run, limit: int, numbers: dict[str, dict[str, int]]) -> dict[str, Any]:
+def _run(run: Run, limit: int, numbers: dict[str, dict[str, int]], digits: int) -> dict[str, Any]:
     rows = list(run.op_calls.rows())
     found = origin(run)
     kept = _thin(rows, limit, found.position if found else -1)
@@ -57,14 +68,20 @@ def _run(run: Run, limit: int, numbers: dict[str, dict[str, int]]) -> dict[str, 
     for name in _TEXTS:
         column, known = getattr(run.op_calls, name), numbers[name]
         columns[name] = [known.setdefault(visible(column[index] or ""), len(known)) for index in kept]
-    for name in ("local_error", "accumulated_error", "absmax"):
+    for name in ("local_error", "accumulated_error", "absmax", "time_ms", "reference_ms"):
         column = getattr(run.op_calls, name)
-        columns[name] = [three_digits(column[index]) for index in kept]
+        columns[name] = [three_digits(column[index], digits) for index in kept]
     shares = run.op_calls.share if trusted_budget(run) else [None] * len(rows)
-    columns["share"] = [three_digits(shares[index]) for index in kept] if any(shares) else []
+    columns["share"] = [three_digits(shares[index], digits) for index in kept] if any(shares) else []
     if any(run.op_calls.phase):
         columns["phase"] = [rows[index].phase for index in kept]
+    names = numbers["module"]
+
+    def number(name: str) -> int:
+        return names.setdefault(name, len(names))
+
     columns["nonfinite"] = [rows[index].introduced_inf + rows[index].introduced_nan for index in kept]
+    columns["recast"] = [rows[index].recast for index in kept]
     columns["rescued"] = [int(rows[index].outcome == "rescued") for index in kept]
     return {
         "label": label(run),
@@ -75,6 +92,8 @@ def _run(run: Run, limit: int, numbers: dict[str, dict[str, int]]) -> dict[str, 
         "origin": _origin(found, run),
         "calls": columns,
         "ranges": _ranges(rows),
+        "strip": pack_strip(run, number),
+        "magnitudes": pack_magnitudes(run, number),
     }
 
 

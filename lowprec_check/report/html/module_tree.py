@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from lowprec_check.analysis.error_shares import BETWEEN, module_shares, share_text, trusted_budget
 from lowprec_check.report.escape import visible
+from lowprec_check.report.html.error_levels import LEVEL_TEXTS, error_level
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.scan_result import Run
@@ -17,12 +18,9 @@ MOST_ROWS = 1200
 OPEN_ROWS = 36
 """At first, as many levels are open as fit into about this number of rows."""
 
-NONFINITE = 8
-"""The highest level."""
-
 
 class Shade(NamedTuple):
-    """A figure and the level of its colour: 0 (none) to 8 (worst)."""
+    """A figure and the level of its colour: 0 (none) to 8 (worst). Errors, shares and times have levels of their own."""
 
     text: str
     level: int
@@ -88,32 +86,24 @@ class _Worst:
             self.time_ms += row.time_ms
             self.reference_ms += row.reference_ms
 
-    def cell(self) -> ModuleCell:
-        accumulated = _accumulated_shade(self.nonfinite, self.accumulated)
+    def cell(self, tolerance: float | None) -> ModuleCell:
+        accumulated = error_shade(self.accumulated, tolerance, is_nonfinite=self.nonfinite)
         time = _time_shade(self.time_ms, self.reference_ms)
-        phases = {phase: _accumulated_shade(*found) for phase, found in self.phases.items()}
-        return ModuleCell(accumulated, error_shade(self.local), time, _share_shade(self.share), self.gaps, phases)
+        phases = {
+            phase: error_shade(error, tolerance, is_nonfinite=lost) for phase, (lost, error) in self.phases.items()
+        }
+        local = error_shade(self.local, tolerance)
+        return ModuleCell(accumulated, local, time, _share_shade(self.share), self.gaps, phases)
 
 
 def _larger(known: float | None, value: float | None) -> float | None:
     return value if known is None else known if value is None else max(known, value)
 
 
-_LIMITS = (1e-5, 1e-4, 1e-3, 5e-3, 2e-2, 1e-1)
-"""The bounds between the levels 1 to 7, closest together in the range of 16-bit errors."""
-
-
-def error_shade(error: float | None) -> Shade:
-    """The level of a rel_l2, by :data:`_LIMITS`."""
-    if error is None:
-        return Shade("–", 0)
-    if error == 0:
-        return Shade("0", 0)
-    return Shade(f"{error:.1e}", 1 + sum(error > limit for limit in _LIMITS))
-
-
-def _accumulated_shade(nonfinite: bool, error: float | None) -> Shade:
-    return Shade("Inf/NaN", NONFINITE) if nonfinite else error_shade(error)
+def error_shade(error: float | None, tolerance: float | None, *, is_nonfinite: bool = False) -> Shade:
+    """A rel_l2 and its level, by its ratio to ``tolerance``."""
+    level = error_level(error, tolerance, is_nonfinite=is_nonfinite)
+    return Shade("Inf/NaN" if is_nonfinite else "–" if error is None else f"{error:.1e}" if error else "0", level)
 
 
 SLOWER = (0.5, 0.8, 1.25, 2.0, 5.0, 10.0, 50.0)
@@ -136,6 +126,25 @@ def _share_shade(share: float | None) -> Shade:
     return Shade(share_text(share), 0 if abs(share) < 0.005 else 1 + sum(share > limit for limit in SHARES))
 
 
+def tolerance_text(run: Run) -> str:
+    """``tolerance 1e-2``; empty if the run has none."""
+    return f"tolerance {run.tolerance:.2g}" if run.tolerance else ""
+
+
+class Legend(NamedTuple):
+    """What the levels of one colour scale mean."""
+
+    scale: str
+    """The prefix of its classes in the style sheet: ``h`` of errors, whose last colours mean "over the tolerance"; ``q`` of amounts."""
+    texts: Sequence[str]
+    """From level 1 on."""
+
+
+ERRORS = Legend("h", LEVEL_TEXTS)
+TIMES = Legend("q", [*(f"≤ {limit:g} ×" for limit in SLOWER), f"> {SLOWER[-1]:g} ×"])
+PARTS = Legend("q", [*(f"≤ {limit * 100:g} %" for limit in SHARES), f"> {SHARES[-1] * 100:g} %"])
+
+
 def build(runs: Sequence[Run]) -> Tree:
     """The tree of all modules in which an op of any of ``runs`` ran or a gap was found."""
     worst = [_worst_by_path(run) for run in runs]
@@ -144,7 +153,7 @@ def build(runs: Sequence[Run]) -> Tree:
     children = {parent_of(path) for path in kept if path}
     depth_open = _depth_to_open(kept)
     rows = {path: index for index, path in enumerate(kept)}
-    nodes = []
+    nodes, nothing = [], _Worst()
     for path in kept:
         depth = path.count(".") + 1 if path else 0
         nodes.append(
@@ -156,7 +165,7 @@ def build(runs: Sequence[Run]) -> Tree:
                 has_children=path in children,
                 open=depth < depth_open,
                 hidden=depth > depth_open,
-                cells=[found[path].cell() if path in found else _Worst().cell() for found in worst],
+                cells=[found.get(path, nothing).cell(run.tolerance) for found, run in zip(worst, runs, strict=True)],
             )
         )
     return Tree(nodes, left_out)

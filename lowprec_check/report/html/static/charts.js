@@ -19,10 +19,10 @@ const box = (name, more) => new M.BoxAnnotation({ name, ...more });
 const span = (name, more) => new M.Span({ name, location: 1, dimension: "width", ...more });
 const label = (name, more) => new M.Label({ name, x: 0, y: 1, text: "", text_font_size: "12px", x_offset: 4, y_offset: 3, ...more });
 
-function newFigure(height, x_axis_label, y_axis_label, y_axis_type = "log") {
+function newFigure(height, x_axis_label, y_axis_label, y_axis_type = "log", x_axis_type = "linear") {
   const plot = Bokeh.Plotting.figure({
     height, x_axis_label, y_axis_label, x_range: new M.Range1d({ start: 0, end: 1 }), y_range: new M.Range1d({ start: FLOOR, end: 1 }),
-    y_axis_type, sizing_mode: "stretch_width", tools: "xpan,xbox_zoom,reset", toolbar_location: "above", lod_threshold: 4000,
+    y_axis_type, x_axis_type, sizing_mode: "stretch_width", tools: "xpan,xbox_zoom,reset", toolbar_location: "above", lod_threshold: 4000,
     background_fill_color: null, border_fill_color: null, outline_line_color: null,
   });
   for (const axis of [...plot.below, ...plot.left]) {

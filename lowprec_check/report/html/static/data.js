@@ -45,6 +45,20 @@ const pick = (table, rows, extra) => {
   return Object.assign(part, extra);
 };
 
+function newElement(tag, className = "", text = "") {
+  const made = document.createElement(tag);
+  made.className = className;
+  made.textContent = text;
+  return made;
+}
+
+// An element with these properties, holding texts and other elements.
+function element(name, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(name), properties);
+  made.append(...children);
+  return made;
+}
+
 function fillTable(id, rows) {
   byId(id).tBodies[0].replaceChildren(...rows.map((cells) => {
     const row = document.createElement("tr");
@@ -64,3 +78,7 @@ function choose(change) {
 }
 // Whether the module of an op call, as the page names it, is the chosen one or inside it.
 const isInChosen = (module) => chosen.module === null || module === chosen.module || module.startsWith(`${chosen.module}.`);
+document.addEventListener("click", (event) => {
+  const link = event.target.closest("a[data-module]");
+  if (link) choose({ module: link.dataset.module === "(model)" ? null : link.dataset.module });
+});

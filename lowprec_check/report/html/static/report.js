@@ -1,30 +1,29 @@
-// Draws the charts and tables of op calls once, and again for the run that is chosen.
+// Draws what shows op calls, once, and again for the run and the module that are chosen.
 "use strict";
-async function drawCharts() {
+async function drawCalls() {
   Bokeh.set_log_level("warn");
   const data = await unpack(byId("calls").textContent.trim());
-  const embed = async (kind, plot, place) => new kind((await Bokeh.Plotting.show(plot, byId(place))).model.document);
-  const phases = data.runs.some((run) => run.calls.phase);
-  const charts = { error: await embed(ErrorChart, errorFigure(phases), "error-chart"), range: await embed(RangeChart, rangeFigure(), "range-chart") };
-  const showCalls = stepThrough(charts.error, data, phases);
-  const choices = document.querySelectorAll(".run-choice");
-  let drawn = null;
-  whenChosen(({ run }) => {
-    if (run === drawn) return;
-    drawn = run;
-    for (const choice of choices) choice.value = run;
-    for (const chart of Object.values(charts)) chart.show(data, data.runs[run]);
-    showCalls(data.runs[run]);
-  });
-  const colour = () => { for (const chart of Object.values(charts)) chart.colour(); };
-  document.addEventListener("theme", colour);
+  const phases = data.runs.some((run) => run.calls.phase), choices = document.querySelectorAll(".run-choice");
+  const view = await Bokeh.Plotting.show(errorFigure(phases), byId("error-chart")), errors = new ErrorChart(view.model.document);
+  const strip = new Strip(data), operators = new OperatorTable(data), showCalls = stepThrough(errors, data, phases);
+  document.addEventListener("theme", () => errors.colour());
   for (const box of document.querySelectorAll(".series input")) {
-    box.addEventListener("change", () => { for (const name of box.value.split(" ")) charts.error.get(name).visible = box.checked; });
+    box.addEventListener("change", () => { for (const name of box.value.split(" ")) errors.get(name).visible = box.checked; });
   }
-  colour();
   for (const choice of choices) choice.addEventListener("change", () => choose({ run: Number(choice.value) }));
+  errors.colour();
+  whenChosen((now) => {
+    const run = data.runs[now.run];
+    for (const choice of choices) choice.value = now.run;
+    strip.show(now);
+    drawRibbon(data, run);
+    writeRangeRemark(data, run);
+    errors.show(data, run);
+    showCalls(run);
+    operators.show(now);
+  });
   choose({ run: Number(choices[0].value) });
   document.documentElement.dataset.ready = "true";
 }
 
-if (byId("calls")) drawCharts();
+if (byId("calls")) drawCalls();

@@ -100,12 +100,6 @@ class DistanceChart extends TrajectoryChart {
   }
 }
 
-function element(name, properties = {}, ...children) {
-  const made = Object.assign(document.createElement(name), properties);
-  made.append(...children);
-  return made;
-}
-
 function writeRemark(ways) {
   const bad = ways.filter((way) => way.why && way.status !== "ok"), list = byId("ways-remark");
   list.classList.toggle("fine", !bad.length);

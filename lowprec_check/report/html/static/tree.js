@@ -30,12 +30,23 @@ function moduleTree() {
   byId("open-all").addEventListener("click", () => all(true));
   byId("close-all").addEventListener("click", () => all(false));
   byId("heat-metric").addEventListener("change", (event) => {
-    for (const step of document.querySelectorAll(".scale [data-a]")) step.textContent = step.dataset[event.target.value];
+    const metric = event.target.value, isAmount = metric === "s" || metric === "t";
+    for (const legend of document.querySelectorAll(".scale")) legend.hidden = legend.dataset.metric !== (isAmount ? metric : "error");
     for (const cell of body.querySelectorAll("td")) {
-      const value = cell.dataset[event.target.value], bar = value.indexOf("|");
-      cell.className = `h${value.slice(0, bar)}`;
+      const value = cell.dataset[metric], bar = value.indexOf("|");
+      cell.className = `${isAmount ? "q" : "h"}${value.slice(0, bar)}`;
       cell.firstElementChild.textContent = value.slice(bar + 1);
     }
+  });
+  // The module chosen is marked, and shown even if a module that holds it was collapsed.
+  whenChosen(({ module }) => {
+    rows.forEach((row, i) => {
+      const is = module !== null && row.cells[0].title === module;
+      row.classList.toggle("chosen", is);
+      if (!is) return;
+      for (let up = parents[i]; up >= 0; up = parents[up]) rows[up].setAttribute("aria-expanded", true);
+    });
+    layOut();
   });
 }
 

@@ -1,0 +1,178 @@
+"""Counts the magnitudes of the reference's values by power of two: a bounded sample of each op output, by module.
+
+Samples are copied when the op runs and counted in batches, on their device: no op waits for an accelerator, and no tensor of the
+model is held.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowprec_check.engine.core.floating_dtypes import is_float
+from lowprec_check.engine.core.tensor_comparison import as_real, is_dense
+from lowprec_check.engine.trace.dispatched_call import DispatchedCall
+from lowprec_check.engine.trace.twins import Twins
+from lowprec_check.schema.magnitudes import SAMPLE, ModuleMagnitudes
+from lowprec_check.schema.module_paths import module_around
+
+LOWEST = -149
+"""The exponent of the smallest fp32 number, that of the first bucket."""
+
+_POWERS = 277
+"""Exponents of finite fp32 numbers: -149 to 127."""
+_NORMAL = -127 - LOWEST
+"""What is added to the exponent in the bits of a normal number."""
+_MAGNITUDE, _SUBNORMAL = 0x7FFFFFFF, 0x7FFFFF
+"""The bits without the sign; those of the largest subnormal number."""
+_NONFINITE, _ZERO, _BUCKETS = _POWERS, _POWERS + 1, _POWERS + 2
+
+_COPIES = frozenset("aten::" + name for name in ["clone", "contiguous", "copy_", "permute_copy", "view_copy"])
+
+BATCH = 64
+"""Samples that are counted together."""
+
+MOST_MODULES = 4096
+"""Modules with a histogram of their own; the values of further ones count for the module around them."""
+
+
+class MagnitudeSamples:
+    """The histograms of one run."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, int] = {"": 0}
+        self._ops: list[int] = [0]
+        self._pending: list[tuple[int, Tensor]] = []
+        self._counts: dict[torch.device, Tensor] = {}
+        """By device, of shape (modules, buckets), int64."""
+
+    def add_outputs(self, call: DispatchedCall, outputs: list[Tensor], twins: Twins) -> None:
+        """Count the reference's values for the first of ``outputs``, unless the call gives no new ones; others may be by-products."""
+        if is_float(outputs[0]) and not _repeats(call):
+            self.add(call.module, twins.reference_of(outputs[0]))
+
+    def add(self, module: str, values: Tensor) -> None:
+        """Count a sample of ``values`` (floating or complex, any shape), which an op of ``module`` gave."""
+        if not values.numel():
+            return
+        row = self._row(module)
+        self._ops[row] += 1
+        self._pending.append((row, sample(values)))
+        if len(self._pending) >= BATCH:
+            self._count()
+
+    def result(self) -> list[ModuleMagnitudes]:
+        """The histograms, in the order in which the modules first ran."""
+        self._count()
+        counts = [self._grown(table).cpu() for table in self._counts.values()]
+        total = torch.stack(counts).sum(0).tolist() if counts else []
+        return [_histogram(module, total[row], self._ops[row]) for module, row in self._rows.items() if self._ops[row]]
+
+    def _row(self, module: str) -> int:
+        row = self._rows.get(module)
+        if row is None and len(self._rows) >= MOST_MODULES:
+            row = self._rows[module_around(module, self._rows) or ""]
+        if row is None:
+            row = self._rows[module] = len(self._ops)
+            self._ops.append(0)
+        return row
+
+    def _count(self) -> None:
+        pending, self._pending = self._pending, []
+        for device in {values.device for _, values in pending}:
+            its = [(row, values) for row, values in pending if values.device == device]
+            table = self._counts[device] = self._grown(self._counts.get(device), device)
+            (add_on_cpu if device.type == "cpu" else add_on_accelerator)(table, its)
+
+    def _grown(self, table: Tensor | None, device: torch.device | None = None) -> Tensor:
+        """``table`` with a row for each module known by now."""
+        rows = len(self._ops)
+        if table is not None and len(table) >= rows:
+            return table[:rows] if device is None else table
+        size = rows if device is None else 2 * rows
+        grown = torch.zeros(size, _BUCKETS, dtype=torch.int64, device=device if table is None else table.device)
+        if table is not None:
+            grown[: len(table)] = table
+        return grown
+
+
+def _repeats(call: DispatchedCall) -> bool:
+    """Whether the values are those of the input, or made without one."""
+    traits = call.traits
+    return traits.casts or traits.packet in _COPIES or (traits.moves and not any(map(is_float, call.inputs)))
+
+
+def sample(values: Tensor) -> Tensor:
+    """A copy of all ``values``, or of at most :data:`~lowprec_check.schema.magnitudes.SAMPLE` evenly spread ones, one-dimensional.
+
+    The distance between them has no factor in common with the number of values, so that it falls on every channel.
+    """
+    values = as_real(values.detach() if values.requires_grad else values)
+    if not (values.is_contiguous() or is_dense(values)):
+        values = values.contiguous()
+    count = values.numel()
+    step = _step(count)
+    return values.as_strided((-(-count // step),), (step,), values.storage_offset()).clone()
+
+
+def _step(count: int) -> int:
+    step = -(-count // SAMPLE)
+    while step > 1 and math.gcd(step, count) > 1:
+        step += 1
+    return step
+
+
+def add_on_accelerator(table: Tensor, pending: list[tuple[int, Tensor]]) -> None:
+    """Count the samples of ``pending`` in their rows of ``table``, int64 of shape (modules, buckets); waits for nothing."""
+    values = torch.cat([values for _, values in pending]).float()
+    rows, sizes = _rows_and_sizes(pending).to(table.device, non_blocking=True)
+    keys = rows.repeat_interleave(sizes, output_size=len(values)) * _BUCKETS + buckets(values)
+    table.view(-1).index_add_(0, keys, torch.ones_like(keys))
+
+
+def add_on_cpu(table: Tensor, pending: list[tuple[int, Tensor]]) -> None:
+    """The same, in a third of the time: values below the smallest normal number of fp32 are rare."""
+    values = torch.cat([values for _, values in pending]).float()
+    rows, sizes = _rows_and_sizes(pending)
+    starts = torch.arange(0, len(sizes) * _BUCKETS, _BUCKETS, dtype=torch.int32)
+    keys = starts.repeat_interleave(sizes, output_size=len(values))
+    bits = values.view(torch.int32) & _MAGNITUDE
+    smallest: Any = ((bits - 1) & _MAGNITUDE).min().tolist()  # zero is the largest here
+    rare = smallest < _SUBNORMAL
+    keys += buckets(values) if rare else (bits >> 23).add_(_NORMAL)
+    counts = torch.bincount(keys, minlength=len(sizes) * _BUCKETS).view(-1, _BUCKETS)
+    if not rare:
+        counts[:, _ZERO], counts[:, _NORMAL] = counts[:, _NORMAL].clone(), 0
+    table.index_add_(0, rows, counts)
+
+
+def _rows_and_sizes(pending: list[tuple[int, Tensor]]) -> Tensor:
+    return torch.tensor([[row for row, _ in pending], [len(values) for _, values in pending]])
+
+
+def buckets(values: Tensor) -> Tensor:
+    """The bucket of each value of an fp32 tensor, int32: the exponent above :data:`LOWEST`, read from its bits, or that of Inf and
+    NaN, or of zero.
+    """
+    bits = values.view(torch.int32) & _MAGNITUDE
+    exponent = bits >> 23
+    subnormal = (bits.float().view(torch.int32) >> 23) - 127  # bits below 2**23 are exact in fp32
+    small = torch.where(bits == 0, _ZERO, subnormal)
+    return torch.where(exponent == 0, small, exponent + _NORMAL)
+
+
+def _histogram(module: str, counts: list[int], ops: int) -> ModuleMagnitudes:
+    powers = counts[:_POWERS]
+    known = [index for index, count in enumerate(powers) if count]
+    first, last = (known[0], known[-1] + 1) if known else (-LOWEST, -LOWEST)
+    return ModuleMagnitudes(
+        module=module,
+        lowest=LOWEST + first,
+        counts=powers[first:last],
+        zeros=counts[_ZERO],
+        nonfinite=counts[_NONFINITE],
+        ops=ops,
+    )

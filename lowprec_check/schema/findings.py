@@ -1,0 +1,108 @@
+"""What a scan finds: gaps in one run, and the diagnostics of the whole scan. Never imports torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from lowprec_check.schema.base import Struct
+from lowprec_check.schema.run_key import EAGER, MemoryFormat, Phase, qualified
+
+if TYPE_CHECKING:
+    from lowprec_check.schema.scan_result import Run
+
+Severity = Literal["error", "warning", "note"]
+Layer = Literal["dispatch", "function"]
+GapKind = Literal[
+    "missing-kernel",
+    "unsupported-dtype",
+    "dtype-mismatch",
+    "no-backend-kernel",
+    "scalar-overflow",
+    "numeric-failure",
+    "crash",
+]
+
+
+class Gap(Struct, frozen=True, kw_only=True):
+    """Calls of one op at one place that fail in low precision and succeed when their inputs are widened."""
+
+    op: str
+    """The op: an overload name (``aten.dot.default``), or a function of torch (``torch.fft.rfft``)."""
+    layer: Layer
+    """``dispatch``: the op itself fails; ``function``: what is above dispatch."""
+    kind: GapKind
+    """Why it fails."""
+    phase: Phase = "forward"
+    """The part of a training step."""
+    module: str
+    """Dotted path of the module that calls it, empty for the model itself."""
+    source: str | None
+    """``file.py:line`` of the innermost code that is not torch's."""
+    caller: str | None = None
+    """The innermost line of the user's own code, if ``source`` is in an installed package; empty if there is none."""
+    dtypes: list[str]
+    """The floating dtypes of its inputs."""
+    message: str
+    """The first line of the exception."""
+    calls: int = 1
+    """How many calls failed there."""
+    rescued: bool = True
+    """Always true: a failure that is not rescued ends the run and is saved as its ``stopped_by``."""
+    predicted_by: str | None = None
+    """Of a predicted run: the row of the catalog that says so, in words."""
+    constant: float | None = None
+    """The number in the code that exceeds the range of the dtype, for a ``scalar-overflow``."""
+
+
+class Diagnostic(Struct, frozen=True, kw_only=True):
+    """One finding, at one place."""
+
+    code: str
+    """The rule, ``LP101``; ``lowprec-check explain`` prints its manual."""
+    name: str
+    """The name of the rule, ``missing-kernel``."""
+    severity: Severity
+    """How much it matters."""
+    precision: str | None = None
+    """The precision of its run; ``None`` if it concerns the whole scan."""
+    backend: str = EAGER
+    """The backend of its run: ``eager``, ``inductor``, …"""
+    memory_format: MemoryFormat = "contiguous"
+    """The memory format of its run."""
+    module: str | None = None
+    """Dotted path of the module, empty for the model itself; ``None`` if it is about none."""
+    op: str | None = None
+    """The op that it is about, if any."""
+    source: str | None = None
+    """``file.py:line`` of the code that it is about, not torch's."""
+    caller: str | None = None
+    """The line of the user's own code that leads there, if ``source`` is in an installed package: the call of the package, or the
+    line that makes the model. Empty if there is none, as of a model that is scanned by its name.
+    """
+    message: str
+    """What was found."""
+    help: str | None = None
+    """What to do."""
+    url: str | None = None
+    """The reported issue of torch, if there is one."""
+    rests_on: str | None = None
+    """Of a predicted run: what this is known from, in words; a row of the catalog, for example."""
+    calls: int = 1
+    """The op calls that show it."""
+    accepted: bool = False
+    """Whether the scan's baseline accepts it."""
+    timed: bool = False
+    """Whether it rests on measured times, so that it comes and goes with the load of the machine: never in a baseline."""
+    share: float | None = None
+    """Share of the squared output error that its place causes, if an error budget says so."""
+    matters: bool | None = None
+    """Whether it affects the output of its run; ``None`` if that is not known, or it is not about the error."""
+
+    @property
+    def run_label(self) -> str | None:
+        """The label of its run, ``half · inductor``; ``None`` if it concerns the whole scan."""
+        return self.precision and qualified(self.precision, self.backend, self.memory_format)
+
+    def is_about(self, run: Run) -> bool:
+        """Whether it belongs to ``run``."""
+        return (self.precision, self.backend, self.memory_format) == (run.precision, run.backend, run.memory_format)

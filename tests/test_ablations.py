@@ -1,0 +1,142 @@
+"""Ablations of failing runs: which modules are blamed, and that the figures are those of a plain model with these in fp32."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowprec_check
+from lowprec_check.analysis.blamed_modules import blamed_modules, is_confirmed
+from lowprec_check.report.ablation import ablation_text
+from lowprec_check.schema.ablation import Ablation
+from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.verdict import ErrorStats
+
+LAYERS = 4
+
+
+class CancellingNorm(nn.Module):
+    """The variance as a difference of two large numbers, which 16 bits lose."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(-1, keepdim=True)
+        variance = (x * x).mean(-1, keepdim=True) - mean * mean
+        return (x - mean) * torch.rsqrt(variance.abs() + 1e-5)
+
+
+class OverflowingNorm(nn.Module):
+    """The square of large numbers exceeds fp16's range; its root does not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * ((x * 3000).square().mean(-1, keepdim=True).sqrt() / 3000)
+
+
+def quick_scan(model: nn.Module, x: Tensor, **options: Any) -> ScanResult:
+    return lowprec_check.scan(model, x, times="off", plan=False, **options)
+
+
+def chain(bad: nn.Module, at: int, shift: float) -> nn.Module:
+    """Linear layers, with ``bad`` after layer ``at``, whose bias is raised by ``shift``."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for index in range(LAYERS):
+        linear = nn.Linear(32, 32)
+        layers.append(linear)
+        if index == at:
+            linear.bias.data += shift
+            layers.append(bad)
+    return nn.Sequential(*layers).eval()
+
+
+def in_fp32(module: nn.Module) -> nn.Module:
+    """``module`` on fp32 inputs, with its output in half: by hand."""
+
+    class Widened(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return module(x.float()).half()
+
+    return Widened()
+
+
+def error_by_hand(model: Any, keep: int, x: Tensor) -> float:
+    """rel_l2 of the half model whose layer ``keep`` is in fp32."""
+    with torch.no_grad():
+        expected = model(x)
+        low = copy.deepcopy(model).half()
+        low[keep] = in_fp32(copy.deepcopy(model[keep]))
+        found = low(x.half()).float()
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_the_module_that_is_first_over_the_tolerance_is_kept_in_fp32(at: int) -> None:
+    model, x = chain(CancellingNorm(), at, 30.0), torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
+    run = quick_scan(model, x, precisions=["half"]).run("half")
+    assert run.status == "inaccurate"
+    assert run.ablation.keep_fp32 == [str(at + 1)]
+    assert run.ablation.rel_l2 == pytest.approx(error_by_hand(model, at + 1, x), rel=1e-3)
+    assert run.ablation.rel_l2 < run.output_error.rel_l2 / 2
+    assert is_confirmed(run)
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_the_module_that_overflows_is_kept_in_fp32(at: int) -> None:
+    model, x = chain(OverflowingNorm(), at, 1.0), torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
+    run = quick_scan(model, x, precisions=["half"]).run("half")
+    assert run.ablation.keep_fp32 == [str(at + 1)]
+    assert (run.ablation.blamed_for, run.ablation.status) == ("nonfinite", "ok")
+    assert run.ablation.rel_l2 == pytest.approx(error_by_hand(model, at + 1, x), rel=1e-3)
+    assert "the error is" in ablation_text(run) or "the output is finite" in ablation_text(run)
+
+
+def test_a_run_that_passes_or_lacks_a_kernel_has_no_ablation() -> None:
+    class Inverse(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.linalg.inv(x @ x.T + 8 * torch.eye(8, dtype=x.dtype))
+
+    result = quick_scan(Inverse(), torch.randn(8, 8), precisions=["bfloat16", "autocast-bf16"])
+    assert result.run("bfloat16").status == "error"
+    assert [run.ablation for run in result.runs] == [None] * 3
+
+
+def test_the_largest_shares_are_blamed_and_predict_what_is_left() -> None:
+    class Scaled(nn.Module):
+        """Most of the error is that of one layer: the others hardly reach the output."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.large, self.small = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.large(x) + 1e-3 * self.small(x)
+
+    torch.manual_seed(0)
+    run = quick_scan(Scaled().eval(), torch.randn(8, 64), precisions=["autocast-bf16"], tolerance=1e-6).run(
+        "autocast-bf16"
+    )
+    assert run.status == "inaccurate"
+    assert run.ablation.blamed_for == "share"
+    assert run.ablation.keep_fp32 == ["large"]
+    assert run.ablation.predicted < run.output_error.rel_l2 / 2
+    assert run.ablation.rel_l2 < run.output_error.rel_l2 / 2
+
+
+def test_what_an_ablation_showed_is_told_whether_it_helped_or_not() -> None:
+    def run(before: float | None, status: Any, after: float | None) -> Run:
+        error = ErrorStats(rel_l2=before, max_abs=1.0, cosine=None, sqnr_db=None)
+        ablation = Ablation(keep_fp32=["a", "b"], blamed_for="share", status=status, rel_l2=after)
+        kind: Any = "nonfinite" if before is None else "inaccurate"
+        return Run(precision="half", device="cpu", status=kind, output_error=error, ablation=ablation)
+
+    helped = run(0.5, "ok", 1e-3)
+    assert ablation_text(helped) == "with a, b in fp32 the error is 1.0e-03 instead of 5.0e-01 (measured)"
+    assert is_confirmed(helped)
+    assert not is_confirmed(run(0.5, "inaccurate", 0.4))
+    assert is_confirmed(run(None, "inaccurate", 0.4))
+    assert ablation_text(run(None, "nonfinite", None)).endswith("the output still has NaN or Inf (measured)")
+    assert ablation_text(run(0.5, "crashed", None)) == "with a, b in fp32 the run ends as crashed"
+    assert blamed_modules(run(0.5, "ok", 1e-3)) is None  # nothing is known of its ops
