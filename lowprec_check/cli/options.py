@@ -54,8 +54,8 @@ ScaleWeights = Annotated[
     bool,
     typer.Option(
         "--scale-weights",
-        help="Scale random weights layer by layer, so that the output of each layer has unit variance: the initial weights of "
-        "many models let the signal vanish, and an output of 1e-12 cannot be judged.",
+        help="Scale random weights of layers whose output vanishes or explodes: with the initial weights of many models the "
+        "output is 1e-12 or zero, and cannot be judged.",
     ),
 ]
 Precisions = Annotated[

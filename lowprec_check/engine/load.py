@@ -34,7 +34,7 @@ class TargetSpec(NamedTuple):
     weights: Path | None = None
     """File with a state dict."""
     scale_weights: bool = False
-    """Whether to scale the weights layer by layer, so that outputs have unit variance."""
+    """Whether to scale random weights of layers whose output vanishes or explodes."""
 
     def load(self, seed: int) -> Target:
         """Load after seeding, so that a file with random weights gets the same ones in every worker and scan."""

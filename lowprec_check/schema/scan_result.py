@@ -224,7 +224,7 @@ def skipped(key: RunKey, reason: str, evidence: Evidence = "measured") -> Run:
 
 
 WeightsOrigin = Literal["unknown", "random", "scaled", "loaded"]
-"""``scaled``: random, then scaled layer by layer, so that outputs have unit variance; ``unknown``: the user's file made them."""
+"""``scaled``: random, then scaled where outputs of layers vanish or explode; ``unknown``: the user's file made them."""
 
 
 class ModelInfo(Struct, frozen=True, kw_only=True):
