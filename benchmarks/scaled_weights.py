@@ -17,6 +17,7 @@ import argparse
 import copy
 import json
 import math
+import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -40,6 +41,7 @@ LIBRARIES = ("torchvision", "timm", "transformers")
 BOUNDS = {"unit variance": (1.0, 1.0, 1.0), "--scale-weights": (1 / 64, 1 / 8, 4.0)}
 """The smallest, the wanted and the largest size of the output of a layer."""
 WAYS = ("own weights", *BOUNDS)
+_APART = re.compile(r"rcnn|retinanet|fcos|:ssd|:(s3d|mc3|r3d|r2plus1d|mvit|swin3d)")
 
 
 class Found(NamedTuple):
@@ -89,9 +91,10 @@ def measured(name: str, shapes: tuple[str, ...], way: str) -> Found:
 
 
 def models(only: Sequence[str], limit: int | None) -> list[tuple[str, tuple[str, ...]]]:
-    """Names and input shapes; detectors are left out, since they choose other boxes."""
+    """Names and input shapes, without detectors, which choose other boxes, and models of clips, which take minutes."""
     listed = [request for library in only or LIBRARIES for request in read_list(LISTS / f"{library}.txt")[:limit]]
-    return [(each.target, tuple(each.options[1::2])) for each in listed if "rcnn" not in each.target]
+    images = (each for each in listed if not _APART.search(each.target))
+    return [(each.target, tuple(each.options[1::2])) for each in images]
 
 
 def judged(found: Found, dtype: str) -> float | None:

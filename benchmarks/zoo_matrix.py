@@ -7,8 +7,8 @@
 
 The models are listed in ``benchmarks/zoo/*.txt``. Each is one ``lowprec-check scan`` in a process of its own. After
 ``--seconds`` the scans that still run are stopped; what is finished is saved (``matrix.json``, ``scans/``), and the same command
-continues there. The index (``index.md``, ``index.html``) is always that of all rows in ``matrix.json``. It has no links to pages of
-single models: they are not published.
+continues there. The index (``index.md``, ``index.html``) is always that of all rows in ``matrix.json``, with the text of ``note.txt``
+if the folder has one. It has no links to pages of single models: they are not published.
 """
 
 from __future__ import annotations
@@ -104,8 +104,9 @@ def publish(folder: Path, title: str) -> Matrix:
         rows.append(row if result is None else row_of(result, request_of(row), row.seconds, row.made_with))
     found = Matrix(rows=rows)
     save(found, folder / "matrix.json")
-    write_file(folder / "index.md", matrix.markdown(found, title, linked=False))
-    write_file(folder / "index.html", matrix_page(found, title, linked=False))
+    note = (folder / "note.txt").read_text(encoding="utf-8").strip() if (folder / "note.txt").exists() else ""
+    write_file(folder / "index.md", matrix.markdown(found, title, linked=False, note=note))
+    write_file(folder / "index.html", matrix_page(found, title, linked=False, note=note))
     return found
 
 

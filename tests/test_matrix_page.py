@@ -137,6 +137,13 @@ def test_without_pages_of_models_there_are_no_links() -> None:
     assert 'href="models/gap.py.html"' in matrix_page(MATRIX)
 
 
+def test_a_note_is_shown_as_text() -> None:
+    assert '<p class="note"><bdi>&lt;b&gt;a|b</bdi></p>' in matrix_page(MATRIX, note="<b>a|b")
+    assert 'class="note"' not in matrix_page(MATRIX)
+    shown = markdown(MATRIX, "Title", note="<b>a|b")
+    assert shown.splitlines()[2] == r"\<b\>a|b"
+
+
 # -- sort and filter
 
 

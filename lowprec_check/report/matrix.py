@@ -28,12 +28,13 @@ _SIGNS = {"ok": "✅", "inaccurate": "⚠️", CANNOT_BE_JUDGED: "❔", "skipped
 _MOST_OPS = 30
 
 
-def markdown(matrix: Matrix, title: str = "Compatibility", *, linked: bool = True) -> str:
-    """The index page; each model links to ``models/<slug>.md``, unless not ``linked``."""
+def markdown(matrix: Matrix, title: str = "Compatibility", *, linked: bool = True, note: str = "") -> str:
+    """The index page; each model links to ``models/<slug>.md``, unless not ``linked``. ``note`` follows the title."""
     columns, names = precisions(matrix), Names(matrix)
     rows = [_row(row, columns, names, linked) for row in matrix.rows]
     parts = [
         f"# {escape(visible(title))}",
+        *([escape(visible(note, 2000))] if note else []),
         *_head(matrix),
         f"{_legend()}{about_predictions(matrix)}",
         _totals(matrix, columns),

@@ -36,8 +36,8 @@ _LAST = 1e12
 """The sort key of what has no figure."""
 
 
-def matrix_page(matrix: Matrix, title: str = "Compatibility", *, linked: bool = True) -> str:
-    """The page; each model links to ``models/<slug>.html``, unless not ``linked``."""
+def matrix_page(matrix: Matrix, title: str = "Compatibility", *, linked: bool = True, note: str = "") -> str:
+    """The page; each model links to ``models/<slug>.html``, unless not ``linked``. ``note`` follows the title."""
     columns, names = precisions(matrix), Names(matrix)
     found = _Found(matrix)
     missing = missing_ops(matrix)
@@ -47,6 +47,7 @@ def matrix_page(matrix: Matrix, title: str = "Compatibility", *, linked: bool = 
         [static("theme.js"), static("matrix.js")],
         tool=f"lowprec-check {next((visible(tool) for row in matrix.rows if (tool := row.made_with.get('tool'))), '')}",
         title=visible(title),
+        note=visible(note, 2000),
         machines=machines(matrix),
         columns=columns,
         words=WORDS,
