@@ -30,7 +30,7 @@ def confidence(result: ScanResult) -> list[tuple[str, str]]:
 
 def _inputs(result: ScanResult) -> Iterator[str]:
     batches = int(result.options.get("batches") or 1)
-    yield f"{counted(batches, 'batch')[:-1]}es." if batches > 1 else "One batch: values of other inputs may be larger."
+    yield f"{batches} batches." if batches > 1 else "One batch: values of other inputs may be larger."
     reference = reference_of(result.runs)
     if reference is not None and reference.nondeterministic:
         yield "fp32 differs from itself, so tolerances are wider."
@@ -39,8 +39,12 @@ def _inputs(result: ScanResult) -> Iterator[str]:
 
 
 def _weights(result: ScanResult) -> Iterator[str]:
-    if result.target.startswith(("torchvision:", "timm:", "transformers:")):
-        yield "Random: errors of trained weights may differ, and so may overflows."
+    origin = result.model.weights
+    if origin in ("random", "scaled"):
+        how = ", scaled layer by layer where the signal vanishes or explodes" if origin == "scaled" else ""
+        yield f"Random{how}: trained weights may have other errors, and other overflows."
+    elif origin == "loaded":
+        yield "Loaded from a file."
 
 
 def _times(result: ScanResult) -> Iterator[str]:
