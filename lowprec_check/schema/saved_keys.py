@@ -17,6 +17,8 @@ ENVIRONMENT = {
     "cores": "Processor cores of the machine.",
     "accelerators": "The accelerators of the machine, in words.",
     "torchvision": "The version of torchvision; `null` if it is not installed.",
+    "timm": "The version of timm; `null` if it is not installed.",
+    "transformers": "The version of transformers; `null` if it is not installed.",
     "ipex": "The version of Intel's extension; `null` if it is not installed.",
     "ipex_fits": "Whether Intel's extension fits this torch; `null` if it is not installed.",
 }
