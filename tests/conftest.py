@@ -28,6 +28,8 @@ from torch import Tensor, nn
 
 from lowprec_check.cli.main import main
 from lowprec_check.engine.run import round_schedule
+from lowprec_check.report.html.scan_page import render
+from lowprec_check.schema.scan_result import ScanResult
 
 pytest_plugins = ["pytester"]
 
@@ -180,3 +182,24 @@ def run_bare(model: nn.Module, args: tuple[Any, ...], precision: str) -> Any:
     torch.manual_seed(0)
     with torch.no_grad(), context:
         return model(*args)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A running browser; skips the test where there is none."""
+    from browser import chromium  # this folder is on the path only after this file was loaded
+
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture
+def page_of(tmp_path: Path) -> Callable[[ScanResult], Path]:
+    """Write the page of a result."""
+
+    def write_page(result: ScanResult) -> Path:
+        path = tmp_path / "report.html"
+        path.write_text(render(result), encoding="utf-8")
+        return path
+
+    return write_page

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import chromium, opened
+from browser import opened
 
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.measured import history, sweep_of
@@ -101,12 +100,6 @@ def test_the_document_lists_what_xpu_gained() -> None:
 
 
 # -- the page
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as found:
-        yield found
 
 
 def widths(page: Any) -> tuple[int, int, int, int]:

@@ -10,14 +10,13 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from browser import chromium, hover, opened
+from browser import hover, opened
 from shared_result import budgeted, budgeted_result, op_calls, run, shared_result
 
 from lowprec_check.analysis.error_origin import origin
@@ -29,22 +28,6 @@ from lowprec_check.schema.scan_result import ScanResult
 
 RESULT = shared_result()
 LARGEST = 5 * 2**20
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as found:
-        yield found
-
-
-@pytest.fixture
-def page_of(tmp_path: Path) -> Any:
-    def write(result: ScanResult) -> Path:
-        path = tmp_path / "report.html"
-        path.write_text(render(result), encoding="utf-8")
-        return path
-
-    return write
 
 
 def label_in_chart(page: Any) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import msgspec
 import pytest
-from browser import chromium, opened
+from browser import opened
 from shared_result import run, shared_result
 
 from lowprec_check.compat.rows import failed_row, row_of
@@ -67,12 +66,6 @@ MATRIX = Matrix(
         MatrixRow(target="gone.py", slug="gone", state="failed", reason="no such file", seconds=1.0),
     ]
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as found:
-        yield found
 
 
 @pytest.fixture

@@ -7,18 +7,17 @@ import math
 import random
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from browser import chromium, opened
+from browser import opened
 from conftest import ROOT
 from shared_result import budgeted_result, gap, op_calls, run, shared_result
 
 from lowprec_check.report.html import charts, operator_table
-from lowprec_check.report.html.scan_page import render
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.scan_result import ScanResult
 
@@ -26,22 +25,6 @@ SAVED = {
     name: ROOT / "reports" / name
     for name in ("scans/t5_feed_forward.json", "scans/whitening.json", "training/train_language_model.json")
 }
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as found:
-        yield found
-
-
-@pytest.fixture
-def page_of(tmp_path: Path) -> Any:
-    def write(result: ScanResult) -> Path:
-        path = tmp_path / "report.html"
-        path.write_text(render(result), encoding="utf-8")
-        return path
-
-    return write
 
 
 # -- what the table must show, from the JSON alone

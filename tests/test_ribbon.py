@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from browser import chromium, opened
+from browser import opened
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_result import op_calls, run, shared_result
@@ -69,12 +68,6 @@ def test_fewer_modules_hold_the_same_values(known: list[ModuleMagnitudes], most:
     assert exponents(sum_of("", *again)) == exponents(total)
     assert (sum(data["zeros"]), sum(data["nonfinite"]), sum(data["ops"])) == (total.zeros, total.nonfinite, total.ops)
     assert total.values == sum(its.values for its in known)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as found:
-        yield found
 
 
 @pytest.fixture

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from browser import chromium, opened
+from browser import opened
 from helpers import run as run_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +16,6 @@ from test_data_flow import IMAGE, BasicBlock, UNet
 from torch import nn
 
 from lowprec_check.report.html import strip
-from lowprec_check.report.html.scan_page import render
 from lowprec_check.report.html.strip import pack_strip
 from lowprec_check.schema.op_calls import OpCall, OpCalls, to_columns
 from lowprec_check.schema.scan_result import Run, ScanResult
@@ -150,22 +147,6 @@ def result_of(calls: OpCalls, **more: Any) -> ScanResult:
         run("bfloat16", "ok", 1e-3, tolerance=5e-2, op_calls=calls),
     ]
     return msgspec.structs.replace(shared_result(), runs=runs)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as found:
-        yield found
-
-
-@pytest.fixture
-def page_of(tmp_path: Path) -> Any:
-    def write(result: ScanResult) -> Path:
-        path = tmp_path / "report.html"
-        path.write_text(render(result), encoding="utf-8")
-        return path
-
-    return write
 
 
 def names(page: Any) -> list[str]:

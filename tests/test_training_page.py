@@ -5,13 +5,11 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from browser import chromium, hover, opened
+from browser import hover, opened
 from training_result import FP32_LOSSES, STEPS, distances, losses, setup, training_result, way
 
 from lowprec_check.report.html import training
@@ -22,22 +20,6 @@ from lowprec_check.schema.training import BEYOND, TrainingRun, TrainingWay
 RESULT = training_result()
 LARGEST = 5 * 2**20
 WIDE = {"width": 1200, "height": 900}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as found:
-        yield found
-
-
-@pytest.fixture
-def page_of(tmp_path: Path) -> Callable[[ScanResult], Path]:
-    def write(result: ScanResult) -> Path:
-        path = tmp_path / "report.html"
-        path.write_text(render(result), encoding="utf-8")
-        return path
-
-    return write
 
 
 def drawn(page: Any, chart: str, name: str) -> dict[str, Any]:

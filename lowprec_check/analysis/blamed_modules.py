@@ -9,7 +9,7 @@ from typing import NamedTuple
 from lowprec_check.analysis.error_origin import origin
 from lowprec_check.analysis.error_shares import main_causes, module_shares, trusted_budget
 from lowprec_check.schema.ablation import BlamedFor
-from lowprec_check.schema.module_paths import is_inside
+from lowprec_check.schema.module_paths import is_inside, paths_above
 from lowprec_check.schema.scan_result import Run
 
 MOST = 3
@@ -75,4 +75,4 @@ def _by_first_fault(run: Run) -> BlamedModules | None:
 def _outermost(paths: Iterable[str]) -> tuple[str, ...]:
     """``paths`` without those inside others, each once, in their order."""
     unique = dict.fromkeys(paths)
-    return tuple(path for path in unique if not any(path != other and is_inside(path, other) for other in unique))
+    return tuple(path for path in unique if not any(above in unique for above in paths_above(path)))

@@ -33,6 +33,11 @@ def candidates(runs: Sequence[Run]) -> list[Run]:
     return [run for run in runs if run.is_low] or [run for run in runs if not run.is_reference]
 
 
+def is_plan_of(plan: Run, run: Run) -> bool:
+    """Whether ``plan`` is ``run`` with modules kept in fp32."""
+    return (plan.base, plan.backend, plan.memory_format) == (run.precision, run.backend, run.memory_format)
+
+
 def memory_ratio(run: Run, runs: Sequence[Run]) -> float | None:
     """This run's peak memory over fp32's."""
     reference = reference_of(runs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from lowprec_check.analysis.degenerate_output import degenerate_output
@@ -110,10 +110,16 @@ def _kind(asked: Sequence[Run]) -> str:
 
 def _reasons(failed: Sequence[Run]) -> Iterator[str]:
     """``half and bfloat16: 4 of 21 ops have no kernel: dot, inv.``, runs with the same reason together."""
+    why = _by_reason((summary.label(run), visible(_reason(run), 160)) for run in failed)
+    yield from (f"{names}: {sentence(reason)}" for reason, names in why)
+
+
+def _by_reason(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Each reason once, with the names that have it: ``half and bfloat16``."""
     why: dict[str, list[str]] = defaultdict(list)
-    for run in failed:
-        why[visible(_reason(run), 160)].append(summary.label(run))
-    yield from (f"{choices(names, 'and')}: {sentence(reason)}" for reason, names in why.items())
+    for name, reason in pairs:
+        why[reason].append(name)
+    return [(reason, choices(names, "and")) for reason, names in why.items()]
 
 
 def _reason(run: Run) -> str:
@@ -165,10 +171,8 @@ def _right(result: ScanResult) -> Light:
 
 def _cannot(odd: Mapping[str, str]) -> str:
     """``half cannot be judged: the output is all zeros.``, runs with the same reason together."""
-    why: dict[str, list[str]] = defaultdict(list)
-    for name, reason in odd.items():
-        why[visible(reason, 200)].append(name)
-    return " ".join(f"{choices(names, 'and')} cannot be judged: {sentence(reason)}" for reason, names in why.items())
+    why = _by_reason((name, visible(reason, 200)) for name, reason in odd.items())
+    return " ".join(f"{names} cannot be judged: {sentence(reason)}" for reason, names in why)
 
 
 def _not_judged(run: Run, result: ScanResult) -> str | None:

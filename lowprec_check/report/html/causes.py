@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
+from lowprec_check.analysis.baseline import stable_path
 from lowprec_check.analysis.degenerate_output import degenerate_output
 from lowprec_check.analysis.error_origin import origin
 from lowprec_check.analysis.error_shares import THE_MODEL
-from lowprec_check.analysis.run_summary import candidates, counted, explain_status, short_op, some
+from lowprec_check.analysis.run_summary import candidates, counted, explain_status, is_plan_of, short_op, some
 from lowprec_check.report import error_budget, summary
 from lowprec_check.report.ablation import ablation_text
 from lowprec_check.report.error_budget import Bar, BudgetTable
@@ -72,7 +73,8 @@ def run_causes(result: ScanResult) -> list[RunCauses]:
     failing = sorted((run for run in low if run.status in FAILURES), key=lambda run: FAILURES.index(run.status))
     others = [run for run in low if run.status not in FAILURES and _says_something(tables.get(summary.label(run)))]
     others.sort(key=lambda run: order[summary.label(run)])
-    return [_causes(run, tables.get(summary.label(run)), result) for run in [*failing, *others]]
+    called = {visible(path) for run in result.runs for path in run.called_modules}
+    return [_causes(run, tables.get(summary.label(run)), result, called) for run in [*failing, *others]]
 
 
 def _says_something(table: BudgetTable | None) -> bool:
@@ -80,7 +82,8 @@ def _says_something(table: BudgetTable | None) -> bool:
     return table is not None and bool(table.text or any(bar.total for bar in table.bars))
 
 
-def _causes(run: Run, table: BudgetTable | None, result: ScanResult) -> RunCauses:
+def _causes(run: Run, table: BudgetTable | None, result: ScanResult, called: Collection[str]) -> RunCauses:
+    """``called``: the modules that ran, as the page names them."""
     odd = degenerate_output(run, result)
     if odd is not None or run.status == "timeout":
         table = None  # shares of an error that means nothing, or that is not why it breaks
@@ -97,8 +100,8 @@ def _causes(run: Run, table: BudgetTable | None, result: ScanResult) -> RunCause
         [visible(proof, 400) for proof in _proofs(run, result)] if fails else [],
         places,
         max(0, len(gaps) - MOST_GAPS),
-        [_bar(bar, result, by_module=True) for bar in table.bars] if table else [],
-        [_bar(bar, result, by_module=False) for bar in table.lines] if table else [],
+        [_bar(bar, result, called) for bar in table.bars] if table else [],
+        [_bar(bar, result, None) for bar in table.lines] if table else [],
         f"{'With the gaps in fp32: ' if gaps else ''}{table.predicted}" if table and table.predicted else "",
     )
 
@@ -113,7 +116,8 @@ def _why(run: Run) -> str:
 def _proofs(run: Run, result: ScanResult) -> Iterator[str]:
     if run.gaps and run.status in ("error", "crashed"):
         yield _rescued(run)
-    for text in (ablation_text(run), *(_plan_text(plan) for plan in result.runs if _is_plan_of(plan, run))):
+    plans = [plan for plan in result.runs if is_plan_of(plan, run) and plan.status == "ok" and plan.keep_fp32]
+    for text in (ablation_text(run), *map(_plan_text, plans)):
         if text:
             yield f"{text[0].upper()}{text[1:]}."
 
@@ -122,11 +126,6 @@ def _rescued(run: Run) -> str:
     calls = counted(sum(gap.calls for gap in run.gaps), "call")
     shown = f"{calls} failed in this precision and succeeded with inputs in fp32"
     return f"{shown}; the model then ran {'to its end' if run.complete else 'on, but not to its end'}."
-
-
-def _is_plan_of(plan: Run, run: Run) -> bool:
-    alike = (plan.base, plan.backend, plan.memory_format) == (run.precision, run.backend, run.memory_format)
-    return alike and plan.status == "ok" and bool(plan.keep_fp32)
 
 
 def _plan_text(plan: Run) -> str:
@@ -140,12 +139,8 @@ def _plan_text(plan: Run) -> str:
 
 def _distinct(gaps: Sequence[Gap]) -> list[Gap]:
     """One gap per op, line and module without its indices: a stack of equal layers has one."""
-    found = {(gap.op, gap.source, _without_indices(gap.module)): gap for gap in reversed(gaps)}
+    found = {(gap.op, gap.source, stable_path(gap.module)): gap for gap in reversed(gaps)}
     return list(reversed(found.values()))
-
-
-def _without_indices(path: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
 def _gap_place(gap: Gap, result: ScanResult) -> CausePlace:
@@ -164,16 +159,13 @@ def _origin_place(run: Run, result: ScanResult) -> list[CausePlace]:
     return [CausePlace(visible(short_op(row.op)), *_where(row.module, row.source, result), visible(remark, 300))]
 
 
-def _bar(bar: Bar, result: ScanResult, *, by_module: bool) -> CauseBar:
-    module = bar.name if by_module and bar.total else ""
-    path = "" if module in (THE_MODEL, "") else module
-    place = CausePlace(bar.op, *_where(path, bar.source, result), "")
-    known = module and (not path or path in _called(result))
-    return CauseBar(bar, place if known else place._replace(module=""), min(100.0, max(0.0, 100 * bar.share)))
-
-
-def _called(result: ScanResult) -> set[str]:
-    return {visible(path) for run in result.runs for path in run.called_modules}
+def _bar(bar: Bar, result: ScanResult, called: Collection[str] | None) -> CauseBar:
+    """A bar of a module, which can be chosen if it is one of those ``called`` or the model; ``None``: a bar of a line."""
+    path = "" if bar.name == THE_MODEL else bar.name
+    module, source, code = _where(path, bar.source, result)
+    is_module = called is not None and bool(bar.total) and (not path or path in called)
+    place = CausePlace(bar.op, module if is_module else "", source, code, "")
+    return CauseBar(bar, place, min(100.0, max(0.0, 100 * bar.share)))
 
 
 def _where(module: str, source: str | None, result: ScanResult) -> tuple[str, str, str]:

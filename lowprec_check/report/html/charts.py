@@ -13,7 +13,8 @@ from lowprec_check.analysis.error_origin import Origin, origin
 from lowprec_check.analysis.error_shares import fails_by_error, trusted_budget
 from lowprec_check.report.escape import visible
 from lowprec_check.report.html import operator_table
-from lowprec_check.report.html.error_levels import BOUNDS
+from lowprec_check.report.html.digits import rounded
+from lowprec_check.report.html.error_levels import BOUNDS, LEVEL_TEXTS
 from lowprec_check.report.html.ribbon import pack_magnitudes
 from lowprec_check.report.html.strip import pack_strip
 from lowprec_check.report.summary import label
@@ -56,7 +57,10 @@ def pack(runs: Sequence[Run]) -> str:
         whole = found["total"] == len(found["calls"]["index"])
         found["operators"] = operator_table.pack_operators(run, operator_table.MOST_SUMS // len(runs), whole=whole)
     strings = {name: list(known) for name, known in numbers.items()}
-    data = encoded({"strings": strings, "runs": packed, "limits": limits(), "levels": BOUNDS}, msgspec.json.encode)
+    data = encoded(
+        {"strings": strings, "runs": packed, "limits": limits(), "levels": BOUNDS, "level_texts": LEVEL_TEXTS},
+        msgspec.json.encode,
+    )
     return base64.b64encode(gzip.compress(data, 6, mtime=0)).decode()
 
 
@@ -70,19 +74,19 @@ def _run(run: Run, limit: int, numbers: dict[str, dict[str, int]], digits: int) 
         columns[name] = [known.setdefault(visible(column[index] or ""), len(known)) for index in kept]
     for name in ("local_error", "accumulated_error", "absmax", "time_ms", "reference_ms"):
         column = getattr(run.op_calls, name)
-        columns[name] = [three_digits(column[index], digits) for index in kept]
+        columns[name] = [rounded(column[index], digits) for index in kept]
     shares = run.op_calls.share if trusted_budget(run) else [None] * len(rows)
-    columns["share"] = [three_digits(shares[index], digits) for index in kept] if any(shares) else []
+    columns["share"] = [rounded(shares[index], digits) for index in kept] if any(shares) else []
     if any(run.op_calls.phase):
         columns["phase"] = [rows[index].phase for index in kept]
+    columns["nonfinite"] = [rows[index].introduced_inf + rows[index].introduced_nan for index in kept]
+    columns["recast"] = [rows[index].recast for index in kept]
+    columns["rescued"] = [int(rows[index].outcome == "rescued") for index in kept]
     names = numbers["module"]
 
     def number(name: str) -> int:
         return names.setdefault(name, len(names))
 
-    columns["nonfinite"] = [rows[index].introduced_inf + rows[index].introduced_nan for index in kept]
-    columns["recast"] = [rows[index].recast for index in kept]
-    columns["rescued"] = [int(rows[index].outcome == "rescued") for index in kept]
     return {
         "label": label(run),
         "format": format_of(run).short,
@@ -139,10 +143,5 @@ def _ranges(rows: list[OpCall]) -> dict[str, list[Any]]:
         known["calls"] += 1
     columns: dict[str, list[Any]] = {"module": [visible(module) or "(model)" for module in found]}
     for name in _NO_RANGE:
-        columns[name] = [three_digits(known[name]) for known in found.values()]
+        columns[name] = [rounded(known[name]) for known in found.values()]
     return columns
-
-
-def three_digits(value: float | None, digits: int = 3) -> float | None:
-    """``value`` with three digits, or as many as given: enough for a chart, and the file stays small."""
-    return None if value is None else float(f"{value:.{digits}g}")

@@ -30,7 +30,7 @@ class FindingPlace(NamedTuple):
 
     module: str
     chosen: str
-    """The module as the page names it, so that it can be chosen; empty if it is not known."""
+    """The module as the page names it, so that it can be chosen."""
     source: str
     code: str
 

@@ -75,13 +75,13 @@ class _Worst:
 
     def add(self, row: OpCall) -> None:
         self.calls += 1
-        self.accumulated = _larger(self.accumulated, row.accumulated_error)
-        self.local = _larger(self.local, row.local_error)
+        self.accumulated = larger(self.accumulated, row.accumulated_error)
+        self.local = larger(self.local, row.local_error)
         is_nonfinite = bool(row.introduced_inf or row.introduced_nan)
         self.nonfinite = self.nonfinite or is_nonfinite
         if row.phase is not None:
             lost, error = self.phases.get(row.phase, (False, None))
-            self.phases[row.phase] = (lost or is_nonfinite, _larger(error, row.accumulated_error))
+            self.phases[row.phase] = (lost or is_nonfinite, larger(error, row.accumulated_error))
         if row.time_ms is not None and row.reference_ms is not None:
             self.time_ms += row.time_ms
             self.reference_ms += row.reference_ms
@@ -96,7 +96,8 @@ class _Worst:
         return ModuleCell(accumulated, local, time, _share_shade(self.share), self.gaps, phases)
 
 
-def _larger(known: float | None, value: float | None) -> float | None:
+def larger(known: float | None, value: float | None) -> float | None:
+    """The larger of those that are known."""
     return value if known is None else known if value is None else max(known, value)
 
 

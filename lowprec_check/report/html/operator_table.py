@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from lowprec_check.analysis.error_shares import place_shares, trusted_budget
 from lowprec_check.report.escape import visible
-from lowprec_check.report.html.module_tree import lineage
+from lowprec_check.report.html.digits import rounded
+from lowprec_check.report.html.module_tree import larger, lineage
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.scan_result import Run
@@ -102,8 +103,8 @@ class OperatorSum:
         lost = row.introduced_inf + row.introduced_nan
         self.nonfinite += lost
         self.nonfinite_calls += lost > 0
-        self.local = _worse(self.local, row.local_error)
-        self.accumulated = _worse(self.accumulated, row.accumulated_error)
+        self.local = larger(self.local, row.local_error)
+        self.accumulated = larger(self.accumulated, row.accumulated_error)
         if row.share is not None:
             self.share = (self.share or 0.0) + row.share
         if row.time_ms is None:
@@ -121,14 +122,14 @@ class OperatorSum:
         dtypes, _ = self.dtypes.most_common(1)[0]
         return {
             "calls": self.calls,
-            "time_ms": _six_digits(self.time_ms) if self.timed else None,
-            "ratio": _six_digits(self.paired_ms / self.reference_ms) if self.reference_ms else None,
-            "low": _six_digits(low),
-            "high": _six_digits(high),
+            "time_ms": rounded(self.time_ms, 6) if self.timed else None,
+            "ratio": rounded(self.paired_ms / self.reference_ms, 6) if self.reference_ms else None,
+            "low": rounded(low, 6),
+            "high": rounded(high, 6),
             "paired": len(self.ratios),
-            "local": _six_digits(self.local),
-            "accumulated": _six_digits(self.accumulated),
-            "share": _six_digits(self.share) if has_share else None,
+            "local": rounded(self.local, 6),
+            "accumulated": rounded(self.accumulated, 6),
+            "share": rounded(self.share, 6) if has_share else None,
             "changes": sum(count for dtypes, count in self.dtypes.items() if changes_dtype(dtypes)),
             "recast": self.recast,
             "dtypes": visible(dtypes),
@@ -144,14 +145,6 @@ def quartiles(values: list[float]) -> tuple[float | None, float | None]:
         return None, None
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return low, high
-
-
-def _six_digits(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.6g}")
-
-
-def _worse(known: float | None, value: float | None) -> float | None:
-    return value if known is None else known if value is None else max(known, value)
 
 
 def _sums(run: Run, most: int) -> dict[str, list[Any]]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lowprec_check.report.escape import visible
+from lowprec_check.report.html.digits import rounded
 from lowprec_check.report.html.error_levels import error_level
 from lowprec_check.schema.module_paths import module_around
 from lowprec_check.schema.op_calls import OpCall
@@ -60,7 +61,7 @@ def pack_strip(run: Run, number: Callable[[str], int]) -> dict[str, Any]:
         "time": [round(its.time_ms, 4) for its in found]
         if sum(timed) > MOSTLY * sum(its.calls for its in found)
         else [],
-        "error": [its.error if its.error is None else float(f"{its.error:.3g}") for its in found],
+        "error": [rounded(its.error) for its in found],
         "level": levels,
         "gaps": _gaps(run, found),
         "lost": [its.lost for its in found],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from lowprec_check.analysis.degenerate_output import degenerate_output
-from lowprec_check.analysis.run_summary import candidates, error_of, error_text, memory_ratio
+from lowprec_check.analysis.run_summary import candidates, error_of, error_text, is_plan_of, memory_ratio
 from lowprec_check.analysis.speed import SHORT_MS, Speed, latency_of, speed
 from lowprec_check.report import summary
 from lowprec_check.schema.scan_result import Run, ScanResult
@@ -37,7 +37,7 @@ def tradeoff(result: ScanResult) -> Tradeoff | None:
         [summary.label(base), summary.label(run)]
         for run, _ in drawn
         for base in low
-        if run.base is not None and _is_base(base, run) and summary.label(base) in names
+        if is_plan_of(run, base) and summary.label(base) in names
     ]
     limits: dict[float, list[str]] = {}
     for run, _ in drawn:
@@ -50,11 +50,6 @@ def tradeoff(result: ScanResult) -> Tradeoff | None:
 
 def _is_drawn(run: Run, found: Speed) -> bool:
     return run.status in ("ok", "unjudged", *COLORS) and run.output_error is not None and found.ratio is not None
-
-
-def _is_base(base: Run, plan: Run) -> bool:
-    same = (base.backend, base.memory_format) == (plan.backend, plan.memory_format)
-    return same and base.precision == plan.base and base.base is None
 
 
 def _why_left_out(run: Run) -> str:

@@ -12,7 +12,7 @@ import msgspec
 from lowprec_check.report import gradients, lost_updates
 from lowprec_check.report import training as ways
 from lowprec_check.report.escape import visible
-from lowprec_check.report.html.charts import three_digits
+from lowprec_check.report.html.digits import rounded
 from lowprec_check.report.summary import label
 from lowprec_check.report.training import way_name
 from lowprec_check.schema.base import encoded
@@ -107,7 +107,7 @@ def _from_first_step(distances: Sequence[float]) -> list[float | None]:
 
 def _at(values: Sequence[float | None], steps: Sequence[int]) -> list[float | None]:
     """Those at ``steps``, with enough digits for a chart; ``None`` after the end."""
-    return [three_digits(values[step], 5) if step < len(values) else None for step in steps]
+    return [rounded(values[step], 5) if step < len(values) else None for step in steps]
 
 
 def _way(name: str, way: TrainingWay, setup: TrainingSetup) -> dict[str, Any]:

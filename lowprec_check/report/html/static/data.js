@@ -45,13 +45,6 @@ const pick = (table, rows, extra) => {
   return Object.assign(part, extra);
 };
 
-function newElement(tag, className = "", text = "") {
-  const made = document.createElement(tag);
-  made.className = className;
-  made.textContent = text;
-  return made;
-}
-
 // An element with these properties, holding texts and other elements.
 function element(name, properties = {}, ...children) {
   const made = Object.assign(document.createElement(name), properties);

@@ -47,7 +47,7 @@ function drawRibbon(data, run) {
     : `No values of ${module} are known in this run.`;
   root.hidden = !values;
   if (values) {
-    const plot = newElement("div", "ribbon-plot");
+    const plot = element("div", { className: "ribbon-plot" });
     plot.setAttribute("role", "img");
     plot.setAttribute("aria-label", ribbonText(histogram, data.limits, module));
     plot.append(...bars(histogram, scale, own), ...limitLines(data.limits, scale), ...breaks(scale), ...ticks(scale));
@@ -71,7 +71,7 @@ const zoneOf = (exponent, limits) => {
 function bars(histogram, scale, own) {
   const most = Math.log1p(Math.max(1, ...histogram.counts.values()));
   return [...histogram.counts].map(([exponent, count]) => {
-    const bar = newElement("div", `ribbon-bar z-${zoneOf(exponent, own)}`);
+    const bar = element("div", { className: `ribbon-bar z-${zoneOf(exponent, own)}` });
     bar.style.left = `${scale.at(exponent)}%`;
     bar.style.width = `${scale.at(exponent + 1) - scale.at(exponent)}%`;
     bar.style.height = `${Math.max(1.5, (100 * Math.log1p(count)) / most)}%`;
@@ -82,41 +82,41 @@ function bars(histogram, scale, own) {
 }
 function limitLines(limits, scale) {
   return HELD.flatMap((name) => ["subnormal", "normal", "max"].map((limit) => {
-    const line = newElement("div", `ribbon-limit f-${name} l-${limit}`);
+    const line = element("div", { className: `ribbon-limit f-${name} l-${limit}` });
     line.style.left = `${scale.at(Math.log2(limits[name][limit]))}%`;
     return line;
   }));
 }
-const breaks = (scale) => [scale.from, scale.to].map((at) => { const line = newElement("div", "ribbon-break"); line.style.left = `${at}%`; return line; });
+const breaks = (scale) => [scale.from, scale.to].map((at) => { const line = element("div", { className: "ribbon-break" }); line.style.left = `${at}%`; return line; });
 function ticks(scale) {
   const narrow = innerWidth < 640, step = narrow ? 6 : 3, found = [-38];
   for (let power = Math.ceil((scale.low * Math.LN2) / Math.LN10); power <= (scale.high * Math.LN2) / Math.LN10; power += 1) if (power % step === 0) found.push(power);
   if (scale.high < 100) found.push(38);
   return found.map((power) => {
-    const tick = newElement("span", "ribbon-tick", power === 0 ? "1" : `1e${power}`);
+    const tick = element("span", { className: "ribbon-tick", textContent: power === 0 ? "1" : `1e${power}` });
     tick.style.left = `${scale.at((power * Math.LN10) / Math.LN2)}%`;
     if (Math.abs(power) === 38) tick.classList.add(power < 0 ? "first" : "last");
     return tick;
   });
 }
 function lane(name, limits, scale) {
-  const made = newElement("div", "ribbon-lane"), at = (limit) => scale.at(Math.log2(limits[limit]));
+  const made = element("div", { className: "ribbon-lane" }), at = (limit) => scale.at(Math.log2(limits[limit]));
   made.setAttribute("aria-hidden", "true");
   for (const [kind, from, to] of [["subnormals", "subnormal", "normal"], ["normals", "normal", "max"]]) {
-    const part = newElement("div", `ribbon-${kind} f-${name}`);
+    const part = element("div", { className: `ribbon-${kind} f-${name}` });
     part.style.left = `${at(from)}%`; part.style.width = `${at(to) - at(from)}%`;
     made.append(part);
   }
-  const label = newElement("span", "ribbon-name", `${name}: ${digits(limits.subnormal)} … ${digits(limits.max)}`);
+  const label = element("span", { className: "ribbon-name", textContent: `${name}: ${digits(limits.subnormal)} … ${digits(limits.max)}` });
   made.append(label);
   label.style.left = `${(at("normal") + at("max")) / 2}%`;
   return made;
 }
 const ZONES = { flushed: "flushed to zero", small: "subnormal: fewer digits", held: "normal numbers", over: "overflow" };
 function ribbonLegend(histogram, own, run) {
-  const made = newElement("p", "hint strip-legend"), shown = new Set([...histogram.counts.keys()].map((exponent) => zoneOf(exponent, own)));
+  const made = element("p", { className: "hint strip-legend" }), shown = new Set([...histogram.counts.keys()].map((exponent) => zoneOf(exponent, own)));
   made.append(`Colors: what ${run.format} makes of them. `);
-  for (const [zone, text] of Object.entries(ZONES)) if (shown.has(zone)) { const entry = newElement("span", "key"); entry.append(newElement("i", `swatch z-${zone}`), text); made.append(entry, " "); }
+  for (const [zone, text] of Object.entries(ZONES)) if (shown.has(zone)) { const entry = element("span", { className: "key" }); entry.append(element("i", { className: `swatch z-${zone}` }), text); made.append(entry, " "); }
   made.append("Below: the range of each format, its subnormal numbers lighter. The scale is compressed beyond the dotted lines.");
   if (histogram.zeros) made.append(` Not drawn: ${few(histogram.zeros / (histogram.nonzeros + histogram.zeros + histogram.nonfinite))} zeros.`);
   if (histogram.nonfinite) made.append(` ${histogram.nonfinite} values are Inf or NaN in the reference.`);

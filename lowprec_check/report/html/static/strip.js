@@ -3,7 +3,6 @@
 const Strip = (() => {
 
 const FEWEST = 12, MOST = 40, FOLDS_FROM = 24, LONGEST_PERIOD = 8, LEAST_PX = 24, USUAL_PX = 1040;
-const LEVELS = ["no error known, or none", "≤ 1/1000", "≤ 1/100", "≤ 1/10", "≤ 1/3", "≤ tolerance", "> tolerance", "> 10 times", "Inf/NaN"];
 
 // -- from segments to blocks: a block is { path, name, segments, children, times, pattern }
 
@@ -167,16 +166,16 @@ class NetworkStrip {
     return shares.map((share) => share / all);
   }
   block(block, i, share) {
-    const button = newElement("button", `block lv${block.end.level}${block.opens ? " opens" : ""}${block.own ? " own" : ""}`);
+    const button = element("button", { className: `block lv${block.end.level}${block.opens ? " opens" : ""}${block.own ? " own" : ""}` });
     Object.assign(button, { type: "button", tabIndex: i === this.focused ? 0 : -1 });
     Object.assign(button.dataset, { at: i, path: block.path === null ? "" : block.path || "(model)" });
     button.style.width = `${share * 100}%`;
     button.style.setProperty("--level", `${(block.end.level / 8) * 100}%`);
     button.setAttribute("aria-label", this.sentence(block, i));
     if (block.path !== null) button.setAttribute("aria-pressed", String(i === this.pressed()));
-    const marks = newElement("span", "block-marks", [block.lost ? "▲" : "", block.gaps ? `✕${block.gaps}` : ""].filter(Boolean).join(" "));
-    const name = newElement("span", "block-name");
-    name.append(newElement("bdi", "", block.name));
+    const marks = element("span", { className: "block-marks", textContent: [block.lost ? "▲" : "", block.gaps ? `✕${block.gaps}` : ""].filter(Boolean).join(" ") });
+    const name = element("span", { className: "block-name" });
+    name.append(element("bdi", { textContent: block.name }));
     button.append(marks, name);
     return button;
   }
@@ -232,7 +231,7 @@ class NetworkStrip {
   }
   crumbs() {
     byId("crumbs").replaceChildren(...this.views.map((view, i) => {
-      const item = newElement("li"), last = i === this.views.length - 1, button = newElement("button", "", view ? view.slice(this.views[i - 1] ? this.views[i - 1].length + 1 : 0) : "(model)");
+      const item = element("li"), last = i === this.views.length - 1, button = element("button", { textContent: view ? view.slice(this.views[i - 1] ? this.views[i - 1].length + 1 : 0) : "(model)" });
       button.type = "button"; button.dataset.at = i;
       if (last) button.setAttribute("aria-current", "true");
       item.append(button);
@@ -241,13 +240,13 @@ class NetworkStrip {
   }
   legend() {
     const shown = [...new Set(this.blocks.map((block) => block.end.level))].sort(), tolerance = this.run.tolerance;
-    const parts = [newElement("span", "", `Width: ${this.timed ? "time of the ops in this run, each called once" : "number of op calls (times are not known)"}. Fill: error at the module's end ÷ tolerance${tolerance ? ` (${digits(tolerance)})` : ""}:`)];
-    for (const level of shown) { const entry = newElement("span", "key"); entry.append(newElement("i", `swatch lv${level}`), LEVELS[level]); parts.push(entry); }
-    if (this.links.length) parts.push(newElement("span", "", "Arcs: a block reads the result of an earlier block that is not the one before it."));
-    if (this.blocks.some((block) => block.skips)) parts.push(newElement("span", "", "Dashed arcs: such connections inside a block."));
-    if (this.blocks.some((block) => block.lost)) parts.push(newElement("span", "", "▲ Inf or NaN appears."));
-    if (this.blocks.some((block) => block.gaps)) parts.push(newElement("span", "", "✕n: n calls without a kernel."));
-    if (this.blocks.some((block) => block.own)) parts.push(newElement("span", "", "Italic: ops of the module itself."));
+    const parts = [element("span", { textContent: `Width: ${this.timed ? "time of the ops in this run, each called once" : "number of op calls (times are not known)"}. Fill: error at the module's end ÷ tolerance${tolerance ? ` (${digits(tolerance)})` : ""}:` })];
+    for (const level of shown) { const entry = element("span", { className: "key" }); entry.append(element("i", { className: `swatch lv${level}` }), (level ? this.data.level_texts[level - 1] : "no error known, or none")); parts.push(entry); }
+    if (this.links.length) parts.push(element("span", { textContent: "Arcs: a block reads the result of an earlier block that is not the one before it." }));
+    if (this.blocks.some((block) => block.skips)) parts.push(element("span", { textContent: "Dashed arcs: such connections inside a block." }));
+    if (this.blocks.some((block) => block.lost)) parts.push(element("span", { textContent: "▲ Inf or NaN appears." }));
+    if (this.blocks.some((block) => block.gaps)) parts.push(element("span", { textContent: "✕n: n calls without a kernel." }));
+    if (this.blocks.some((block) => block.own)) parts.push(element("span", { textContent: "Italic: ops of the module itself." }));
     byId("strip-legend").replaceChildren(...parts.flatMap((part) => [part, " "]));
   }
   focus(i) { const button = this.root.querySelectorAll("button")[i]; if (!button) return; for (const other of this.root.querySelectorAll("button")) other.tabIndex = -1; this.focused = i; button.tabIndex = 0; button.focus(); }
