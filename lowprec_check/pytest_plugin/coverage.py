@@ -19,7 +19,7 @@ from lowprec_check.catalog.measured import catalog_device
 from lowprec_check.catalog.numbers import Numbers, stronger
 from lowprec_check.catalog.records import Dtype
 from lowprec_check.errors import UsageError, encodable
-from lowprec_check.pytest_plugin import options
+from lowprec_check.pytest_plugin import options, own_frames
 from lowprec_check.report.coverage import RENDERERS, Coverage, OpUse, coverage_github, coverage_text
 from lowprec_check.schema.files import write_file
 from lowprec_check.schema.precisions import FP16, PRECISIONS, Precision, low_precisions
@@ -70,6 +70,7 @@ def register(config: pytest.Config) -> None:
     except UsageError as error:
         raise pytest.UsageError(f"{options.where(config, wrong)}: {error}") from None
     config.pluginmanager.register(CoverageRecorder(config, columns, report, how), "lowprec-coverage")
+    own_frames.register(config)
 
 
 def _column(name: str, device: str) -> CoverageColumn:

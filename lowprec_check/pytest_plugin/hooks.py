@@ -120,6 +120,8 @@ def lowprec(request: pytest.FixtureRequest) -> Lowprec:
 
     In a test with the marker ``lowprec`` also ``cast``, ``autocast`` and ``allclose``.
     """
+    from lowprec_check.pytest_plugin import own_frames
     from lowprec_check.pytest_plugin.fixture.lowprec import Lowprec
 
+    own_frames.register(request.config)
     return Lowprec(getattr(request, "param", None))

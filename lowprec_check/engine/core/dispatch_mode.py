@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.library import _impls
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowprec_check.schema.devices import accelerators
@@ -78,7 +80,7 @@ class DispatchMode(TorchDispatchMode):
         keys = autocast_keys(func, self._called)
         if is_composite(func):
             with self:
-                return run_op(functools.partial(func._op_dk, _COMPOSITE), args, kwargs, keys)
+                return run_op(composite_kernel(func), args, kwargs, keys)
         return self.handle(func, args, kwargs, keys)
 
     def decomposed(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
@@ -103,6 +105,29 @@ def is_composite(func: OpOverload) -> bool:
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     name = func.name()
     return has_kernel(name, _COMPOSITE.name) and not any(has_kernel(name, key) for key in _BACKENDS)
+
+
+@functools.cache
+def composite_kernel(func: OpOverload) -> Any:
+    """The composition of other ops that :func:`is_composite` finds, as a function."""
+    return functools.partial(func._op_dk, _COMPOSITE)
+
+
+def python_kernel(func: OpOverload, tensors: Sequence[torch.Tensor]) -> Any:
+    """The kernel that ``func`` runs on these tensors, as a function, if it was registered from Python; else ``None``.
+
+    For ops of ``torch.library``: ``torch.library.custom_op`` registers one kernel for each type of device, or one for all.
+    """
+    devices = {tensor.device.type for tensor in tensors} - {"cpu"} or {"cpu"}
+    for key in (*(device.upper() for device in devices), _EXPLICIT.name):
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
+            name = func.name().replace("::", "/", 1)
+            return (
+                functools.partial(func._op_dk, getattr(torch._C.DispatchKey, key))
+                if f"{name}/{key}" in _impls
+                else None
+            )
+    return None
 
 
 @functools.cache

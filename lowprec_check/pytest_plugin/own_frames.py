@@ -1,0 +1,95 @@
+"""Tracebacks of failures without the frames of this package, in every style of traceback.
+
+Under coverage a dispatch mode and hooks written in Python are on the stack of every operator, and so in the traceback of one that
+raises. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterator
+from types import TracebackType
+
+import pytest
+
+from lowprec_check.errors import UsageError
+
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_NAME = "lowprec-frames"
+_CALLED_BY_OWN = (os.path.join("torch", "_ops.py"), os.path.join("pluggy", "_execution.py"))
+"""Calls of an op by a mode, and of a hook by the hook that wraps it."""
+_RUN_OPS = tuple(os.path.join(*names) for names in (("fixture", "watch.py"), ("core", "dispatch_mode.py")))
+"""What is raised in them is raised by an op."""
+
+
+def register(config: pytest.Config) -> None:
+    """Remove the frames from the failures of this session."""
+    if not config.pluginmanager.has_plugin(_NAME):
+        config.pluginmanager.register(OwnFrames(), _NAME)
+
+
+class OwnFrames:
+    """Removes the frames from each failure before it is reported."""
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Remove them from the exception of the test, and from those that ``unittest`` keeps."""
+        for found in (call.excinfo, *(getattr(item, "_excinfo", None) or ())):
+            if found is not None and without_own_frames(found.value):
+                found.traceback = type(found.traceback)(found.tb)  # it was built from all frames
+        return (yield)
+
+
+def without_own_frames(error: BaseException) -> bool:
+    """Remove the frames from the tracebacks of an exception and of those that it was raised from; returns whether there were any."""
+    cut = [_cut(each) for each in _with_causes(error)]
+    return any(cut)
+
+
+def _is_of_user(error: BaseException, innermost: TracebackType) -> bool:
+    """Whether an error that was raised in a frame of this package says something to users; otherwise the frames explain a bug."""
+    file = innermost.tb_frame.f_code.co_filename
+    return isinstance(error, (AssertionError, UsageError)) or file.endswith((*_RUN_OPS, *_CALLED_BY_OWN))
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        each = left.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            left += [each.__cause__, each.__context__, *getattr(each, "exceptions", ())]
+
+
+def _cut(error: BaseException) -> bool:
+    frames = [*_frames(error.__traceback__)]
+    own = _own(frames)
+    if own and own[-1] and not _is_of_user(error, frames[-1]):
+        return False
+    kept = [frame for frame, is_own in zip(frames, own, strict=True) if not is_own]
+    if len(kept) == len(frames) or not kept:
+        return False
+    for frame, following in zip(kept, [*kept[1:], None], strict=True):
+        frame.tb_next = following
+    if kept[0] is not frames[0]:
+        error.__traceback__ = kept[0]
+    return True
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def _own(frames: list[TracebackType]) -> list[bool]:
+    """For each frame, whether it is of this package, or a call that only one of these makes."""
+    found: list[bool] = []
+    for frame in frames:
+        file = frame.tb_frame.f_code.co_filename
+        found.append(file.startswith(_PACKAGE) or (bool(found) and found[-1] and file.endswith(_CALLED_BY_OWN)))
+    return found
