@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -68,6 +68,28 @@ def test_a_function_with_named_inputs_and_methods_can_be_traced() -> None:
     x = torch.randn(1, 3, 4, 4)
     assert torch.equal(function(x=x), conv(x))
     assert torch.equal(methods(x), conv(x))
+
+
+class Flattened(nn.Module):
+    """Its traced graph computes with sizes, which reach a mode as numbers where the ops take tensors."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(x.size(0) * x.size(1), -1).mul(x.shape[0] // 2)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("make", [Flattened, lambda: nn.TransformerEncoderLayer(8, 2, dropout=0.0)])
+def test_a_traced_graph_with_sizes_runs(make: Callable[[], nn.Module]) -> None:
+    model, x = make(), torch.randn(2, 3, 8)
+    with watching():
+        traced = torch.jit.trace(model, torch.randn(2, 3, 8))
+        watched = [traced(x), traced(x), traced(x)]  # the third call runs an optimized graph
+    assert all(torch.equal(output, model(x)) for output in watched)
+
+
+def test_an_op_that_refuses_a_number_still_does() -> None:
+    with watching(), pytest.raises(RuntimeError, match="result type Float can't be cast"):
+        torch.ones(2, dtype=torch.int32).add_(1.5)
 
 
 def test_the_exporter_that_traces_sees_the_plain_model() -> None:

@@ -1,0 +1,196 @@
+"""Run test suites of other projects plain and with ``--lowprec-coverage``, and compare.
+
+    python benchmarks/plugin_on_suites.py --sources FOLDER [--suite timm] [--output reports/plugin-on-suites]
+
+FOLDER holds the sources, one folder a project: for those whose source distribution has its tests, ``pip download --no-binary :all:
+--no-deps timm gpytorch einops``, unpacked; for the others a checkout of their repository (kornia, tensordict, diffusers). The projects
+themselves are installed in this environment, with ``onnx`` and ``onnxruntime``.
+
+Each suite runs four times: plain, with coverage, plain again, and once with every call replayed bare in half
+(``suite_plugins.py``). Told are
+
+- tests whose outcome, or text of failure, differs from both plain runs, which agree with each other;
+- the cells of the table that every bare call confirms: "yes" if all of its calls run in half, "no" if none does;
+- the processor time of the tests with coverage, as a ratio to the mean of the two plain runs around it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Suite(NamedTuple):
+    """The tests of one project; those that are left out need a network, hours, or more memory."""
+
+    folder: str
+    """Where the tests are run, as a pattern in the folder of sources."""
+    arguments: str
+    package: str
+
+
+SUITES = {
+    "timm": Suite(
+        "timm*", "tests/test_optim.py tests/test_layers.py tests/test_layers_pool.py tests/test_scheduler.py", "timm"
+    ),
+    "gpytorch": Suite(
+        "gpytorch*",
+        "test/kernels test/likelihoods test/means test/distributions test/functions test/variational",
+        "gpytorch",
+    ),
+    "einops": Suite(
+        "einops*", "einops/tests/test_ops.py einops/tests/test_layers.py einops/tests/test_packing.py", "einops"
+    ),
+    "kornia": Suite(
+        "kornia*", "tests/color tests/enhance tests/filters tests/morphology tests/losses tests/onnx", "kornia"
+    ),
+    "tensordict": Suite("tensordict*", "test/nn", "tensordict"),
+    "diffusers": Suite("diffusers*", "tests/schedulers", "diffusers"),
+}
+
+
+def run(suite: Suite, folder: Path, options: list[str], replay: bool = False) -> dict[str, Any]:
+    """What each test did, and the saved coverage if ``options`` ask for it."""
+    with tempfile.TemporaryDirectory() as temporary:
+        out, coverage = Path(temporary) / "out.json", Path(temporary) / "coverage.json"
+        environment = os.environ | {
+            "SUITE_OUT": str(out),
+            "OMP_NUM_THREADS": "1",
+            "EINOPS_TEST_BACKENDS": "torch",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]),
+        }
+        environment |= {"SUITE_REPLAY": "1"} if replay else {}
+        report = ["--lowprec-report", str(coverage)] if options else []
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "suite_plugins",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:randomly",
+        ]
+        command += ["--continue-on-collection-errors", "-o", "addopts=", *suite.arguments.split(), *options, *report]
+        subprocess.run(
+            command, check=False, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        found: dict[str, Any] = json.loads(out.read_text())
+        if coverage.exists():
+            found["coverage"] = json.loads(coverage.read_text())
+            found["bytes"] = coverage.stat().st_size
+        return found
+
+
+def changed(plain: dict[str, Any], again: dict[str, Any], watched: dict[str, Any]) -> list[str]:
+    """The tests that behave in another way only with coverage."""
+    both = {test: found.get("reports") for test, found in plain["tests"].items()}
+    stable = {test for test, reports in both.items() if again["tests"].get(test, {}).get("reports") == reports}
+    return sorted(test for test in stable if watched["tests"].get(test, {}).get("reports") != both[test])
+
+
+def cells(coverage: dict[str, Any], replayed: dict[str, list[int]]) -> dict[str, tuple[int, int, list[str]]]:
+    """By the state of a cell: how many were replayed, how many of these are confirmed, and the operators of the others."""
+    found: dict[str, tuple[int, int, list[str]]] = {}
+    for use in coverage["ops"]:
+        support = use["support"]["float16"]
+        ran, failed = replayed.get(use["op"], (0, 0))
+        if not support.get("applies", True) or not ran + failed:
+            continue
+        state = support["state"] or "unknown"
+        confirmed = {"all": not failed, "none": not ran, "some": True, "unknown": True}[state]
+        tried, right, wrong = found.get(state, (0, 0, []))
+        found[state] = tried + 1, right + confirmed, wrong if confirmed else [*wrong, f"{use['op']} {ran}+{failed}"]
+    return found
+
+
+def measure(name: str, sources: Path) -> dict[str, Any]:
+    """Run one suite four times."""
+    suite = SUITES[name]
+    folder = next(path for path in sorted(sources.glob(suite.folder)) if path.is_dir())
+    plain = run(suite, folder, [])
+    watched = run(suite, folder, ["--lowprec-coverage", "half"])
+    again = run(suite, folder, [])
+    replayed = run(suite, folder, [], replay=True)["replayed"]
+    both = set(plain["tests"]) & set(watched["tests"]) & set(again["tests"])
+    seconds = [sum(found["tests"][test].get("seconds", 0.0) for test in both) for found in (plain, watched, again)]
+    unknown = [use["op"] for use in watched["coverage"]["ops"] if use["support"]["float16"]["state"] is None]
+    failing = [op for op in unknown if replayed.get(op, (0, 0))[1]]
+    return {
+        "version": importlib.metadata.version(suite.package),
+        "tests": len(plain["tests"]),
+        "changed": changed(plain, again, watched),
+        "ratio": seconds[1] / statistics.mean((seconds[0], seconds[2])),
+        "plain_ratio": seconds[2] / seconds[0],
+        "seconds": seconds,
+        "operators": len(watched["coverage"]["ops"]),
+        "bytes": watched["bytes"],
+        "cells": cells(watched["coverage"], replayed),
+        "unknown_that_fail": failing,
+    }
+
+
+def text(results: dict[str, dict[str, Any]]) -> str:
+    """The figures as Markdown."""
+    lines = [
+        "# The plugin on other projects' test suites",
+        "",
+        f"torch {importlib.metadata.version('torch')}, one thread. `python benchmarks/plugin_on_suites.py --sources FOLDER`",
+        "",
+        "| suite | tests | changed by coverage | yes: confirmed by bare calls | no | in part, replayed | "
+        "not known that fail | time × plain (plain again) | JSON |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, found in results.items():
+        shown = {state: tuple(cell) for state, cell in found["cells"].items()}
+        yes, no, some = (shown.get(state, (0, 0, [])) for state in ("all", "none", "some"))
+        lines.append(
+            f"| {name} {found['version']} | {found['tests']} | {len(found['changed'])} | {yes[1]} of {yes[0]} | {no[1]} of {no[0]} "
+            f"| {some[0]} | {len(found['unknown_that_fail'])} | {found['ratio']:.2f} ({found['plain_ratio']:.2f}) "
+            f"| {found['bytes'] / 1000:.0f} kB |"
+        )
+    for name, found in results.items():
+        wrong = [op for _, _, ops in found["cells"].values() for op in ops]
+        for title, entries in (
+            ("Changed", found["changed"]),
+            ("Not confirmed (calls that ran + failed)", wrong),
+            ("Not known, fail", found["unknown_that_fail"]),
+        ):
+            if entries:
+                lines += ["", f"## {name}: {title}", "", *(f"- `{entry}`" for entry in entries)]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure the suites, and write the figures after each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sources", type=Path, required=True)
+    parser.add_argument("--suite", choices=[*SUITES], action="append", help="default: all")
+    parser.add_argument(
+        "--output", type=Path, help="write FILE.json and FILE.md; earlier results of other suites are kept"
+    )
+    given = parser.parse_args()
+    saved = given.output and given.output.with_suffix(".json")
+    results: dict[str, dict[str, Any]] = json.loads(saved.read_text()) if saved and saved.exists() else {}
+    for name in given.suite or SUITES:
+        results[name] = measure(name, given.sources.resolve())
+        print(json.dumps({name: results[name]}), flush=True)
+        if saved:
+            saved.write_text(json.dumps(results, indent=1) + "\n")
+            given.output.with_suffix(".md").write_text(text(results))
+
+
+if __name__ == "__main__":
+    main()
