@@ -6,8 +6,8 @@ FOLDER holds the sources, one folder a project: for those whose source distribut
 --no-deps timm gpytorch einops``, unpacked; for the others a checkout of their repository (kornia, tensordict, diffusers). The projects
 themselves are installed in this environment, with ``onnx`` and ``onnxruntime``.
 
-Each suite runs four times: plain, with coverage, plain again, and once with every call replayed bare in half
-(``suite_plugins.py``). Told are
+Each suite runs five times: plain, with coverage, with a dispatch mode that does nothing, plain again, and once with every call
+replayed bare in half (``suite_plugins.py``). Told are
 
 - tests whose outcome, or text of failure, differs from both plain runs, which agree with each other;
 - the cells of the table that every bare call confirms: "yes" if all of its calls run in half, "no" if none does;
@@ -59,17 +59,17 @@ SUITES = {
 }
 
 
-def run(suite: Suite, folder: Path, options: list[str], replay: bool = False) -> dict[str, Any]:
+def run(suite: Suite, folder: Path, options: list[str], mode: str = "") -> dict[str, Any]:
     """What each test did, and the saved coverage if ``options`` ask for it."""
     with tempfile.TemporaryDirectory() as temporary:
         out, coverage = Path(temporary) / "out.json", Path(temporary) / "coverage.json"
         environment = os.environ | {
             "SUITE_OUT": str(out),
+            "SUITE_MODE": mode,
             "OMP_NUM_THREADS": "1",
             "EINOPS_TEST_BACKENDS": "torch",
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]),
         }
-        environment |= {"SUITE_REPLAY": "1"} if replay else {}
         report = ["--lowprec-report", str(coverage)] if options else []
         command = [
             sys.executable,
@@ -122,18 +122,23 @@ def measure(name: str, sources: Path) -> dict[str, Any]:
     folder = next(path for path in sorted(sources.glob(suite.folder)) if path.is_dir())
     plain = run(suite, folder, [])
     watched = run(suite, folder, ["--lowprec-coverage", "half"])
+    empty = run(suite, folder, [], mode="empty")
     again = run(suite, folder, [])
-    replayed = run(suite, folder, [], replay=True)["replayed"]
-    both = set(plain["tests"]) & set(watched["tests"]) & set(again["tests"])
-    seconds = [sum(found["tests"][test].get("seconds", 0.0) for test in both) for found in (plain, watched, again)]
+    replayed = run(suite, folder, [], mode="replay")["replayed"]
+    both = set.intersection(*(set(found["tests"]) for found in (plain, watched, empty, again)))
+    seconds = [
+        sum(found["tests"][test].get("seconds", 0.0) for test in both) for found in (plain, watched, empty, again)
+    ]
+    usual = statistics.mean((seconds[0], seconds[3]))
     unknown = [use["op"] for use in watched["coverage"]["ops"] if use["support"]["float16"]["state"] is None]
     failing = [op for op in unknown if replayed.get(op, (0, 0))[1]]
     return {
         "version": importlib.metadata.version(suite.package),
         "tests": len(plain["tests"]),
         "changed": changed(plain, again, watched),
-        "ratio": seconds[1] / statistics.mean((seconds[0], seconds[2])),
-        "plain_ratio": seconds[2] / seconds[0],
+        "ratio": seconds[1] / usual,
+        "empty_ratio": seconds[2] / usual,
+        "plain_ratio": seconds[3] / seconds[0],
         "seconds": seconds,
         "operators": len(watched["coverage"]["ops"]),
         "bytes": watched["bytes"],
@@ -150,7 +155,7 @@ def text(results: dict[str, dict[str, Any]]) -> str:
         f"torch {importlib.metadata.version('torch')}, one thread. `python benchmarks/plugin_on_suites.py --sources FOLDER`",
         "",
         "| suite | tests | changed by coverage | yes: confirmed by bare calls | no | in part, replayed | "
-        "not known that fail | time × plain (plain again) | JSON |",
+        "not known that fail | time × plain (empty mode, plain again) | JSON |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, found in results.items():
@@ -158,7 +163,8 @@ def text(results: dict[str, dict[str, Any]]) -> str:
         yes, no, some = (shown.get(state, (0, 0, [])) for state in ("all", "none", "some"))
         lines.append(
             f"| {name} {found['version']} | {found['tests']} | {len(found['changed'])} | {yes[1]} of {yes[0]} | {no[1]} of {no[0]} "
-            f"| {some[0]} | {len(found['unknown_that_fail'])} | {found['ratio']:.2f} ({found['plain_ratio']:.2f}) "
+            f"| {some[0]} | {len(found['unknown_that_fail'])} | {found['ratio']:.2f} "
+            f"({found['empty_ratio']:.2f}, {found['plain_ratio']:.2f}) "
             f"| {found['bytes'] / 1000:.0f} kB |"
         )
     for name, found in results.items():

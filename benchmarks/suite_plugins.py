@@ -1,6 +1,6 @@
 """pytest plugins of ``plugin_on_suites.py``: ``-p suite_plugins`` writes what each test did to the file in ``SUITE_OUT``.
 
-With ``SUITE_REPLAY`` set, every distinct call of an operator is also run bare in half, outside of this package: its floating arguments are
+With ``SUITE_MODE=empty``, a dispatch mode that does nothing is active: the floor of the cost. With ``SUITE_MODE=replay``, every distinct call of an operator is also run bare in half, outside of this package: its floating arguments are
 cast, and the op of torch is called on them. That is the truth which the cells of the coverage are held against.
 """
 
@@ -46,13 +46,15 @@ class Outcomes:
 
     def __init__(self) -> None:
         self.tests: dict[str, dict[str, Any]] = {}
-        self.replay = Replay() if os.environ.get("SUITE_REPLAY") else None
+        mode = os.environ.get("SUITE_MODE")
+        self.replay = Replay() if mode == "replay" else None
+        self.mode = self.replay or (Empty() if mode == "empty" else None)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         """Measure a test with its fixtures and the hooks of other plugins."""
         started = time.process_time()
-        with self.replay or contextlib.nullcontext():
+        with self.mode or contextlib.nullcontext():
             result = yield
         self.tests.setdefault(item.nodeid, {})["seconds"] = time.process_time() - started
         return result
@@ -70,14 +72,8 @@ class Outcomes:
         Path(os.environ["SUITE_OUT"]).write_text(json.dumps({"tests": self.tests, "replayed": replayed}))
 
 
-class Replay(TorchDispatchMode):
-    """Runs calls again in half."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.results: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-        """By op: how many distinct calls ran, and how many failed."""
-        self.seen: dict[str, set[str]] = defaultdict(set)
+class Empty(TorchDispatchMode):
+    """Runs ops by the shortest path."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -87,6 +83,20 @@ class Replay(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """Leave compilers alone."""
         return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        op = getattr(func, "_op", func)
+        return op(*args, **kwargs) if kwargs else op(*args)
+
+
+class Replay(Empty):
+    """Runs calls again in half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        """By op: how many distinct calls ran, and how many failed."""
+        self.seen: dict[str, set[str]] = defaultdict(set)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
