@@ -26,7 +26,7 @@ from lowprec_check.pytest_plugin.failure_text import no_support_text
 from lowprec_check.pytest_plugin.fixture import watch  # noqa: F401 - imported once for all projects
 from lowprec_check.pytest_plugin.fixture.watch import Watch
 from lowprec_check.pytest_plugin.op_support import support_of
-from lowprec_check.report.coverage import RENDERERS
+from lowprec_check.report.coverage_files import RENDERERS
 
 SUITE = """
 import unittest, warnings
@@ -62,7 +62,8 @@ def coverage_of(suite: pytest.Pytester, *options: str, precision: str = "half") 
     """The saved coverage: by operator, what the JSON report says about it."""
     suite.runpytest("--lowprec-coverage", precision, "--lowprec-report", "out.json", *options)
     found = json.loads(Path("out.json").read_text())
-    return {use["op"].removeprefix("aten.").removesuffix(".default"): use for use in found["ops"]}
+    uses = [use | {"tests": [found["tests"][index] for index in use["tests"]]} for use in found["ops"]]
+    return {use["op"].removeprefix("aten.").removesuffix(".default"): use for use in uses}
 
 
 def saved(suite: pytest.Pytester, *options: str) -> dict[str, list[str]]:
@@ -134,12 +135,21 @@ def test_the_suffix_sets_the_report_format(suite: pytest.Pytester) -> None:
         (("--lowprec-coverage", "fp32"), "--lowprec-coverage: fp32 is the baseline."),
         (("--lowprec-coverage", "amp-fp16", "--lowprec-device", "xpu"), "no measurements under autocast on xpu"),
         (("--lowprec-coverage", "half", "--lowprec-format", "json"), "unknown format 'json': use text or github."),
-        (("--lowprec-format", "github"), "need --lowprec-coverage: add --lowprec-coverage half."),
+        (
+            ("--lowprec-format", "github"),
+            "Without --lowprec-coverage, --lowprec-format does nothing: add --lowprec-coverage",
+        ),
         (
             ("--lowprec-coverage", "half", "--lowprec-device", "tpu"),
             "--lowprec-device: The catalog does not cover the device 'tpu'.",
         ),
-        (("--lowprec-device", "xpu"), "need --lowprec-coverage: add --lowprec-coverage half."),
+        (
+            ("--lowprec-device", "xpu"),
+            "Without --lowprec-coverage, --lowprec-device does nothing: add --lowprec-coverage",
+        ),
+        (("--lowprec-fail-on", "gaps"), "Without --lowprec-coverage, --lowprec-fail-on does nothing: add"),
+        (("--lowprec-coverage", "half", "--lowprec-device", "mps"), "Measured: cpu, cuda; declared: xpu."),
+        (("--lowprec-coverage", "half", "--lowprec-device", "cuda:first"), "Unknown device 'cuda:first'."),
         (
             ("--lowprec-coverage", "half", "--lowprec-report", "a.txt"),
             "unknown format 'a.txt': use .json, .md or .html.",

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from lowprec_check.analysis.rules.registry import rules
-from lowprec_check.report.coverage import Coverage
+from lowprec_check.analysis.suite_coverage import Coverage
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.scan_result import ScanResult
 

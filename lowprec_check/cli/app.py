@@ -198,17 +198,22 @@ def step_progress(title: str, quiet: bool) -> Iterator[Any]:
         yield on_progress
 
 
-def load_result(path: Path) -> ScanResult:
-    """Read the saved scan at ``path`` (``-``: stdin); raises :class:`UsageError` if it cannot be read."""
-    from lowprec_check.schema.scan_result import ResultError, ScanResult
-
+def read_saved(path: Path) -> bytes:
+    """The content of a saved file (``-``: of stdin); raises :class:`UsageError` if it cannot be read."""
     try:
-        data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
-        return ScanResult.from_json(data)
+        return sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
     except OSError as error:
         raise UsageError(
             f"Cannot read {path}: {error.strerror}.", "Save a scan with: lowprec-check scan TARGET --json FILE"
         ) from None
+
+
+def load_result(path: Path, data: bytes | None = None) -> ScanResult:
+    """Decode the saved scan at ``path`` (``data``: its content, if it was read); raises :class:`UsageError` if that fails."""
+    from lowprec_check.schema.scan_result import ResultError, ScanResult
+
+    try:
+        return ScanResult.from_json(read_saved(path) if data is None else data)
     except ResultError as error:
         hint = "Pass an unchanged file that lowprec-check scan TARGET --json FILE saved."
         raise UsageError(f"{path}: {error}.", hint) from None

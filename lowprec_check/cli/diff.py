@@ -9,7 +9,16 @@ from typing import Annotated
 import typer
 
 from lowprec_check.analysis.diff import ERROR_FACTOR, TIME_FACTOR, ScanDiff, diff_scans
-from lowprec_check.cli.app import FINDINGS, app, check_writable, load_result, print_document, print_status, screen_size
+from lowprec_check.cli.app import (
+    FINDINGS,
+    app,
+    check_writable,
+    load_result,
+    print_document,
+    print_status,
+    read_saved,
+    screen_size,
+)
 from lowprec_check.errors import UsageError
 from lowprec_check.report.registry import FORMATS, ReportFormat, diff_formats, format_of, suffixes
 from lowprec_check.schema.files import write_file
@@ -18,8 +27,10 @@ from lowprec_check.schema.registry import choices
 
 @app.command()
 def diff(
-    old: Annotated[Path, typer.Argument(metavar="OLD.json", help="A scan saved with scan --json.")],
-    new: Annotated[Path, typer.Argument(metavar="NEW.json", help="The scan to compare with it.")],
+    old: Annotated[
+        Path, typer.Argument(metavar="OLD.json", help="A scan saved with scan --json, or the coverage of a test suite.")
+    ],
+    new: Annotated[Path, typer.Argument(metavar="NEW.json", help="What to compare with it.")],
     format: Annotated[
         str | None,
         typer.Option(
@@ -45,19 +56,24 @@ def diff(
         ),
     ] = TIME_FACTOR,
 ) -> None:
-    """Compare two saved scans. They may differ in torch release, device or commit. Exits 1 if something got worse."""
+    """Compare two saved scans, or two coverages saved by the pytest plugin (--lowprec-report). They may differ in torch
+    release, device or commit. Exits 1 if something got worse: for coverages, if there are new gaps.
+    """
     files = output or []
     if format is not None and len(files) > 1:
         raise UsageError(
             "--format works with only one output file.", "Leave --format out: the suffix of each file sets its format."
         )
     if str(old) == str(new) == "-":
-        raise UsageError("Only one of the two scans can come from stdin.", "Save the other to a file.")
+        raise UsageError("Only one of the two files can come from stdin.", "Save the other to a file.")
     chosen = _diff_format(FORMATS.get(format)) if format else None
     formats = [chosen or _diff_format(format_of(file)) for file in files]
     for file in files:
         check_writable(file, "-o")
-    before, after = load_result(old), load_result(new)
+    data = read_saved(old), read_saved(new)
+    if _are_coverages((old, new), data):
+        raise typer.Exit(_diff_coverages((old, new), data, chosen, [*zip(files, formats, strict=True)]))
+    before, after = load_result(old, data[0]), load_result(new, data[1])
     if (before.training is None) != (after.training is None):
         kinds = ["inference" if result.training is None else "training" for result in (before, after)]
         raise UsageError(
@@ -72,6 +88,49 @@ def diff(
     if files and found.warnings:
         print_status(f"warning: the two scans ran under different conditions: {'; '.join(found.warnings)}")
     raise typer.Exit(FINDINGS if found.regressions else 0)
+
+
+def _are_coverages(paths: tuple[Path, Path], data: tuple[bytes, bytes]) -> bool:
+    """Whether both files are coverages; raises :class:`UsageError` if only one of them is."""
+    from lowprec_check.analysis.suite_coverage import kind_of
+
+    kinds = [kind_of(content) for content in data]
+    if kinds.count("coverage") == 1:
+        at = kinds.index("coverage")
+        other = f"a {kinds[1 - at]}" if kinds[1 - at] else "not"
+        raise UsageError(
+            f"{paths[at]} is the coverage of a test suite and {paths[1 - at]} is {other}, so they cannot be compared.",
+            "Pass two scans or two coverages.",
+        )
+    return kinds.count("coverage") == 2
+
+
+def _diff_coverages(
+    paths: tuple[Path, Path],
+    data: tuple[bytes, bytes],
+    chosen: ReportFormat | None,
+    files: list[tuple[Path, ReportFormat]],
+) -> int:
+    """Compare two coverages, print or write the differences, and return the exit code."""
+    from lowprec_check.analysis.coverage_changes import diff_coverages
+    from lowprec_check.analysis.suite_coverage import coverage_of
+    from lowprec_check.report.coverage_diff import DIFF_RENDERERS, diff_text
+
+    names = [wanted.name for _, wanted in files] + ([chosen.name] if chosen else [])
+    unknown = next((name for name in names if name not in DIFF_RENDERERS), None)
+    if unknown is not None:
+        raise UsageError(f"diff cannot write coverages in the format {unknown}.", f"Use {choices([*DIFF_RENDERERS])}.")
+    found = diff_coverages(*(coverage_of(content, path) for content, path in zip(data, paths, strict=True)))
+    name = chosen.name if chosen else "text" if sys.stdout.isatty() else "md"
+    if not files and name == "text":
+        sys.stdout.write(diff_text(found, **screen_size()))
+    elif not files:
+        (sys.stdout.write if name == "md" else print_document)(DIFF_RENDERERS[name](found))
+    for file, wanted in files:
+        write_file(file, DIFF_RENDERERS[wanted.name](found))
+    if files and found.warnings:
+        print_status(f"warning: the two coverages differ in their conditions: {'; '.join(found.warnings)}")
+    return FINDINGS if found.regressions else 0
 
 
 def _print(found: ScanDiff, format: ReportFormat | None) -> None:

@@ -8,135 +8,132 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+from collections import defaultdict
 from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lowprec_check.catalog.aten import AtenCatalog, AtenSupport, AutocastDtype
-from lowprec_check.catalog.measured import catalog_device
+from lowprec_check.analysis.suite_coverage import Coverage, OpUse, indexed
+from lowprec_check.catalog.aten import AtenSupport, AutocastDtype
 from lowprec_check.catalog.numbers import Numbers, stronger
-from lowprec_check.catalog.records import Dtype
 from lowprec_check.errors import UsageError, encodable
-from lowprec_check.pytest_plugin import options, own_frames
-from lowprec_check.report.coverage import RENDERERS, Coverage, OpUse, coverage_github, coverage_text
+from lowprec_check.pytest_plugin import coverage_output, options, own_frames
+from lowprec_check.pytest_plugin.coverage_options import CoverageOptions, checked_options
+from lowprec_check.pytest_plugin.shared_fixtures import Ops, Recorded, SharedFixtures, merge
+from lowprec_check.report.coverage_files import RENDERERS
 from lowprec_check.schema.files import write_file
-from lowprec_check.schema.precisions import FP16, PRECISIONS, Precision, low_precisions
-from lowprec_check.schema.registry import choices
 
 if TYPE_CHECKING:
     from lowprec_check.pytest_plugin.fixture.watch import Watch
 
-FORMATS = ("text", "github")
 _POLICIES = "lowprec_autocast_policies"
-
-
-class CoverageColumn(NamedTuple):
-    """One precision to look operators up in."""
-
-    precision: Precision
-    catalog: AtenCatalog
-
-    @property
-    def key(self) -> str:
-        """In saved coverage: the dtype of a cast, ``float16``; the name under autocast, ``autocast-bf16``."""
-        return self.precision.format.name if self.precision.kind == "cast" else self.precision.name
 
 
 def register(config: pytest.Config) -> None:
     """Check the options and register the plugin; raises :class:`pytest.UsageError` if an option is wrong."""
-    names, device = options.value(config, "coverage"), options.value(config, "device") or "cpu"
-    report, how = options.path(config, "report"), options.value(config, "format") or "text"
-    option = config.option
-    if not names:
-        if option.lowprec_device or option.lowprec_report or option.lowprec_format:
-            raise pytest.UsageError(
-                "--lowprec-device, --lowprec-report and --lowprec-format need --lowprec-coverage: add --lowprec-coverage half."
-            )
-        return
-    if how not in FORMATS:
-        raise pytest.UsageError(f"{options.where(config, 'format')}: unknown format {how!r}: use {choices(FORMATS)}.")
-    if report is not None and report.suffix not in RENDERERS:
-        where = options.where(config, "report")
-        raise pytest.UsageError(f"{where}: unknown format {report.name!r}: use {choices([*RENDERERS])}.")
-    if report is not None and not report.parent.is_dir():
-        raise pytest.UsageError(f"{options.where(config, 'report')}: the folder {report.parent} does not exist.")
-    wrong = "device"
-    try:
-        device = catalog_device(device)
-        wrong = "coverage"
-        columns = [_column(name, device) for name in PRECISIONS.names_in(names)]
-    except UsageError as error:
-        raise pytest.UsageError(f"{options.where(config, wrong)}: {error}") from None
-    config.pluginmanager.register(CoverageRecorder(config, columns, report, how), "lowprec-coverage")
-    own_frames.register(config)
-
-
-def _column(name: str, device: str) -> CoverageColumn:
-    precision = PRECISIONS.get(name)
-    if precision.kind not in ("cast", "autocast"):
-        known = [other.name for other in low_precisions() if other.kind in ("cast", "autocast")]
-        what = "fp32 is the baseline." if precision.kind == "reference" else f"Coverage does not know {name}."
-        raise UsageError(what, f"Choose from {', '.join(known)}.")
-    dtype: Dtype = "float16" if precision.format == FP16 else "bfloat16"
-    installed = importlib.metadata.version("torch")
-    return CoverageColumn(precision, AtenCatalog(device, dtype, installed, autocast=precision.kind == "autocast"))
+    found = checked_options(config)
+    if found is not None and not config.option.collectonly:
+        config.pluginmanager.register(CoverageRecorder(config, found), "lowprec-coverage")
+        own_frames.register(config)
 
 
 class CoverageRecorder:
     """Records the operators of each test and reports them at the end."""
 
-    def __init__(self, config: pytest.Config, columns: list[CoverageColumn], report: Path | None, how: str) -> None:
-        self.config, self.columns, self.report, self.how = config, columns, report, how
+    def __init__(self, config: pytest.Config, asked: CoverageOptions) -> None:
+        self.config, self.columns, self.report, self.how, self.gate = config, *asked
         self.root = _root(config)
         self.lines: dict[str, str] = {}
         """By test, the line of its definition, ``tests/test_net.py:7``."""
-        self.uses: dict[str, dict[str, tuple[Numbers, str | None]]] = {}
-        """By operator and test."""
+        self.ran: set[str] = set()
+        """Tests that were not skipped."""
+        self.ops: defaultdict[str, Ops] = defaultdict(dict)
+        """By test, or by the id of a shared fixture."""
+        self.fixtures: defaultdict[str, set[str]] = defaultdict(set)
+        """By test, the ids of the shared fixtures that it uses."""
         self.policies: dict[str, AutocastDtype] = {}
         self.found: Coverage | None = None
-        self.failed_to_write: str | None = None
+        self.not_written: str | None = None
+        """Why the report was not written."""
+        self.no_summary: str | None = None
+        """Why the summary of GitHub's step was not written."""
         self._watch: Watch | None = None
+        self._shared: SharedFixtures | None = None
+        self._of_test: Ops = {}
+        """What the test that runs has used in all of its phases."""
 
     # -- in processes that run tests
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_setup(self) -> Generator[None, object, object]:
+    @pytest.hookimpl(hookwrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self) -> Generator[None]:
         """Record the setup of fixtures."""
-        return (yield from self._recorded())
+        yield from self._recorded()
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_call(self) -> Generator[None, object, object]:
+    @pytest.hookimpl(hookwrapper=True, tryfirst=True)
+    def pytest_runtest_call(self) -> Generator[None]:
         """Record the test."""
-        return (yield from self._recorded())
+        yield from self._recorded()
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_teardown(self) -> Generator[None, object, object]:
+    @pytest.hookimpl(hookwrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self) -> Generator[None]:
         """Record the teardown of fixtures."""
-        return (yield from self._recorded())
+        yield from self._recorded()
 
-    def _recorded(self) -> Generator[None, object, object]:
+    def _recorded(self) -> Generator[None]:
+        """A wrapper of the old kind: no exception of the test passes through it, so that no traceback has its frame."""
         if self._watch is None:
             from lowprec_check.pytest_plugin.fixture.watch import Watch
 
-            self._watch = Watch(str(self.root), self._is_gap)
+            self._watch = watch = Watch(str(self.root), self._is_gap)
+            self._shared = SharedFixtures(lambda: _plain(watch.take()), options.worker_of(self.config))
         self._watch.start()
-        try:
-            return (yield)
-        finally:
-            self._watch.stop()
+        yield
+        self._watch.stop()
 
     def _is_gap(self, op: str) -> bool:
         return any(column.catalog.of(op).state in ("some", "none") for column in self.columns)
 
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+    ) -> Generator[None]:
+        """Tell the operators of a fixture that tests share from those of the test that is the first to use it."""
+        if self._shared is None or fixturedef.scope == "function":
+            yield
+            return
+        before = self._shared.begin(fixturedef, request)
+        yield
+        self._shared.end(request, before)
+
+    def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
+        """The same for its teardown."""
+        if self._shared is not None:
+            self._shared.finished(fixturedef)
+
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Attach the operators to the report."""
         report = yield
-        found = self._watch.take() if self._watch else {}
-        report.lowprec_ops = {op: tuple(recorded) for op, recorded in found.items()}  # type: ignore[attr-defined]
+        if self._shared is None:
+            return report
+        ids = self._shared.ids(item)
+        own, fixtures = self._shared.take_all()
+        report.lowprec_ops, report.lowprec_fixtures = own, fixtures  # type: ignore[attr-defined]
+        report.lowprec_uses = ids  # type: ignore[attr-defined]
+        if self.config.getoption("xmlpath", None):
+            self._add_properties(report, [own, *(self._shared.known.get(key, {}) for key in ids)])
         return report
+
+    def _add_properties(self, report: pytest.TestReport, found: list[Ops]) -> None:
+        """Name the gaps of the test in the JUnit report, which has the properties of a test's last report."""
+        if report.when == "setup":
+            self._of_test = {}
+        for ops in found:
+            merge(self._of_test, ops)
+        if report.when in ("call", "teardown"):
+            report.user_properties += coverage_output.test_properties(self._of_test, self.columns)
 
     def _autocast_policies(self) -> dict[str, AutocastDtype]:
         """What autocast of the installed torch does on the device; empty if it is not needed or not known."""
@@ -152,10 +149,13 @@ class CoverageRecorder:
         test = encodable(report.nodeid)
         path, line, _ = report.location
         self.lines[test] = encodable(f"{self._relative(path)}:{(line or 0) + 1}")
-        for op, (numbers, source) in getattr(report, "lowprec_ops", {}).items():
-            tests = self.uses.setdefault(op, {})
-            known, earlier = tests.get(test, (numbers, source))
-            tests[test] = stronger(numbers, known), earlier or source
+        skipped = report.skipped and not hasattr(report, "wasxfail")
+        if report.failed or (report.when == "call" and not skipped):
+            self.ran.add(test)
+        merge(self.ops[test], getattr(report, "lowprec_ops", {}))
+        self.fixtures[test].update(getattr(report, "lowprec_uses", ()))
+        for key, ops in getattr(report, "lowprec_fixtures", {}).items():
+            merge(self.ops[key], ops)
 
     def _relative(self, path: str) -> str:
         """The path of a test, which pytest reports relative to its root directory, relative to ``root``."""
@@ -166,57 +166,86 @@ class CoverageRecorder:
         """Take the policies of autocast from an xdist worker; all workers run the same torch."""
         self.policies = self.policies or getattr(node, "workeroutput", {}).get(_POLICIES, {})
 
-    def pytest_sessionfinish(self) -> None:
-        """Look up the operators and write the report."""
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Look up the operators, write the report, and fail the run if that was asked for."""
         if options.is_worker(self.config):
             self.config.workeroutput[_POLICIES] = self._autocast_policies()  # type: ignore[attr-defined]
             return
+        if not self.ran:
+            self.not_written = "no test ran"
+            return
         self.policies = self.policies or self._autocast_policies()
         self.found = self._coverage()
-        if self.report is not None:
+        self.gate.judge(self.found)
+        if self.gate.fails and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        coverage_output.add_suite_properties(self.config, self.found, self.gate)
+        if self.how == "github":
+            self.no_summary = coverage_output.write_summary(self.found, self.gate)
+        self.not_written = self.gate.why_kept()
+        if self.report is not None and self.not_written is None:
             try:
                 write_file(self.report, RENDERERS[self.report.suffix](self.found))
             except UsageError as error:
-                self.failed_to_write = error.message
+                self.not_written = error.message
 
     def _coverage(self) -> Coverage:
         first = self.columns[0].catalog
+        uses: defaultdict[str, dict[str, Recorded]] = defaultdict(dict)
+        for test in self.ran:
+            ops = dict(self.ops[test])
+            for key in sorted(self.fixtures[test]):
+                merge(ops, self.ops[key])
+            for op, recorded in ops.items():
+                uses[op][test] = recorded
+        tests = sorted(self.ran)
+        index = indexed(tests, uses)
         return Coverage(
+            tool=f"lowprec-check {importlib.metadata.version('lowprec-check')}",
             device=first.device,
             torch=first.torch,
             evidence=first.evidence,
             recorded_torch=importlib.metadata.version("torch"),
             dtypes=[column.key for column in self.columns],
-            tests=len(self.lines),
-            ops=[self._use(op, tests) for op, tests in sorted(self.uses.items())],
+            tests=tests,
+            ops=[self._use(op, index[op], by_test) for op, by_test in sorted(uses.items())],
         )
 
-    def _use(self, op: str, tests: dict[str, tuple[Numbers, str | None]]) -> OpUse:
+    def _use(self, op: str, index: list[int], tests: dict[str, Recorded]) -> OpUse:
         numbers: Numbers = "integer"
         for called_with, _ in tests.values():
             numbers = stronger(numbers, called_with)
         support: dict[str, AtenSupport] = {
             column.key: column.catalog.of(op, numbers, self.policies) for column in self.columns
         }
-        use = OpUse(op=op, tests=sorted(tests), numbers=numbers, support=support)
+        use = OpUse(op=op, tests=index, numbers=numbers, support=support)
         if not use.is_gap:
             return use
         sources = sorted({source or self.lines[test] for test, (_, source) in tests.items()}, key=_by_line)
-        return OpUse(op=op, tests=use.tests, numbers=numbers, support=support, sources=sources)
+        return OpUse(op=op, tests=index, numbers=numbers, support=support, sources=sources)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Print the table: with ``-v`` all operators, else only those that do not run in all cases."""
-        if self.found is None:
+        """Print new gaps and the table: with ``-v`` all operators, else only those that do not run in all cases."""
+        if options.is_worker(self.config):
             return
         terminalreporter.section("lowprec coverage")
+        if self.found is None:
+            written = f"; {self.report} was not written" if self.report is not None else ""
+            terminalreporter.write_line(f"No test ran, so there is no coverage{written}.")
+            return
         every = self.config.get_verbosity() > 0
-        text = coverage_text(self.found, every=every)
-        if self.how == "github":
-            text += coverage_github(self.found)
-        for line in text.splitlines():
+        for line in coverage_output.lines(self.found, self.gate, self.how, every=every):
             terminalreporter.write_line(line)
+        if self.no_summary is not None:
+            terminalreporter.write_line(self.no_summary)
         if self.report is not None:
-            terminalreporter.write_line(self.failed_to_write or f"Full report: {self.report}")
+            terminalreporter.write_line(self.not_written or f"Full report: {self.report}")
+
+
+def _plain(found: dict[str, Any]) -> Ops:
+    """What was recorded, in types that pytest-xdist can send."""
+    return {op: (recorded.numbers, recorded.source) for op, recorded in found.items()}
 
 
 def _root(config: pytest.Config) -> Path:

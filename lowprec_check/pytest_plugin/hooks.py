@@ -61,6 +61,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "line that uses it. Default: text.",
     )
     group.addoption(
+        "--lowprec-fail-on",
+        metavar="WHEN",
+        help="With --lowprec-coverage, fail a run whose tests pass if operators do not run in the precision: gaps, any; new, "
+        "those that are not in --lowprec-baseline; never. Default: never.",
+    )
+    group.addoption(
+        "--lowprec-baseline",
+        metavar="FILE",
+        help="Coverage that --lowprec-report saved as .json: name the gaps that it does not have.",
+    )
+    group.addoption(
         "--lowprec-manifest",
         metavar="FILE",
         help="TOML file of known failures: each test in it must fail with its exception, and is then reported as xfailed.",
@@ -76,6 +87,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("lowprec_device", "Same as --lowprec-device.", default=None)
     parser.addini("lowprec_report", "Same as --lowprec-report, relative to the ini file.", default=None)
     parser.addini("lowprec_format", "Same as --lowprec-format.", default=None)
+    parser.addini("lowprec_fail_on", "Same as --lowprec-fail-on.", default=None)
+    parser.addini("lowprec_baseline", "Same as --lowprec-baseline, relative to the ini file.", default=None)
     parser.addini("lowprec_manifest", "Same as --lowprec-manifest, relative to the ini file.", default=None)
 
 
@@ -89,7 +102,8 @@ def pytest_configure(config: pytest.Config) -> None:
         known.register(config)
     wanted = (option.lowprec_coverage, config.getini("lowprec_coverage"))
     needs_it = (option.lowprec_device, option.lowprec_report, option.lowprec_format)
-    if any(wanted) or any(needs_it):
+    gate = (option.lowprec_fail_on, option.lowprec_baseline)
+    if any(wanted) or any(needs_it) or any(gate):
         from lowprec_check.pytest_plugin import coverage
 
         coverage.register(config)

@@ -32,3 +32,8 @@ def where(config: pytest.Config, name: str) -> str:
 def is_worker(config: pytest.Config) -> bool:
     """Whether this process is a worker of pytest-xdist; another process reports its results."""
     return hasattr(config, "workerinput")
+
+
+def worker_of(config: pytest.Config) -> str:
+    """``gw0:`` in a worker of pytest-xdist; empty without workers."""
+    return f"{config.workerinput['workerid']}:" if is_worker(config) else ""  # type: ignore[attr-defined]
