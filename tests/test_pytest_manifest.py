@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lowprec_check.errors import UsageError
 from lowprec_check.pytest_plugin import known_failures as known  # noqa: F401 - imported once for all projects
-from lowprec_check.pytest_plugin.manifest import HEAD, NO_REASON, KnownFailure, dump, head_of, read, updated
+from lowprec_check.pytest_plugin.known_failure import KnownFailure, closest, exact
+from lowprec_check.pytest_plugin.manifest import HEAD, Result, dump, head_of, read, updated
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+OPTIONAL = {
+    "match": st.none() | st.sampled_from(["dot", r"^\"dot\" not", ".*"]),
+    "torch": st.none() | st.sampled_from([">=2.6", "<2.6", "!=2.9"]),
+    "device": st.none() | st.sampled_from(["cpu", "cuda"]),
+    "platform": st.none() | st.sampled_from(["linux", "win32"]),
+    "strict": st.booleans(),
+}
+NAMES = TEXT | st.lists(TEXT, min_size=1, max_size=3)
 ENTRIES = st.lists(
-    st.builds(KnownFailure, test=TEXT, exception=TEXT, reason=TEXT), unique_by=lambda entry: entry.test, max_size=6
+    st.builds(KnownFailure, test=TEXT, exception=NAMES, reason=TEXT, **OPTIONAL),
+    unique_by=lambda entry: entry.test,
+    max_size=6,
 )
 
 
@@ -25,27 +37,95 @@ def test_reading_a_manifest_returns_what_was_written(
     path = tmp_path_factory.getbasetemp() / "round.toml"
     path.write_text(dump(entries), encoding="utf-8", newline="")
     found = read(path)
-    assert list(found.values()) == sorted(entries, key=lambda entry: entry.test)
-    assert dump(found.values(), head_of(path)) == path.read_text(encoding="utf-8")
+    assert found == sorted(entries, key=lambda entry: entry.test)
+    assert dump(found, head_of(path)) == path.read_text(encoding="utf-8")
+
+
+def ran(test: str, raised: str | None, entries: list[KnownFailure]) -> Result:
+    """The result of a test that raised an exception of that name, or passed, as the plugin finds it."""
+    entry = closest([entry for entry in entries if entry.names(test)], test)
+    return Result((raised,) if raised is not None else (), entry, entry is not None and raised in entry.exceptions)
 
 
 @given(ENTRIES, st.dictionaries(TEXT, st.none() | TEXT, max_size=6), st.data())
-def test_an_update_keeps_reasons_and_tests_that_did_not_run(
+def test_an_update_keeps_other_keys_and_tests_that_did_not_run(
     entries: list[KnownFailure], results: dict[str, str | None], data: st.DataObject
 ) -> None:
+    entries = [msgspec.structs.replace(entry, test=exact(entry.test)) for entry in entries]
     before = {entry.test: entry for entry in entries}
     if before:
-        results[data.draw(st.sampled_from(sorted(before)))] = data.draw(st.none() | TEXT)
-    change = updated(before, results)
-    assert set(change.added) | set(before) - set(change.removed) == set(change.manifest)
-    for test, entry in change.manifest.items():
-        assert entry.exception == (results[test] if test in results else before[test].exception)
-        assert entry.reason == (before[test].reason if test in before else NO_REASON)
-    assert all(test in change.manifest for test, raised in results.items() if raised is not None)
-    assert not any(test in change.manifest for test, raised in results.items() if raised is None)
-    again = updated(change.manifest, results)
+        results[data.draw(st.sampled_from(sorted(before))).replace(r"\*", "*")] = data.draw(st.none() | TEXT)
+    change = updated(entries, {test: ran(test, raised, entries) for test, raised in results.items()})
+    after = {entry.test: entry for entry in change.manifest}
+    for test, raised in results.items():
+        entry = after.get(exact(test))
+        assert (entry is None) == (raised is None and (exact(test) not in before or before[exact(test)].strict))
+        assert entry is None or raised is None or raised in entry.exceptions
+    for test, entry in before.items():
+        if test in after:
+            kept = msgspec.structs.replace(after[test], exception=entry.exception)
+            assert kept == entry
+    assert before.keys() - after.keys() <= set(map(exact, results))
+    again = updated(change.manifest, {test: ran(test, raised, change.manifest) for test, raised in results.items()})
     assert again.manifest == change.manifest
     assert [*again.added, *again.changed, *again.removed] == []
+
+
+# -- patterns
+
+
+@given(TEXT, TEXT, TEXT)
+def test_a_star_stands_for_any_characters(head: str, between: str, tail: str) -> None:
+    entry = KnownFailure(test=f"{exact(head)}|*{exact(tail)}", exception="E")
+    assert entry.names(f"{head}|{between}{tail}")
+    assert not entry.names(f"{head}-{between}{tail}") or "|" in between + tail
+    assert KnownFailure(test=exact(head), exception="E").names(head)
+
+
+@given(TEXT, TEXT)
+def test_an_escaped_id_names_one_test(test: str, other: str) -> None:
+    entry = KnownFailure(test=exact(test), exception="E")
+    assert entry.names(test)
+    assert entry.is_exact(test)
+    assert entry.names(other) == (other in (test, exact(test)))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "test", "named"),
+    [
+        ("t.py::test_x[*]", "t.py::test_x[a[0]-b]", True),
+        ("t.py::test_x[*]", "t.py::test_x", False),
+        ("t.py::test_x[*]", "t.py::test_xy[a]", False),
+        ("t.py::test_x[a-*]", "t.py::test_x[a-]", True),
+        ("tests/*::test_x", "tests/deep/t.py::Class::test_x", True),
+        ("t.py::test_?", "t.py::test_x", False),
+        ("t.py::test_x[[]a]", "t.py::test_x[a]", False),
+        (r"t.py::test_x[a\*b]", "t.py::test_x[a*b]", True),
+        (r"t.py::test_x[a\*b]", "t.py::test_x[acb]", False),
+        ("t.py::test_x[a*b]", "t.py::test_x[a*b]", True),
+    ],
+)
+def test_what_a_pattern_names(pattern: str, test: str, named: bool) -> None:
+    assert KnownFailure(test=pattern, exception="E").names(test) == named
+
+
+def test_the_closest_entry_wins() -> None:
+    def found(test: str, *patterns: str | KnownFailure) -> str:
+        entries = [p if isinstance(p, KnownFailure) else KnownFailure(test=p, exception="E") for p in patterns]
+        entry = closest([entry for entry in entries if entry.names(test)], test)
+        assert entry is not None
+        return entry.test if entry.torch is None else f"{entry.test} {entry.torch}"
+
+    assert found("t.py::x[a]", "t.py::x[*]", "t.py::x[a]", "*") == "t.py::x[a]"
+    assert found("t.py::x[a-b]", "t.py::*", "t.py::x[*]", "t.py::x[a*]") == "t.py::x[a*]"
+    assert found("t.py::x[*]", "t.py::x[*]", "t.py::x[**") == "t.py::x[*]"
+    assert found("a", "a", KnownFailure(test="a", exception="E", torch=">=2")) == "a >=2"
+    with pytest.raises(UsageError, match=r"t.py::x\[ab\] has two entries.*t.py::x\[a\*\].* and t.py::x\[\*b\]"):
+        found("t.py::x[ab]", "t.py::x[a*]", "t.py::x[*b]")
+    with pytest.raises(UsageError, match=r"a \(torch >=2\) and a \(device cpu\)"):
+        found(
+            "a", KnownFailure(test="a", exception="E", torch=">=2"), KnownFailure(test="a", exception="E", device="cpu")
+        )
 
 
 @pytest.mark.parametrize(
@@ -56,6 +136,12 @@ def test_an_update_keeps_reasons_and_tests_that_did_not_run(
         ("[[known]]\ntest = 'a'\nexception = 'E'\n" * 2, "duplicate entry a"),
         ("[[gap]]\n", "unknown key 'gap'"),
         ("[[known]\n", "line 1"),
+        ("[[known]]\ntest = 'a'\nexception = 'E'\ntorch = '2.9'\n", "entry a: torch '2.9' is not a range of versions"),
+        ("[[known]]\ntest = 'a'\nexception = 'E'\ntorch = 2.9\n", "got `float` - at `$.torch`"),
+        ("[[known]]\ntest = 'a'\nexception = 'E'\nmatch = '('\n", "entry a: match '(' is not a regular expression"),
+        ("[[known]]\ntest = 'a'\nexception = 'E'\ndevice = 'tpu'\n", "entry a: unknown device 'tpu'"),
+        ("[[known]]\ntest = 'a'\nexception = 'E'\nplatform = 'Linux'\n", "entry a: unknown platform 'Linux'"),
+        ("[[known]]\ntest = 'a'\nexception = []\n", "entry a: no exception is given"),
     ],
 )
 def test_a_wrong_manifest_is_an_error(tmp_path: Path, text: str, message: str) -> None:
@@ -174,7 +260,7 @@ def test_update_writes_the_manifest(suite: pytest.Pytester, options: tuple[str, 
     result.assert_outcomes(passed=1, xfailed=4)
     result.stdout.fnmatch_lines(["4 added, 0 changed, 0 removed", "+ test_suite.py::TestCase::test_u"])
     found = read(Path("known.toml"))
-    assert {test: entry.exception for test, entry in found.items()} == {k.test: k.exception for k in KNOWN}
+    assert {entry.test: entry.exception for entry in found} == {k.test: k.exception for k in KNOWN}
     run(suite, *options).assert_outcomes(passed=1, xfailed=4)
 
 
@@ -187,8 +273,8 @@ def test_update_keeps_reasons_comments_and_tests_that_did_not_run(suite: pytest.
     result.stdout.fnmatch_lines(["0 added, 1 changed, 1 removed", "~ test_suite.py::test_broken", "- *::test_gap"])
     text = Path("known.toml").read_text()
     assert text.startswith("# Ours.\n\n[[known]]\ntest = ")
-    found = read(Path("known.toml"))
-    assert [entry.test.rpartition("::")[2] for entry in found.values()] == ["test_u", "test_broken", "test_wrong"]
+    found = {entry.test: entry for entry in read(Path("known.toml"))}
+    assert [test.rpartition("::")[2] for test in found] == ["test_u", "test_broken", "test_wrong"]
     assert found["test_suite.py::test_broken"] == KnownFailure(
         test="test_suite.py::test_broken", exception="KeyError", reason='it says "no"'
     )
@@ -236,7 +322,7 @@ def test_a_failing_subtest_fails_its_test(suite: pytest.Pytester, options: tuple
         pytest.skip("this pytest does not count subtests")
     run(suite, "--lowprec-update-manifest", *options)
     entry = KnownFailure(test="test_suite.py::TestCase::test_u", exception="AssertionError", reason="a reason")
-    assert list(read(Path("known.toml")).values()) == [entry]
+    assert read(Path("known.toml")) == [entry]
     result = run(suite, *options)
     assert result.ret == 0
     suite.makepyfile(test_suite=body.replace("(n, 1)", "(n, n)"))

@@ -346,8 +346,12 @@ def test_every_spelling_of_a_precision_is_shown_by_its_name(name: str, project: 
 
 
 @pytest.mark.parametrize(
-    "arguments", ['"fp16,amp_bf16"', '["fp16", "amp-bf16"]', '"fp16", "amp-bf16"', 'torch.half, "amp-bf16"']
-)
+    "arguments",
+    [
+        '"fp16,amp_bf16"', '["fp16", "amp-bf16"]', '"fp16", "amp-bf16"', 'torch.half, "amp-bf16"',
+        'precisions=["half", "amp-bf16"]', 'precision="half,amp-bf16"', 'precisions=(torch.half, "amp-bf16"), device="cpu"',
+    ],
+)  # fmt: skip
 def test_the_marker_takes_lists(arguments: str, project: pytest.Pytester) -> None:
     result = marked(project, arguments, "pass")
     result.assert_outcomes(passed=2)
@@ -414,10 +418,20 @@ def test_allclose_shows_the_error(project: pytest.Pytester) -> None:
         ('"half", device="tpu"', "unknown device 'tpu'; choose from cpu, cuda, xpu, mps"),
         ('"half", tolerance=-1', "tolerance -1 is not a positive number"),
         ('"half", tolerance="x"', "tolerance 'x' is not a positive number"),
+        ('"half", tolerance=float("nan")', "tolerance nan is not a positive number"),
+        ('"half", tolerance=True', "tolerance True is not a positive number"),
+        ('"half", tol=1', "it has no argument 'tol'; did you mean tolerance?"),
+        ("dtype=torch.half", "it has no argument 'dtype'; did you mean precisions?"),
         (
-            '"half", tol=1',
-            "got an unexpected keyword argument 'tol'; its arguments are precisions, device, backend and tolerance",
+            '"half", whatever=1',
+            "it has no argument 'whatever'; its arguments are precisions, device, backend and tolerance",
         ),
+        ('"half", precisions=["bfloat16"]', "precisions is given twice"),
+        ("precisions=[]", "no precision given"),
+        ('"half", device=["cpu", "tpu"]', "unknown device 'tpu'; choose from cpu, cuda, xpu, mps"),
+        ('"half", devices=["cpu", "cpu"]', "duplicate device"),
+        ('"half", backend="inductr"', "unknown backend 'inductr'; did you mean inductor?"),
+        ('"half", backend=["eager", "jit"]', "backend is one backend, not several"),
     ],
 )
 def test_a_wrong_marker_is_an_error(project: pytest.Pytester, marker: str, message: str) -> None:
@@ -436,6 +450,45 @@ def test_marker_skips_without_its_device(project: pytest.Pytester) -> None:
     result = marked(project, '"half", device="xpu"')
     result.assert_outcomes(skipped=1)
     assert re.search(r"SKIPPED \[1\] test_\w+.py:7: device xpu is not available", result.stdout.str())
+
+
+@pytest.mark.parametrize(
+    "devices", ['device=["cpu", "xpu"]', 'devices="cpu,xpu"', 'device=(torch.device("cpu"), "xpu")']
+)
+def test_the_marker_takes_devices(project: pytest.Pytester, devices: str) -> None:
+    result = marked(project, f'"half", "bf16", {devices}', "assert lowprec.device == 'cpu'")
+    result.assert_outcomes(passed=2, skipped=2)
+    for precision in ("half", "bfloat16"):
+        result.stdout.fnmatch_lines([f"*::test_it[[]{precision}-cpu[]] PASSED*"])
+        result.stdout.fnmatch_lines([f"*::test_it[[]{precision}-xpu[]] SKIPPED*"])
+
+
+STACKED = """
+import pytest
+
+@pytest.mark.lowprec("half", tolerance=0.5)
+class TestClass:
+    def test_of_class(self, lowprec):
+        assert lowprec.tolerance == 0.5
+
+    @pytest.mark.lowprec("bfloat16", tolerance=0.25)
+    @pytest.mark.lowprec("autocast-bf16")
+    def test_own(self, lowprec):
+        assert lowprec.tolerance == {"bfloat16": 0.25, "autocast-bf16": 0.05}[lowprec.precision]
+"""
+
+
+def test_markers_of_a_function_add_up_and_replace_those_of_the_class(project: pytest.Pytester) -> None:
+    project.makepyfile(STACKED)
+    result = project.runpytest("-v")
+    result.assert_outcomes(passed=3)
+    result.stdout.fnmatch_lines(
+        ["*::test_of_class[[]half-cpu[]] *", "*::test_own[[]bfloat16-cpu[]] *", "*::test_own[[]autocast-bf16-cpu[]] *"]
+    )
+    project.makepyfile(STACKED.replace('"autocast-bf16")', '["autocast-bf16", "bf16"])'))
+    result = project.runpytest()
+    result.assert_outcomes(errors=1)
+    assert "marker lowprec: two markers name bfloat16-cpu; remove it from one of them." in result.stdout.str()
 
 
 def test_marker_in_a_unittest_class_is_an_error(project: pytest.Pytester) -> None:

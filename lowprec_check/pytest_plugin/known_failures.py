@@ -14,7 +14,9 @@ import pytest
 
 from lowprec_check.errors import UsageError, encodable, type_name
 from lowprec_check.pytest_plugin import manifest, options
-from lowprec_check.pytest_plugin.manifest import NO_REASON, KnownFailure, Manifest
+from lowprec_check.pytest_plugin.entry_of_test import EntryOfTest
+from lowprec_check.pytest_plugin.known_failure import NO_REASON, KnownFailure
+from lowprec_check.pytest_plugin.manifest import Manifest, Result
 from lowprec_check.schema.files import write_file
 
 _UNUSED = "lowprec_unused"
@@ -28,7 +30,7 @@ def register(config: pytest.Config) -> None:
             "--lowprec-update-manifest needs a manifest: add --lowprec-manifest FILE or the ini key lowprec_manifest."
         )
     try:
-        known = {} if update and not path.exists() else manifest.read(path)
+        known = [] if update and not path.exists() else manifest.read(path)
     except UsageError as error:
         raise pytest.UsageError(f"{options.where(config, 'manifest')}: {error}") from None
     config.pluginmanager.register(KnownFailures(config, path, known, update), "lowprec-known")
@@ -39,20 +41,51 @@ class KnownFailures:
 
     def __init__(self, config: pytest.Config, path: Path, known: Manifest, update: bool) -> None:
         self.config, self.path, self.known, self.update = config, path, known, update
-        self.results: dict[str, str | None] = {}
-        self.raising: set[str] = set()
-        self.unused: list[str] = []
+        self.entries = EntryOfTest(known)
+        self.results: dict[str, Result] = {}
+        self.unexpected: dict[str, bool] = {}
+        """By test that raised, in this process: whether anything was unexpected."""
+        self.unused: list[int] = []
+        """Positions in the manifest."""
         self.change: manifest.Change | None = None
         self.failed_to_write: str | None = None
+        self._in_phase = False
 
     # -- in processes that run tests
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Find entries without a test."""
-        self.unused = _unused(self.known, config, items)
+        """Find the entry of each test, and entries without a test."""
+        self.entries.find(items)
+        self.unused = self.entries.unused(config, items)
         if options.is_worker(config):
             config.workeroutput[_UNUSED] = self.unused  # type: ignore[attr-defined]
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Note that reports are those of subtests."""
+        self.unexpected.pop(item.nodeid, None)  # of an earlier attempt
+        return (yield from self._phase())
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Note that reports are those of subtests; fail a test with two entries."""
+        problem = self.entries.problems.get(item.nodeid)
+        if problem is not None:  # not at collection, where an error would break pytest-xdist
+            pytest.fail(f"{self._shown()}: {problem}", pytrace=False)
+        return (yield from self._phase())
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self) -> Generator[None, object, object]:
+        """Note that reports are those of subtests."""
+        return (yield from self._phase())
+
+    def _phase(self) -> Generator[None, object, object]:
+        self._in_phase = True
+        try:
+            return (yield)
+        finally:
+            self._in_phase = False
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -60,32 +93,55 @@ class KnownFailures:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Report a known failure as xfailed, and one that passes as failed."""
         report = yield
-        if report.when == "teardown" or hasattr(report, "wasxfail"):
+        is_subtest = self._in_phase
+        left_alone = hasattr(report, "wasxfail") or item.nodeid in self.entries.problems
+        if left_alone or (report.when == "teardown" and not is_subtest):
             return report
-        known = self.known.get(encodable(item.nodeid))
-        raised = type_name(call.excinfo.value) if report.failed and call.excinfo else None
-        report.lowprec_raised = raised  # type: ignore[attr-defined]
-        if raised is not None:
-            self.raising.add(item.nodeid)  # a subtest fails before its test is reported as passed
-            self._failed(report, known, raised)
-        elif report.passed and report.when == "call" and known and not self.update and item.nodeid not in self.raising:
-            report.outcome = "failed"
-            report.longrepr = self._unexpected_pass(known)
+        known = self.entries.of(item.nodeid)
+        if report.failed and call.excinfo:
+            self._failed(report, known, call.excinfo.value)
+        elif report.passed and report.when == "call" and not is_subtest:
+            self._passed(report, known)
         return report
 
-    def _failed(self, report: pytest.TestReport, known: KnownFailure | None, raised: str) -> None:
-        if self.update or (known is not None and known.exception == raised):
+    def _failed(self, report: pytest.TestReport, known: KnownFailure | None, error: BaseException) -> None:
+        raised = type_name(error)
+        expected, matched = known is not None and known.expects(error, raised), known is None or known.matches(error)
+        self._attach(report, Result((raised,), known, expected, matched))
+        self.unexpected[report.nodeid] = self.unexpected.get(report.nodeid, False) or not expected
+        if self.update or expected:
             report.outcome = "skipped"
             report.wasxfail = known.reason if known else "added to the manifest"
         elif known is not None:
-            text = f"Raised {raised}, but {self._shown()} expects {known.exception}."
+            text = f"Raised {raised}, but {self._shown()} expects {_expected(known)}."
             report.sections.append((f"lowprec: {self._shown()}", f"{text}\n{self._how_to_update()}"))
 
-    def _unexpected_pass(self, known: KnownFailure) -> str:
-        return (
-            f"Passed, but {self._shown()} expects it to fail with {known.exception} ({known.reason}).\n"
-            f"{self._how_to_update()}"
-        )
+    def _passed(self, report: pytest.TestReport, known: KnownFailure | None) -> None:
+        """A test passed, but its subtests may have failed."""
+        if report.nodeid in self.unexpected:
+            if self.update or not self.unexpected[report.nodeid]:
+                report.outcome = "skipped"
+                report.wasxfail = known.reason if known else "added to the manifest"
+            return
+        self._attach(report, Result((), known))
+        if known is None or self.update:
+            return
+        if known.strict:
+            report.outcome = "failed"
+            report.longrepr = self._unexpected_pass(known, report.nodeid)
+        else:
+            report.wasxfail = known.reason
+
+    def _attach(self, report: pytest.TestReport, result: Result) -> None:
+        """Attach what pytest-xdist can send."""
+        position = None if result.entry is None else self.known.index(result.entry)
+        report.lowprec_known = [list(result.raised), position, result.expected, result.matched]  # type: ignore[attr-defined]
+
+    def _unexpected_pass(self, known: KnownFailure, test: str) -> str:
+        text = f"Passed, but {self._shown()} expects it to fail with {_expected(known)} ({known.reason})."
+        if known.is_exact(encodable(test)):
+            return f"{text}\n{self._how_to_update()}"
+        return f"{text}\nThe entry is {known.test}: let it name fewer tests, or add strict = false."
 
     def _how_to_update(self) -> str:
         return f"To update the manifest, run: pytest --lowprec-manifest {self._shown()} --lowprec-update-manifest"
@@ -100,13 +156,12 @@ class KnownFailures:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Collect the result of each test."""
-        if report.when == "teardown" or not hasattr(report, "lowprec_raised"):
+        if not hasattr(report, "lowprec_known"):
             return
-        raised: str | None = report.lowprec_raised
-        if raised is not None:
-            self.results[encodable(report.nodeid)] = raised
-        elif report.when == "call" and (report.passed or report.failed):
-            self.results.setdefault(encodable(report.nodeid), None)
+        raised, position, expected, matched = report.lowprec_known
+        found = Result(tuple(raised), None if position is None else self.known[position], expected, matched)
+        earlier = self.results.get(encodable(report.nodeid))
+        self.results[encodable(report.nodeid)] = found if earlier is None else earlier + found
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -118,8 +173,8 @@ class KnownFailures:
         completed = session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
         if not self.update or options.is_worker(self.config) or not completed:
             return
-        self.change = manifest.updated(self.known, self.results, self.unused)
-        text = manifest.dump(self.change.manifest.values(), manifest.head_of(self.path))
+        self.change = manifest.updated(self.known, self.results, [self.known[n] for n in self.unused])
+        text = manifest.dump(self.change.manifest, manifest.head_of(self.path))
         try:
             write_file(self.path, text)
         except UsageError as error:
@@ -142,7 +197,10 @@ class KnownFailures:
         lines = [f"{len(change.added)} added, {len(change.changed)} changed, {len(change.removed)} removed"]
         for sign, tests in (("+", change.added), ("~", change.changed), ("-", change.removed)):
             lines += [f"{sign} {test}" for test in tests]
-        if any(known.reason == NO_REASON for known in change.manifest.values()):
+        lines += [f"? {pattern}" for pattern in change.edit]
+        if change.edit:
+            lines.append("Patterns are not updated: let them name fewer tests, or add strict = false.")
+        if any(known.reason == NO_REASON for known in change.manifest):
             lines.append(f"Replace {NO_REASON!r} with the reason.")
         return lines
 
@@ -151,24 +209,12 @@ class KnownFailures:
             return []
         return [
             f"{len(self.unused)} unused {'entry' if len(self.unused) == 1 else 'entries'}: the tests do not exist",
-            *self.unused,
+            *sorted(self.known[position].test for position in self.unused),
             self._how_to_update(),
         ]
 
 
-def _unused(known: Manifest, config: pytest.Config, items: list[pytest.Item]) -> list[str]:
-    """Entries whose test does not exist in a collected file, or whose file is missing; none if only parts of files were collected."""
-    if any("::" in argument for argument in config.args) or config.getoption("lf", False):
-        return []
-    tests = {encodable(item.nodeid) for item in items}
-    files = set(map(_file, tests))
-    missing = [
-        test
-        for test in known
-        if test not in tests and (_file(test) in files or not (config.rootpath / _file(test)).exists())
-    ]
-    return sorted(missing)
-
-
-def _file(nodeid: str) -> str:
-    return nodeid.partition("::")[0]
+def _expected(known: KnownFailure) -> str:
+    """``NotImplementedError with a message that matches 'dot'``."""
+    names = " or ".join(known.exceptions)
+    return names if known.match is None else f"{names} with a message that matches {known.match!r}"

@@ -1,32 +1,22 @@
-"""Reads and writes the manifest of known failures, a sorted TOML file. Never imports torch."""
+"""Reads, writes and updates the manifest of known failures, a sorted TOML file. Never imports torch."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import msgspec
 
 from lowprec_check.catalog.toml_tables import read_tables
 from lowprec_check.errors import UsageError, encodable
-from lowprec_check.schema.base import StrictStruct
+from lowprec_check.pytest_plugin.known_failure import KnownFailure, exact, problem_of
 
 HEAD = "# Tests that are known to fail, each with its exception. Updated by pytest --lowprec-update-manifest; fill in the reasons.\n"
-NO_REASON = "no reason given"
 
-
-class KnownFailure(StrictStruct, frozen=True, kw_only=True):
-    """One test that is known to fail."""
-
-    test: str
-    """Its exact id, ``tests/test_model.py::test_half[dot]``."""
-    exception: str
-    """Name of the exception's class, ``NotImplementedError``."""
-    reason: str = NO_REASON
-
-
-Manifest = dict[str, KnownFailure]
-"""By test."""
+Manifest = list[KnownFailure]
+"""Entries in the order of the file."""
 
 
 def read(path: Path) -> Manifest:
@@ -37,26 +27,37 @@ def read(path: Path) -> Manifest:
         raise UsageError(f"The manifest {path} does not exist.", "Create it with --lowprec-update-manifest.") from None
     except OSError as error:
         raise UsageError(f"Cannot read {path}: {error.strerror}.") from None
-    found: Manifest = {}
+    found: set[Any] = set()
     for entry in entries:
-        if entry.test in found:
+        problem = problem_of(entry)
+        if problem is not None:
+            raise UsageError(f"{path}: entry {entry.test}: {problem.message}", problem.hint)
+        if (entry.test, entry.conditions) in found:
             raise UsageError(f"{path}: duplicate entry {entry.test}.", "Remove one of them.")
-        found[entry.test] = entry
-    return found
+        found.add((entry.test, entry.conditions))
+    return entries
 
 
 def dump(entries: Iterable[KnownFailure], head: str = HEAD) -> str:
     """The text of a manifest, sorted by test so that updates of two people merge."""
-    tables = [
-        f"\n[[known]]\ntest = {_string(e.test)}\nexception = {_string(e.exception)}\nreason = {_string(e.reason)}\n"
-        for e in sorted(entries, key=lambda entry: entry.test)
-    ]
-    return head + "".join(tables)
+    return head + "".join(map(_table, sorted(entries, key=_in_order)))
 
 
-def _string(text: str) -> str:
-    """A TOML basic string, which differs from a JSON string only in DEL."""
-    return json.dumps(encodable(text), ensure_ascii=False).replace("\x7f", "\\u007f")
+def _in_order(entry: KnownFailure) -> tuple[str, list[str]]:
+    return entry.test, [condition or "" for condition in entry.conditions]
+
+
+def _table(entry: KnownFailure) -> str:
+    """An entry; optional keys only where they are given, the reason always, so that it is filled in."""
+    values = {name: getattr(entry, name) for name in entry.__struct_fields__}
+    given = {name: value for name, value in values.items() if value is not None and (name, value) != ("strict", True)}
+    return "\n[[known]]\n" + "".join(f"{name} = {_toml(value)}\n" for name, value in given.items())
+
+
+def _toml(value: str | list[str] | bool) -> str:
+    """A TOML value; a basic string differs from a JSON string only in DEL."""
+    given = encodable(value) if isinstance(value, str) else value
+    return json.dumps(given, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def head_of(path: Path) -> str:
@@ -69,30 +70,62 @@ def head_of(path: Path) -> str:
     return "".join(lines) or HEAD
 
 
+class Result(NamedTuple):
+    """What a test did, its subtests included."""
+
+    raised: tuple[str, ...] = ()
+    """The names of the exceptions' classes, each once; empty if it passed."""
+    entry: KnownFailure | None = None
+    """The entry that applies to the test."""
+    expected: bool = True
+    """Whether the entry expects all of the exceptions."""
+    matched: bool = True
+    """Whether all messages match those of the entry."""
+
+    def __add__(self, other: tuple[Any, ...]) -> Result:
+        """Of two subtests of one test."""
+        raised, entry, expected, matched = other
+        together = tuple(dict.fromkeys((*self.raised, *raised)))
+        return Result(together, entry, self.expected and expected, self.matched and matched)
+
+
 class Change(NamedTuple):
-    """An updated manifest and its changes."""
+    """An updated manifest and its changes, as ids of tests."""
 
     manifest: Manifest
     added: list[str]
     changed: list[str]
     removed: list[str]
+    edit: list[str]
+    """Patterns that must be edited by hand, with the tests that pass."""
 
 
-def updated(before: Manifest, results: Mapping[str, str | None], missing: Iterable[str] = ()) -> Change:
-    """Update ``before``. ``results`` has the exception of each test that ran (``None``: it passed); ``missing`` tests do not exist.
+def updated(before: Manifest, results: Mapping[str, Result], missing: Iterable[KnownFailure] = ()) -> Change:
+    """Update ``before`` by the results of the tests that ran; ``missing`` are entries whose tests do not exist.
 
-    Entries of tests that did not run are unchanged; reasons are kept.
+    Entries of tests that did not run, and that do not apply here, are unchanged. A pattern is unchanged; a test that it names but that
+    raises something else gets an entry of its own. Reasons and other keys are kept, but for a ``match`` that fails.
     """
-    after = {test: known for test, known in before.items() if test not in set(missing)}
-    for test, exception in results.items():
-        if exception is None:
-            after.pop(test, None)
-        else:
-            reason = before[test].reason if test in before else NO_REASON
-            after[test] = KnownFailure(test=test, exception=exception, reason=reason)
-    return Change(
-        after,
-        added=sorted(after.keys() - before.keys()),
-        changed=sorted(test for test in after.keys() & before.keys() if after[test] != before[test]),
-        removed=sorted(before.keys() - after.keys()),
-    )
+    gone, added, changed, edit = [*missing], [], [], []
+    after = [entry for entry in before if entry not in gone]
+    for test, (raised, entry, expected, matched) in results.items():
+        is_own = entry is not None and entry.is_exact(test)
+        if not raised:
+            if entry is not None and entry.strict and is_own:
+                gone.append(entry)
+                after.remove(entry)
+            elif entry is not None and entry.strict:
+                edit.append(f"{entry.test}: {test} passes")
+        elif entry is None or not (expected or is_own):
+            after.append(KnownFailure(test=exact(test), exception=_one_or_more(raised)))
+            added.append(test)
+        elif not expected:
+            match = entry.match if matched else None
+            replaced = msgspec.structs.replace(entry, exception=_one_or_more(raised), match=match)
+            after[after.index(entry)] = replaced
+            changed.append(test)
+    return Change(after, sorted(added), sorted(changed), sorted(entry.test for entry in gone), sorted(edit))
+
+
+def _one_or_more(names: tuple[str, ...]) -> str | list[str]:
+    return names[0] if len(names) == 1 else sorted(names)

@@ -1,17 +1,18 @@
-"""The marker ``lowprec``: its arguments, and one test per precision. Never imports torch."""
+"""The marker ``lowprec``: its arguments, and one test per precision and device. Never imports torch."""
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import pytest
 
 from lowprec_check.errors import UsageError
+from lowprec_check.pytest_plugin.call_arguments import checked_tolerance, device_name, unknown_argument
 from lowprec_check.schema.backends import BACKENDS
-from lowprec_check.schema.devices import DEVICES, device_of, device_type
+from lowprec_check.schema.devices import DEVICES, device_of
 from lowprec_check.schema.precisions import PRECISIONS, low_precisions
-from lowprec_check.schema.registry import Registry, words_in
+from lowprec_check.schema.registry import words_in
 from lowprec_check.schema.run_key import EAGER, RunKey
 
 
@@ -47,59 +48,107 @@ class MarkerError(ValueError):
     """An argument of the marker is wrong."""
 
 
+_ARGUMENTS = ("precisions", "device", "backend", "tolerance")
+_OTHER_NAMES = {"precision": "precisions", "devices": "device"}
+
+
 def cases(mark: pytest.Mark) -> list[Case]:
-    """The cases of a marker, in its order; raises :class:`MarkerError` if an argument is wrong."""
+    """The cases of a marker: its precisions in order, each on its devices in order.
+
+    Raises :class:`MarkerError` if an argument is wrong.
+    """
     try:
-        bound = inspect.signature(_arguments).bind(*mark.args, **mark.kwargs)
-    except TypeError as error:
-        raise MarkerError(f"{error}; its arguments are precisions, device, backend and tolerance") from None
-    bound.apply_defaults()
-    tolerance = bound.kwargs["tolerance"]
-    names = [precision.name for precision in low_precisions()]
-    if not bound.args:
-        raise MarkerError(f"no precision given; choose from {', '.join(names)}")
-    precisions = [_named(PRECISIONS, word) for given in bound.args for word in words_in(given)]
-    if not set(precisions) <= set(names):
-        raise MarkerError(f"fp32 is the baseline; choose from {', '.join(names)}")
-    if len(set(precisions)) < len(precisions):
-        raise MarkerError("duplicate precision")
-    if not isinstance(bound.kwargs["device"], str) or DEVICES.find(device_type(bound.kwargs["device"])) is None:
-        raise MarkerError(f"unknown device {bound.kwargs['device']!r}; choose from {', '.join(DEVICES.names())}")
-    backend = _named(BACKENDS, bound.kwargs["backend"])
-    if tolerance is not None and (isinstance(tolerance, bool) or not _is_positive(tolerance)):
-        raise MarkerError(f"tolerance {tolerance!r} is not a positive number")
-    return [Case(RunKey(name, backend, bound.kwargs["device"]), tolerance) for name in precisions]
-
-
-def _arguments(*precisions: str, device: str = "cpu", backend: str = EAGER, tolerance: float | None = None) -> None:
-    """The marker's arguments."""
-
-
-def _named(registry: Registry[Any], name: object) -> str:
-    """The name for a name or alias."""
-    try:
-        return str(registry.get(str(name)).name)
+        return _cases(mark)
     except UsageError as error:
         hint = f"; {error.hint[:1].lower()}{error.hint[1:].rstrip('.')}" if error.hint else ""
         raise MarkerError(f"{error.message[:1].lower()}{error.message[1:].rstrip('.')}{hint}") from None
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and 0 < value < float("inf")
+def _cases(mark: pytest.Mark) -> list[Case]:
+    given = _arguments_of(mark)
+    names = [precision.name for precision in low_precisions()]
+    precisions = [PRECISIONS.get(word).name for one in _several(given["precisions"]) for word in words_in(one)]
+    if not precisions:
+        raise MarkerError(f"no precision given; choose from {', '.join(names)}")
+    if not set(precisions) <= set(names):
+        raise MarkerError(f"fp32 is the baseline; choose from {', '.join(names)}")
+    devices = [device_name(word) for word in _several(given["device"])]
+    if not devices:
+        raise MarkerError(f"no device given; choose from {', '.join(DEVICES.names())}")
+    for what, chosen in (("precision", precisions), ("device", devices)):
+        if len(set(chosen)) < len(chosen):
+            raise MarkerError(f"duplicate {what}")
+    if not isinstance(given["backend"], str):
+        raise MarkerError(
+            "backend is one backend, not several" if _is_several(given["backend"]) else "backend is no name"
+        )
+    backend, tolerance = BACKENDS.get(given["backend"]).name, checked_tolerance(given["tolerance"])
+    return [Case(RunKey(name, backend, device), tolerance) for name in precisions for device in devices]
+
+
+def _arguments_of(mark: pytest.Mark) -> dict[str, Any]:
+    """The marker's arguments by their first names, with their defaults."""
+    positional = [value for given in mark.args for value in _several(given)]
+    found: dict[str, Any] = {"precisions": positional} if mark.args else {}
+    for name, value in mark.kwargs.items():
+        first = _OTHER_NAMES.get(name, name)
+        if first not in _ARGUMENTS:
+            raise unknown_argument("it", name, _ARGUMENTS)
+        if first in found:
+            raise MarkerError(f"{first} is given twice; give it once")
+        found[first] = value
+    return {"precisions": [], "device": "cpu", "backend": EAGER, "tolerance": None} | found
+
+
+def _is_several(value: object) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str)
+
+
+def _several(given: Any) -> list[Any]:
+    """The values given: one, several in a sequence, or in a text separated by commas."""
+    values = list(given) if _is_several(given) else [given]
+    return [part for value in values for part in (value.split(",") if isinstance(value, str) else [value])]
+
+
+def cases_of(node: pytest.Item) -> list[Case]:
+    """The cases of the markers that are closest to a test: those of the function replace those of its class, and these those of its module.
+
+    The cases of several markers of one function (or class, or module) add up, in the order in which they are written.
+    Raises :class:`MarkerError` for a wrong marker, and for a case that two markers name.
+    """
+    marks = list(node.iter_markers_with_node("lowprec"))
+    closest = [mark for owner, mark in marks if owner is marks[0][0]]
+    found: dict[str, Case] = {}
+    for mark in reversed(closest):  # decorators are applied from the bottom up
+        for case in cases(mark):
+            if case.id in found:
+                raise MarkerError(f"two markers name {case.id}; remove it from one of them")
+            found[case.id] = case
+    return list(found.values())
 
 
 def parametrize(metafunc: pytest.Metafunc, mark: pytest.Mark) -> None:
-    """Run a test once per case; a wrong marker, or a test without the fixture, is a collection error."""
+    """Run a test with the marker ``mark`` once per case; a wrong marker, or a test without the fixture, is a collection error."""
+    problem, found = None, list[Case]()
     try:
-        found = cases(mark)
+        found = cases_of(metafunc.definition)
     except MarkerError as error:
-        pytest.fail(f"{metafunc.definition.nodeid}: marker lowprec: {error}.", pytrace=False)
+        problem = f"{metafunc.definition.nodeid}: marker {mark.name}: {error}."
+    if problem is not None:  # outside of the handler, so that pytest shows one error
+        pytest.fail(problem, pytrace=False)
     if "lowprec" not in metafunc.fixturenames:
         pytest.fail(
             f"{metafunc.definition.nodeid}: the test has the marker lowprec but does not use the fixture, so every "
             "precision would run the same code. Add the argument lowprec, and use lowprec.cast(model).",
             pytrace=False,
         )
-    device = found[0].key.device
-    marks = [] if is_device_available(device) else [pytest.mark.skip(reason=f"device {device} is not available")]
-    metafunc.parametrize("lowprec", [pytest.param(case, id=case.id, marks=marks) for case in found], indirect=True)
+    devices = dict.fromkeys(case.key.device for case in found)
+    absent = {device for device in devices if not is_device_available(device)}
+    parameters = [
+        pytest.param(case, id=case.id, marks=_skipped(case) if case.key.device in absent else []) for case in found
+    ]
+    metafunc.parametrize("lowprec", parameters, indirect=True)
+
+
+def _skipped(case: Case) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.skip(reason=f"device {case.key.device} is not available")]

@@ -222,12 +222,14 @@ def check(target: Target) -> Target:
             "Call model.to_empty(device='cpu'), then load or initialize its weights.",
         )
     if not any(tensor.is_floating_point() for tensor in state):
-        if state or not any(tensor.is_floating_point() for _, tensor in leaves((target.args, target.kwargs))):
+        # Integer buffers may be indices and masks; integer parameters are quantized weights.
+        quantized = next(model.parameters(), None) is not None or any(tensor.is_quantized for tensor in state)
+        if quantized or not any(tensor.is_floating_point() for _, tensor in leaves((target.args, target.kwargs))):
             raise UsageError(
                 "The model has no floating-point parameters or inputs to cast.",
-                "If it is quantized, scan the floating-point model it was made from.",
+                "Pass floating-point inputs. If the model is quantized, scan the one that it was made from.",
             )
-        notes.append("the model has no parameters: only its inputs are cast")
+        notes.append("the model has no floating-point parameters: only its inputs are cast")
     dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in converted_dtypes(model))
     if dtypes:
         names = " and ".join(dtypes)
