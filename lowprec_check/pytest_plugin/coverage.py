@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +20,7 @@ from lowprec_check.catalog.numbers import Numbers, stronger
 from lowprec_check.catalog.records import Dtype
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.pytest_plugin import options
+from lowprec_check.pytest_plugin.replayed_calls import KeptCalls
 from lowprec_check.report.coverage import RENDERERS, Coverage, OpUse, coverage_github, coverage_text
 from lowprec_check.schema.files import write_file
 from lowprec_check.schema.precisions import FP16, PRECISIONS, Precision, low_precisions
@@ -69,7 +70,9 @@ def register(config: pytest.Config) -> None:
         columns = [_column(name, device) for name in PRECISIONS.names_in(names)]
     except UsageError as error:
         raise pytest.UsageError(f"{options.where(config, wrong)}: {error}") from None
-    config.pluginmanager.register(CoverageRecorder(config, columns, report, how), "lowprec-coverage")
+    recorder = CoverageRecorder(config, columns, report, how)
+    config.pluginmanager.register(recorder, "lowprec-coverage")
+    config.pluginmanager.register(recorder.kept, "lowprec-kept-calls")
 
 
 def _column(name: str, device: str) -> CoverageColumn:
@@ -96,6 +99,7 @@ class CoverageRecorder:
         self.policies: dict[str, AutocastDtype] = {}
         self.found: Coverage | None = None
         self.failed_to_write: str | None = None
+        self.kept = KeptCalls(config, [column.catalog for column in columns])
         self._watch: Watch | None = None
 
     # -- in processes that run tests
@@ -117,9 +121,11 @@ class CoverageRecorder:
 
     def _recorded(self) -> Generator[None, object, object]:
         if self._watch is None:
+            from lowprec_check.pytest_plugin.fixture.kept_calls import CallKeeper
             from lowprec_check.pytest_plugin.fixture.watch import Watch
 
-            self._watch = Watch(str(self.root), self._is_gap)
+            self.kept.keeper = CallKeeper(self.kept.position)
+            self._watch = Watch(str(self.root), self._is_gap, self.kept.wants, self.kept.keeper)
         self._watch.start()
         try:
             return (yield)
@@ -171,6 +177,7 @@ class CoverageRecorder:
             self.config.workeroutput[_POLICIES] = self._autocast_policies()  # type: ignore[attr-defined]
             return
         self.policies = self.policies or self._autocast_policies()
+        self._try_unknown()
         self.found = self._coverage()
         if self.report is not None:
             try:
@@ -190,13 +197,19 @@ class CoverageRecorder:
             ops=[self._use(op, tests) for op, tests in sorted(self.uses.items())],
         )
 
+    def _support(self, op: str, column: CoverageColumn) -> AtenSupport:
+        """What the catalog says of an op, and what a call of it has shown."""
+        support = column.catalog.of(op, _strongest(self.uses[op]), self.policies)
+        return self.kept.settled(op, column.catalog.dtype, support)
+
+    def _try_unknown(self) -> None:
+        """Try a call of each op that the catalog does not know."""
+        pairs = [(op, column) for op in self.uses for column in self.columns]
+        self.kept.try_all((op, column.catalog.dtype, self._support(op, column)) for op, column in pairs)
+
     def _use(self, op: str, tests: dict[str, tuple[Numbers, str | None]]) -> OpUse:
-        numbers: Numbers = "integer"
-        for called_with, _ in tests.values():
-            numbers = stronger(numbers, called_with)
-        support: dict[str, AtenSupport] = {
-            column.key: column.catalog.of(op, numbers, self.policies) for column in self.columns
-        }
+        numbers = _strongest(tests)
+        support = {column.key: self._support(op, column) for column in self.columns}
         use = OpUse(op=op, tests=sorted(tests), numbers=numbers, support=support)
         if not use.is_gap:
             return use
@@ -216,6 +229,14 @@ class CoverageRecorder:
             terminalreporter.write_line(line)
         if self.report is not None:
             terminalreporter.write_line(self.failed_to_write or f"Full report: {self.report}")
+
+
+def _strongest(tests: Mapping[str, tuple[Numbers, str | None]]) -> Numbers:
+    """The strongest numbers that any of the tests called an op with."""
+    numbers: Numbers = "integer"
+    for called_with, _ in tests.values():
+        numbers = stronger(numbers, called_with)
+    return numbers
 
 
 def _root(config: pytest.Config) -> Path:
