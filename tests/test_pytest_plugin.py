@@ -118,12 +118,11 @@ def test_help_and_markers(project: pytest.Pytester) -> None:
     helped = project.runpytest("--help").stdout.str()
     options = set(re.findall(r"--lowprec[\w-]*", helped))
     assert options == {
-        "--lowprec-coverage", "--lowprec-device", "--lowprec-report", "--lowprec-format", "--lowprec-manifest",
-        "--lowprec-update-manifest",
+        "--lowprec-coverage", "--lowprec-device", "--lowprec-report", "--lowprec-format", "--lowprec-fail-on",
+        "--lowprec-baseline", "--lowprec-manifest", "--lowprec-update-manifest",
     }  # fmt: skip
-    assert {"lowprec_coverage", "lowprec_device", "lowprec_report", "lowprec_format", "lowprec_manifest"} <= set(
-        re.findall(r"lowprec_\w+", helped)
-    )
+    keys = {option[2:].replace("-", "_") for option in options} - {"lowprec_update_manifest"}
+    assert keys <= set(re.findall(r"lowprec_\w+", helped))
     markers = project.runpytest("--markers").stdout.str()
     assert all(name in markers for name in NAMES)
     assert '@pytest.mark.lowprec(*precisions, device="cpu", backend="eager", tolerance=None)' in markers

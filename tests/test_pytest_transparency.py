@@ -258,6 +258,7 @@ def test_gradients_of_a_custom_op_are_as_before() -> None:
 
 FAILING = """
 import unittest
+import pytest
 import torch
 
 def product(a, b): return a @ b
@@ -271,6 +272,17 @@ def test_caused():
     except RuntimeError as error: raise ValueError("shapes") from error
 def test_autocast():
     with torch.autocast("cpu"): product(torch.ones(2, 3), torch.ones(2, 3))
+
+@pytest.fixture(scope="module")
+def refused(): return product(torch.ones(2, 3), torch.ones(2, 3))
+
+@pytest.fixture
+def closed():
+    yield
+    product(torch.ones(2, 3), torch.ones(2, 3))
+
+def test_setup(refused): pass
+def test_teardown(closed): pass
 
 class TestCase(unittest.TestCase):
     def setUp(self): self.x = torch.ones(2, 3)

@@ -16,8 +16,9 @@ from lowprec_check.errors import UsageError
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _NAME = "lowprec-frames"
-_CALLED_BY_OWN = (os.path.join("torch", "_ops.py"), os.path.join("pluggy", "_execution.py"))
-"""Calls of an op by a mode, and of a hook by the hook that wraps it."""
+_CALL_OF_OP = os.path.join("torch", "_ops.py")
+_CALL_OF_HOOK = "_multicall"
+"""The function of pluggy that calls a hook which wraps others."""
 _RUN_OPS = tuple(os.path.join(*names) for names in (("fixture", "watch.py"), ("core", "dispatch_mode.py")))
 """What is raised in them is raised by an op."""
 
@@ -51,7 +52,7 @@ def without_own_frames(error: BaseException) -> bool:
 def _is_of_user(error: BaseException, innermost: TracebackType) -> bool:
     """Whether an error that was raised in a frame of this package says something to users; otherwise the frames explain a bug."""
     file = innermost.tb_frame.f_code.co_filename
-    return isinstance(error, (AssertionError, UsageError)) or file.endswith((*_RUN_OPS, *_CALLED_BY_OWN))
+    return isinstance(error, (AssertionError, UsageError)) or file.endswith((*_RUN_OPS, _CALL_OF_OP))
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:
@@ -90,6 +91,8 @@ def _own(frames: list[TracebackType]) -> list[bool]:
     """For each frame, whether it is of this package, or a call that only one of these makes."""
     found: list[bool] = []
     for frame in frames:
-        file = frame.tb_frame.f_code.co_filename
-        found.append(file.startswith(_PACKAGE) or (bool(found) and found[-1] and file.endswith(_CALLED_BY_OWN)))
+        code = frame.tb_frame.f_code
+        after_own = bool(found) and found[-1]
+        called = code.co_name == _CALL_OF_HOOK or code.co_filename.endswith(_CALL_OF_OP)
+        found.append(code.co_filename.startswith(_PACKAGE) or (after_own and called))
     return found
