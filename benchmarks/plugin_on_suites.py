@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +38,8 @@ class Suite(NamedTuple):
     """Where the tests are run, as a pattern in the folder of sources."""
     arguments: str
     package: str
+    on_device: str = ""
+    """Further arguments that run the tests on ``{device}``; timm reads it from its environment."""
 
 
 SUITES = {
@@ -52,20 +55,24 @@ SUITES = {
         "einops*", "einops/tests/test_ops.py einops/tests/test_layers.py einops/tests/test_packing.py", "einops"
     ),
     "kornia": Suite(
-        "kornia*", "tests/color tests/enhance tests/filters tests/morphology tests/losses tests/onnx", "kornia"
+        "kornia*",
+        "tests/color tests/enhance tests/filters tests/morphology tests/losses tests/onnx",
+        "kornia",
+        "--device {device}",
     ),
     "tensordict": Suite("tensordict*", "test/nn", "tensordict"),
     "diffusers": Suite("diffusers*", "tests/schedulers", "diffusers"),
 }
 
 
-def run(suite: Suite, folder: Path, options: list[str], mode: str = "") -> dict[str, Any]:
+def run(suite: Suite, folder: Path, device: str, options: Sequence[str] = (), mode: str = "") -> dict[str, Any]:
     """What each test did, and the saved coverage if ``options`` ask for it."""
     with tempfile.TemporaryDirectory() as temporary:
         out, coverage = Path(temporary) / "out.json", Path(temporary) / "coverage.json"
         environment = os.environ | {
             "SUITE_OUT": str(out),
             "SUITE_MODE": mode,
+            "TORCH_DEVICE": device,
             "OMP_NUM_THREADS": "1",
             "EINOPS_TEST_BACKENDS": "torch",
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]),
@@ -84,6 +91,7 @@ def run(suite: Suite, folder: Path, options: list[str], mode: str = "") -> dict[
             "no:randomly",
         ]
         command += ["--continue-on-collection-errors", "-o", "addopts=", *suite.arguments.split(), *options, *report]
+        command += suite.on_device.format(device=device).split() if device != "cpu" else []
         subprocess.run(
             command, check=False, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
@@ -116,15 +124,15 @@ def cells(coverage: dict[str, Any], replayed: dict[str, list[int]]) -> dict[str,
     return found
 
 
-def measure(name: str, sources: Path) -> dict[str, Any]:
-    """Run one suite four times."""
+def measure(name: str, sources: Path, device: str) -> dict[str, Any]:
+    """Run one suite five times."""
     suite = SUITES[name]
     folder = next(path for path in sorted(sources.glob(suite.folder)) if path.is_dir())
-    plain = run(suite, folder, [])
-    watched = run(suite, folder, ["--lowprec-coverage", "half"])
-    empty = run(suite, folder, [], mode="empty")
-    again = run(suite, folder, [])
-    replayed = run(suite, folder, [], mode="replay")["replayed"]
+    plain = run(suite, folder, device)
+    watched = run(suite, folder, device, ["--lowprec-coverage", "half", "--lowprec-device", device])
+    empty = run(suite, folder, device, mode="empty")
+    again = run(suite, folder, device)
+    replayed = run(suite, folder, device, mode="replay")["replayed"]
     both = set.intersection(*(set(found["tests"]) for found in (plain, watched, empty, again)))
     seconds = [
         sum(found["tests"][test].get("seconds", 0.0) for test in both) for found in (plain, watched, empty, again)
@@ -187,11 +195,12 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, help="write FILE.json and FILE.md; earlier results of other suites are kept"
     )
+    parser.add_argument("--device", default="cpu", help="where kornia's and timm's tests run, and what is looked up")
     given = parser.parse_args()
     saved = given.output and given.output.with_suffix(".json")
     results: dict[str, dict[str, Any]] = json.loads(saved.read_text()) if saved and saved.exists() else {}
     for name in given.suite or SUITES:
-        results[name] = measure(name, given.sources.resolve())
+        results[name] = measure(name, given.sources.resolve(), given.device)
         print(json.dumps({name: results[name]}), flush=True)
         if saved:
             saved.write_text(json.dumps(results, indent=1) + "\n")

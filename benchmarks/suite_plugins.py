@@ -116,15 +116,12 @@ class Replay(Empty):
         if key in seen or len(seen) >= MOST_CALLS:
             return
         seen.add(key)
-        states = torch.get_rng_state()
         try:
-            with torch.no_grad():
+            with torch.random.fork_rng(), torch.no_grad():
                 func(*pytree.tree_map(_half, args), **pytree.tree_map(_half, kwargs))
             self.results[str(func)][0] += 1
         except Exception:
             self.results[str(func)][1] += 1
-        finally:
-            torch.set_rng_state(states)
 
 
 def _shape(leaf: Any) -> Any:
