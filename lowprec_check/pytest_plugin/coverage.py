@@ -132,7 +132,7 @@ class CoverageRecorder:
         for ops in found:
             merge(self._of_test, ops)
         if report.when in ("call", "teardown"):
-            report.user_properties += coverage_output.test_properties(self._of_test, self.columns)
+            report.user_properties += coverage_output.gap_properties(self._of_test, self.columns)
 
     def _autocast_policies(self) -> dict[str, AutocastDtype]:
         """What autocast of the installed torch does on the device; empty if it is not needed or not known."""
@@ -201,7 +201,7 @@ class CoverageRecorder:
         tests = sorted(self.ran)
         index = indexed(tests, uses)
         return Coverage(
-            tool=f"lowprec-check {importlib.metadata.version('lowprec-check')}",
+            tool=_tool(),
             device=first.device,
             torch=first.torch,
             evidence=first.evidence,
@@ -240,6 +240,13 @@ class CoverageRecorder:
             terminalreporter.write_line(self.no_summary)
         if self.report is not None:
             terminalreporter.write_line(self.not_written or f"Full report: {self.report}")
+
+
+def _tool() -> str:
+    try:
+        return f"lowprec-check {importlib.metadata.version('lowprec-check')}"
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        return "lowprec-check"
 
 
 def _plain(found: dict[str, Any]) -> Ops:

@@ -17,10 +17,13 @@ from lowprec_check.pytest_plugin.shared_fixtures import Ops
 from lowprec_check.report.console import screen
 from lowprec_check.report.coverage import WIDTH, coverage_text
 from lowprec_check.report.coverage_diff import print_change
-from lowprec_check.report.coverage_github import coverage_github, step_summary
+from lowprec_check.report.coverage_github import LONGEST_SUMMARY, coverage_github, step_summary
 
 if TYPE_CHECKING:
     from lowprec_check.pytest_plugin.coverage_options import CoverageColumn
+
+_LIMIT = 2**20
+"""Bytes. GitHub drops the summary of a step that has more."""
 
 _COUNTS: dict[str, tuple[Cell, ...]] = {
     "run": ("runs", "low", "fp32", "inputs"),
@@ -63,13 +66,17 @@ def write_summary(found: Coverage, gate: CoverageGate) -> str | None:
         return None
     try:
         with Path(path).open("a", encoding="utf-8") as stream:
-            stream.write(step_summary(found, gate.changes, gate.verdict))
+            room = min(LONGEST_SUMMARY, _LIMIT - stream.tell())
+            text = step_summary(found, gate.changes, gate.verdict, room)
+            if len(text.encode()) > room:
+                return "The summary of the step has no room left for the coverage (GitHub allows 1 MiB)."
+            stream.write(text)
     except OSError as error:
         return f"Cannot write GITHUB_STEP_SUMMARY, {path}: {error.strerror}."
     return None
 
 
-def test_properties(ops: Ops, columns: Iterable[CoverageColumn]) -> list[tuple[str, object]]:
+def gap_properties(ops: Ops, columns: Iterable[CoverageColumn]) -> list[tuple[str, object]]:
     """For each precision in which an operator of a test fails, a property ``lowprec_half``: ``dot, _cdist_forward (in part)``."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for op, (numbers, _) in sorted(ops.items()):
