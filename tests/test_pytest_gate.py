@@ -348,6 +348,12 @@ def test_a_coverage_and_a_scan_cannot_be_compared(tmp_path: Path, call: Call) ->
     assert "The old coverage has half and the new one bfloat16: no precision to compare." in done.stderr
 
 
+def test_a_coverage_is_not_a_scan(tmp_path: Path, call: Call) -> None:
+    done = call("report", write(tmp_path / "new.json", NEW))
+    assert done.returncode == 2
+    assert "new.json is the coverage of a test suite, not a scan.\nCompare two of them with:" in done.stderr
+
+
 def test_other_conditions_are_named(tmp_path: Path, call: Call) -> None:
     other = coverage_with(device="xpu", torch="2.14", evidence="declared")
     done = call("diff", write(tmp_path / "a.json", coverage_with()), write(tmp_path / "b.json", other), "-f", "text")
@@ -626,7 +632,7 @@ def test_a_failing_fixture_is_reported_as_without_coverage(project: pytest.Pytes
         import pytest, torch
 
         @pytest.fixture(scope="module")
-        def broken(): return torch.ones(2) @ torch.ones(3)
+        def broken(): raise ValueError(torch.ones(2).sum())
         """
     )
     project.makepyfile(test_suite="def test_one(broken): pass\ndef test_two(broken): pass\n")

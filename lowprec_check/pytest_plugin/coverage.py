@@ -60,6 +60,7 @@ class CoverageRecorder:
         """Why the summary of GitHub's step was not written."""
         self._watch: Watch | None = None
         self._shared: SharedFixtures | None = None
+        self._properties = coverage_output.GapProperties(self.columns)
         self._of_test: Ops = {}
         """What the test that runs has used in all of its phases."""
 
@@ -132,7 +133,7 @@ class CoverageRecorder:
         for ops in found:
             merge(self._of_test, ops)
         if report.when in ("call", "teardown"):
-            report.user_properties += coverage_output.gap_properties(self._of_test, self.columns)
+            report.user_properties += self._properties.of(self._of_test)
 
     def _autocast_policies(self) -> dict[str, AutocastDtype]:
         """What autocast of the installed torch does on the device; empty if it is not needed or not known."""
