@@ -212,8 +212,14 @@ def load_result(path: Path, data: bytes | None = None) -> ScanResult:
     """Decode the saved scan at ``path`` (``data``: its content, if it was read); raises :class:`UsageError` if that fails."""
     from lowprec_check.schema.scan_result import ResultError, ScanResult
 
+    data = read_saved(path) if data is None else data
     try:
-        return ScanResult.from_json(read_saved(path) if data is None else data)
+        return ScanResult.from_json(data)
     except ResultError as error:
+        from lowprec_check.analysis.suite_coverage import kind_of
+
+        if kind_of(data) == "coverage":
+            hint = "Compare two of them with: lowprec-check diff OLD.json NEW.json"
+            raise UsageError(f"{path} is the coverage of a test suite, not a scan.", hint) from None
         hint = "Pass an unchanged file that lowprec-check scan TARGET --json FILE saved."
         raise UsageError(f"{path}: {error}.", hint) from None

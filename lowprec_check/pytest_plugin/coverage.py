@@ -65,6 +65,7 @@ class CoverageRecorder:
         self.kept = KeptCalls(config, [column.catalog for column in self.columns])
         self._watch: Watch | None = None
         self._shared: SharedFixtures | None = None
+        self._properties = coverage_output.GapProperties(self.columns)
         self._of_test: Ops = {}
         """What the test that runs has used in all of its phases."""
 
@@ -141,7 +142,7 @@ class CoverageRecorder:
         for ops in found:
             merge(self._of_test, ops)
         if report.when in ("call", "teardown"):
-            report.user_properties += coverage_output.test_properties(self._of_test, self.columns)
+            report.user_properties += self._properties.of(self._of_test)
 
     def _autocast_policies(self) -> dict[str, AutocastDtype]:
         """What autocast of the installed torch does on the device; empty if it is not needed or not known."""
@@ -212,7 +213,7 @@ class CoverageRecorder:
         numbers = {op: _strongest(by_test.values()) for op, by_test in uses.items()}
         self._try_unknown(numbers)
         return Coverage(
-            tool=f"lowprec-check {importlib.metadata.version('lowprec-check')}",
+            tool=_tool(),
             device=first.device,
             torch=first.torch,
             evidence=first.evidence,
@@ -264,6 +265,13 @@ def _strongest(recorded: Iterable[Recorded]) -> Numbers:
     for called_with, _ in recorded:
         numbers = stronger(numbers, called_with)
     return numbers
+
+
+def _tool() -> str:
+    try:
+        return f"lowprec-check {importlib.metadata.version('lowprec-check')}"
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        return "lowprec-check"
 
 
 def _plain(found: dict[str, Any]) -> Ops:

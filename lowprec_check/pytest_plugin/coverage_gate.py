@@ -68,13 +68,16 @@ class CoverageGate:
     @property
     def verdict(self) -> str | None:
         """One sentence on what was found and whether the run fails for it; ``None`` without a gate and a baseline."""
-        fails = f": the run fails (--lowprec-fail-on {self.fail_on})" if self.fails else "."
+        fails = f": the run fails (--lowprec-fail-on {self.fail_on})" if self.fails else ""
         if self.fail_on == "gaps":
-            return f"{counted(self.gaps, 'gap')}{fails}" if self.gaps else "No gap."
-        if self.changes is None:
-            return None
-        number = len(self.changes.new_gaps)
-        return f"{gaps_text(number) if number else 'No new gap'}, compared with {self.shown}{fails}"
+            every = f"{counted(self.gaps, 'gap')}{fails}" if self.gaps else "No gap"
+            return f"{every}. {self._compared}." if self.changes else f"{every}."
+        return f"{self._compared}{fails}." if self.changes else None
+
+    @property
+    def _compared(self) -> str:
+        number = len(self.new or ())
+        return f"{gaps_text(number) if number else 'No new gap'}, compared with {self.shown}"
 
     def notes(self) -> list[str]:
         """What the comparison leaves out, and the conditions that differ."""

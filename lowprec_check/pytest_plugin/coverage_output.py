@@ -12,15 +12,19 @@ import pytest
 
 from lowprec_check.analysis.suite_coverage import Cell, Coverage, cell_of, precision_of
 from lowprec_check.catalog.declared import overload_name
+from lowprec_check.catalog.numbers import Numbers
 from lowprec_check.pytest_plugin.coverage_gate import CoverageGate
 from lowprec_check.pytest_plugin.shared_fixtures import Ops
 from lowprec_check.report.console import screen
 from lowprec_check.report.coverage import WIDTH, coverage_text
 from lowprec_check.report.coverage_diff import print_change
-from lowprec_check.report.coverage_github import coverage_github, step_summary
+from lowprec_check.report.coverage_github import LONGEST_SUMMARY, coverage_github, step_summary
 
 if TYPE_CHECKING:
     from lowprec_check.pytest_plugin.coverage_options import CoverageColumn
+
+_LIMIT = 2**20
+"""Bytes. GitHub drops the summary of a step that has more."""
 
 _COUNTS: dict[str, tuple[Cell, ...]] = {
     "run": ("runs", "low", "fp32", "inputs"),
@@ -48,9 +52,10 @@ def _gate_text(gate: CoverageGate) -> str:
         for change in gate.changes.new_gaps if gate.changes else []:
             console.print()
             print_change(console, change)
-        if gate.changes and gate.changes.new_gaps:
+        notes = gate.notes()
+        if notes and gate.new:
             console.print()
-        for note in gate.notes():
+        for note in notes:
             console.print(note, markup=False, highlight=False)
         console.print()
     return printed.text
@@ -63,21 +68,38 @@ def write_summary(found: Coverage, gate: CoverageGate) -> str | None:
         return None
     try:
         with Path(path).open("a", encoding="utf-8") as stream:
-            stream.write(step_summary(found, gate.changes, gate.verdict))
+            room = min(LONGEST_SUMMARY, _LIMIT - stream.tell())
+            text = step_summary(found, gate.changes, gate.verdict, room)
+            if len(text.encode()) > room:
+                return "The summary of the step has no room left for the coverage (GitHub allows 1 MiB)."
+            stream.write(text)
     except OSError as error:
         return f"Cannot write GITHUB_STEP_SUMMARY, {path}: {error.strerror}."
     return None
 
 
-def test_properties(ops: Ops, columns: Iterable[CoverageColumn]) -> list[tuple[str, object]]:
-    """For each precision in which an operator of a test fails, a property ``lowprec_half``: ``dot, _cdist_forward (in part)``."""
-    found: defaultdict[str, list[str]] = defaultdict(list)
-    for op, (numbers, _) in sorted(ops.items()):
-        for column in columns:
-            state = column.catalog.of(op, numbers).state
-            if state in ("none", "some"):
-                found[f"lowprec_{column.precision.name}"].append(overload_name(op) + " (in part)" * (state == "some"))
-    return [(name, ", ".join(names)) for name, names in found.items()]
+class GapProperties:
+    """The gaps of a test as properties of JUnit; operators are looked up once."""
+
+    def __init__(self, columns: Iterable[CoverageColumn]) -> None:
+        self._columns = [*columns]
+        self._known: dict[tuple[str, Numbers], list[tuple[str, str]]] = {}
+
+    def of(self, ops: Ops) -> list[tuple[str, object]]:
+        """For each precision in which an operator of a test fails, a property ``lowprec_half``: ``dot, _cdist_forward (in part)``."""
+        found: defaultdict[str, list[str]] = defaultdict(list)
+        for op, (numbers, _) in sorted(ops.items()):
+            for precision, shown in self._failing(op, numbers):
+                found[f"lowprec_{precision}"].append(shown)
+        return [(name, ", ".join(names)) for name, names in found.items()]
+
+    def _failing(self, op: str, numbers: Numbers) -> list[tuple[str, str]]:
+        """The precisions in which an operator fails, each with what to show."""
+        if (op, numbers) not in self._known:
+            states = [(column.precision.name, column.catalog.of(op, numbers).state) for column in self._columns]
+            shown = {"none": overload_name(op), "some": f"{overload_name(op)} (in part)"}
+            self._known[op, numbers] = [(name, shown[state]) for name, state in states if state in ("none", "some")]
+        return self._known[op, numbers]
 
 
 def add_suite_properties(config: pytest.Config, found: Coverage, gate: CoverageGate) -> None:
