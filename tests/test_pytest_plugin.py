@@ -406,6 +406,30 @@ def test_allclose_shows_the_error(project: pytest.Pytester) -> None:
     assert "nothing to compare" in texts(result)
 
 
+def test_a_failed_allclose_shows_which_elements_differ(project: pytest.Pytester) -> None:
+    body = """y = torch.arange(12.0).reshape(3, 4)
+    z = {"logits": [y, y.clone()]}
+    z["logits"][1][1, 2] += 5
+    z["logits"][1][0, 1] += 2
+    close = lowprec.allclose(z, {"logits": [y, y]})
+    print(repr(close))
+    assert close
+    """
+    for line in ("assert close", 'assert lowprec.allclose(z, {"logits": [y, y]})'):
+        result = marked(project, '"half"', body.replace("assert close", line))
+        first = "<half: error 2.4e-01 is over the tolerance 1e-02 (rel_l2; max_abs 5.0e+00)>"
+        lines = [
+            "Over the tolerance: 1 of 2 outputs, logits.1 (2.4e-01)",
+            "In logits.1:",
+            "Mismatched elements: 2 / 12 (16.7 %), by more than 6.5e-02 (the tolerance × the rms of the reference)",
+            "Greatest absolute difference: 5 at index (1, 2)",
+            "Greatest relative difference: 2 at index (0, 1)",
+        ]
+        assert "\n".join([f"assert {first}", *(f"  {line}" for line in lines)]) in texts(result)
+        assert texts(result).count("Mismatched elements") == 1
+        assert "\n".join([first, *lines]) in result.stdout.str()  # print(repr(close))
+
+
 @pytest.mark.parametrize(
     ("marker", "message"),
     [

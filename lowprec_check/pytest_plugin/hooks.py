@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _MARKER = """lowprec(*precisions, device="cpu", backend="eager", tolerance=None): run the test once per precision \
 ({precisions}); use lowprec.cast(model), lowprec.autocast() and lowprec.allclose(y, reference) in it. device: where to \
-run; the test is skipped if it is not available. backend: for lowprec.check ({backends}). tolerance: the largest rel_l2 that \
+run, one or several; those not available are skipped. backend: for lowprec.check ({backends}). tolerance: the largest rel_l2 that \
 passes; default: that of the precision."""
 
 

@@ -66,7 +66,12 @@ class PlainResult(Struct, frozen=True, kw_only=True):
 
 def output_tensors(output: Any) -> list[Tensor]:
     """The tensors of an output, detached, as plain dense tensors; numbers and NumPy arrays become tensors."""
-    return [part for _, tensor in leaves(output, numbers=True) for part in _dense(tensor.detach())]
+    return [tensor for _, tensor in named_output_tensors(output)]
+
+
+def named_output_tensors(output: Any) -> list[tuple[str, Tensor]]:
+    """Like :func:`output_tensors`, each with its path in the output, ``logits.0``."""
+    return [(path, part) for path, tensor in leaves(output, numbers=True) for part in _dense(tensor.detach())]
 
 
 def _dense(tensor: Tensor) -> list[Tensor]:
