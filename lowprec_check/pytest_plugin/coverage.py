@@ -92,7 +92,7 @@ class CoverageRecorder:
             from lowprec_check.pytest_plugin.fixture.watch import Watch
 
             self.kept.keeper = CallKeeper(self.kept.position)
-            self._watch = watch = Watch(str(self.root), self._is_gap, self.kept.wants, self.kept.keeper)
+            self._watch = watch = Watch(str(self.root), self._may_be_gap, self.kept.wants, self.kept.keeper)
             self._shared = SharedFixtures(lambda: _plain(watch.take()), options.worker_of(self.config))
         self._watch.start()
         try:
@@ -100,8 +100,9 @@ class CoverageRecorder:
         finally:
             self._watch.stop()
 
-    def _is_gap(self, op: str) -> bool:
-        return any(column.catalog.of(op).state in ("some", "none") for column in self.columns)
+    def _may_be_gap(self, op: str) -> bool:
+        known = any(column.catalog.of(op).state in ("some", "none") for column in self.columns)
+        return known or self.kept.wants(op)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(
