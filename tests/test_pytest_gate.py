@@ -179,6 +179,13 @@ def test_a_baseline_that_cannot_be_used(
     assert "Traceback" not in result.stderr.str()
 
 
+def test_a_baseline_may_have_more_precisions(suite: pytest.Pytester) -> None:
+    run(suite, "--lowprec-report", "base.json", precision="half,bfloat16")
+    result = gate(suite)
+    assert result.ret == OK
+    assert section(result)[:2] == ["No new gap, compared with base.json.", ""]
+
+
 def test_new_needs_a_baseline(suite: pytest.Pytester) -> None:
     result = run(suite, "--lowprec-fail-on", "new")
     assert result.ret == USAGE
