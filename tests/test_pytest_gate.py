@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from conftest import ROOT, Call
 
@@ -312,6 +313,25 @@ def test_what_a_difference_is() -> None:
     assert (found.new_tests, found.gone_tests) == (["test_net.py::test_3"], [])
     again = diff_coverages(NEW, NEW)
     assert [again.new_gaps, again.gone_gaps, again.new_ops, again.gone_ops, again.new_tests] == [[]] * 5
+
+
+@pytest.mark.parametrize(
+    ("tests", "changes", "new_gaps"),
+    [
+        ([0, 1], {}, 1),  # all tests ran: the call changed
+        ([0], {}, 0),  # another call of a test that did not change was tried
+        ([0, 3], {}, 1),  # a new test uses it
+        ([0], {"tried_here": False}, 1),  # the catalog says so
+    ],
+)
+def test_a_cell_that_rests_on_one_call_is_not_compared_in_a_partial_run(
+    tests: list[int], changes: dict[str, Any], new_gaps: int
+) -> None:
+    old = coverage_with(use_of("fold", [0, 1], "all", **{"tried_here": True} | changes), tests=2)
+    names = [f"test_net.py::test_{number}" for number in tests]
+    use = use_of("fold", [*range(len(tests))], **{"tried_here": True} | changes)
+    new = msgspec.structs.replace(coverage_with(use), tests=names)
+    assert len(diff_coverages(old, new).new_gaps) == new_gaps
 
 
 def write(path: Path, found: Coverage) -> Path:

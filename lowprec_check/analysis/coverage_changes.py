@@ -91,9 +91,10 @@ def diff_coverages(old: Coverage, new: Coverage) -> CoverageDiff:
             f"The old coverage has {sides}: no precision to compare.", "Save both for the same precisions."
         )
     before, after = ({use.op: use for use in side.ops} for side in (old, new))
-    worse = [_change(before.get(use.op), use, both, new, 1) for use in new.ops]
-    better = [_change(use, after.get(use.op), both, old, -1) for use in old.ops]
     tests_before, tests_after = _tests(old, new)
+    stable = _stable_keys(old, new) if tests_before - tests_after else {}
+    worse = [_change(before.get(use.op), use, stable.get(use.op, both), new, 1) for use in new.ops]
+    better = [_change(use, after.get(use.op), stable.get(use.op, both), old, -1) for use in old.ops]
     return CoverageDiff(
         old=_side(old),
         new=_side(new),
@@ -106,6 +107,23 @@ def diff_coverages(old: Coverage, new: Coverage) -> CoverageDiff:
         new_tests=sorted(tests_after - tests_before),
         gone_tests=sorted(tests_before - tests_after),
     )
+
+
+def _stable_keys(old: Coverage, new: Coverage) -> dict[str, list[str]]:
+    """For each op that tests of both use, and no new test, the precisions to compare although tests of the old one did not run.
+
+    A cell that rests on one call of the tests may rest on another call then, of a test that did not change.
+    """
+    before = {use.op: use for use in old.ops}
+    return {
+        use.op: [key for key in new.dtypes if key in old.dtypes and not _tried(use, before[use.op], key)]
+        for use in new.ops
+        if use.op in before and {*new.tests_of(use)} <= {*old.tests_of(before[use.op])}
+    }
+
+
+def _tried(one: OpUse, other: OpUse, key: str) -> bool:
+    return one.support[key].tried_here or other.support[key].tried_here
 
 
 def _change(old: OpUse | None, new: OpUse | None, keys: Sequence[str], side: Coverage, sign: int) -> GapChange | None:
