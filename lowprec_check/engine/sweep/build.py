@@ -69,7 +69,7 @@ def build(
     """
     command = sweep_command(device, samples=samples, extension=extension, python=python, worker=worker)
     with tempfile.TemporaryDirectory(prefix="lowprec-check-") as workdir:
-        sweep = Sweep(command, Path(workdir), call_seconds=call_seconds, on_progress=on_progress)
+        sweep = OperatorSweep(command, Path(workdir), call_seconds=call_seconds, on_progress=on_progress)
         with sweep.supervisor:
             return sweep.measure(only, jobs or os.cpu_count() or 1)
 
@@ -90,7 +90,7 @@ def sweep_command(
 SweepWorker = LineWorker[FromWorker]
 
 
-class Sweep:
+class OperatorSweep:
     """Workers that measure operators, and the queue of these. They run until ``supervisor`` ends."""
 
     def __init__(

@@ -10,14 +10,14 @@ import threading
 from pathlib import Path
 
 from lowprec_check.catalog.measured_sweep import MeasuredSweep
-from lowprec_check.engine.sweep.build import Sweep, sweep_command
+from lowprec_check.engine.sweep.build import OperatorSweep, sweep_command
 
 _locks = [threading.Lock()]
 """One; in a fork a new one, since a thread of the parent may have held the other."""
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: _locks.__setitem__(0, threading.Lock()))
 
-_kept: dict[tuple[int, str, str], Sweep] = {}
+_kept: dict[tuple[int, str, str], OperatorSweep] = {}
 """By process, device and the module that a worker runs. A fork cannot use the worker of its parent: they would share its pipes."""
 
 
@@ -34,7 +34,7 @@ def measure_briefly(
         sweep = _kept.get(key)
         if sweep is None:
             workdir = Path(tempfile.mkdtemp(prefix="lowprec-check-"))
-            sweep = Sweep(sweep_command(device, worker=worker), workdir, call_seconds=call_seconds, brief=True)
+            sweep = OperatorSweep(sweep_command(device, worker=worker), workdir, call_seconds=call_seconds, brief=True)
             _kept[key] = sweep
             atexit.register(_end, key)
         try:
