@@ -60,6 +60,11 @@ def test_modules_without_parameters_and_functions(model: Any, inputs: Any) -> No
     Lowprec().assert_no_gaps(model, *(inputs if isinstance(inputs, tuple) else (inputs,)))
 
 
+def test_a_function_runs_on_other_backends_and_in_other_processes() -> None:
+    assert Lowprec().check(torch.relu, X, backend="jit").run("half", "jit").status == "ok"
+    assert Lowprec().check(lambda x: x.exp(), X, isolation="none").run("half").status == "ok"
+
+
 def inverse(x: Tensor) -> Tensor:
     return torch.linalg.inv(x)
 

@@ -13,7 +13,7 @@ from conftest import INSTALLED, PLUGIN, ROOT
 from lowprec_check.catalog.declared import releases
 from lowprec_check.catalog.measured import sweep_of
 from lowprec_check.catalog.measured_sweep import MeasuredSweep
-from lowprec_check.engine.sweep.build import _Sweep
+from lowprec_check.engine.sweep import kept_sweep
 from lowprec_check.pytest_plugin import coverage  # noqa: F401 - imported once for all projects
 from lowprec_check.pytest_plugin import known_failures as known  # noqa: F401 - imported once for all projects
 from lowprec_check.pytest_plugin import op_support as support
@@ -259,15 +259,15 @@ def test_without_the_device_a_test_is_skipped(project: pytest.Pytester, call: st
     assert "SKIPPED [1] test_one.py:19: device xpu is not available" in project.runpytest("-rs").stdout.str()
 
 
-def test_all_operators_of_a_name_run_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_operators_of_a_name_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[list[str]] = []
 
-    def build(device: str, *, jobs: int, only: list[str]) -> MeasuredSweep:
-        measured.append(only)
+    def measure(device: str, ops: list[str]) -> MeasuredSweep:
+        measured.append(ops)
         sweep = sweep_of(device)
-        return MeasuredSweep(sweep.header, [sweep.records[op] for op in sorted(only)], [])
+        return MeasuredSweep(sweep.header, [sweep.records[op] for op in sorted(ops)], [])
 
-    monkeypatch.setattr(sys.modules[_Sweep.__module__], "build", build)
+    monkeypatch.setattr(kept_sweep, "measure_briefly", measure)
     support._measured.cache_clear()
     for backward in (False, True):
         found = support.support_of("_linalg_svd", "float16", "cpu", backward=backward)

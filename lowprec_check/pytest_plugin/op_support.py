@@ -83,13 +83,13 @@ def _named(asked: str, device: str) -> list[OpRecord]:
 
 @cache
 def _measured(device: str, ops: tuple[str, ...]) -> MeasuredSweep | None:
-    """Run the samples of the operators in a separate process; ``None`` if that is not possible."""
-    from lowprec_check.engine.sweep.build import build
+    """Run the samples of the operators in a worker that is kept for others; ``None`` if that is not possible."""
+    from lowprec_check.engine.sweep.kept_sweep import measure_briefly
 
     if not is_device_available(device):
         return None
     try:
-        return build(device, jobs=1, only=list(ops))
+        return measure_briefly(device, list(ops))
     except (UsageError, RuntimeError, OSError):  # this torch cannot describe its operators, or not these
         return None
 

@@ -67,49 +67,79 @@ def build(
     ``worker`` is the module that a worker runs; it is killed if one call takes longer than ``call_seconds``. Raises
     :class:`UsageError` if this torch or the device cannot be measured, or if an operator is unknown.
     """
-    command = module_command(worker, "--device", device, "--samples", str(samples), python=python)
-    command += ["--extension", extension] if extension else []
+    command = sweep_command(device, samples=samples, extension=extension, python=python, worker=worker)
     with tempfile.TemporaryDirectory(prefix="lowprec-check-") as workdir:
-        return _Sweep(command, Path(workdir), only, call_seconds, on_progress).run(jobs or os.cpu_count() or 1)
+        sweep = OperatorSweep(command, Path(workdir), call_seconds=call_seconds, on_progress=on_progress)
+        with sweep.supervisor:
+            return sweep.measure(only, jobs or os.cpu_count() or 1)
+
+
+def sweep_command(
+    device: str,
+    *,
+    samples: int = SAMPLES,
+    extension: str | None = None,
+    python: str = sys.executable,
+    worker: str = "lowprec_check.engine.sweep.worker",
+) -> list[str]:
+    """The command of a worker."""
+    command = module_command(worker, "--device", device, "--samples", str(samples), python=python)
+    return command + (["--extension", extension] if extension else [])
 
 
 SweepWorker = LineWorker[FromWorker]
 
 
-class _Sweep:
-    """The queue of operators, and the workers that measure them."""
+class OperatorSweep:
+    """Workers that measure operators, and the queue of these. They run until ``supervisor`` ends."""
 
     def __init__(
         self,
         command: list[str],
         workdir: Path,
-        only: list[str] | None,
-        call_seconds: float,
-        on_progress: OnProgress | None,
+        *,
+        call_seconds: float = CALL_SECONDS,
+        brief: bool = False,
+        on_progress: OnProgress | None = None,
     ) -> None:
-        self.command, self.workdir, self.only, self.on_progress = command, workdir, only, on_progress
-        self.call_seconds = call_seconds
+        """``brief``: whether to find out only what runs."""
+        self.command, self.workdir, self.on_progress = command, workdir, on_progress
+        self.call_seconds, self.brief = call_seconds, brief
         self.supervisor: Supervisor[SweepWorker, FromWorker] = Supervisor(tick=0.2)
+        self.workers: list[SweepWorker] = []
+        """Those that run."""
         self.measuring: dict[SweepWorker, str] = {}
         """The operator that each busy worker measures."""
-        self.header: Header | None = None
+        self.hello: Hello | None = None
         self.waiting: collections.deque[str] = collections.deque()
         self.lost: dict[str, dict[str, Raised]] = collections.defaultdict(dict)
+        self.retried: set[str] = set()
         self.found: dict[str, Answer] = {}
+        self.only: list[str] | None = None
         self.total = self.started = 0
 
-    def run(self, jobs: int) -> MeasuredSweep:
-        """Run until every operator is measured or given up."""
-        with self.supervisor:
-            for _ in range(jobs):
-                self._start()
-            for event in self.supervisor.events():
-                if isinstance(event, MessageEvent):
-                    self._handle(event.worker, event.message)
-                elif event.state != "running":
-                    self._replace(event)
-                if self.header is not None and len(self.found) >= self.total:
-                    return self._measured(self.header)
+    def measure(self, only: list[str] | None, jobs: int = 1) -> MeasuredSweep:
+        """Run until every operator (or those named in ``only``) is measured or given up; workers are kept for the next call."""
+        self.only, self.found, self.total = only, {}, 0
+        self.waiting.clear()
+        for worker in [worker for worker in self.workers if worker.exit_code is not None]:  # it died while it was idle
+            self.workers.remove(worker)
+            self.supervisor.release(worker)
+            worker.end()
+        if self.hello is not None:
+            self._set_operators(self.hello)
+            for worker in self.workers:
+                if worker.deadline == math.inf:  # it has said hello
+                    self._send_next(worker)
+        for _ in range(jobs - len(self.workers)):
+            self._start()
+        for event in self.supervisor.events():
+            if isinstance(event, MessageEvent):
+                self._handle(event.worker, event.message)
+            elif event.state != "running":
+                self._replace(event)
+            if self.hello is not None and len(self.found) >= self.total:
+                return self._measured(self.hello.header)
         raise AssertionError("a worker that ends is replaced")
 
     def _measured(self, header: Header) -> MeasuredSweep:
@@ -130,6 +160,7 @@ class _Sweep:
         )
         worker.set_timeout(START_SECONDS)
         self.supervisor.add(worker)
+        self.workers.append(worker)
 
     def _handle(self, worker: SweepWorker, message: FromWorker) -> None:
         if isinstance(message, CannotMeasure):
@@ -138,21 +169,20 @@ class _Sweep:
             raise RuntimeError(f"the sweep failed at {message.op}:\n{message.traceback}")
         if isinstance(message, Hello):
             worker.set_timeout(math.inf)
-            self._set_operators(message)
+            if self.hello is None:
+                self.hello = message
+                self._set_operators(message)
         else:
             self.found[message.record.op] = message
         self._send_next(worker)
 
     def _set_operators(self, hello: Hello) -> None:
-        if self.header is not None:
-            return
         unknown = sorted(set(self.only or ()) - set(hello.operators))
         if unknown:
             raise UsageError(
                 f"torch {hello.header.torch} has no operator {unknown[0]!r} in its OpInfo database.",
                 "Check the spelling; variants are written as in std.unbiased.",
             )
-        self.header = hello.header
         self.waiting.extend(self.only or hello.operators)
         self.total = len(self.waiting)
 
@@ -167,16 +197,22 @@ class _Sweep:
         if worker.breadcrumb is not None:
             worker.breadcrumb.enter(op, "samples", None)  # its position until its first call
         worker.op_limit = self.call_seconds
-        worker.send_task(msgspec.json.encode(Task(op, self.lost.get(op, {}))))
+        worker.send_task(msgspec.json.encode(Task(op, self.lost.get(op, {}), self.brief)))
         if self.on_progress is not None:
             self.on_progress(len(self.found), self.total, op)
 
     def _replace(self, ended: StateEvent[SweepWorker]) -> None:
         """Start another worker, and put the operator back in the queue, without the cell in which the worker died."""
         op = self.measuring.pop(ended.worker, None)
+        self.workers.remove(ended.worker)
         if op is None or ended.position is None:
             raise RuntimeError(_startup_failure(ended))
         cell = ended.position.module
+        if cell == "samples" and op not in self.retried:  # it may have died before it read the task
+            self.retried.add(op)
+            self.waiting.appendleft(op)
+            self._start()
+            return
         self.lost[op][cell] = self._describe_end(ended)
         if len(self.lost[op]) < MAX_DEATHS and cell != "float32/forward":
             self.waiting.appendleft(op)

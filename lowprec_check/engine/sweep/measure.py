@@ -29,13 +29,22 @@ class Results(NamedTuple):
 class OperatorMeasurement:
     """One operator. ``enter(cell, detail)`` is called before each step, so that a crash can be located.
 
-    ``lost`` maps the cells in which an earlier process died or hung to the failure.
+    ``lost`` maps the cells in which an earlier process died or hung to the failure. If ``brief``, only what runs is measured: no
+    errors, no times, no aten ops, nothing under autocast.
     """
 
     def __init__(
-        self, name: str, operator: Any, setting: Setting, lost: dict[str, Raised], enter: Callable[[str, str], None]
+        self,
+        name: str,
+        operator: Any,
+        setting: Setting,
+        lost: dict[str, Raised],
+        enter: Callable[[str, str], None],
+        *,
+        brief: bool = False,
     ) -> None:
         self.name, self.operator, self.setting, self.lost, self.enter = name, operator, setting, lost, enter
+        self.brief = brief
         self.caller = Caller(name, operator, setting)
         self.samples: list[Sample] = []
         self.outcomes: dict[tuple[Dtype, Mode], list[Raised | bool]] = {}
@@ -49,12 +58,13 @@ class OperatorMeasurement:
         reason = self._draw()
         if reason is not None:
             return Results(OpRecord(op=self.name, samples=(0, 0), note=reason), OpTimes(op=self.name))
-        self._record_aten()
+        if not self.brief:
+            self._record_aten()
         for dtype in DTYPES:
             self.ulp[dtype] = []
-            for mode in MODES if dtype in self.setting.autocast else MODES[:2]:
+            for mode in MODES if dtype in self.setting.autocast and not self.brief else MODES[:2]:
                 self.outcomes[dtype, mode] = self._cell(dtype, mode)
-        return Results(self._record(), self._times())
+        return Results(self._record(), OpTimes(op=self.name) if self.brief else self._times())
 
     def _draw(self) -> str | None:
         """Draw the samples; return the reason if there are none."""
@@ -105,7 +115,7 @@ class OperatorMeasurement:
 
     def _comparable(self, index: int) -> bool:
         """Whether the error of a sample is caused by the kernel."""
-        return index not in self.random and not self.name.startswith(_UNREPEATABLE)
+        return not self.brief and index not in self.random and not self.name.startswith(_UNREPEATABLE)
 
     # -- the results
 

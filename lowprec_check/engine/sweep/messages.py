@@ -31,6 +31,8 @@ class Task(Struct, frozen=True):
 
     op: str
     lost: dict[str, Raised] = {}
+    brief: bool = False
+    """Whether to find out only what runs: no errors, no times, nothing under autocast."""
 
 
 class Answer(Struct, frozen=True, tag="answer"):

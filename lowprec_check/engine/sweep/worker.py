@@ -52,7 +52,8 @@ def main() -> None:
             breadcrumb.enter(name, cell, detail)
 
         try:
-            found = OperatorMeasurement(task.op, operators[task.op], setting, task.lost, enter).measure()
+            operator = operators[task.op]
+            found = OperatorMeasurement(task.op, operator, setting, task.lost, enter, brief=task.brief).measure()
             _send(answers, Answer(found.record, found.times))
         except Exception as error:
             _send(answers, Fault(task.op, traceback_of(error)))

@@ -1,0 +1,139 @@
+"""The worker that measures single operators: kept for the next one, replaced if it dies, gone with its process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import msgspec
+import psutil
+import pytest
+import torch
+from conftest import ROOT
+
+from lowprec_check.catalog.measured_sweep import MeasuredSweep
+from lowprec_check.catalog.records import DTYPES, MODES, Failure
+from lowprec_check.engine.sweep import kept_sweep
+from lowprec_check.engine.sweep.build import build
+from lowprec_check.errors import UsageError
+
+pytestmark = pytest.mark.slow
+ODD = "killing_worker"
+
+
+@pytest.fixture(autouse=True)
+def own_operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Workers find the module ``killing_worker``, and end with the test."""
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    )
+    yield
+    for key in [*kept_sweep._kept]:
+        kept_sweep._end(key)
+
+
+def measured(*ops: str) -> MeasuredSweep:
+    return kept_sweep.measure_briefly("cpu", [*ops], worker=ODD, call_seconds=6)
+
+
+def worker_pid() -> int:
+    [sweep] = kept_sweep._kept.values()
+    [worker] = sweep.workers
+    return worker._group.pid
+
+
+def test_one_worker_measures_several_operators_and_is_replaced_if_it_dies() -> None:
+    assert measured("prints").records[0].state("float16", "backward") == "all"
+    first = worker_pid()
+    assert measured("refuses_large").records[0].state("float16", "forward") == "some"
+    assert worker_pid() == first
+    crash = measured("dies").records[0].failure("float16", "forward")
+    assert crash is not None
+    assert (crash.kind, crash.type) == ("crash", "SIGSEGV")
+    second = worker_pid()
+    assert second != first
+    os.kill(second, signal.SIGKILL)  # while it waits for the next operator
+    assert measured("prints").records[0].state("float16", "forward") == "all"
+    assert worker_pid() != second
+    assert not psutil.pid_exists(second)
+
+
+def test_an_unknown_operator_is_an_error_and_the_next_one_is_measured() -> None:
+    for _ in range(2):  # before and after the worker has started
+        with pytest.raises(UsageError, match="no operator 'nosuch'"):
+            measured("nosuch")
+        assert measured("prints").records[0].op == "prints"
+
+
+def test_a_fork_has_its_own_worker() -> None:
+    measured("prints")
+    first = worker_pid()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            kept_sweep._end((os.getppid(), "cpu", ODD))  # as at its exit
+            found = measured("prints").records[0].state("float16", "forward")
+            [sweep] = kept_sweep._kept.values()
+            code = 0 if found == "all" and sweep.workers[0]._group.pid != first else 1
+            kept_sweep._end((os.getpid(), "cpu", ODD))
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert measured("refuses_large").records[0].state("float16", "forward") == "some"
+    assert worker_pid() == first
+
+
+@pytest.mark.parametrize("end", ["pass", "os.kill(os.getpid(), 9)"], ids=["exit", "killed"])
+def test_the_worker_ends_with_its_process(end: str) -> None:
+    code = (
+        "import os\nfrom lowprec_check.engine.sweep import kept_sweep as k\n"
+        f"k.measure_briefly('cpu', ['prints'], worker={ODD!r})\n[sweep] = k._kept.values()\n"
+        f"print(sweep.workers[0]._group.pid, sweep.workdir, flush=True)\n{end}\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    pid, folder = done.stdout.split()
+    for _ in range(100):
+        if not psutil.pid_exists(int(pid)):
+            break
+        time.sleep(0.1)
+    assert not psutil.pid_exists(int(pid))
+    assert end != "pass" or not os.path.exists(folder)
+
+
+def without_cells(failure: Failure | None) -> Failure | None:
+    """A failure without the cells that it is common to, which a brief measurement may not have."""
+    return failure and msgspec.structs.replace(failure, cells=[])
+
+
+def test_a_brief_measurement_agrees_with_a_full_one() -> None:
+    ops = ["dot", "cdist", "linalg.svd", "special.i1"]
+    brief, full = kept_sweep.measure_briefly("cpu", ops), build("cpu", jobs=1, only=ops)
+    assert [record.op for record in brief.records] == [record.op for record in full.records] == sorted(ops)
+    for one, other in zip(brief.records, full.records, strict=True):
+        assert one.samples == other.samples
+        for dtype in DTYPES:
+            for mode in MODES[:2]:
+                assert one.state(dtype, mode) == other.state(dtype, mode)
+                assert one.count(dtype, mode) == other.count(dtype, mode)
+                assert without_cells(one.failure(dtype, mode)) == without_cells(other.failure(dtype, mode))
+
+
+def test_the_description_of_operators_is_loaded_without_the_compiler() -> None:
+    code = (
+        "import sys, json, torch\nfrom lowprec_check.engine.sweep.samples import load_operators\n"
+        "{}\nfound = [*load_operators()]\nprint(json.dumps(found), 'torch._dynamo' in sys.modules)\n"
+        "import torch._inductor.utils\nassert torch._inductor.utils.GPU_TYPES"
+    )
+    light, whole = (
+        subprocess.run([sys.executable, "-c", code.format(first)], capture_output=True, text=True, check=True).stdout
+        for first in ("", "import torch._inductor.utils")
+    )
+    assert light.rpartition(" ")[0] == whole.rpartition(" ")[0]
+    assert whole.split()[-1] == "True"
+    if torch.__version__.startswith("2.13"):  # other releases may need the compiler elsewhere
+        assert light.split()[-1] == "False"
