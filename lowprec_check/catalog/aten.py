@@ -15,6 +15,7 @@ from lowprec_check.catalog.fixes import fixed_since
 from lowprec_check.catalog.measured import at_release, sweep_of
 from lowprec_check.catalog.names import function_name
 from lowprec_check.catalog.numbers import COMPLEX_OPERATORS, Numbers, why_not_applicable
+from lowprec_check.catalog.one_device_ops import counterpart, dispatched_elsewhere, measured_counterparts, only_device
 from lowprec_check.catalog.records import MODES, Dtype, Failure, FailureKind, Mode, OpRecord, State
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.base import Struct
@@ -25,6 +26,7 @@ _NO_KERNEL = ("missing-kernel", "no-backend-kernel", "crash")
 
 AutocastDtype = Literal["low", "fp32", "inputs"]
 """What autocast runs an op in: its 16-bit dtype, fp32, or the dtype of the op's inputs, which may be either."""
+_FROM_WORST: tuple[State | None, ...] = ("none", "some", None, "all")
 Policies = Mapping[str, AutocastDtype]
 """By the name of the function, those that autocast casts the inputs of: ``linear``, ``linalg_inv``."""
 
@@ -116,7 +118,9 @@ class AtenCatalog:
         reason = why_not_applicable(numbers, self.dtype, self._modes[0])
         if reason is not None:
             return AtenSupport(state=None, applies=False, message=reason)
-        found = self._declared_of(op, self.declared) if self.declared else self._measured_of(op)
+        found = self._alone(op)
+        if self._lacks(op, found):
+            found = self._of_counterparts(op)
         if numbers == "complex" and found.state == "all" and not _is_complex_only(op):
             # No op without a kernel for half has one for complex32, but a third of those with one for half have none.
             message = "only complex numbers: support for half says nothing about complex32"
@@ -124,6 +128,32 @@ class AtenCatalog:
         if policies is None or self._modes[0] != "autocast":
             return found
         return msgspec.structs.replace(found, autocast=self._autocast_dtype(op, policies))
+
+    def _lacks(self, op: str, found: AtenSupport) -> bool:
+        """Whether the op is of another type of device, so that functions dispatch other ops on this one."""
+        if only_device(op) in (None, self.device) or dispatched_elsewhere(op):
+            return False
+        return found.kind == "no-backend-kernel" or (found.state is None and self.declared is None)
+
+    def _of_counterparts(self, op: str) -> AtenSupport:
+        """The support of what this device dispatches in place of an op of another device: of the worst, if they are several."""
+        stated = counterpart(op, self.device)
+        names = [] if self.declared else measured_counterparts(op, self.sweep)
+        names = names or (stated.dispatches if stated else [])
+        if not names:
+            message = f"only {only_device(op)} has this op; what {self.device} dispatches instead is not known"
+            return AtenSupport(state=None, message=message)
+        found = min(map(self._alone, names), key=lambda support: _FROM_WORST.index(support.state))
+        state, message = found.state, f"on {self.device}: {', '.join(names)}"
+        supported = stated.supports(self.dtype) if stated else None
+        if state is None and supported is not None:
+            state = "all" if supported else "none"
+        if found.message or state is None:
+            message += f": {found.message or 'not known to the catalog'}"
+        return msgspec.structs.replace(found, state=state, message=message)
+
+    def _alone(self, op: str) -> AtenSupport:
+        return self._declared_of(op, self.declared) if self.declared else self._measured_of(op)
 
     def _autocast_dtype(self, op: str, policies: Policies) -> AutocastDtype:
         """The policy of the op; else of the functions it belongs to (``cdist`` for ``_cdist_forward``); else, if it is part of

@@ -17,6 +17,7 @@ from lowprec_check.catalog.declared_file import Registration
 from lowprec_check.catalog.known_issues import matching
 from lowprec_check.catalog.names import function_name
 from lowprec_check.catalog.numbers import Numbers
+from lowprec_check.catalog.one_device_ops import counterpart, only_device
 from lowprec_check.catalog.predictable import has_kernels
 from lowprec_check.catalog.records import DTYPES as DTYPES_OF_CATALOG
 from lowprec_check.catalog.records import FORMATS, SHORT, Dtype
@@ -28,18 +29,8 @@ DTYPES: dict[torch.dtype, Dtype] = {torch.float16: "float16", torch.bfloat16: "b
 """The dtypes of 16 bits, and what the catalog has for each."""
 SOURCE = "the source of its kernels"
 
-_ON_DEVICE = {
-    "cuda": {
-        "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_efficient_attention",
-        "mkldnn_rnn_layer": "_cudnn_rnn",
-        "_embedding_bag": "_embedding_bag_forward_only",
-    },
-    "xpu": {
-        "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_fused_attention_overrideable",
-        "mkldnn_rnn_layer": "_thnn_fused_lstm_cell",
-    },
-}
-"""By device, ops that only a CPU has, and those that do their work there."""
+_ON_DEVICE = {"cuda": {"_embedding_bag": "_embedding_bag_forward_only"}}
+"""By device, ops that a CPU has as well, and those that do their work there."""
 _FFT = ("_fft_r2c", "_fft_c2r", "_fft_c2c")
 _MATRIX_PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "addbmm", "addmv", "mv", "convolution")
 _ONE_DTYPE = ("native_layer_norm", "native_group_norm")
@@ -119,7 +110,8 @@ class KernelSupport:
     def name_of(self, func: OpOverload) -> str:
         """The name of the overload that the device runs for ``func``: ``add.Tensor``, ``_cudnn_rnn``."""
         name = overload_name(func.name())
-        return _ON_DEVICE.get(self._device.name, {}).get(name, name)
+        instead = counterpart(name, self._device.name)
+        return instead.dispatches[0] if instead else _ON_DEVICE.get(self._device.name, {}).get(name, name)
 
     def computes_fft_in_half(self) -> bool:
         """Whether the device has a Fourier transform in half, at least for some sizes."""
@@ -141,6 +133,8 @@ class KernelSupport:
             found = {catalog.of(known).state: catalog.of(known).kind for known in _overloads(func, name)}
             return "none" if "all" not in found and found.get("none") == "no-backend-kernel" else None
         row = catalog.declared.row(name)
+        if only_device(name) not in (None, self._device.name) and (row is None or row.registration == "none"):
+            return None  # the device dispatches another op there, which is not known
         if row is not None and row.registration == "none" and self._falls_back:
             return "fallback"
         return row.registration if row is not None else None

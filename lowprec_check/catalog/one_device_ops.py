@@ -1,0 +1,108 @@
+"""Ops that only one type of device has, and what other devices dispatch instead. Never imports torch.
+
+A composite function selects such an op by the device of its inputs: ``scaled_dot_product_attention`` dispatches
+``_scaled_dot_product_flash_attention_for_cpu`` on a CPU. So a device without it may well run the function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+from lowprec_check.catalog.data_files import data_folder
+from lowprec_check.catalog.declared import overload_name
+from lowprec_check.catalog.measured import Sweep, at_release, history
+from lowprec_check.catalog.records import SHORT, Dtype, OpRecord
+from lowprec_check.catalog.toml_tables import read_tables
+from lowprec_check.schema.base import StrictStruct
+
+FILE, COUNTERPARTS = "one-device-ops.toml", "device-counterparts.toml"
+
+
+class OneDevice(StrictStruct, frozen=True, kw_only=True):
+    """The ops that a release of torch has kernels of for one type of device only, by ``native_functions.yaml``."""
+
+    device: str
+    torch: str
+    ops: list[str]
+    """Overload names, ``mkldnn_rnn_layer``."""
+
+
+class Counterpart(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
+    """What another device dispatches in place of an op."""
+
+    op: str
+    device: str
+    dispatches: list[str]
+    half: bool | None = None
+    """Whether they support half, if the catalog has nothing better; ``None``: not known."""
+    bfloat16: bool | None = None
+    why: str
+    link: str
+
+    def supports(self, dtype: Dtype) -> bool | None:
+        """Whether the ops support a dtype, by the source named in ``why``."""
+        return {"half": self.half, "bfloat16": self.bfloat16}.get(SHORT[dtype])
+
+
+def only_device(op: str) -> str | None:
+    """The only type of device with a kernel of an op, in any usual spelling; ``None`` if there are several, or for a composite op."""
+    return _devices().get(overload_name(op))
+
+
+def counterpart(op: str, device: str) -> Counterpart | None:
+    """What a device dispatches in place of an op, as ``device-counterparts.toml`` states it."""
+    return _counterparts().get((overload_name(op), device))
+
+
+def measured_counterparts(op: str, sweep: Sweep) -> list[str]:
+    """What the device of ``sweep`` dispatches in place of an op, by measurement: in every operator that dispatches the op on its own
+    device, and in no other, the ops that the same operator dispatches only here. Empty if no operator shows it.
+    """
+    own = only_device(op)
+    other = at_release(own, sweep.release) if own else None
+    if other is None:
+        return []
+    name, elsewhere, found = overload_name(op), set[str](), list[set[str]]()
+    for here in sweep.records.values():
+        there = other.records.get(here.op)
+        for ours, theirs in zip(_dispatched(here), _dispatched(there), strict=True):
+            if name not in theirs:
+                elsewhere |= ours
+            elif name not in ours:
+                found.append(ours - theirs)
+    return sorted(set.intersection(*found) - elsewhere) if found else []
+
+
+def _dispatched(record: OpRecord | None) -> tuple[set[str], set[str]]:
+    """The ops that an operator dispatches forward, and only in backward."""
+    return (set(record.aten), set(record.backward_aten)) if record else (set(), set())
+
+
+def dispatched_elsewhere(op: str) -> bool:
+    """Whether a function dispatches the op on another device too: a sweep of a device without it shows that it fails there."""
+    own = only_device(op)
+    return any((device, overload_name(op)) in _failing() for device in ("cpu", "cuda") if device != own)
+
+
+@cache
+def _failing() -> frozenset[tuple[str, str | None]]:
+    """By device, the ops that raise in its sweeps."""
+    return frozenset(
+        (sweep.header.device, failure.at)
+        for device in ("cpu", "cuda")
+        for sweep in history(device)[-1:]
+        for record in sweep.records.values()
+        for failure in record.failures
+    )
+
+
+@cache
+def _devices() -> Mapping[str, str]:
+    return {op: entry.device for entry in read_tables(data_folder() / FILE, "device", OneDevice) for op in entry.ops}
+
+
+@cache
+def _counterparts() -> Mapping[tuple[str, str], Counterpart]:
+    entries = read_tables(data_folder() / COUNTERPARTS, "counterpart", Counterpart)
+    return {(entry.op, entry.device): entry for entry in entries}
