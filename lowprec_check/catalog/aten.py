@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from lowprec_check.catalog import declared
+from lowprec_check.catalog.aten_corrections import corrected_state
 from lowprec_check.catalog.declared import overload_name
 from lowprec_check.catalog.declared_support import row_supports, why_missing
 from lowprec_check.catalog.fixes import fixed_since
@@ -177,7 +178,8 @@ class AtenCatalog:
             runs = any(use.state == "all" for use in dispatching)
             if failing:
                 partly = runs or all(use.state == "some" for use in failing)
-                return self._failure("some" if partly else "none", failing)
+                state = corrected_state(self.sweep.header.device, name, "some" if partly else "none")
+                return self._failure(state, failing)
             if runs:
                 return AtenSupport(state="all")
         failed = [use for use in self._dispatching[overload_name(op)] if use.failure is not None]

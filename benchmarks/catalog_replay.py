@@ -1,0 +1,195 @@
+"""Compares the derived support of aten ops with bare calls of them.
+
+python benchmarks/catalog_replay.py [--samples N] [--only NAME …]
+
+Each operator of OpInfo runs in fp32, forward and backward, and the aten ops that it dispatches are recorded with their
+arguments. Each recorded call is made again, alone: in fp32 (calls that fail there do not count), then with its floating arguments
+in half and in bfloat16. An op that the catalog calls "all" must have no call that fails, "none" no call that runs, "some" both.
+
+Each operator has a process of its own, since calls may crash. Writes reports/catalog-replay.md and .json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import signal
+import sys
+import warnings
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+from lowprec_check.catalog.aten import AtenCatalog
+from lowprec_check.catalog.declared import overload_name
+from lowprec_check.catalog.records import LOW, SHORT, Dtype
+from lowprec_check.engine.core.dispatch_mode import DispatchMode, run_op
+from lowprec_check.engine.sweep.calls import Caller, Setting
+from lowprec_check.engine.sweep.op_replay import computes_with_floats, copied, try_call
+from lowprec_check.engine.sweep.samples import load_operators, samples_of, seed_all
+from lowprec_check.engine.trace.op_arguments import outputs_of
+from lowprec_check.engine.trace.op_traits import traits
+
+SECONDS = 20
+PER_SAMPLE = 2
+"""Calls of an op that are kept, of each sample."""
+REPORT = Path(__file__).resolve().parent.parent / "reports" / "catalog-replay"
+
+
+Outcomes = dict[tuple[str, Dtype], list[str | None]]
+"""By op and dtype, what each call raised."""
+
+NOTES = """\
+What differed before, and the causes:
+
+- `_fft_r2c` in bfloat16 was "some" until the operators whose samples are complex (`istft`) no longer counted: they stay complex64 in
+  bfloat16, so that they dispatched it in fp32. Now "none", as all calls show.
+- `_cdist_forward`, `_histogramdd_bin_edges` and `histogram.bin_ct` were "some": their operators run in part, but the samples that run
+  do not dispatch them. A sweep does not record what each sample dispatches, so `catalog/aten-corrections.toml` has these three.
+
+Left: calls with empty outputs are not counted, since every kernel runs on them (`_pdist_forward` of one row). Autocast and
+accelerators are not compared."""
+
+
+class KeptArguments(DispatchMode):
+    """Keeps copies of the arguments of op calls, :data:`PER_SAMPLE` of each op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[Any, list[Any]] = defaultdict(list)
+
+    def handle(self, func: Any, args: Any, kwargs: Any, keys: Any) -> Any:
+        """Keep a copy and run the op."""
+        op = traits(func)
+        wanted = not op.view and not op.skipped and len(self.calls[func]) < PER_SAMPLE
+        if wanted and computes_with_floats(args, kwargs):
+            self.calls[func].append(copied(func, args, kwargs))
+        return run_op(func, args, kwargs, keys)
+
+
+def replay(name: str, bound: int) -> list[tuple[str, Dtype, str | None]]:
+    """For every call that an operator's samples make: the op, the dtype, and what it raised."""
+    operator = load_operators()[name]
+    caller = Caller(name, operator, Setting("cpu", bound, ("float16", "bfloat16"), torch.float64))
+    seed_all(name)
+    found: list[tuple[str, Dtype, str | None]] = []
+    for sample in samples_of(operator, "cpu", bound):
+        if not sample.floating():
+            continue
+        kept = KeptArguments()
+        for mode in ("forward", "backward"):
+            try:
+                with kept:
+                    caller.run(sample.cast(torch.float32, grad=mode == "backward"), torch.float32, mode)
+            except Exception:
+                pass
+        for func, calls in kept.calls.items():
+            for args, kwargs in calls:
+                if not fills_an_output(func, args, kwargs):
+                    continue
+                for dtype in LOW:
+                    error = try_call(func, args, kwargs, getattr(torch, dtype))
+                    found.append((str(func), dtype, error and error.message))
+    return found
+
+
+def fills_an_output(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call runs in fp32 and has an output with elements: without, kernels of any dtype run."""
+    args, kwargs = copied(func, args, kwargs)
+    try:
+        with torch.no_grad():
+            out = func(*args, **kwargs)
+    except Exception:
+        return False
+    outputs = outputs_of(out)
+    return not outputs or any(tensor.numel() for tensor in outputs)
+
+
+def child(name: str, bound: int, pipe: Any) -> None:
+    """In a process of its own, which ends after :data:`SECONDS`."""
+    signal.alarm(SECONDS)
+    torch.set_num_threads(1)
+    pipe.send(replay(name, bound))
+
+
+def measure(bound: int, only: list[str]) -> tuple[Outcomes, list[str]]:
+    """By op and dtype the outcome of every call; and the operators whose process did not end well."""
+    context = multiprocessing.get_context("fork")
+    outcomes: Outcomes = defaultdict(list)
+    lost = []
+    names = list(load_operators())
+    for index, name in enumerate(only or names):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=child, args=(name, bound, theirs))
+        process.start()
+        theirs.close()
+        try:
+            for op, dtype, error in ours.recv():
+                outcomes[op, dtype].append(error)
+        except EOFError:
+            lost.append(name)
+        process.join()
+        if index % 50 == 0:
+            print(f"{index}/{len(names)} {name}", file=sys.stderr, flush=True)
+    return outcomes, lost
+
+
+def compare(outcomes: Outcomes) -> list[dict[str, Any]]:
+    """For each op and dtype: what the catalog derives, and what its calls show."""
+    catalogs = {dtype: AtenCatalog("cpu", dtype, torch.__version__) for dtype in LOW}
+    rows = []
+    for (op, dtype), errors in sorted(outcomes.items()):
+        support, ran = catalogs[dtype].of(op), errors.count(None)
+        seen = "all" if ran == len(errors) else "some" if ran else "none"
+        message = next((error for error in errors if error), None)
+        row = {"op": overload_name(op), "dtype": SHORT[dtype], "catalog": support.state, "calls": seen}
+        rows.append(row | {"ran": ran, "of": len(errors), "message": message, "shown_by": support.shown_by[:3]})
+    return rows
+
+
+def report(rows: list[dict[str, Any]], lost: list[str]) -> str:
+    """The report as Markdown."""
+    differ = [row for row in rows if row["catalog"] not in (row["calls"], None)]
+    unknown = [row for row in rows if row["catalog"] is None]
+    counts = Counter((row["dtype"], row["catalog"] or "not known", row["calls"]) for row in rows)
+    table = [(*key, number) for key, number in sorted(counts.items())]
+    lines = [
+        "# The catalog's aten ops against bare calls",
+        "",
+        f"`python benchmarks/catalog_replay.py`, torch {torch.__version__}, CPU: {sum(row['of'] for row in rows) // 2} calls of",
+        f"{len({row['op'] for row in rows})} aten ops that the samples of OpInfo dispatch in fp32, each made again alone in half and in",
+        f"bfloat16. {len(differ)} of {len(rows) - len(unknown)} derived states differ from what the calls show;",
+        f"{len(unknown)} are not known to the catalog. Operators whose process crashed or hung: {', '.join(lost) or 'none'}.",
+        "",
+        tabulate(table, headers=["dtype", "catalog", "calls that run", "ops"], tablefmt="github"),
+        "",
+        *NOTES.splitlines(),
+    ]
+    for title, found in (("Differences", differ), ("Not known, and what the calls show", unknown)):
+        cells = [(r["op"], r["dtype"], r["catalog"], f"{r['ran']} of {r['of']}", r["message"]) for r in found]
+        headers = ["op", "dtype", "catalog", "calls that run", "first failure"]
+        lines += ["", f"## {title}", "", tabulate(cells, headers=headers, tablefmt="github") if cells else "None."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, compare and write the report."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--samples", type=int, default=5)
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--out", type=Path, default=REPORT)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    outcomes, lost = measure(options.samples, options.only)
+    rows = compare(outcomes)
+    options.out.with_suffix(".json").write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+    options.out.with_suffix(".md").write_text(report(rows, lost))
+    print(report(rows, lost))
+
+
+if __name__ == "__main__":
+    main()
