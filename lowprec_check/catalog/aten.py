@@ -51,6 +51,8 @@ class AtenSupport(Struct, frozen=True, kw_only=True):
     """The first later release of torch that runs it."""
     shown_by: list[str] = []
     """Operators that fail in this aten op."""
+    tried_here: bool = False
+    """Whether one call of the tests was made again in the dtype on this machine, which ``message`` or ``condition`` tells."""
 
 
 class _Use(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,8 @@ from lowprec_check.catalog.aten import AtenSupport, AutocastDtype
 from lowprec_check.catalog.numbers import Numbers, stronger
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.pytest_plugin import coverage_output, options, own_frames
-from lowprec_check.pytest_plugin.coverage_options import CoverageOptions, checked_options
+from lowprec_check.pytest_plugin.coverage_options import CoverageColumn, CoverageOptions, checked_options
+from lowprec_check.pytest_plugin.replayed_calls import KeptCalls
 from lowprec_check.pytest_plugin.shared_fixtures import Ops, Recorded, SharedFixtures, merge
 from lowprec_check.report.coverage_files import RENDERERS
 from lowprec_check.schema.files import write_file
@@ -35,7 +36,9 @@ def register(config: pytest.Config) -> None:
     """Check the options and register the plugin; raises :class:`pytest.UsageError` if an option is wrong."""
     found = checked_options(config)
     if found is not None and not config.option.collectonly:
-        config.pluginmanager.register(CoverageRecorder(config, found), "lowprec-coverage")
+        recorder = CoverageRecorder(config, found)
+        config.pluginmanager.register(recorder, "lowprec-coverage")
+        config.pluginmanager.register(recorder.kept, "lowprec-kept-calls")
         own_frames.register(config)
 
 
@@ -59,6 +62,7 @@ class CoverageRecorder:
         """Why the report was not written."""
         self.no_summary: str | None = None
         """Why the summary of GitHub's step was not written."""
+        self.kept = KeptCalls(config, [column.catalog for column in self.columns])
         self._watch: Watch | None = None
         self._shared: SharedFixtures | None = None
         self._of_test: Ops = {}
@@ -84,16 +88,19 @@ class CoverageRecorder:
     def _recorded(self) -> Generator[None]:
         """A wrapper of the old kind: no exception of the test passes through it, so that no traceback has its frame."""
         if self._watch is None:
+            from lowprec_check.pytest_plugin.fixture.kept_calls import CallKeeper
             from lowprec_check.pytest_plugin.fixture.watch import Watch
 
-            self._watch = watch = Watch(str(self.root), self._is_gap)
+            self.kept.keeper = CallKeeper(self.kept.position)
+            self._watch = watch = Watch(str(self.root), self._may_be_gap, self.kept.wants, self.kept.keeper)
             self._shared = SharedFixtures(lambda: _plain(watch.take()), options.worker_of(self.config))
         self._watch.start()
         yield
         self._watch.stop()
 
-    def _is_gap(self, op: str) -> bool:
-        return any(column.catalog.of(op).state in ("some", "none") for column in self.columns)
+    def _may_be_gap(self, op: str) -> bool:
+        known = any(column.catalog.of(op).state in ("some", "none") for column in self.columns)
+        return known or self.kept.wants(op)
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_fixture_setup(
@@ -199,6 +206,7 @@ class CoverageRecorder:
                 merge(ops, self.ops[key])
             for op, recorded in ops.items():
                 uses[op][test] = recorded
+        self._try_unknown(uses)
         tests = sorted(self.ran)
         index = indexed(tests, uses)
         return Coverage(
@@ -212,13 +220,19 @@ class CoverageRecorder:
             ops=[self._use(op, index[op], by_test) for op, by_test in sorted(uses.items())],
         )
 
+    def _try_unknown(self, uses: Mapping[str, Mapping[str, Recorded]]) -> None:
+        """Try a call of each op that the catalog does not know."""
+        pairs = [(op, tests, column) for op, tests in uses.items() for column in self.columns]
+        self.kept.try_all((op, column.catalog.dtype, self._support(op, tests, column)) for op, tests, column in pairs)
+
+    def _support(self, op: str, tests: Mapping[str, Recorded], column: CoverageColumn) -> AtenSupport:
+        """What the catalog says of an op, and what a call of it has shown."""
+        support = column.catalog.of(op, _strongest(tests), self.policies)
+        return self.kept.settled(op, column.catalog.dtype, support)
+
     def _use(self, op: str, index: list[int], tests: dict[str, Recorded]) -> OpUse:
-        numbers: Numbers = "integer"
-        for called_with, _ in tests.values():
-            numbers = stronger(numbers, called_with)
-        support: dict[str, AtenSupport] = {
-            column.key: column.catalog.of(op, numbers, self.policies) for column in self.columns
-        }
+        numbers = _strongest(tests)
+        support = {column.key: self._support(op, tests, column) for column in self.columns}
         use = OpUse(op=op, tests=index, numbers=numbers, support=support)
         if not use.is_gap:
             return use
@@ -241,6 +255,14 @@ class CoverageRecorder:
             terminalreporter.write_line(self.no_summary)
         if self.report is not None:
             terminalreporter.write_line(self.not_written or f"Full report: {self.report}")
+
+
+def _strongest(tests: Mapping[str, Recorded]) -> Numbers:
+    """The strongest numbers that any of the tests called an op with."""
+    numbers: Numbers = "integer"
+    for called_with, _ in tests.values():
+        numbers = stronger(numbers, called_with)
+    return numbers
 
 
 def _plain(found: dict[str, Any]) -> Ops:

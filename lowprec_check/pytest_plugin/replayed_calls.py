@@ -1,0 +1,213 @@
+"""Ops that the catalog does not know are tried: one call of the tests is made again in the dtype, in a process of its own.
+
+While tests run, ``fixture/kept_calls.py`` keeps a call of each such op; ``fixture/cast_replay.py`` makes it again. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from lowprec_check.catalog.aten import AtenCatalog, AtenSupport
+from lowprec_check.catalog.records import Dtype
+from lowprec_check.engine.sweep.failures import Raised, kind_of
+from lowprec_check.process.breadcrumb import Breadcrumb
+from lowprec_check.process.command_worker import LineWorker
+from lowprec_check.process.exit_code import describe_exit, signal_name
+from lowprec_check.process.interpreter import module_command
+from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor
+from lowprec_check.pytest_plugin import options
+from lowprec_check.pytest_plugin.marker import is_device_available
+from lowprec_check.pytest_plugin.replay_messages import ReplayAnswer, ReplayTask
+
+if TYPE_CHECKING:
+    from lowprec_check.pytest_plugin.fixture.kept_calls import CallKeeper
+
+WORKER = "lowprec_check.pytest_plugin.fixture.cast_replay"
+START_SECONDS = 120.0
+CALL_SECONDS = 10.0
+"""A call that takes longer is ended, and its op stays unknown."""
+ALL_SECONDS = 120.0
+"""Ops that were not tried after this time stay unknown."""
+_KEPT = "lowprec_kept_calls"
+_TRIED = "one call of these tests, tried here,"
+
+
+_DECODER = msgspec.json.Decoder(ReplayAnswer)
+Answers = dict[tuple[str, Dtype], ReplayAnswer]
+
+
+class KeptCalls:
+    """A plugin of pytest: keeps calls in the processes that run tests, and tries them in the one that collects results."""
+
+    def __init__(self, config: pytest.Config, catalogs: Iterable[AtenCatalog]) -> None:
+        self.config, self.catalogs = config, list(catalogs)
+        self.calls: dict[str, tuple[int, bytes | None, str | None]] = {}
+        """By op, the call with the lowest rank: the fields of a ``KeptCall``."""
+        self.answers: Answers = {}
+        self._positions: dict[str, int] = {}
+        self._position = 0
+        self.keeper: CallKeeper | None = None
+        """Set in processes that run tests."""
+
+    # -- in processes that run tests
+
+    def wants(self, op: str) -> bool:
+        """Whether a call of the op can say more than the catalog."""
+        device = self.catalogs[0].device
+        return any(_can_learn(catalog.of(op)) for catalog in self.catalogs) and is_device_available(device)
+
+    def position(self) -> int:
+        """The number of the test that runs."""
+        return self._position
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Number the tests: the same call is kept however pytest-xdist spreads them."""
+        self._positions = {item.nodeid: number for number, item in enumerate(session.items)}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Note which test runs."""
+        self._position = self._positions.get(nodeid, self._position)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self) -> None:
+        """Send what a worker of pytest-xdist has kept."""
+        for op, call in (self.keeper.calls if self.keeper else {}).items():
+            self._add(op, tuple(call))
+        if options.is_worker(self.config):
+            self.config.workeroutput[_KEPT] = self.calls  # type: ignore[attr-defined]
+
+    # -- in the process that collects results
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Take the calls of a worker of pytest-xdist."""
+        for op, call in getattr(node, "workeroutput", {}).get(_KEPT, {}).items():
+            self._add(op, tuple(call))
+
+    def _add(self, op: str, call: Any) -> None:
+        known = self.calls.get(op)
+        if known is None or _rank(call) < _rank(known):
+            self.calls[op] = call
+
+    def try_all(self, found: Iterable[tuple[str, Dtype, AtenSupport]]) -> None:
+        """Try each op, in each dtype, of which a call can say more than the catalog."""
+        tasks = []
+        for op, dtype in sorted({(op, dtype) for op, dtype, support in found if _can_learn(support)}):
+            _, data, why_not = self.calls.get(op, (0, None, None))
+            if data is not None:
+                tasks.append(ReplayTask(op=op, dtype=dtype, device=self.catalogs[0].device, call=data))
+            elif why_not is not None:
+                self.answers[op, dtype] = ReplayAnswer(why_not=why_not)
+        if tasks:
+            with tempfile.TemporaryDirectory(prefix="lowprec-check-") as folder:
+                self.answers |= CastReplay(tasks, Path(folder)).run()
+
+    def settled(self, op: str, dtype: Dtype, support: AtenSupport) -> AtenSupport:
+        """The support of an op, with what its call has shown."""
+        answer = self.answers.get((op, dtype))
+        if answer is None or not _can_learn(support):
+            return support
+        return _with_answer(op, support, answer)
+
+
+def _rank(call: tuple[int, bytes | None, str | None]) -> tuple[bool, int]:
+    return call[1] is None, call[0]
+
+
+def _can_learn(support: AtenSupport) -> bool:
+    """Whether a call says more: under autocast not if autocast casts the inputs to fp32."""
+    return support.applies and support.state in (None, "some") and support.autocast != "fp32"
+
+
+def _with_answer(op: str, support: AtenSupport, answer: ReplayAnswer) -> AtenSupport:
+    raised = answer.raised
+    if not answer.tried:
+        message = support.message or f"not tried here: {answer.why_not}"
+        return support if support.state else msgspec.structs.replace(support, message=message)
+    if support.state == "some":
+        condition = f"{support.condition or 'fails in part'}; {_TRIED} {'fails' if raised else 'runs'}"
+        return msgspec.structs.replace(support, condition=condition, tried_here=True)
+    if raised is None:
+        return msgspec.structs.replace(support, state="all", message=f"{_TRIED} runs", tried_here=True)
+    kind = kind_of(raised, op, fails_in_fp32=False)
+    if kind == "timeout" or (kind == "dtype-mismatch" and "backward" in op):
+        # a slow machine; or a derivative, whose forward op may return some tensors in another dtype
+        return msgspec.structs.replace(support, message=f"not known: {_TRIED} raised {raised.message}")
+    message = f"{raised.message} ({_TRIED} fails)"
+    return msgspec.structs.replace(support, state="none", kind=kind, message=message, tried_here=True)
+
+
+ReplayWorker = LineWorker[ReplayAnswer]
+
+
+class CastReplay:
+    """Makes calls in a process, and in another after a call that ends it."""
+
+    def __init__(self, tasks: Iterable[ReplayTask], folder: Path) -> None:
+        self.waiting = collections.deque(tasks)
+        self.folder, self.answers = folder, Answers()
+        self.current: ReplayTask | None = None
+        self.started = 0
+        self.end = time.monotonic() + ALL_SECONDS
+
+    def run(self) -> Answers:
+        """Run until every call is tried, or the time is up."""
+        with Supervisor[ReplayWorker, ReplayAnswer](tick=0.1) as supervisor:
+            supervisor.add(self._start())
+            for event in supervisor.events():
+                if isinstance(event, MessageEvent):
+                    self._answer(event.message)
+                    self._send_next(event.worker)
+                elif event.state != "running" and self._lost(event):
+                    supervisor.add(self._start())
+                if (self.current is None and not self.waiting) or time.monotonic() > self.end:
+                    break
+        return self.answers
+
+    def _start(self) -> ReplayWorker:
+        self.started += 1
+        path = self.folder / f"{self.started}.breadcrumb"
+        breadcrumb = Breadcrumb.create(path)
+        command = module_command(WORKER, "--breadcrumb", str(path))
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        worker: ReplayWorker = LineWorker(
+            command, _DECODER.decode, environment=environment, log=path.with_suffix(".log"), breadcrumb=breadcrumb
+        )
+        worker.set_timeout(START_SECONDS)
+        worker.op_limit = CALL_SECONDS
+        return worker
+
+    def _send_next(self, worker: ReplayWorker) -> None:
+        worker.set_timeout(ALL_SECONDS)
+        self.current = self.waiting.popleft() if self.waiting else None
+        if self.current is not None:
+            worker.send_task(msgspec.json.encode(self.current))
+
+    def _answer(self, answer: ReplayAnswer) -> None:
+        if self.current is not None:
+            self.answers[self.current.op, self.current.dtype] = answer
+
+    def _lost(self, ended: StateEvent[ReplayWorker]) -> bool:
+        """Note how a process ended in a call; returns whether to start another. One that does not start is not tried again."""
+        if self.current is None:
+            self.waiting.clear()
+            return False
+        if ended.exit_code is None:
+            raised = Raised("timeout", f"no result within {CALL_SECONDS:.0f} s", died=True)
+        else:
+            raised = Raised(signal_name(ended.exit_code) or "exit", describe_exit(ended.exit_code), died=True)
+        in_fp32 = ended.position is None or ended.position.module == "float32"
+        why_not = f"the call does not run again as it was: {raised.message}"
+        self._answer(ReplayAnswer(why_not=why_not) if in_fp32 else ReplayAnswer(tried=True, raised=raised))
+        self.current = None
+        return bool(self.waiting)
