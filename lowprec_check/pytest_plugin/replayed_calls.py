@@ -117,7 +117,7 @@ class KeptCalls:
         answer = self.answers.get((op, dtype))
         if answer is None or not _can_learn(support):
             return support
-        return _with_answer(op, support, answer)
+        return with_answer(op, support, answer)
 
 
 def _rank(call: tuple[int, bytes | None, str | None]) -> tuple[bool, int]:
@@ -129,7 +129,8 @@ def _can_learn(support: AtenSupport) -> bool:
     return support.applies and support.state in (None, "some") and support.autocast != "fp32"
 
 
-def _with_answer(op: str, support: AtenSupport, answer: ReplayAnswer) -> AtenSupport:
+def with_answer(op: str, support: AtenSupport, answer: ReplayAnswer) -> AtenSupport:
+    """The support of an op that the catalog does not know, or that runs in part, with what a call of it has shown."""
     raised = answer.raised
     if not answer.tried:
         message = support.message or f"not tried here: {answer.why_not}"

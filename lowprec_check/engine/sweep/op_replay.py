@@ -13,9 +13,22 @@ from lowprec_check.engine.sweep.failures import Raised
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs, map_args, tensors_in
 
 _STATISTICS = frozenset(
-    {"mean", "rstd", "invstd", "save_mean", "save_var", "save_invstd", "logsumexp", "log_sumexp", "log_sum_exp"}
+    [
+        "mean",
+        "rstd",
+        "invstd",
+        "save_mean",
+        "save_var",
+        "save_invstd",
+        "logsumexp",
+        "log_sumexp",
+        "log_sum_exp",
+        "state_steps",
+        "found_inf",
+        "grad_scale",
+    ]
 )
-"""Arguments of derivatives that forward kernels may return in fp32, whatever the dtype of their inputs."""
+"""Arguments that are fp32 in a model that was cast: what forward kernels keep for their derivatives, and steps of an optimizer."""
 _COMPLEX = {torch.float16: torch.complex32, torch.float32: torch.complex64, torch.float64: torch.complex128}
 
 
@@ -38,7 +51,9 @@ def copied(
     if not statistics:
         names = [argument.name for argument in func._schema.arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
-        kept = {id(value) for name, value in given.items() if name in _STATISTICS}
+        kept = {
+            id(tensor) for name, value in given.items() if name in _STATISTICS for tensor in tensors_in((value,), {})
+        }
     memory: dict[tuple[int, torch.dtype, torch.dtype], Tensor] = {}
 
     def copy(value: Any) -> Any:
@@ -64,7 +79,7 @@ def _copy(tensor: Tensor, wanted: torch.dtype, memory: dict[tuple[int, torch.dty
 def try_call(func: OpOverload, args: Args, kwargs: Kwargs, low: torch.dtype | None = None) -> Raised | None:
     """Call the op with copies of the arguments, floating ones in ``low`` if it is given; return what it raised.
 
-    A derivative that fails with its statistics in ``low`` is tried with fp32 ones, which its forward may return.
+    An op that fails with its statistics (:data:`_STATISTICS`) in ``low`` is tried with fp32 ones.
     """
     error = _try(func, *copied(func, args, kwargs, low))
     if error is not None and low is not None and any(a.name in _STATISTICS for a in func._schema.arguments):
