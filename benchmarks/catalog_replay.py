@@ -51,6 +51,10 @@ What differed before, and the causes:
 - `_cdist_forward`, `_histogramdd_bin_edges` and `histogram.bin_ct` were "some": their operators run in part, but the samples that run
   do not dispatch them. A sweep does not record what each sample dispatches, so `catalog/aten-corrections.toml` has these three.
 
+`python benchmarks/kept_call_replay.py` does the same as coverage does it, with one call of each op, kept as bytes and made again in
+another process. With torch 2.13 on a CPU: 527 ops, 8 not kept (sparse arguments, a namespace of OpInfo's own), 1038 verdicts in 6 s.
+All 1016 of ops that the catalog knows to run, or not to run, agree with it.
+
 Left: calls with empty outputs are not counted, since every kernel runs on them (`_pdist_forward` of one row). Autocast and
 accelerators are not compared."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,26 @@ def test_kept_arguments_have_their_strides_memory_and_types() -> None:
     assert not right.any()
     assert tuple(rest) == named
     assert kwargs == {"alpha": 3}
+
+
+def test_keeping_a_call_shows_nowhere() -> None:
+    functions: list[object] = []
+
+    class Functions(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            functions.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.nn.Parameter(torch.ones(2))
+    x.register_hook(lambda gradient: gradient)
+    keep, drawn = keeper(), torch.get_rng_state()
+    with warnings.catch_warnings(), Functions():
+        warnings.simplefilter("error")
+        keep("op", aten.neg.default, (x,), {})
+    assert keep.calls["op"].why_not is None
+    assert functions == []
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert x.requires_grad
 
 
 def test_the_first_test_whose_call_can_be_kept_decides() -> None:
