@@ -179,6 +179,7 @@ class CoverageRecorder:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Look up the operators, write the report, and fail the run if that was asked for."""
+        self.kept.finish()
         if options.is_worker(self.config):
             self.config.workeroutput[_POLICIES] = self._autocast_policies()  # type: ignore[attr-defined]
             return

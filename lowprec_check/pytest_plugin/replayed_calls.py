@@ -78,9 +78,8 @@ class KeptCalls:
         """Note which test runs."""
         self._position = self._positions.get(nodeid, self._position)
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionfinish(self) -> None:
-        """Send what a worker of pytest-xdist has kept."""
+    def finish(self) -> None:
+        """At the end of the session: a worker of pytest-xdist sends what it has kept."""
         for op, call in (self.keeper.calls if self.keeper else {}).items():
             self._add(op, tuple(call))
         if options.is_worker(self.config):
