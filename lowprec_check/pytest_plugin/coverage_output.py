@@ -70,7 +70,7 @@ def write_summary(found: Coverage, gate: CoverageGate) -> str | None:
 
 
 def test_properties(ops: Ops, columns: Iterable[CoverageColumn]) -> list[tuple[str, object]]:
-    """For each precision in which an operator of a test fails, a property ``lowprec_half``: ``dot, _cdist_forward (in part)``."""
+    """For each precision in which an operator of a test fails, a property ``lowprec_half``: ``dot, rrelu_with_noise (in part)``."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for op, (numbers, _) in sorted(ops.items()):
         for column in columns:
