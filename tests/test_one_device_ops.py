@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from lowprec_check.catalog.aten import AtenCatalog
 from lowprec_check.catalog.data_files import data_folder
@@ -19,8 +20,10 @@ from lowprec_check.catalog.one_device_ops import (
     measured_counterparts,
     only_device,
 )
+from lowprec_check.catalog.predictable import predicted_device
 from lowprec_check.catalog.records import LOW
 from lowprec_check.catalog.toml_tables import read_tables
+from lowprec_check.engine.device_twin.kernel_support import KernelSupport
 from tools.one_device_ops import only_on
 from tools.xpu_declarations.registrations import parse
 
@@ -36,7 +39,7 @@ def installed() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("device", ["xpu", "cuda"])
-def test_an_op_that_only_a_cpu_has_is_no_gap_for_want_of_a_registration(
+def test_an_op_that_only_a_cpu_has_is_not_reported_as_unregistered(
     installed: dict[str, list[str]], device: str, dtype: str
 ) -> None:
     catalog = AtenCatalog(device, dtype, "2.13.0")  # type: ignore[arg-type]
@@ -124,3 +127,12 @@ def test_a_suite_run_on_a_cpu_shows_what_xpu_runs(project: pytest.Pytester) -> N
     assert "aten.linalg_inv_ex.default" in gaps
     assert not {op for op in gaps if "mkldnn" in op or "scaled_dot" in op}
     assert "not registered" not in text
+
+
+def test_predictions_run_what_the_device_dispatches() -> None:
+    support = KernelSupport(predicted_device("xpu", "2.13", "2.13"))
+    aten = torch.ops.aten
+    assert support.name_of(aten.mkldnn_rnn_layer_backward.default) == "_thnn_fused_lstm_cell_backward_impl"
+    assert support.registration(aten.mkldnn_rnn_layer_backward.default) == "native"
+    assert support.registration(aten._weight_int4pack_mm_for_cpu.default) is None
+    assert support.registration(aten._histogramdd_bin_edges.default) == "none"

@@ -86,7 +86,7 @@ class GapProperties:
         self._known: dict[tuple[str, Numbers], list[tuple[str, str]]] = {}
 
     def of(self, ops: Ops) -> list[tuple[str, object]]:
-        """For each precision in which an operator of a test fails, a property ``lowprec_half``: ``dot, _cdist_forward (in part)``."""
+        """For each precision in which an operator of a test fails, a property ``lowprec_half``: ``dot, rrelu_with_noise (in part)``."""
         found: defaultdict[str, list[str]] = defaultdict(list)
         for op, (numbers, _) in sorted(ops.items()):
             for precision, shown in self._failing(op, numbers):
