@@ -114,18 +114,22 @@ def changed(plain: dict[str, Any], again: dict[str, Any], watched: dict[str, Any
     return sorted(test for test in stable if watched["tests"].get(test, {}).get("reports") != both[test])
 
 
-def cells(coverage: dict[str, Any], replayed: dict[str, list[int]]) -> dict[str, tuple[int, int, list[str]]]:
+def cells(coverage: dict[str, Any], replayed: dict[str, list[Any]]) -> dict[str, tuple[int, int, list[str]]]:
     """By the state of a cell: how many were replayed, how many of these are confirmed, and the operators of the others."""
     found: dict[str, tuple[int, int, list[str]]] = {}
     for use in coverage["ops"]:
         support = use["support"]["float16"]
-        ran, failed = replayed.get(use["op"], (0, 0))
+        ran, failed, why = replayed.get(use["op"], (0, 0, ""))
         if not support.get("applies", True) or not ran + failed:
             continue
         state = support["state"] or "unknown"
         confirmed = {"all": not failed, "none": not ran, "some": True, "unknown": True}[state]
         tried, right, wrong = found.get(state, (0, 0, []))
-        found[state] = tried + 1, right + confirmed, wrong if confirmed else [*wrong, f"{use['op']} {ran}+{failed}"]
+        found[state] = (
+            tried + 1,
+            right + confirmed,
+            wrong if confirmed else [*wrong, f"{use['op']} {ran} + {failed}: {why}"],
+        )
     return found
 
 
@@ -144,7 +148,7 @@ def measure(name: str, sources: Path, device: str) -> dict[str, Any]:
     ]
     usual = statistics.mean((seconds[0], seconds[3]))
     unknown = [use["op"] for use in watched["coverage"]["ops"] if use["support"]["float16"]["state"] is None]
-    failing = [op for op in unknown if replayed.get(op, (0, 0))[1]]
+    failing = [op for op in unknown if replayed.get(op, (0, 0, ""))[1]]
     return {
         "version": importlib.metadata.version(suite.package),
         "tests": len(plain["tests"]),

@@ -94,8 +94,8 @@ class Replay(Empty):
 
     def __init__(self) -> None:
         super().__init__()
-        self.results: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-        """By op: how many distinct calls ran, and how many failed."""
+        self.results: dict[str, list[Any]] = defaultdict(lambda: [0, 0, ""])
+        """By op: how many distinct calls ran, how many failed, and the error of the first."""
         self.seen: dict[str, set[str]] = defaultdict(set)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -120,8 +120,9 @@ class Replay(Empty):
             with torch.random.fork_rng(), torch.no_grad():
                 func(*pytree.tree_map(_half, args), **pytree.tree_map(_half, kwargs))
             self.results[str(func)][0] += 1
-        except Exception:
-            self.results[str(func)][1] += 1
+        except Exception as error:
+            found = self.results[str(func)]
+            found[1:] = [found[1] + 1, found[2] or str(error).partition("\n")[0]]
 
 
 def _shape(leaf: Any) -> Any:

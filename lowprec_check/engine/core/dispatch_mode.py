@@ -96,6 +96,7 @@ class DispatchMode(TorchDispatchMode):
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 _EXPLICIT_NONFUNCTIONAL = torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional
+_OF_TORCH = ("aten", "prims", "prim")
 _BACKENDS = ("CPU", "CUDA", "XPU", "MPS", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 
 
@@ -128,6 +129,12 @@ def python_kernel(func: OpOverload, tensors: Sequence[torch.Tensor]) -> Any:
                 else None
             )
     return None
+
+
+def has_python_kernel(func: OpOverload) -> bool:
+    """Whether a package registered a kernel of ``func`` for some type of device from Python."""
+    name = func.name().replace("::", "/", 1)
+    return func.namespace not in _OF_TORCH and any(f"{name}/{key}" in _impls for key in _BACKENDS)
 
 
 @functools.cache

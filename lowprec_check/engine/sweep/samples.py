@@ -5,20 +5,13 @@ OpInfo is a private part of torch that changes between versions. Only this modul
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import dataclasses
-import importlib
 import inspect
 import itertools
 import math
 import random
-import re
-import sys
-import types
 import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +36,7 @@ _WANTED = (torch.float32, torch.complex64, torch.float16, torch.bfloat16)
 def load_operators() -> dict[str, Any]:
     """OpInfo's operators by name and variant, in its order; raises :class:`UsageError` if OpInfo cannot be imported."""
     try:
-        op_db = _op_db()
+        from torch.testing._internal.common_methods_invocations import op_db
     except ImportError as error:
         raise UsageError(
             f"Cannot import the operator database of torch {torch.__version__}: {message_of(error)}.",
@@ -54,34 +47,6 @@ def load_operators() -> dict[str, Any]:
         name = full_name(operator)
         operators.setdefault(name, operator)
     return operators
-
-
-def _op_db() -> list[Any]:
-    """OpInfo's list. Importing it takes half the time if it does not import ``torch._inductor``, of which it wants one constant."""
-    name = "torch.testing._internal.common_methods_invocations"
-    constant = _gpu_types() if "torch._inductor" not in sys.modules else None
-    if constant is not None:
-        package, utils = types.ModuleType("torch._inductor"), types.ModuleType("torch._inductor.utils")
-        package.__path__ = []
-        utils.GPU_TYPES = constant  # type: ignore[attr-defined]
-        sys.modules.update({module.__name__: module for module in (package, utils)})
-        try:
-            with contextlib.suppress(ImportError, AttributeError):  # it wants more: it is imported again below
-                importlib.import_module(name)
-        finally:
-            del sys.modules[package.__name__], sys.modules[utils.__name__]
-    found: list[Any] = importlib.import_module(name).op_db
-    return found
-
-
-def _gpu_types() -> list[str] | None:
-    """``GPU_TYPES`` of ``torch._inductor.utils``, read from its text; ``None`` if it is not there."""
-    try:
-        text = (Path(torch.__file__).parent / "_inductor" / "utils.py").read_text(encoding="utf-8")
-        found = re.search(r"^GPU_TYPES\b[^=\n]*= *(\[[^\]]*\])", text, re.MULTILINE)
-        return list(ast.literal_eval(found[1])) if found else None
-    except (OSError, ValueError, SyntaxError):
-        return None
 
 
 def full_name(operator: Any) -> str:
