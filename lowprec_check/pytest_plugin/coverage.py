@@ -48,8 +48,8 @@ class CoverageRecorder:
     def __init__(self, config: pytest.Config, asked: CoverageOptions) -> None:
         self.config, self.columns, self.report, self.how, self.gate = config, *asked
         self.root = _root(config)
-        self.lines: dict[str, str] = {}
-        """By test, the line of its definition, ``tests/test_net.py:7``."""
+        self.places: dict[str, tuple[str, int]] = {}
+        """By test, where it is defined: the path, relative to pytest's root directory, and the line."""
         self.ran: set[str] = set()
         """Tests that were not skipped."""
         self.ops: defaultdict[str, Ops] = defaultdict(dict)
@@ -158,7 +158,7 @@ class CoverageRecorder:
         """Collect the operators of each test."""
         test = encodable(report.nodeid)
         path, line, _ = report.location
-        self.lines[test] = encodable(f"{self._relative(path)}:{(line or 0) + 1}")
+        self.places[test] = path, (line or 0) + 1
         skipped = report.skipped and not hasattr(report, "wasxfail")
         if report.failed or (report.when == "call" and not skipped):
             self.ran.add(test)
@@ -166,10 +166,6 @@ class CoverageRecorder:
         self.fixtures[test].update(getattr(report, "lowprec_uses", ()))
         for key, ops in getattr(report, "lowprec_fixtures", {}).items():
             merge(self.ops[key], ops)
-
-    def _relative(self, path: str) -> str:
-        """The path of a test, which pytest reports relative to its root directory, relative to ``root``."""
-        return os.path.relpath(self.config.rootpath / path, self.root)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -240,8 +236,13 @@ class CoverageRecorder:
         use = OpUse(op=op, tests=index, numbers=numbers, support=support)
         if not use.is_gap:
             return use
-        sources = sorted({source or self.lines[test] for test, (_, source) in tests.items()}, key=_by_line)
+        sources = sorted({source or self._line_of(test) for test, (_, source) in tests.items()}, key=_by_line)
         return OpUse(op=op, tests=index, numbers=numbers, support=support, sources=sources)
+
+    def _line_of(self, test: str) -> str:
+        """The line of a test's definition relative to ``root``, ``tests/test_net.py:7``."""
+        path, line = self.places[test]
+        return encodable(f"{os.path.relpath(self.config.rootpath / path, self.root)}:{line}")
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print new gaps and the table: with ``-v`` all operators, else only those that do not run in all cases."""
