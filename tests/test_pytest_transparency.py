@@ -343,3 +343,14 @@ def test_saved_operators_of_a_traced_model(project: pytest.Pytester) -> None:
     )
     project.runpytest("--lowprec-coverage", "half", "--lowprec-report", "out.json").assert_outcomes(passed=1)
     assert "aten.convolution.default" in {use["op"] for use in json.loads(Path("out.json").read_text())["ops"]}
+
+
+def test_ops_without_tensors_are_not_recorded() -> None:
+    """Every step of an optimizer calls two of the profiler's."""
+    parameter = nn.Parameter(torch.ones(2))
+    with watching() as watch:
+        parameter.sum().backward()
+        torch.optim.SGD([parameter], lr=0.1).step()
+    found = watch.take()
+    assert {name.split(".")[0] for name in found} == {"aten"}
+    assert "aten._foreach_add_.List" in found or "aten.add_.Tensor" in found
