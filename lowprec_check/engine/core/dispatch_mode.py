@@ -103,9 +103,13 @@ _BACKENDS = ("CPU", "CUDA", "XPU", "MPS", "CompositeExplicitAutograd", "Composit
 @functools.cache
 def is_composite(func: OpOverload) -> bool:
     """Whether ``func`` has no kernel but a composition of other ops."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return _is_registered(func, _COMPOSITE.name) and not any(_is_registered(func, key) for key in _BACKENDS)
+
+
+def _is_registered(func: OpOverload, key: str) -> bool:
+    """Whether ``func`` has a kernel for a dispatch key. Ops such as ``aten::sym_size``, which ask for a shape, are not in the dispatcher."""
     name = func.name()
-    return has_kernel(name, _COMPOSITE.name) and not any(has_kernel(name, key) for key in _BACKENDS)
+    return torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
 @functools.cache
@@ -120,8 +124,10 @@ def python_kernel(func: OpOverload, tensors: Sequence[torch.Tensor]) -> Any:
     For ops of ``torch.library``: ``torch.library.custom_op`` registers one kernel for each type of device, or one for all.
     """
     devices = {tensor.device.type for tensor in tensors} - {"cpu"} or {"cpu"}
+    if not devices <= {"cpu", *accelerators()}:  # on meta, an op of torch.library runs what describes its outputs
+        return None
     for key in (*(device.upper() for device in devices), _EXPLICIT.name):
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
+        if _is_registered(func, key):
             name = func.name().replace("::", "/", 1)
             return (
                 functools.partial(func._op_dk, getattr(torch._C.DispatchKey, key))
@@ -138,18 +144,24 @@ def has_python_kernel(func: OpOverload) -> bool:
 
 
 @functools.cache
+def has_autograd_kernel(func: OpOverload) -> bool:
+    """Whether ``func`` defines its gradient; without, autograd differentiates the ops inside its kernel."""
+    keys = ("Autograd", *(f"Autograd{kind.upper()}" for kind in ("cpu", *accelerators())))
+    return any(_is_registered(func, key) for key in keys)
+
+
+@functools.cache
 def is_explicit(func: OpOverload) -> bool:
     """Whether a kernel, made of other ops, serves the devices that have none of their own."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _EXPLICIT.name))
+    return _is_registered(func, _EXPLICIT.name)
 
 
 @functools.cache
 def shared_kernel(func: OpOverload) -> Any:
     """The dispatch key of the kernel, made of other ops, that all devices use for ``func``; ``None`` if they have kernels of their own."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    if has_kernel(func.name(), "CPU"):
+    if _is_registered(func, "CPU"):
         return None
-    return next((key for key in (_EXPLICIT, _EXPLICIT_NONFUNCTIONAL) if has_kernel(func.name(), key.name)), None)
+    return next((key for key in (_EXPLICIT, _EXPLICIT_NONFUNCTIONAL) if _is_registered(func, key.name)), None)
 
 
 class CalledFunctions:
@@ -279,7 +291,7 @@ def _is_autocast_enabled(device: str) -> bool:
 def _has_kernel(func: OpOverload, key: Any) -> bool:
     if key.name in _REPLACED:
         return func.name() in _REPLACED[key.name]
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key.name))
+    return _is_registered(func, key.name)
 
 
 def run_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:

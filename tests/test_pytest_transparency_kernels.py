@@ -1,0 +1,118 @@
+"""A suite under coverage behaves as without it where Python code chooses the kernel: higher-order ops, custom ops, nested tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lowprec_check.pytest_plugin.fixture.watch import Watch
+
+X = 2 * torch.eye(4)
+
+
+@contextmanager
+def watching() -> Iterator[Watch]:
+    watch = Watch()
+    watch.start()
+    try:
+        yield watch
+    finally:
+        watch.stop()
+
+
+# -- higher-order ops
+
+
+def condition() -> torch.Tensor:
+    return torch.cond(torch.tensor(True), torch.sin, torch.cos, (X,))
+
+
+def compiled_in_inference_mode() -> torch.Tensor:
+    """Its graph has the higher-order op ``with_effects``."""
+    with torch.inference_mode():
+        return torch.compile(torch.linalg.inv, backend="aot_eager", fullgraph=True)(X)
+
+
+@pytest.mark.parametrize("call", [condition, compiled_in_inference_mode])
+def test_a_higher_order_op_runs(call: Callable[[], torch.Tensor]) -> None:
+    plain = call()
+    with watching():
+        assert torch.equal(call(), plain)
+
+
+# -- ops of torch.library
+
+_library = torch.library.Library("lowprec_kernels", "FRAGMENT")
+_library.define("double_sine(Tensor x) -> Tensor")
+_library.impl("double_sine", lambda x: 2 * x.sin(), "CPU")
+_library.define("scale_(Tensor(a!) x) -> ()")
+_library.impl("scale_", lambda x: [x.mul_(2), None][1], "CPU")
+
+
+@torch.library.custom_op("lowprec_kernels::inverse", mutates_args=())
+def inverse(x: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.inv(x) + 1
+
+
+inverse.register_fake(torch.empty_like)
+
+
+@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
+def test_the_gradient_of_an_op_without_one_is_that_of_the_ops_inside() -> None:
+    x = torch.ones(3, requires_grad=True)
+    with watching() as watch:
+        torch.ops.lowprec_kernels.double_sine(x).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, 2 * torch.ones(3).cos())
+    assert {"aten.sin.default", "lowprec_kernels.double_sine.default"} <= {*watch.take()}
+
+
+def test_an_op_that_changes_its_argument_counts_as_a_change() -> None:
+    with watching():
+        x = torch.ones(3)
+        torch.ops.lowprec_kernels.scale_(x)
+    assert x._version == 1
+
+
+def test_an_op_on_meta_runs_its_description() -> None:
+    with watching():
+        assert inverse(torch.empty(3, 3, device="meta")).shape == (3, 3)
+        with pytest.raises(NotImplementedError, match="no fake impl or Meta kernel"):
+            torch.ops.lowprec_kernels.double_sine(torch.empty(3, device="meta"))
+
+
+def test_an_error_has_no_other_one_as_its_context() -> None:
+    with watching(), pytest.raises(RuntimeError, match="result type Float") as caught:
+        torch.ones(2, dtype=torch.int32).add_(1.5)
+    assert caught.value.__context__ is None
+
+
+# -- nested tensors
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_keep_their_kernels(layout: torch.layout, inference: bool) -> None:
+    parts, linear = [torch.randn(2, 4), torch.randn(3, 4)], nn.Linear(4, 3)
+    with torch.inference_mode(inference), watching():
+        outputs = linear(torch.nested.nested_tensor(parts, layout=layout)).unbind()
+    for output, part in zip(outputs, parts, strict=True):
+        torch.testing.assert_close(output, linear(part))
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+def test_attention_of_nested_tensors() -> None:
+    def attention() -> torch.Tensor:
+        query = torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged).transpose(1, 2)
+        return F.scaled_dot_product_attention(query, query, query).transpose(1, 2).values()
+
+    x = torch.randn(2, 2, 4)
+    plain = attention()
+    with watching():
+        assert torch.equal(attention(), plain)
