@@ -11,6 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lowprec_check.errors import UsageError
 from lowprec_check.pytest_plugin.fixture.closeness import closeness
 
 VALUES = st.lists(st.floats(-8, 8, width=16), min_size=2, max_size=12)
@@ -81,3 +82,25 @@ def test_a_complex_element_is_mismatched_by_its_magnitude() -> None:
     reference = torch.full((4,), 3 + 4j)
     y = reference + torch.tensor([0.0499, 0.0501, 0.0501j, 0.2])
     assert "Mismatched elements: 3 / 4 (75.0 %), by more than 5.0e-02" in "\n".join(lines(y, reference))
+
+
+def test_tensors_of_two_mappings_are_compared_by_key() -> None:
+    one, other = torch.ones(2), torch.full((2,), 3.0)
+    assert closeness({"b": other, "a": one}, {"a": one, "b": other}, 0.01, "half")
+    assert lines({"b": other, "a": one * 2}, {"a": one, "b": other})[1].endswith("a (1.0e+00)")
+    assert lines({"a": one, "b": one}, {"a": one, "c": one}) == [
+        "<half: only the output has b; only the reference has c>"
+    ]
+    assert closeness((one, other), [one, other], 0.01, "half")
+
+
+def test_tensors_that_cannot_be_compared() -> None:
+    assert lines(torch.ones(0), torch.ones(0)) == ["<half: nothing to compare: the tensors have no elements>"]
+    with pytest.raises(UsageError, match="y has a tensor on the meta device"):
+        closeness(torch.ones(2, device="meta"), torch.ones(2), 0.01, "half")
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize")
+def test_quantized_tensors_are_the_numbers_that_they_stand_for() -> None:
+    reference = torch.tensor([0.5, 1.0])
+    assert closeness(torch.quantize_per_tensor(reference, 0.1, 0, torch.qint8), reference, 0.01, "half")

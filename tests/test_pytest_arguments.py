@@ -177,3 +177,58 @@ def test_arguments_in_other_forms() -> None:
     assert lowprec.assert_supported("dot", device="xpu:0").device == "xpu"
     assert lowprec.allclose(X * 1.01, X, tolerance=0.02)
     assert not lowprec.allclose(X * 1.01, X, "half", tolerance=0.005)
+
+
+# -- nothing to cast, scripted modules
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (torch.sum, (torch.arange(3),)),
+        (nn.Flatten(), (torch.ones(1, 3, dtype=torch.long),)),
+        (lambda: torch.linalg.inv(torch.eye(3)), ()),
+    ],
+    ids=["function", "module", "no-arguments"],
+)
+def test_assert_no_gaps_of_a_call_in_which_nothing_is_cast(function: Any, args: Any) -> None:
+    with pytest.raises(UsageError, match="no floating-point parameters or inputs to cast"):
+        Lowprec().assert_no_gaps(function, *args)
+
+
+def test_a_function_may_cast_by_itself() -> None:
+    half = X.half()
+    Lowprec().assert_no_gaps(lambda: half @ half.T)
+    with pytest.raises(AssertionError, match="linalg_inv_ex"):
+        Lowprec().assert_no_gaps(lambda: torch.linalg.inv(torch.eye(3).half()))
+    with pytest.raises(UsageError, match="to cast"):
+        Lowprec().assert_no_gaps(lambda: half @ half.T, dtype="bfloat16")
+
+
+class Inverse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.inv(self.layer(x))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated", "ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16])
+def test_scripted_modules_are_cast(dtype: torch.dtype) -> None:
+    scripted = torch.jit.script(nn.Linear(8, 8))
+    Lowprec().assert_no_gaps(scripted, X, dtype=dtype)
+    assert Lowprec().cast(scripted, dtype)(X.to(dtype)).dtype == dtype
+    assert scripted.weight.dtype == torch.float32
+    with pytest.raises(AssertionError, match=r"aten\.linalg_inv_ex"):
+        Lowprec().assert_no_gaps(torch.jit.script(Inverse()), X.T @ X, dtype=dtype)
+
+
+def test_arguments_of_another_kind() -> None:
+    with pytest.raises(UsageError, match=r'such as "aten::dot"'):
+        Lowprec().assert_supported(None)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="The model is of type int"):
+        Lowprec().record("half", model=3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="Linear is a class"):
+        Lowprec().cast(nn.Linear, "half")

@@ -512,6 +512,8 @@ def test_markers_of_a_function_add_up_and_replace_those_of_the_class(project: py
     result = project.runpytest()
     result.assert_outcomes(errors=1)
     assert "marker lowprec: two markers name bfloat16-cpu; remove it from one of them." in result.stdout.str()
+    project.makepyfile(STACKED.replace('"autocast-bf16")', '"autocast-bf16", dtype=1)'))
+    project.runpytest().stdout.re_match_lines([".*did you mean precisions[?]$"])
 
 
 def test_marker_in_a_unittest_class_is_an_error(project: pytest.Pytester) -> None:

@@ -27,6 +27,20 @@ def watching() -> Iterator[Watch]:
         watch.stop()
 
 
+# -- higher-order operators
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_higher_order_operators_run() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q = torch.randn(1, 1, 16, 16)
+    for _ in range(2):
+        with watching():
+            assert flex_attention(q, q, q).shape == q.shape
+            assert torch.cond(q.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (q,)).shape == q.shape
+
+
 # -- tracing
 
 

@@ -133,7 +133,8 @@ def parametrize(metafunc: pytest.Metafunc, mark: pytest.Mark) -> None:
     try:
         found = cases_of(metafunc.definition)
     except MarkerError as error:
-        problem = f"{metafunc.definition.nodeid}: marker {mark.name}: {error}."
+        text = str(error)
+        problem = f"{metafunc.definition.nodeid}: marker {mark.name}: {text}{'' if text.endswith('?') else '.'}"
     if problem is not None:  # outside of the handler, so that pytest shows one error
         pytest.fail(problem, pytrace=False)
     if "lowprec" not in metafunc.fixturenames:

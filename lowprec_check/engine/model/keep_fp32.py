@@ -29,7 +29,9 @@ def cast_except(model: nn.Module, low: torch.dtype, keep_fp32: Sequence[str], *,
     untie(model, shared_weights(model, keep_fp32))
     kept = [model.get_submodule(name) for name in keep_fp32]
     exact = [[tensor.detach().clone() for tensor in _state(module)] for module in kept]
-    if method is not None:
+    if isinstance(model, torch.jit.ScriptModule):
+        model.to(low)  # it lacks bfloat16()
+    elif method is not None:
         getattr(model, method)()
     else:
         model._apply(lambda tensor: tensor.to(low) if tensor.is_floating_point() else tensor)
