@@ -116,3 +116,27 @@ def test_attention_of_nested_tensors() -> None:
     plain = attention()
     with watching():
         assert torch.equal(attention(), plain)
+
+
+# -- doctests
+
+
+@pytest.mark.parametrize("options", [(), ("--doctest-continue-on-failure",)])
+def test_a_failed_doctest_shows_no_frame_of_this_package(project: pytest.Pytester, options: tuple[str, ...]) -> None:
+    project.makepyfile(
+        functions='''
+        def product():
+            """
+            >>> import torch
+            >>> torch.ones(2, 3) @ torch.ones(2, 3)
+            1
+            >>> torch.ones(2, 3) @ torch.ones(2, 4)
+            2
+            """
+        '''
+    )
+    result = project.runpytest("--doctest-modules", "functions.py", "--lowprec-coverage", "half", *options)
+    result.assert_outcomes(failed=1)
+    text = result.stdout.str()
+    assert "mat1 and mat2 shapes cannot be multiplied" in text
+    assert "__torch_dispatch__" not in text
