@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from lowprec_check.pytest_plugin.fixture.watch import Watch
@@ -90,6 +91,18 @@ def test_an_error_has_no_other_one_as_its_context() -> None:
     with watching(), pytest.raises(RuntimeError, match="result type Float") as caught:
         torch.ones(2, dtype=torch.int32).add_(1.5)
     assert caught.value.__context__ is None
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_make_fx_traces_the_op_and_not_those_inside(inference: bool) -> None:
+    def traced() -> str:
+        with torch.inference_mode(inference):
+            return str(make_fx(lambda x: torch.ops.lowprec_kernels.double_sine(torch.linalg.inv(x)))(X).code)
+
+    plain = traced()
+    assert "double_sine" in plain
+    with watching():
+        assert traced() == plain
 
 
 # -- nested tensors
