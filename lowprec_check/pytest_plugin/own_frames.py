@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Iterator
 from types import TracebackType
+from typing import Any
 
 import pytest
 
@@ -63,7 +64,16 @@ def _with_causes(error: BaseException) -> Iterator[BaseException]:
         if each is not None and id(each) not in seen:
             seen.add(id(each))
             yield each
-            left += [each.__cause__, each.__context__, *getattr(each, "exceptions", ())]
+            left += [each.__cause__, each.__context__, *getattr(each, "exceptions", ()), *_of_doctest(each)]
+
+
+def _of_doctest(error: BaseException) -> Iterator[BaseException]:
+    """The exceptions of the failed lines of a doctest."""
+    several = getattr(error, "failures", None)  # with --doctest-continue-on-failure
+    failures: list[Any] = several if isinstance(several, list) else [error]
+    for failure in failures:
+        if type(failure).__name__ == "UnexpectedException":  # of doctest, which is not imported for it
+            yield failure.exc_info[1]
 
 
 def _cut(error: BaseException) -> bool:

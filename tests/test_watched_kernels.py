@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from lowprec_check.pytest_plugin.fixture.watch import Watch
@@ -28,21 +29,20 @@ def watching() -> Iterator[Watch]:
 # -- higher-order ops
 
 
-def condition() -> torch.Tensor:
-    return torch.cond(torch.tensor(True), torch.sin, torch.cos, (X,))
-
-
-def compiled_in_inference_mode() -> torch.Tensor:
-    """Its graph has the higher-order op ``with_effects``."""
-    with torch.inference_mode():
-        return torch.compile(torch.linalg.inv, backend="aot_eager", fullgraph=True)(X)
-
-
-@pytest.mark.parametrize("call", [condition, compiled_in_inference_mode])
-def test_a_higher_order_op_runs(call: Callable[[], torch.Tensor]) -> None:
-    plain = call()
-    with watching():
-        assert torch.equal(call(), plain)
+def test_higher_order_ops_run(project: pytest.Pytester) -> None:
+    """In a process of its own: they import Dynamo. The graph compiled in inference mode has ``with_effects``."""
+    project.makepyfile(
+        """
+        import torch
+        x = 2 * torch.eye(4)
+        def test_condition(): assert torch.equal(torch.cond(torch.tensor(True), torch.sin, torch.cos, (x,)), x.sin())
+        def test_compiled():
+            with torch.inference_mode():
+                inverse = torch.compile(torch.linalg.inv, backend="aot_eager", fullgraph=True)(x)
+                assert torch.equal(inverse, torch.linalg.inv(x))
+        """
+    )
+    project.runpytest_subprocess("--lowprec-coverage", "half").assert_outcomes(passed=2)
 
 
 # -- ops of torch.library
@@ -92,6 +92,18 @@ def test_an_error_has_no_other_one_as_its_context() -> None:
     assert caught.value.__context__ is None
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_make_fx_traces_the_op_and_not_those_inside(inference: bool) -> None:
+    def traced() -> str:
+        with torch.inference_mode(inference):
+            return str(make_fx(lambda x: torch.ops.lowprec_kernels.double_sine(torch.linalg.inv(x)))(X).code)
+
+    plain = traced()
+    assert "double_sine" in plain
+    with watching():
+        assert traced() == plain
+
+
 # -- nested tensors
 
 
@@ -116,3 +128,27 @@ def test_attention_of_nested_tensors() -> None:
     plain = attention()
     with watching():
         assert torch.equal(attention(), plain)
+
+
+# -- doctests
+
+
+@pytest.mark.parametrize("options", [(), ("--doctest-continue-on-failure",)])
+def test_a_failed_doctest_shows_no_frame_of_this_package(project: pytest.Pytester, options: tuple[str, ...]) -> None:
+    project.makepyfile(
+        functions='''
+        def product():
+            """
+            >>> import torch
+            >>> torch.ones(2, 3) @ torch.ones(2, 3)
+            1
+            >>> torch.ones(2, 3) @ torch.ones(2, 4)
+            2
+            """
+        '''
+    )
+    result = project.runpytest("--doctest-modules", "functions.py", "--lowprec-coverage", "half", *options)
+    result.assert_outcomes(failed=1)
+    text = result.stdout.str()
+    assert "mat1 and mat2 shapes cannot be multiplied" in text
+    assert "__torch_dispatch__" not in text
