@@ -17,6 +17,7 @@ from lowprec_check.catalog.one_device_ops import (
     COUNTERPARTS,
     Counterpart,
     dispatched_elsewhere,
+    has_other_layouts_only,
     measured_counterparts,
     only_device,
 )
@@ -24,7 +25,7 @@ from lowprec_check.catalog.predictable import predicted_device
 from lowprec_check.catalog.records import LOW
 from lowprec_check.catalog.toml_tables import read_tables
 from lowprec_check.engine.device_twin.kernel_support import KernelSupport
-from tools.one_device_ops import only_on
+from tools.one_device_ops import only_on, only_other_layouts
 from tools.xpu_declarations.registrations import parse
 
 pytest.importorskip("yaml")
@@ -57,6 +58,18 @@ def test_real_gaps_stay_gaps() -> None:
     assert half.of("_histogramdd_bin_edges").message == "not registered for xpu"  # a CPU and Metal have it
     assert half.of("_sparse_mm_reduce_impl").message == "not registered for xpu"  # a function calls it on any device
     assert AtenCatalog("cuda", "float16", "2.13.0").of("_sparse_mm_reduce_impl").kind == "no-backend-kernel"
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_an_op_without_dense_kernels_is_not_known_on_xpu(dtype: str) -> None:
+    """The declarations cover dense tensors; XPU has kernels of some of these for others."""
+    file = importlib.resources.files("torchgen") / "packaged/ATen/native/native_functions.yaml"
+    ops = [op for op in only_other_layouts(parse(file.read_text())) if has_other_layouts_only(op)]
+    assert {"_to_dense", "to_padded_tensor", "sparse_mask"} <= {*ops}
+    assert not {"mm", "linalg_inv_ex", "_cdist_forward"} & {*ops}
+    catalog = AtenCatalog("xpu", dtype, "2.13.0")  # type: ignore[arg-type]
+    assert {op for op in ops if catalog.of(op).kind == "no-backend-kernel"} == set()
+    assert "those of xpu are not declared" in (catalog.of("_to_dense").message or "")
 
 
 def test_what_cuda_dispatches_instead_is_measured() -> None:

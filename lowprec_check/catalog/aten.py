@@ -16,7 +16,13 @@ from lowprec_check.catalog.fixes import fixed_since
 from lowprec_check.catalog.measured import at_release, sweep_of
 from lowprec_check.catalog.names import function_name
 from lowprec_check.catalog.numbers import COMPLEX_OPERATORS, Numbers, why_not_applicable
-from lowprec_check.catalog.one_device_ops import counterpart, dispatched_elsewhere, measured_counterparts, only_device
+from lowprec_check.catalog.one_device_ops import (
+    counterpart,
+    dispatched_elsewhere,
+    has_other_layouts_only,
+    measured_counterparts,
+    only_device,
+)
 from lowprec_check.catalog.records import MODES, Dtype, Failure, FailureKind, Mode, OpRecord, State
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.base import Struct
@@ -216,6 +222,11 @@ class AtenCatalog:
         if supported is not False:
             return AtenSupport(state="all" if supported else None)
         kind, message = why_missing(row.registration, file.device)
+        if kind == "no-backend-kernel" and has_other_layouts_only(op):
+            message = (
+                f"only sparse, nested or quantized tensors have kernels of it; those of {file.device} are not declared"
+            )
+            return AtenSupport(state=None, message=message)
         return AtenSupport(state="none", kind=kind, message=message)
 
 

@@ -16,7 +16,7 @@ from lowprec_check.catalog.records import SHORT, Dtype, OpRecord
 from lowprec_check.catalog.toml_tables import read_tables
 from lowprec_check.schema.base import StrictStruct
 
-FILE, COUNTERPARTS = "one-device-ops.toml", "device-counterparts.toml"
+FILE, LAYOUTS, COUNTERPARTS = "one-device-ops.toml", "other-layout-ops.toml", "device-counterparts.toml"
 
 
 class OneDevice(StrictStruct, frozen=True, kw_only=True):
@@ -26,6 +26,14 @@ class OneDevice(StrictStruct, frozen=True, kw_only=True):
     torch: str
     ops: list[str]
     """Overload names, ``mkldnn_rnn_layer``."""
+
+
+class OtherLayouts(StrictStruct, frozen=True, kw_only=True):
+    """The ops that a release of torch has no kernels of for dense tensors, by ``native_functions.yaml``."""
+
+    torch: str
+    ops: list[str]
+    """Overload names, ``_to_dense``."""
 
 
 class Counterpart(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
@@ -48,6 +56,11 @@ class Counterpart(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
 def only_device(op: str) -> str | None:
     """The only type of device with a kernel of an op, in any usual spelling; ``None`` if there are several, or for a composite op."""
     return _devices().get(overload_name(op))
+
+
+def has_other_layouts_only(op: str) -> bool:
+    """Whether an op has kernels for sparse, nested, quantized and MKL-DNN tensors only, which declarations of devices do not cover."""
+    return overload_name(op) in _other_layouts()
 
 
 def counterpart(op: str, device: str) -> Counterpart | None:
@@ -100,6 +113,11 @@ def _failing() -> frozenset[tuple[str, str | None]]:
 @cache
 def _devices() -> Mapping[str, str]:
     return {op: entry.device for entry in read_tables(data_folder() / FILE, "device", OneDevice) for op in entry.ops}
+
+
+@cache
+def _other_layouts() -> frozenset[str]:
+    return frozenset(op for entry in read_tables(data_folder() / LAYOUTS, "layouts", OtherLayouts) for op in entry.ops)
 
 
 @cache
