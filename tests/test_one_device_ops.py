@@ -68,7 +68,8 @@ def test_an_op_without_dense_kernels_is_not_known_on_xpu(dtype: str) -> None:
     assert {"_to_dense", "to_padded_tensor", "sparse_mask"} <= {*ops}
     assert not {"mm", "linalg_inv_ex", "_cdist_forward"} & {*ops}
     catalog = AtenCatalog("xpu", dtype, "2.13.0")  # type: ignore[arg-type]
-    assert {op for op in ops if catalog.of(op).kind == "no-backend-kernel"} == set()
+    unregistered = {op for op in ops if catalog.of(op).kind == "no-backend-kernel"}
+    assert all(dispatched_elsewhere(op) for op in unregistered)
     assert "those of xpu are not declared" in (catalog.of("_to_dense").message or "")
 
 

@@ -222,7 +222,7 @@ class AtenCatalog:
         if supported is not False:
             return AtenSupport(state="all" if supported else None)
         kind, message = why_missing(row.registration, file.device)
-        if kind == "no-backend-kernel" and has_other_layouts_only(op):
+        if kind == "no-backend-kernel" and has_other_layouts_only(op) and not dispatched_elsewhere(op):
             message = (
                 f"only sparse, nested or quantized tensors have kernels of it; those of {file.device} are not declared"
             )
