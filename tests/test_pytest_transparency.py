@@ -4,42 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from watched import watching
 
 from lowprec_check.pytest_plugin import coverage
-from lowprec_check.pytest_plugin.fixture.watch import Watch
 from lowprec_check.pytest_plugin.own_frames import without_own_frames
-
-
-@contextmanager
-def watching() -> Iterator[Watch]:
-    watch = Watch()
-    watch.start()
-    try:
-        yield watch
-    finally:
-        watch.stop()
-
-
-# -- higher-order operators
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_higher_order_operators_run() -> None:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    q = torch.randn(1, 1, 16, 16)
-    for _ in range(2):
-        with watching():
-            assert flex_attention(q, q, q).shape == q.shape
-            assert torch.cond(q.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (q,)).shape == q.shape
-
 
 # -- tracing
 

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
-
-from lowprec_check.pytest_plugin.fixture.watch import Watch
+from watched import watching
 
 X = 2 * torch.eye(4)
-
-
-@contextmanager
-def watching() -> Iterator[Watch]:
-    watch = Watch()
-    watch.start()
-    try:
-        yield watch
-    finally:
-        watch.stop()
 
 
 # -- higher-order ops
@@ -34,15 +20,18 @@ def test_higher_order_ops_run(project: pytest.Pytester) -> None:
     project.makepyfile(
         """
         import torch
+        from torch.nn.attention.flex_attention import flex_attention
         x = 2 * torch.eye(4)
         def test_condition(): assert torch.equal(torch.cond(torch.tensor(True), torch.sin, torch.cos, (x,)), x.sin())
+        def test_attention():
+            assert flex_attention(x[None, None], x[None, None], x[None, None]).shape == (1, 1, 4, 4)
         def test_compiled():
             with torch.inference_mode():
                 inverse = torch.compile(torch.linalg.inv, backend="aot_eager", fullgraph=True)(x)
                 assert torch.equal(inverse, torch.linalg.inv(x))
         """
     )
-    project.runpytest_subprocess("--lowprec-coverage", "half").assert_outcomes(passed=2)
+    project.runpytest_subprocess("-Wignore", "--lowprec-coverage", "half").assert_outcomes(passed=3)
 
 
 # -- ops of torch.library
