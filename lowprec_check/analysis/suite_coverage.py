@@ -8,9 +8,8 @@ from typing import Literal
 
 import msgspec
 
-from lowprec_check.catalog.aten import AtenSupport, AutocastDtype
+from lowprec_check.catalog.aten import FROM_WORST, AtenSupport, AutocastDtype
 from lowprec_check.catalog.numbers import Numbers
-from lowprec_check.catalog.records import State
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.base import Struct, decode, encoded
 from lowprec_check.schema.precisions import PRECISIONS
@@ -21,7 +20,6 @@ SCHEMA = 2
 Cell = Literal["runs", "low", "fp32", "inputs", "some", "none", "unknown", "inapplicable"]
 """What a precision does to an operator; the first four run, the last three of them under autocast."""
 _BY_POLICY: dict[AutocastDtype | None, Cell] = {"low": "low", "inputs": "inputs", "fp32": "fp32", None: "runs"}
-_ORDER: tuple[State | None, ...] = ("none", "some", None, "all")
 
 
 def cell_of(support: AtenSupport) -> Cell:
@@ -56,13 +54,13 @@ class OpUse(Struct, frozen=True, kw_only=True):
     @property
     def worst(self) -> int:
         """0 if it does not run in one of the dtypes, 3 if it runs in all, 4 if none applies."""
-        states = [_ORDER.index(support.state) for support in self.support.values() if support.applies]
-        return min(states, default=len(_ORDER))
+        states = [FROM_WORST.index(support.state) for support in self.support.values() if support.applies]
+        return min(states, default=len(FROM_WORST))
 
     @property
     def is_gap(self) -> bool:
         """Whether it fails always or sometimes in one of the dtypes."""
-        return self.worst < _ORDER.index(None)
+        return self.worst < FROM_WORST.index(None)
 
     @property
     def failing(self) -> list[str]:
@@ -100,7 +98,7 @@ class Coverage(Struct, frozen=True, kw_only=True):
     @property
     def unknown(self) -> list[OpUse]:
         """Operators without data in the catalog."""
-        return [use for use in self.ops if use.worst == _ORDER.index(None)]
+        return [use for use in self.ops if use.worst == FROM_WORST.index(None)]
 
     def tests_of(self, use: OpUse) -> list[str]:
         """The ids of the tests that dispatched an operator."""

@@ -33,7 +33,7 @@ _NO_KERNEL = ("missing-kernel", "no-backend-kernel", "crash")
 
 AutocastDtype = Literal["low", "fp32", "inputs"]
 """What autocast runs an op in: its 16-bit dtype, fp32, or the dtype of the op's inputs, which may be either."""
-_FROM_WORST: tuple[State | None, ...] = ("none", "some", None, "all")
+FROM_WORST: tuple[State | None, ...] = ("none", "some", None, "all")
 Policies = Mapping[str, AutocastDtype]
 """By the name of the function, those that autocast casts the inputs of: ``linear``, ``linalg_inv``."""
 
@@ -152,7 +152,7 @@ class AtenCatalog:
         if not names:
             message = f"only {only_device(op)} has this op; what {self.device} dispatches instead is not known"
             return AtenSupport(state=None, message=message)
-        found = min(map(self._alone, names), key=lambda support: _FROM_WORST.index(support.state))
+        found = min(map(self._alone, names), key=lambda support: FROM_WORST.index(support.state))
         state, message = found.state, f"on {self.device}: {', '.join(names)}"
         supported = stated.supports(self.dtype) if stated else None
         if state is None and supported is not None:

@@ -123,7 +123,5 @@ def _gate(config: pytest.Config, columns: list[CoverageColumn], report: Path | N
         baseline = load_baseline(path, columns[0].catalog.device, [column.key for column in columns])
     except UsageError as error:
         raise pytest.UsageError(f"{options.where(config, 'baseline')}: {error}") from None
-    folder = config.invocation_params.dir
-    shown = path.relative_to(folder).as_posix() if path.is_relative_to(folder) else str(path)
     replaces = report is not None and report.resolve() == path.resolve()
-    return CoverageGate(fail_on, baseline, shown, replaces=replaces)
+    return CoverageGate(fail_on, baseline, options.shown(config, path), replaces=replaces)

@@ -147,10 +147,7 @@ class KnownFailures:
         return f"To update the manifest, run: pytest --lowprec-manifest {self._shown()} --lowprec-update-manifest"
 
     def _shown(self) -> str:
-        try:
-            return self.path.relative_to(self.config.invocation_params.dir).as_posix()
-        except ValueError:
-            return str(self.path)
+        return options.shown(self.config, self.path)
 
     # -- in the process that collects results
 

@@ -29,6 +29,12 @@ def where(config: pytest.Config, name: str) -> str:
     return option if config.getoption(f"lowprec_{name}") else f"lowprec_{name} in {config.inipath}"
 
 
+def shown(config: pytest.Config, path: Path) -> str:
+    """A path as messages show it: relative to the directory pytest was started in, if it is below."""
+    folder = config.invocation_params.dir
+    return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else str(path)
+
+
 def is_worker(config: pytest.Config) -> bool:
     """Whether this process is a worker of pytest-xdist; another process reports its results."""
     return hasattr(config, "workerinput")

@@ -21,7 +21,7 @@ from lowprec_check.analysis.suite_coverage import precision_of
 from lowprec_check.catalog.declared import overload_name
 from lowprec_check.report.console import screen
 from lowprec_check.report.escape import visible
-from lowprec_check.report.markdown import LONGEST, code, escape, fold
+from lowprec_check.report.markdown import LONGEST, code, escape, fitting, fold
 from lowprec_check.report.template import fill
 from lowprec_check.schema.base import encode
 
@@ -142,10 +142,7 @@ def diff_markdown(found: CoverageDiff) -> str:
 
 def _shortened(items: list[str], room: int, separator: str) -> str:
     """The items that fit, and how many did not."""
-    kept, size = 0, 0
-    while kept < len(items) and size + len(items[kept]) <= room:
-        size += len(items[kept]) + len(separator)
-        kept += 1
+    kept = fitting(map(len, items), room, between=len(separator))
     more = f"\n\n*{len(items) - kept} more are not shown; the JSON has all.*" if kept < len(items) else ""
     return separator.join(items[:kept]) + more
 

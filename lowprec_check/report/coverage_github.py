@@ -11,7 +11,7 @@ from lowprec_check.catalog.declared import overload_name
 from lowprec_check.report.coverage import head_lines, why, words_of
 from lowprec_check.report.coverage_diff import change_lines, verdict_line
 from lowprec_check.report.escape import visible, workflow_command
-from lowprec_check.report.markdown import code, escape, fold, table
+from lowprec_check.report.markdown import code, escape, fitting, fold, table
 
 LONGEST_SUMMARY = 200_000
 """Bytes. GitHub drops the summary of a step of more than 1 MiB, which other commands of the step share, and shows 20 per job."""
@@ -66,10 +66,7 @@ def _as_item(lines: list[str]) -> list[str]:
 
 def _fitting(blocks: list[str], room: int) -> list[str]:
     """The list of the blocks that fit, and how many did not."""
-    kept, size = 0, 0
-    while kept < len(blocks) and size + _size([blocks[kept]]) <= room:
-        size += _size([blocks[kept]])
-        kept += 1
+    kept = fitting((_size([block]) for block in blocks), room)
     more = [f"*{len(blocks) - kept} more are not shown; the report has all.*"] if kept < len(blocks) else []
     return ["\n".join(blocks[:kept]), *more]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from tabulate import tabulate
 
@@ -286,3 +286,13 @@ def table(rows: Sequence[Sequence[str]], headers: Sequence[str], align: str) -> 
     return tabulate(
         cells, headers, tablefmt="pipe", colalign=[names[a] for a in align] if rows else None, disable_numparse=True
     )
+
+
+def fitting(sizes: Iterable[int], room: int, *, between: int = 0) -> int:
+    """How many of the first items fit into ``room``, with separators of size ``between``."""
+    kept = total = 0
+    for size in sizes:
+        if total + size > room:
+            break
+        kept, total = kept + 1, total + size + between
+    return kept

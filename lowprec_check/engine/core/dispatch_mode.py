@@ -128,19 +128,19 @@ def python_kernel(func: OpOverload, tensors: Sequence[torch.Tensor]) -> Any:
         return None
     for key in (*(device.upper() for device in devices), _EXPLICIT.name):
         if _is_registered(func, key):
-            name = func.name().replace("::", "/", 1)
-            return (
-                functools.partial(func._op_dk, getattr(torch._C.DispatchKey, key))
-                if f"{name}/{key}" in _impls
-                else None
-            )
+            dispatch_key = getattr(torch._C.DispatchKey, key)
+            return functools.partial(func._op_dk, dispatch_key) if _is_from_python(func, key) else None
     return None
 
 
 def has_python_kernel(func: OpOverload) -> bool:
     """Whether a package registered a kernel of ``func`` for some type of device from Python."""
-    name = func.name().replace("::", "/", 1)
-    return func.namespace not in _OF_TORCH and any(f"{name}/{key}" in _impls for key in _BACKENDS)
+    return func.namespace not in _OF_TORCH and any(_is_from_python(func, key) for key in _BACKENDS)
+
+
+def _is_from_python(func: OpOverload, key: str) -> bool:
+    """Whether the kernel of ``func`` for a dispatch key was registered through ``torch.library``."""
+    return f"{func.name().replace('::', '/', 1)}/{key}" in _impls
 
 
 @functools.cache
