@@ -51,13 +51,11 @@ def runs(op: Any, sample: Any, dtype: torch.dtype, mode: str) -> bool | None:
     try:
         with context, torch.set_grad_enabled(mode.endswith("backward")):
             out = op.op(*args, **kwargs)
+            # Products such as U @ V: under autocast, where U and V may have two dtypes.
+            compared = sample.output_process_fn_grad(out) if mode.endswith("backward") else out
         if mode.endswith("backward"):
             leaves = [t for t in tensors((args, kwargs)) if t.requires_grad]
-            outs = [
-                t.double() if not t.is_complex() else t
-                for t in tensors(sample.output_process_fn_grad(out))
-                if t.requires_grad
-            ]
+            outs = [t.double() if not t.is_complex() else t for t in tensors(compared) if t.requires_grad]
             torch.autograd.grad(outs, leaves, [torch.ones_like(t) for t in outs], allow_unused=True)
     except torch.linalg.LinAlgError:
         return True
