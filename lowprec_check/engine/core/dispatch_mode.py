@@ -9,14 +9,17 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverload
 from torch.library import _impls
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowprec_check.engine.core.higher_order_ops import eager_kernel, give_to, run_inside
+from lowprec_check.engine.core.running_call import RunningCall, running_call
 from lowprec_check.schema.devices import accelerators
 
 AutocastKeys = tuple[Any, ...]
-"""Dispatch keys of the devices whose autocast applies inside a kernel."""
+"""Dispatch keys that apply inside a kernel: of the devices whose autocast does, and :func:`in_place_keys`."""
 
 
 class DispatchMode(TorchDispatchMode):
@@ -66,21 +69,14 @@ class DispatchMode(TorchDispatchMode):
 
     def _run_higher_order(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a higher-order op so that this mode sees the ops inside it; if it has no eager kernel, without."""
-        if str(func) == "cond" and not kwargs:  # its kernel refuses modes
-            condition, if_true, if_false, operands = args
-            with self:
-                return (if_true if condition else if_false)(*operands)
-        kernel = func.py_kernels.get(_EXPLICIT) if isinstance(func, HigherOrderOperator) else None
-        if kernel is None:
-            return func(*args, **kwargs)
-        with self:
-            return kernel(*args, **kwargs)
+        kernel = eager_kernel(func)
+        return func(*args, **kwargs) if kernel is None else run_inside(kernel, args, kwargs, lambda: self)
 
     def _handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         keys = autocast_keys(func, self._called)
         if is_composite(func):
             with self:
-                return run_op(composite_kernel(func), args, kwargs, keys)
+                return run_op(composite_kernel(func), args, kwargs, keys + in_place_keys(func))
         return self.handle(func, args, kwargs, keys)
 
     def decomposed(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
@@ -93,8 +89,12 @@ class DispatchMode(TorchDispatchMode):
         return run_op(func, args, kwargs, keys)
 
 
+give_to(DispatchMode)
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
+_IN_PLACE = torch._C.DispatchKey.ADInplaceOrView
+_COUNTS_WRITES_INSIDE = hasattr(CustomOpDef, "_register_mutation_version_bump")
+"""Whether a write in the body of a ``torch.library.custom_op`` counts besides the one of the op: in torch 2.13, not in 2.11."""
 _EXPLICIT_NONFUNCTIONAL = torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional
 _OF_TORCH = ("aten", "prims", "prim")
 _BACKENDS = ("CPU", "CUDA", "XPU", "MPS", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
@@ -174,16 +174,22 @@ class CalledFunctions:
     def __init__(self) -> None:
         self._names: list[str] = []
         """Those called now for which autocast has a kernel, the innermost last; ``""`` for one of another package."""
+        self._missed: RunningCall | None = None
+        """The call that was being made when profiling started, until it ends."""
         self.profiling = False
         """Whether :meth:`pause` and :meth:`resume` do anything."""
 
     def is_in(self, names: frozenset[str], *, besides: str) -> bool:
         """Whether Python is calling a function of one of these names other than ``besides``."""
-        return bool(self._names) and any(name in names and name != besides for name in self._names)
+        if self._missed is not None and self._missed != running_call():
+            self._missed = None
+        called = [*self._names, *(self._missed.names if self._missed else ())]
+        return any(name in names and name != besides for name in called)
 
     def start(self) -> None:
         """Profile from the next :meth:`resume` on, unless another profiler is active."""
         if not self.profiling:
+            self._missed = running_call()
             self.profiling = sys.getprofile() is None
 
     def pause(self) -> None:
@@ -207,6 +213,7 @@ class CalledFunctions:
 
     def _end(self) -> None:
         self.profiling = False
+        self._missed = None
         self._names.clear()
 
     def _note(self, _frame: Any, event: str, function: Any) -> None:
@@ -245,6 +252,26 @@ def autocast_keys(func: OpOverload, called: CalledFunctions) -> AutocastKeys:
     return tuple(
         [key for key in active if not _has_kernel(func, key) and not called.is_in(_names_with_kernel(key), besides=own)]
     )
+
+
+def in_place_keys(func: OpOverload) -> AutocastKeys:
+    """In a handler: the dispatch key that counts writes (``_version``) and tracks views, if it applies inside the kernel of ``func``.
+
+    Inside a handler torch turns it off, since it comes before modes. It applies inside a composite op and inside a kernel in
+    Python, unless the op has a kernel for this key (``chunk``), which turns it off.
+    """
+    if not torch._C._dispatch_tls_is_dispatch_key_excluded(_IN_PLACE) or _tracks_writes(func):
+        return ()
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+        return () if torch._C._dispatch_tls_is_dispatch_key_excluded(_IN_PLACE) else (_IN_PLACE,)
+
+
+@functools.cache
+def _tracks_writes(func: OpOverload) -> bool:
+    """Whether ``func`` counts its writes and tracks its views itself, so that the ops inside it do not."""
+    if func.namespace not in _OF_TORCH and _COUNTS_WRITES_INSIDE and not func._schema._is_view_op():
+        return False
+    return _is_registered(func, _IN_PLACE.name)
 
 
 _REPLACED: dict[str, frozenset[str]] = {}
@@ -295,7 +322,7 @@ def _has_kernel(func: OpOverload, key: Any) -> bool:
 
 
 def run_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
-    """Run an op in a handler; autocast applies inside its kernel on the devices ``keys``."""
+    """Run an op in a handler; the dispatch keys ``keys`` apply inside its kernel."""
     excluded = [key for key in keys if torch._C._dispatch_tls_is_dispatch_key_excluded(key)]
     if not excluded:
         return func(*args, **kwargs)
