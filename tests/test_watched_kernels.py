@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 from watched import watching
 
+from lowprec_check.engine.core.dispatch_mode import DispatchMode
+
 X = 2 * torch.eye(4)
 
 
@@ -239,6 +241,17 @@ def test_nested_tensors_keep_their_kernels(layout: torch.layout, inference: bool
         outputs = linear(torch.nested.nested_tensor(parts, layout=layout)).unbind()
     for output, part in zip(outputs, parts, strict=True):
         torch.testing.assert_close(output, linear(part))
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_the_modes_of_a_scan_leave_nested_tensors_their_kernels(layout: torch.layout, inference: bool) -> None:
+    parts, linear = [torch.randn(2, 4), torch.randn(3, 4)], nn.Linear(4, 3)
+    with torch.inference_mode(inference), DispatchMode():
+        first = linear(torch.nested.nested_tensor(parts, layout=layout)).chunk(3, -1)[0]
+    for output, part in zip(first.unbind(), parts, strict=True):
+        torch.testing.assert_close(output, linear(part)[:, :1])
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload
 from torch.library import _impls
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowprec_check.engine.core.higher_order_ops import eager_kernel, give_to, run_inside
@@ -26,7 +27,7 @@ class DispatchMode(TorchDispatchMode):
     """A dispatch mode; subclasses implement :meth:`handle`.
 
     * Composite ops, which reach a mode under ``torch.inference_mode()``, and higher-order ops (``torch.cond``) are not
-      handled themselves: the ops inside them are.
+      handled themselves: the ops inside them are. An op that has a kernel for its tensors, such as nested ones, is not composite.
     * Inside a handler torch turns autocast off. :func:`run_op` turns it on again for ops whose kernels autocast reaches
       without a mode, such as ``affine_grid`` or a custom op written in Python.
     * torch wraps a handler to keep Dynamo out. The wrapper imports ``torch._dynamo`` at the first op (about a second) and
@@ -62,7 +63,7 @@ class DispatchMode(TorchDispatchMode):
         self._called.pause()
         try:
             if isinstance(func, OpOverload):
-                return self._handle(func, args, kwargs or {})
+                return self._handle(func, types, args, kwargs or {})
             return self._run_higher_order(func, args, kwargs or {})
         finally:
             self._called.resume()
@@ -72,9 +73,13 @@ class DispatchMode(TorchDispatchMode):
         kernel = eager_kernel(func)
         return func(*args, **kwargs) if kernel is None else run_inside(kernel, args, kwargs, lambda: self)
 
-    def _handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _handle(self, func: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         keys = autocast_keys(func, self._called)
-        if is_composite(func):
+        if (
+            is_composite(func)
+            and are_plain(types)
+            and not has_kernel_for(func, _pytree.arg_tree_leaves(*args, **kwargs))
+        ):
             with self:
                 return run_op(composite_kernel(func), args, kwargs, keys + in_place_keys(func))
         return self.handle(func, args, kwargs, keys)
@@ -110,6 +115,32 @@ def _is_registered(func: OpOverload, key: str) -> bool:
     """Whether ``func`` has a kernel for a dispatch key. Ops such as ``aten::sym_size``, which ask for a shape, are not in the dispatcher."""
     name = func.name()
     return torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def are_plain(types: Iterable[type]) -> bool:
+    """Whether no tensor of a call is of a subclass, which may handle a composite op itself, as jagged tensors do."""
+    return _PLAIN.issuperset(types)
+
+
+def has_kernel_for(func: OpOverload, values: Iterable[Any]) -> bool:
+    """Whether one of the values is a nested tensor, or a quantized or sparse one, or one of oneDNN, for which ``func`` has a kernel."""
+    return any(
+        value.is_nested or _is_registered(func, _backend_of(value))
+        for value in values
+        if isinstance(value, torch.Tensor) and (value.is_nested or value.is_quantized or value.layout != torch.strided)
+    )
+
+
+def _backend_of(tensor: torch.Tensor) -> str:
+    """The dispatch key of a quantized or sparse tensor, or one of oneDNN: ``SparseCPU``."""
+    if tensor.is_quantized:
+        kind = "Quantized"
+    else:
+        kind = {torch.sparse_coo: "Sparse", torch._mkldnn: "Mkldnn"}.get(tensor.layout, "SparseCsr")  # type: ignore[attr-defined]
+    return kind + tensor.device.type.upper()
 
 
 @functools.cache
