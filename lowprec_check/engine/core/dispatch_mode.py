@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverload
 from torch.library import _impls
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowprec_check.engine.core.higher_order_ops import eager_kernel, give_to, run_inside
+from lowprec_check.engine.core.running_call import RunningCall, running_call
 from lowprec_check.schema.devices import accelerators
 
 AutocastKeys = tuple[Any, ...]
-"""Dispatch keys of the devices whose autocast applies inside a kernel."""
+"""Dispatch keys that apply inside a kernel: of the devices whose autocast does, and :func:`in_place_keys`."""
 
 
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode; subclasses implement :meth:`handle`.
 
     * Composite ops, which reach a mode under ``torch.inference_mode()``, and higher-order ops (``torch.cond``) are not
-      handled themselves: the ops inside them are.
+      handled themselves: the ops inside them are. An op that has a kernel for its tensors, such as nested ones, is not composite.
     * Inside a handler torch turns autocast off. :func:`run_op` turns it on again for ops whose kernels autocast reaches
       without a mode, such as ``affine_grid`` or a custom op written in Python.
     * torch wraps a handler to keep Dynamo out. The wrapper imports ``torch._dynamo`` at the first op (about a second) and
@@ -59,28 +63,25 @@ class DispatchMode(TorchDispatchMode):
         self._called.pause()
         try:
             if isinstance(func, OpOverload):
-                return self._handle(func, args, kwargs or {})
+                return self._handle(func, types, args, kwargs or {})
             return self._run_higher_order(func, args, kwargs or {})
         finally:
             self._called.resume()
 
     def _run_higher_order(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a higher-order op so that this mode sees the ops inside it; if it has no eager kernel, without."""
-        if str(func) == "cond" and not kwargs:  # its kernel refuses modes
-            condition, if_true, if_false, operands = args
-            with self:
-                return (if_true if condition else if_false)(*operands)
-        kernel = func.py_kernels.get(_EXPLICIT) if isinstance(func, HigherOrderOperator) else None
-        if kernel is None:
-            return func(*args, **kwargs)
-        with self:
-            return kernel(*args, **kwargs)
+        kernel = eager_kernel(func)
+        return func(*args, **kwargs) if kernel is None else run_inside(kernel, args, kwargs, lambda: self)
 
-    def _handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _handle(self, func: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         keys = autocast_keys(func, self._called)
-        if is_composite(func):
+        if (
+            is_composite(func)
+            and are_plain(types)
+            and not has_kernel_for(func, _pytree.arg_tree_leaves(*args, **kwargs))
+        ):
             with self:
-                return run_op(composite_kernel(func), args, kwargs, keys)
+                return run_op(composite_kernel(func), args, kwargs, keys + in_place_keys(func))
         return self.handle(func, args, kwargs, keys)
 
     def decomposed(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
@@ -93,8 +94,12 @@ class DispatchMode(TorchDispatchMode):
         return run_op(func, args, kwargs, keys)
 
 
+give_to(DispatchMode)
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
+_IN_PLACE = torch._C.DispatchKey.ADInplaceOrView
+_COUNTS_WRITES_INSIDE = hasattr(CustomOpDef, "_register_mutation_version_bump")
+"""Whether a write in the body of a ``torch.library.custom_op`` counts besides the one of the op: in torch 2.13, not in 2.11."""
 _EXPLICIT_NONFUNCTIONAL = torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional
 _OF_TORCH = ("aten", "prims", "prim")
 _BACKENDS = ("CPU", "CUDA", "XPU", "MPS", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
@@ -110,6 +115,32 @@ def _is_registered(func: OpOverload, key: str) -> bool:
     """Whether ``func`` has a kernel for a dispatch key. Ops such as ``aten::sym_size``, which ask for a shape, are not in the dispatcher."""
     name = func.name()
     return torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def are_plain(types: Iterable[type]) -> bool:
+    """Whether no tensor of a call is of a subclass, which may handle a composite op itself, as jagged tensors do."""
+    return _PLAIN.issuperset(types)
+
+
+def has_kernel_for(func: OpOverload, values: Iterable[Any]) -> bool:
+    """Whether one of the values is a nested tensor, or a quantized or sparse one, or one of oneDNN, for which ``func`` has a kernel."""
+    return any(
+        value.is_nested or _is_registered(func, _backend_of(value))
+        for value in values
+        if isinstance(value, torch.Tensor) and (value.is_nested or value.is_quantized or value.layout != torch.strided)
+    )
+
+
+def _backend_of(tensor: torch.Tensor) -> str:
+    """The dispatch key of a quantized or sparse tensor, or one of oneDNN: ``SparseCPU``."""
+    if tensor.is_quantized:
+        kind = "Quantized"
+    else:
+        kind = {torch.sparse_coo: "Sparse", torch._mkldnn: "Mkldnn"}.get(tensor.layout, "SparseCsr")  # type: ignore[attr-defined]
+    return kind + tensor.device.type.upper()
 
 
 @functools.cache
@@ -174,16 +205,22 @@ class CalledFunctions:
     def __init__(self) -> None:
         self._names: list[str] = []
         """Those called now for which autocast has a kernel, the innermost last; ``""`` for one of another package."""
+        self._missed: RunningCall | None = None
+        """The call that was being made when profiling started, until it ends."""
         self.profiling = False
         """Whether :meth:`pause` and :meth:`resume` do anything."""
 
     def is_in(self, names: frozenset[str], *, besides: str) -> bool:
         """Whether Python is calling a function of one of these names other than ``besides``."""
-        return bool(self._names) and any(name in names and name != besides for name in self._names)
+        if self._missed is not None and self._missed != running_call():
+            self._missed = None
+        called = [*self._names, *(self._missed.names if self._missed else ())]
+        return any(name in names and name != besides for name in called)
 
     def start(self) -> None:
         """Profile from the next :meth:`resume` on, unless another profiler is active."""
         if not self.profiling:
+            self._missed = running_call()
             self.profiling = sys.getprofile() is None
 
     def pause(self) -> None:
@@ -207,6 +244,7 @@ class CalledFunctions:
 
     def _end(self) -> None:
         self.profiling = False
+        self._missed = None
         self._names.clear()
 
     def _note(self, _frame: Any, event: str, function: Any) -> None:
@@ -245,6 +283,26 @@ def autocast_keys(func: OpOverload, called: CalledFunctions) -> AutocastKeys:
     return tuple(
         [key for key in active if not _has_kernel(func, key) and not called.is_in(_names_with_kernel(key), besides=own)]
     )
+
+
+def in_place_keys(func: OpOverload) -> AutocastKeys:
+    """In a handler: the dispatch key that counts writes (``_version``) and tracks views, if it applies inside the kernel of ``func``.
+
+    Inside a handler torch turns it off, since it comes before modes. It applies inside a composite op and inside a kernel in
+    Python, unless the op has a kernel for this key (``chunk``), which turns it off.
+    """
+    if not torch._C._dispatch_tls_is_dispatch_key_excluded(_IN_PLACE) or _tracks_writes(func):
+        return ()
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+        return () if torch._C._dispatch_tls_is_dispatch_key_excluded(_IN_PLACE) else (_IN_PLACE,)
+
+
+@functools.cache
+def _tracks_writes(func: OpOverload) -> bool:
+    """Whether ``func`` counts its writes and tracks its views itself, so that the ops inside it do not."""
+    if func.namespace not in _OF_TORCH and _COUNTS_WRITES_INSIDE and not func._schema._is_view_op():
+        return False
+    return _is_registered(func, _IN_PLACE.name)
 
 
 _REPLACED: dict[str, frozenset[str]] = {}
@@ -295,7 +353,7 @@ def _has_kernel(func: OpOverload, key: Any) -> bool:
 
 
 def run_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
-    """Run an op in a handler; autocast applies inside its kernel on the devices ``keys``."""
+    """Run an op in a handler; the dispatch keys ``keys`` apply inside its kernel."""
     excluded = [key for key in keys if torch._C._dispatch_tls_is_dispatch_key_excluded(key)]
     if not excluded:
         return func(*args, **kwargs)
