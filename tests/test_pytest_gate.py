@@ -482,6 +482,41 @@ def test_junit_has_the_gaps_of_each_test(suite: pytest.Pytester, options: tuple[
     }
 
 
+def test_junit_has_the_gaps_of_tests_that_fail_twice_and_keeps_other_properties(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        test_suite="""
+        import pytest, torch
+
+        @pytest.fixture
+        def broken():
+            yield
+            torch.linalg.inv(torch.eye(3))
+            raise ValueError
+
+        def test_both(broken): raise KeyError
+
+        def test_own(record_property):
+            record_property("mine", "ü")
+            torch.linalg.inv(torch.eye(3))
+
+        @pytest.mark.skip
+        def test_skipped(): pass
+        """
+    )
+    run(project, "--junitxml", "junit.xml")
+    cases = [
+        (case.get("name"), {each.get("name"): each.get("value") for each in case.findall("./properties/property")})
+        for case in ElementTree.parse("junit.xml").getroot().iter("testcase")
+    ]
+    gap = {"lowprec_half": "linalg_inv_ex"}
+    assert cases == [
+        ("test_both", gap),
+        ("test_both", gap),
+        ("test_own", {"mine": "ü"} | gap),
+        ("test_skipped", {}),
+    ]
+
+
 # -- what counts
 
 EMPTY = """
