@@ -159,8 +159,8 @@ def test_a_partial_run_compares_only_what_ran(suite: pytest.Pytester) -> None:
         ('{"schema": 1, "runs": []}', (), "base.json is not a coverage that can be read: it is a scan."),
         ('{"schema": 1, "findings": []}', (), "it is a baseline of scan."),
         ('{"schema": 99, "tool": "lowprec-check 9", "dtypes": [], "ops": []}', (), "saved by lowprec-check 9 with schema 99; upgrade"),
-        ("", ("--lowprec-device", "cuda"), "base.json is for cpu, and this run for cuda."),
-        ("", ("--lowprec-coverage", "bfloat16"), "base.json lacks bfloat16: it has half."),
+        ("", ("--lowprec-device", "cuda"), "base.json is for cpu, and this run for cuda.\nAdd --lowprec-device cpu, or give"),
+        ("", ("--lowprec-coverage", "bfloat16"), "base.json lacks bfloat16: it has half.\nSave it again with: pytest --lowprec-coverage bfloat16"),
     ],
     ids=str,
 )  # fmt: skip
@@ -503,7 +503,7 @@ def test_junit_has_the_gaps_of_tests_that_fail_twice_and_keeps_other_properties(
         def test_skipped(): pass
         """
     )
-    run(project, "--junitxml", "junit.xml")
+    run(project, "--junitxml", "junit.xml", "-o", "junit_family=xunit1")  # of record_property
     cases = [
         (case.get("name"), {each.get("name"): each.get("value") for each in case.findall("./properties/property")})
         for case in ElementTree.parse("junit.xml").getroot().iter("testcase")

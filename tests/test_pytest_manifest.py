@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowprec_check.errors import UsageError
-from lowprec_check.pytest_plugin import known_failures as known  # noqa: F401 - imported once for all projects
+from lowprec_check.pytest_plugin import known_failures as known
 from lowprec_check.pytest_plugin.known_failure import KnownFailure, closest, exact
 from lowprec_check.pytest_plugin.manifest import HEAD, Result, dump, head_of, read, updated
 
@@ -363,6 +364,38 @@ def test_last_failed_reruns_an_unexpected_pass(suite: pytest.Pytester) -> None:
     result = run(suite, "--lf")
     result.assert_outcomes(failed=1)
     assert "Passed, but" in result.stdout.str()
+
+
+@pytest.mark.parametrize("line_break", ["\n", "\r\n"])
+def test_an_update_keeps_the_line_breaks(suite: pytest.Pytester, line_break: str) -> None:
+    text = dump(KNOWN[1:]).replace("\n", line_break)
+    Path("known.toml").write_bytes(text.encode())
+    run(suite, "--lowprec-update-manifest")
+    updated = Path("known.toml").read_bytes().decode()
+    assert updated.replace(line_break, "") == dump(sorted(KNOWN, key=lambda entry: entry.test)).replace(
+        "\n", ""
+    ).replace('reason = "a reason"', 'reason = "no reason given"')
+    assert updated.count("\r") == (updated.count("\n") if line_break == "\r\n" else 0)
+
+
+def test_an_update_that_cannot_be_written_fails_the_run(
+    suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise UsageError("Cannot write known.toml: No space left on device.")
+
+    monkeypatch.setattr(known, "write_file", full)
+    Path("known.toml").unlink()
+    result = run(suite, "--lowprec-update-manifest")
+    result.assert_outcomes(passed=1, xfailed=4)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["Cannot write known.toml: No space left on device."])
+
+
+def test_a_new_manifest_needs_its_folder(suite: pytest.Pytester) -> None:
+    result = suite.runpytest("--lowprec-manifest", "no/known.toml", "--lowprec-update-manifest")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert re.search(r"--lowprec-manifest: the folder .*no does not exist", result.stderr.str())
 
 
 TEARDOWN = """

@@ -512,7 +512,7 @@ def test_equal_cases_are_one(project: pytest.Pytester, marker: str, expected: li
 def test_equal_cases_of_two_markers_are_an_error(project: pytest.Pytester) -> None:
     result = marked(project, '"half", device="cpu:0")\n@pytest.mark.lowprec("half"')
     result.assert_outcomes(errors=1)
-    assert "two markers name half-cpu; remove it from one of them" in result.stdout.str()
+    assert "two markers name half-cpu:0 and half-cpu, which are the same; remove it from" in result.stdout.str()
 
 
 @pytest.mark.parametrize("index", [0, 1])

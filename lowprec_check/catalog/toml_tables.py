@@ -31,7 +31,7 @@ def read_tables(path: Path, name: str, kind: type[Entry]) -> list[Entry]:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise UsageError(f"{path}: line {line} is not UTF-8.", "Save the file as UTF-8.") from None
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path} is not valid TOML: {message_of(error)}.", _about_syntax(error)) from None
+        raise UsageError(f"{path}: not valid TOML: {message_of(error)}.", _about_syntax(error)) from None
     if unknown := sorted(content.keys() - {name}):
         meant = "Did you mean it? " if nearest(unknown[0], [name]) else ""
         raise UsageError(f"{path}: unknown key {unknown[0]!r}.", f"Entries are [[{name}]] tables. {meant}".strip())

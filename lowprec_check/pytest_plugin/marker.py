@@ -100,8 +100,12 @@ def _cases(mark: pytest.Mark) -> list[Case]:
             "backend is one backend, not several" if _is_several(given["backend"]) else "backend is no name"
         )
     backend, tolerance = BACKENDS.get(given["backend"]).name, checked_tolerance(given["tolerance"])
-    found = [Case(RunKey(name, backend, device), tolerance) for name in precisions for device in devices]
-    return list({case.same: case for case in reversed(found)}.values())[::-1]  # of equal ones the first
+    found: dict[RunKey, Case] = {}
+    for name in precisions:
+        for device in devices:
+            case = Case(RunKey(name, backend, device), tolerance)
+            found.setdefault(case.same, case)
+    return list(found.values())
 
 
 def _arguments_of(mark: pytest.Mark) -> dict[str, Any]:
@@ -140,7 +144,9 @@ def cases_of(node: pytest.Item) -> list[Case]:
     for mark in reversed(closest):  # decorators are applied from the bottom up
         for case in cases(mark):
             if case.same in found:
-                raise MarkerError(f"two markers name {found[case.same].id}; remove it from one of them")
+                other = found[case.same].id
+                named = case.id if other == case.id else f"{other} and {case.id}, which are the same"
+                raise MarkerError(f"two markers name {named}; remove it from one of them")
             found[case.same] = case
     return list(found.values())
 
