@@ -556,6 +556,30 @@ def test_a_parameter_of_another_project_is_its_own(project: pytest.Pytester) -> 
     project.runpytest().assert_outcomes(passed=2)
 
 
+def test_doctests_of_a_marked_module_run(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        test_doc="""
+        '''
+        >>> 1 + 1
+        2
+        '''
+        import unittest
+        import pytest
+        pytestmark = pytest.mark.lowprec("half")
+
+        def test_it(lowprec): lowprec.cast(1)
+
+        class TestCase(unittest.TestCase):
+            def test_u(self): pass
+        """
+    )
+    result = project.runpytest("--doctest-modules")
+    result.assert_outcomes(passed=2, errors=1)
+    result.stdout.fnmatch_lines(
+        ["*ERROR at setup of TestCase.test_u*", "The marker lowprec does not work on methods of *"]
+    )
+
+
 def test_marker_without_fixture_is_an_error(project: pytest.Pytester) -> None:
     result = marked(project, '"half", "bfloat16"', arguments="")
     result.assert_outcomes(errors=1)

@@ -6,6 +6,7 @@ See docs/pytest.md.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -131,6 +132,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     start_early("cpu")
 
 
+def _is_of_unittest(item: pytest.Item) -> bool:
+    unittest, owner = sys.modules.get("unittest"), getattr(item, "cls", None)
+    return unittest is not None and isinstance(owner, type) and issubclass(owner, unittest.TestCase)
+
+
 def _asserts_support(item: pytest.Item) -> bool:
     code = getattr(getattr(item, "function", None), "__code__", None)
     return "assert_supported" in getattr(code, "co_names", ())
@@ -138,7 +144,9 @@ def _asserts_support(item: pytest.Item) -> bool:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fail marked methods of ``unittest.TestCase``, which cannot run once per precision."""
-    if getattr(item, "callspec", None) is None and item.get_closest_marker("lowprec") is not None:
+    if item.get_closest_marker("lowprec") is not None and _is_of_unittest(
+        item
+    ):  # others, a doctest, have it from their module
         pytest.fail(
             "The marker lowprec does not work on methods of unittest.TestCase, which cannot use fixtures. "
             "Make the test a function or a method of a plain class.",

@@ -202,7 +202,7 @@ class KnownFailures:
 
     def _changes(self) -> list[str]:
         if self.failed_to_write is not None:
-            return [self.failed_to_write]
+            return [self.failed_to_write, "The run fails: what it reports as added is not in the manifest."]
         if self.change is None:
             return ["The manifest was not updated, because the run did not complete."]
         change = self.change
