@@ -482,6 +482,23 @@ def test_junit_has_the_gaps_of_each_test(suite: pytest.Pytester, options: tuple[
     }
 
 
+@pytest.mark.parametrize(
+    ("last", "options", "early"),
+    [
+        ("assert 0", (), False),
+        ("assert 0", ("-x",), True),
+        ("assert 0", ("--maxfail=1", "-n0"), True),
+        ("pytest.exit('why')", (), True),
+    ],
+)
+def test_a_run_that_stops_early_says_so(
+    project: pytest.Pytester, last: str, options: tuple[str, ...], early: bool
+) -> None:
+    project.makepyfile(test_suite=f"import pytest\n{BEFORE}\ndef test_last(): {last}\ndef test_more(): pass\n")
+    result = run(project, *options)
+    assert ("The run stopped early: only the tests that ran are counted." in result.stdout.str()) == early
+
+
 def test_junit_has_the_gaps_of_tests_that_fail_twice_and_keeps_other_properties(project: pytest.Pytester) -> None:
     project.makepyfile(
         test_suite="""

@@ -556,6 +556,32 @@ def test_a_parameter_of_another_project_is_its_own(project: pytest.Pytester) -> 
     project.runpytest().assert_outcomes(passed=2)
 
 
+def test_a_marker_that_is_added_late_is_an_error(project: pytest.Pytester) -> None:
+    project.makeconftest(
+        """
+        import pytest
+
+        def pytest_collection_modifyitems(items):
+            for item in items:
+                item.add_marker(pytest.mark.lowprec("half"))
+        """
+    )
+    project.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.parametrize("n", [1])
+        def test_late(lowprec, n): pass
+
+        @pytest.mark.lowprec("half")
+        def test_in_time(lowprec): lowprec.cast(1)
+        """
+    )
+    result = project.runpytest()
+    result.assert_outcomes(passed=1, errors=1)
+    assert "The marker lowprec was added after the tests were collected" in result.stdout.str()
+
+
 def test_doctests_of_a_marked_module_run(project: pytest.Pytester) -> None:
     project.makepyfile(
         test_doc="""

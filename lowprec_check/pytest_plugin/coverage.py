@@ -59,6 +59,7 @@ class CoverageRecorder:
         """By test, the ids of the shared fixtures that it uses."""
         self.policies: dict[str, AutocastDtype] = {}
         self.found: Coverage | None = None
+        self.stopped_early = False
         self.not_written: str | None = None
         """Why the report was not written."""
         self.no_summary: str | None = None
@@ -176,6 +177,8 @@ class CoverageRecorder:
         if not self.ran:
             self.not_written = "no test ran"
             return
+        stopped = session.shouldstop or session.shouldfail or session.exitstatus == pytest.ExitCode.INTERRUPTED
+        self.stopped_early = bool(stopped)
         self.policies = self.policies or self._autocast_policies()
         self.found = self._coverage()
         self.gate.judge(self.found)
@@ -247,6 +250,8 @@ class CoverageRecorder:
             written = f"; {self.report} was not written" if self.report is not None else ""
             terminalreporter.write_line(f"No test ran, so there is no coverage{written}.")
             return
+        if self.stopped_early:
+            terminalreporter.write_line("The run stopped early: only the tests that ran are counted.")
         every = self.config.get_verbosity() > 0
         for line in coverage_output.lines(self.found, self.gate, self.how, every=every):
             terminalreporter.write_line(line)

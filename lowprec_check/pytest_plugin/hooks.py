@@ -143,13 +143,21 @@ def _asserts_support(item: pytest.Item) -> bool:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fail marked methods of ``unittest.TestCase``, which cannot run once per precision."""
-    if item.get_closest_marker("lowprec") is not None and _is_of_unittest(
-        item
-    ):  # others, a doctest, have it from their module
+    """Fail marked tests that do not run once per precision: methods of ``unittest.TestCase``, and tests that were marked too late."""
+    if (
+        not isinstance(item, pytest.Function) or item.get_closest_marker("lowprec") is None
+    ):  # a doctest of a marked module
+        return
+    if _is_of_unittest(item):
         pytest.fail(
             "The marker lowprec does not work on methods of unittest.TestCase, which cannot use fixtures. "
             "Make the test a function or a method of a plain class.",
+            pytrace=False,
+        )
+    if "lowprec" not in getattr(getattr(item, "callspec", None), "params", {}):
+        pytest.fail(
+            "The marker lowprec was added after the tests were collected, so the test would run once, in no precision. "
+            "Write it above the test or its class, or as pytestmark in its module.",
             pytrace=False,
         )
 
