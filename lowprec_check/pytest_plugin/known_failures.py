@@ -118,7 +118,8 @@ class KnownFailures:
             report.outcome = "skipped"
             report.wasxfail = known.reason if known else "added to the manifest"
         elif known is not None:
-            text = f"Raised {raised}, but {self._shown()} expects {_expected(known)}."
+            which = " with another message" if raised in known.exceptions else ""
+            text = f"Raised {raised}{which}, but {self._shown()} expects {_expected(known)}."
             report.sections.append((f"lowprec: {self._shown()}", f"{text}\n{self._how_to_update()}"))
 
     def _explain_teardown(self, report: pytest.TestReport, known: KnownFailure | None) -> None:
