@@ -28,7 +28,7 @@ INPUTS = torch.ones(4, 3)
         ({"device": torch.device("meta")}, "Unknown device 'meta'"),
         ({"select": ["XX"]}, "No diagnostic code starts with 'XX'"),
         ({"ignore": "LP9,XX"}, "No diagnostic code starts with 'XX'"),
-        ({"without_kernel": "aten.dot"}, "'aten.dot' does not parse"),
+        ({"without_kernel": "aten.dot"}, "'aten.dot' names no kernel to run without"),
     ],
 )
 def test_a_wrong_argument_is_a_usage_error(given: dict[str, Any], message: str) -> None:

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
-from conftest import ROOT
+from conftest import PLUGIN, ROOT
 
 from lowprec_check.catalog.measured_sweep import MeasuredSweep
 from lowprec_check.catalog.records import DTYPES, MODES, Failure
@@ -95,11 +96,56 @@ def test_the_worker_ends_with_its_process(end: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     pid, folder = done.stdout.split()
     for _ in range(100):
-        if not psutil.pid_exists(int(pid)):
+        if not psutil.pid_exists(int(pid)) and not os.path.exists(folder):
             break
         time.sleep(0.1)
     assert not psutil.pid_exists(int(pid))
-    assert end != "pass" or not os.path.exists(folder)
+    assert not os.path.exists(folder)
+
+
+def test_a_worker_that_was_started_early_is_the_one_that_measures() -> None:
+    kept_sweep.start_early("cpu", worker=ODD, call_seconds=6)
+    first = worker_pid()
+    kept_sweep.start_early("cpu", worker=ODD, call_seconds=6)
+    time.sleep(1)  # it may say hello before anyone asks
+    assert measured("prints").records[0].state("float16", "forward") == "all"
+    assert worker_pid() == first
+
+
+def test_a_worker_that_was_started_early_and_died_is_replaced() -> None:
+    kept_sweep.start_early("cpu", worker=ODD, call_seconds=6)
+    first = worker_pid()
+    os.kill(first, signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(first)], 0.5)  # it stays a zombie until it is replaced
+    assert measured("prints").records[0].state("float16", "forward") == "all"
+
+
+SUITE = """
+import time
+def test_first(lowprec):
+    open("ready", "w").close()
+    time.sleep(60)
+def test_second(lowprec):
+    lowprec.assert_supported("dot")
+"""
+
+
+def test_an_interrupted_session_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    tmp_path.joinpath("test_suite.py").write_text(SUITE)
+    command = [sys.executable, "-m", "pytest", "-p", PLUGIN, "-p", "no:cacheprovider"]
+    environment = os.environ | {"TMPDIR": str(folder)}
+    session = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+    while session.poll() is None and not tmp_path.joinpath("ready").exists():
+        time.sleep(0.1)
+    started = psutil.Process(session.pid).children(recursive=True)
+    assert any(kept_sweep.WORKER in " ".join(process.cmdline()) for process in started)  # the second test will need it
+    session.send_signal(signal.SIGINT)
+    assert session.wait(60) == pytest.ExitCode.INTERRUPTED
+    psutil.wait_procs(started, 10)
+    assert not any(process.is_running() for process in started)
+    assert [*folder.glob("lowprec-check-*")] == []
 
 
 def without_cells(failure: Failure | None) -> Failure | None:

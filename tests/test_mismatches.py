@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -104,3 +105,32 @@ def test_tensors_that_cannot_be_compared() -> None:
 def test_quantized_tensors_are_the_numbers_that_they_stand_for() -> None:
     reference = torch.tensor([0.5, 1.0])
     assert closeness(torch.quantize_per_tensor(reference, 0.1, 0, torch.qint8), reference, 0.01, "half")
+
+
+INF, NAN = math.inf, math.nan
+
+
+@pytest.mark.parametrize(
+    ("y", "reference", "words"),
+    [
+        ([INF, 1.0], [-INF, 1.0], "Inf where the reference is -Inf"),
+        ([-INF, 1.0], [INF, 1.0], "-Inf where the reference is Inf"),
+        ([NAN, 1.0], [2.0, 1.0], "NaN where the reference is finite"),
+        ([-INF, 1.0], [2.0, 1.0], "Inf where the reference is finite"),
+        ([NAN, INF], [2.0, 1.0], "NaN and Inf where the reference is finite"),
+        ([NAN, 1.0], [INF, 1.0], "NaN where the reference is Inf"),
+        ([NAN, INF], [-INF, 1.0], "Inf where the reference is finite and NaN where the reference is Inf"),
+        ([1.0, 1.0], [INF, 1.0], "the output is finite where the reference is infinite"),
+        ([complex(1, INF)], [complex(1, -INF)], "Inf where the reference is -Inf"),
+        ([NAN, 1.0], [1.0], "the output has shape (2,), the reference (1,), and the output has NaN or Inf"),
+    ],
+)
+def test_the_first_line_says_how_nan_and_inf_differ(y: list[Any], reference: list[Any], words: str) -> None:
+    found = closeness(torch.tensor(y), torch.tensor(reference), 0.01, "half")
+    assert not found
+    assert repr(found).splitlines()[0] == f"<half: {words}>"
+
+
+def test_where_the_reference_is_nan_nothing_is_compared() -> None:
+    for value in (INF, NAN, 1.0):
+        assert closeness(torch.tensor([value, 1.0]), torch.tensor([NAN, 1.0]), 0.01, "half")

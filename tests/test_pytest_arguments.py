@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.errors import UsageError
+from lowprec_check.pytest_plugin.fixture import lowprec as fixture
 from lowprec_check.pytest_plugin.fixture.lowprec import Lowprec
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -101,6 +102,23 @@ WRONG: list[tuple[Callable[[Lowprec], Any], str]] = [
     (lambda f: f.check(NET, X, device="tpu"), "Unknown device 'tpu'.\nChoose from cpu, cuda, xpu, mps"),
     (lambda f: f.check(NET, X, device=0), "Unknown device 0"),
     (lambda f: f.check(NET, X, device=["cpu"]), "one device, not several"),
+    (lambda f: f.check(NET, X, ""), "No precision is given"),
+    (lambda f: f.check(NET, X, "int4"), "Unknown precision 'int4'.\nChoose from bfloat16, autocast-bf16, half"),
+    (lambda f: f.check(NET, X, plan="yes"), "plan 'yes' is not a boolean.\nWrite plan=True or plan=False"),
+    (lambda f: f.check(NET, X, plan=1), "plan 1 is not a boolean"),
+    (
+        lambda f: f.check(NET, X, without_kernel="dot"),
+        "^'dot' names no kernel to run without.\nWrite an op and a dtype",
+    ),
+    (lambda f: f.check(NET, X, without_kernel=["dot.nope:half"]), "no op aten.dot.nope.\naten.dot has default, out"),
+    (lambda f: f.check(NET, X, device="cpu:x"), "Unknown device 'cpu:x'.\nWrite cpu, or cpu:0"),
+    (lambda f: f.assert_supported("dot", backward="yes"), "backward 'yes' is not a boolean"),
+    (lambda f: f.assert_supported("dot", backward=None), "backward None is not a boolean"),
+    (lambda f: f.assert_supported("dot", device="cuda:x"), "Unknown device 'cuda:x'.\nWrite cuda, or cuda:0"),
+    (lambda f: f.assert_no_gaps(NET, X, dtype="int8"), "'int8' is not a dtype.\nChoose torch.half or torch.bfloat16.$"),
+    (lambda f: f.record("bfloat"), "Did you mean bfloat16\\? Choose torch.half or torch.bfloat16.$"),
+    (lambda f: f.cast(NET, "int4"), "Unknown precision 'int4'.\nChoose from bfloat16, autocast-bf16, half"),
+    (lambda f: f.autocast(), r'name a precision: lowprec.autocast\("half"\)'),
     (lambda f: f.check(NET, X, budget=-1), "budget -1 is not a positive number"),
     (lambda f: f.check(NET, X, loss=3), "loss is of type int"),
     (lambda f: f.check(nn.Linear, X), "Linear is a class"),
@@ -232,3 +250,23 @@ def test_arguments_of_another_kind() -> None:
         Lowprec().record("half", model=3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="Linear is a class"):
         Lowprec().cast(nn.Linear, "half")
+
+
+def test_arguments_are_named_in_place_of_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors of a scan are written for the command line, where it is started most often."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise UsageError("It took too long (--budget-error off).", "Increase --budget, or use --device cpu.")
+
+    monkeypatch.setattr(fixture, "scan", fails)
+    with pytest.raises(UsageError) as caught:
+        Lowprec().check(NET, X)
+    assert str(caught.value) == (
+        'It took too long (--budget-error off).\nIncrease budget, or use device="cpu".'
+    )  # the fixture has no argument of the first name
+    monkeypatch.setattr(fixture, "scan", lambda *_, **__: (_ for _ in ()).throw(UsageError("No.", RUN)))
+    with pytest.raises(UsageError, match=RUN):
+        Lowprec().check(NET, X)
+
+
+RUN = "Predict it with: lowprec-check scan TARGET --device xpu"

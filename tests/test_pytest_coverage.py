@@ -155,6 +155,12 @@ def test_the_suffix_sets_the_report_format(suite: pytest.Pytester) -> None:
             "unknown format 'a.txt': use .json, .md or .html.",
         ),
         (("--lowprec-coverage", "half", "--lowprec-report", "no/a.md"), "--lowprec-report: the folder"),
+        (("--lowprec-coverage", "half", "--lowprec-report", "."), "is a folder: name a file in it."),
+        (
+            ("--lowprec-coverage", ","),
+            "--lowprec-coverage: No precision is given.\nChoose from bfloat16, autocast-bf16",
+        ),
+        (("--lowprec-coverage", "fp33"), "Unknown precision 'fp33'.\nChoose from bfloat16, autocast-bf16"),
     ],
     ids=str,
 )

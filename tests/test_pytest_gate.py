@@ -159,8 +159,8 @@ def test_a_partial_run_compares_only_what_ran(suite: pytest.Pytester) -> None:
         ('{"schema": 1, "runs": []}', (), "base.json is not a coverage that can be read: it is a scan."),
         ('{"schema": 1, "findings": []}', (), "it is a baseline of scan."),
         ('{"schema": 99, "tool": "lowprec-check 9", "dtypes": [], "ops": []}', (), "saved by lowprec-check 9 with schema 99; upgrade"),
-        ("", ("--lowprec-device", "cuda"), "base.json is for cpu, and this run for cuda."),
-        ("", ("--lowprec-coverage", "bfloat16"), "base.json lacks bfloat16: it has half."),
+        ("", ("--lowprec-device", "cuda"), "base.json is for cpu, and this run for cuda.\nAdd --lowprec-device cpu, or give"),
+        ("", ("--lowprec-coverage", "bfloat16"), "base.json lacks bfloat16: it has half.\nSave it again with: pytest --lowprec-coverage bfloat16"),
     ],
     ids=str,
 )  # fmt: skip
@@ -480,6 +480,58 @@ def test_junit_has_the_gaps_of_each_test(suite: pytest.Pytester, options: tuple[
         "test_cholesky": {"lowprec_half": "linalg_cholesky_ex"},
         "test_both": {"lowprec_half": "linalg_inv_ex, rrelu_with_noise (in part)"},
     }
+
+
+@pytest.mark.parametrize(
+    ("last", "options", "early"),
+    [
+        ("assert 0", (), False),
+        ("assert 0", ("-x",), True),
+        ("assert 0", ("--maxfail=1", "-n0"), True),
+        ("pytest.exit('why')", (), True),
+    ],
+)
+def test_a_run_that_stops_early_says_so(
+    project: pytest.Pytester, last: str, options: tuple[str, ...], early: bool
+) -> None:
+    project.makepyfile(test_suite=f"import pytest\n{BEFORE}\ndef test_last(): {last}\ndef test_more(): pass\n")
+    result = run(project, *options)
+    assert ("The run stopped early: only the tests that ran are counted." in result.stdout.str()) == early
+
+
+def test_junit_has_the_gaps_of_tests_that_fail_twice_and_keeps_other_properties(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        test_suite="""
+        import pytest, torch
+
+        @pytest.fixture
+        def broken():
+            yield
+            torch.linalg.inv(torch.eye(3))
+            raise ValueError
+
+        def test_both(broken): raise KeyError
+
+        def test_own(record_property):
+            record_property("mine", "ü")
+            torch.linalg.inv(torch.eye(3))
+
+        @pytest.mark.skip
+        def test_skipped(): pass
+        """
+    )
+    run(project, "--junitxml", "junit.xml", "-o", "junit_family=xunit1")  # of record_property
+    cases = [
+        (case.get("name"), {each.get("name"): each.get("value") for each in case.findall("./properties/property")})
+        for case in ElementTree.parse("junit.xml").getroot().iter("testcase")
+    ]
+    gap = {"lowprec_half": "linalg_inv_ex"}
+    assert cases == [
+        ("test_both", gap),
+        ("test_both", gap),
+        ("test_own", {"mine": "ü"} | gap),
+        ("test_skipped", {}),
+    ]
 
 
 # -- what counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -10,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowprec_check.errors import UsageError
-from lowprec_check.pytest_plugin import known_failures as known  # noqa: F401 - imported once for all projects
+from lowprec_check.pytest_plugin import known_failures as known
 from lowprec_check.pytest_plugin.known_failure import KnownFailure, closest, exact
 from lowprec_check.pytest_plugin.manifest import HEAD, Result, dump, head_of, read, updated
 
+NAME = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="."), min_size=1, max_size=30)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 OPTIONAL = {
     "match": st.none() | st.sampled_from(["dot", r"^\"dot\" not", ".*"]),
@@ -22,9 +24,9 @@ OPTIONAL = {
     "platform": st.none() | st.sampled_from(["linux", "win32"]),
     "strict": st.booleans(),
 }
-NAMES = TEXT | st.lists(TEXT, min_size=1, max_size=3)
+NAMES = NAME | st.lists(NAME, min_size=1, max_size=3)
 ENTRIES = st.lists(
-    st.builds(KnownFailure, test=TEXT, exception=NAMES, reason=TEXT, **OPTIONAL),
+    st.builds(KnownFailure, test=TEXT.filter(bool), exception=NAMES, reason=TEXT, **OPTIONAL),
     unique_by=lambda entry: entry.test,
     max_size=6,
 )
@@ -131,25 +133,52 @@ def test_the_closest_entry_wins() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[[known]]\ntest = 'a'\n", "entry known 1: Object missing required field `exception`"),
-        ("[[known]]\ntest = 'a'\nexception = 'E'\nwhy = 'x'\n", "unknown field `why`"),
-        ("[[known]]\ntest = 'a'\nexception = 'E'\n" * 2, "duplicate entry a"),
+        ("[[known]]\ntest = 'a'\n", "entry 'a': the key 'exception' is missing"),
+        (
+            "[[known]]\ntest = 'a'\nexception = 'E'\nwhy = 'x'\n",
+            "entry 'a': unknown key 'why'.\nThe keys are test, exception, match, torch, device, python, platform, strict and reason.",
+        ),
+        ("[[known]]\ntest = 'a'\nexception = 'E'\n" * 2, "duplicate entry 'a'"),
+        ("[[known]]\ntest = 'a'\nexeption = 'E'\n", "entry 'a': unknown key 'exeption'.\nDid you mean exception?"),
+        ("[[known]]\nexception = 'E'\n", "entry known 1: the key 'test' is missing"),
+        ("[[known]]\ntest = ''\nexception = 'E'\n", "entry '': no test is given"),
+        ("[[known]]\ntest = 'a'\nexception = ''\n", "entry 'a': no exception is given"),
+        (
+            "[[known]]\ntest = 'a'\nexception = 'torch.cuda.OutOfMemoryError'\n",
+            "Name the class alone: OutOfMemoryError.",
+        ),
         ("[[gap]]\n", "unknown key 'gap'"),
+        ("[[knwon]]\n", "Entries are [[known]] tables. Did you mean it?"),
+        ("known = [3]\n", "entry known 1 is not a table"),
+        ('[[known]]\ntest = "a\\d"\n', "starts an escape: write it twice, or use single quotes"),
+        ("[[known]]\ntest = '\udcff'\n", "known.toml: line 2 is not UTF-8.\nSave the file as UTF-8."),
         ("[[known]\n", "line 1"),
-        ("[[known]]\ntest = 'a'\nexception = 'E'\ntorch = '2.9'\n", "entry a: torch '2.9' is not a range of versions"),
-        ("[[known]]\ntest = 'a'\nexception = 'E'\ntorch = 2.9\n", "got `float` - at `$.torch`"),
-        ("[[known]]\ntest = 'a'\nexception = 'E'\nmatch = '('\n", "entry a: match '(' is not a regular expression"),
-        ("[[known]]\ntest = 'a'\nexception = 'E'\ndevice = 'tpu'\n", "entry a: unknown device 'tpu'"),
-        ("[[known]]\ntest = 'a'\nexception = 'E'\nplatform = 'Linux'\n", "entry a: unknown platform 'Linux'"),
-        ("[[known]]\ntest = 'a'\nexception = []\n", "entry a: no exception is given"),
+        (
+            "[[known]]\ntest = 'a'\nexception = 'E'\ntorch = '2.9'\n",
+            "entry 'a': torch '2.9' is not a range of versions",
+        ),
+        ("[[known]]\ntest = 'a'\nexception = 'E'\ntorch = 2.9\n", "entry 'a': torch: expected str | null, got float."),
+        ("[[known]]\ntest = 'a'\nexception = 'E'\nmatch = '('\n", "entry 'a': match '(' is not a regular expression"),
+        ("[[known]]\ntest = 'a'\nexception = 'E'\ndevice = 'tpu'\n", "entry 'a': unknown device 'tpu'"),
+        ("[[known]]\ntest = 'a'\nexception = 'E'\nplatform = 'Linux'\n", "entry 'a': unknown platform 'Linux'"),
+        ("[[known]]\ntest = 'a'\nexception = []\n", "entry 'a': no exception is given"),
     ],
 )
 def test_a_wrong_manifest_is_an_error(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "known.toml"
-    path.write_text(text)
+    path.write_text(text, errors="surrogateescape")
     with pytest.raises(UsageError, match=r"known\.toml") as caught:
         read(path)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("head", ["# mine\r\n# and yours\r\n", ""])
+def test_files_of_windows_editors_are_read(tmp_path: Path, head: str) -> None:
+    path = tmp_path / "known.toml"
+    entries = [KnownFailure(test="test_a.py::test_a", exception="E")]
+    path.write_bytes(b"\xef\xbb\xbf" + (head + dump(entries, "").replace("\n", "\r\n")).encode())
+    assert read(path) == entries
+    assert head_of(path) == (head.replace("\r", "") or HEAD)
 
 
 SUITE = """
@@ -335,3 +364,93 @@ def test_last_failed_reruns_an_unexpected_pass(suite: pytest.Pytester) -> None:
     result = run(suite, "--lf")
     result.assert_outcomes(failed=1)
     assert "Passed, but" in result.stdout.str()
+
+
+@pytest.mark.parametrize("line_break", ["\n", "\r\n"])
+def test_an_update_keeps_the_line_breaks(suite: pytest.Pytester, line_break: str) -> None:
+    text = dump(KNOWN[1:]).replace("\n", line_break)
+    Path("known.toml").write_bytes(text.encode())
+    run(suite, "--lowprec-update-manifest")
+    updated = Path("known.toml").read_bytes().decode()
+    assert updated.replace(line_break, "") == dump(sorted(KNOWN, key=lambda entry: entry.test)).replace(
+        "\n", ""
+    ).replace('reason = "a reason"', 'reason = "no reason given"')
+    assert updated.count("\r") == (updated.count("\n") if line_break == "\r\n" else 0)
+
+
+def test_an_update_that_cannot_be_written_fails_the_run(
+    suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise UsageError("Cannot write known.toml: No space left on device.")
+
+    monkeypatch.setattr(known, "write_file", full)
+    Path("known.toml").unlink()
+    result = run(suite, "--lowprec-update-manifest")
+    result.assert_outcomes(passed=1, xfailed=4)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["Cannot write known.toml: No space left on device.", "The run fails: *"])
+
+
+def test_a_new_manifest_needs_its_folder(suite: pytest.Pytester) -> None:
+    result = suite.runpytest("--lowprec-manifest", "no/known.toml", "--lowprec-update-manifest")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert re.search(r"--lowprec-manifest: the folder .*no does not exist", result.stderr.str())
+
+
+TEARDOWN = """
+import pytest
+
+@pytest.fixture
+def broken():
+    yield
+    raise OSError("no")
+
+def test_passes(broken): pass
+def test_fails(broken): raise KeyError
+"""
+
+
+def test_an_error_in_the_teardown_says_that_it_cannot_be_known(project: pytest.Pytester) -> None:
+    project.makepyfile(test_suite=TEARDOWN)
+    entries = [KnownFailure(test=f"test_suite.py::test_{name}", exception="OSError") for name in ("passes", "fails")]
+    Path("known.toml").write_text(dump(entries))
+    result = run(project)
+    result.assert_outcomes(failed=2, errors=2)
+    text = result.stdout.str()
+    assert (
+        text.count("An error in the teardown cannot be a known failure: known.toml is about the test and its setup.")
+        == 2
+    )
+    assert (
+        "The entry test_suite.py::test_passes is for a test that fails itself: if it passes, remove the entry." in text
+    )
+    Path("known.toml").write_text("")
+    assert "cannot be a known failure" not in run(project).stdout.str()
+    result = run(project, "--lowprec-update-manifest")
+    assert result.stdout.str().count("So nothing was added to the manifest for it. Fix the teardown.") == 2
+    assert [entry.test for entry in read(Path("known.toml"))] == ["test_suite.py::test_fails"]
+
+
+@pytest.mark.parametrize(
+    ("test", "note"),
+    [
+        (
+            r"sub\test_suite.py::test_runs",
+            r"The path sub\test_suite.py is not as in the ids of pytest: write sub/test_suite.py.",
+        ),
+        (
+            "./sub/test_suite.py::test_runs",
+            "The path ./sub/test_suite.py is not as in the ids of pytest: write sub/test_suite.py.",
+        ),
+        ("sub/test_suite.py", "Write the ids that `pytest --collect-only -q` shows."),
+    ],
+)
+def test_an_entry_whose_path_is_no_id_is_listed(project: pytest.Pytester, test: str, note: str) -> None:
+    project.mkdir("sub").joinpath("test_suite.py").write_text("def test_runs(): pass\n")
+    Path("known.toml").write_text(dump([KnownFailure(test=test, exception="E")]))
+    result = run(project)
+    assert result.ret == 0
+    lines = result.stdout.lines
+    assert "1 unused entry: the tests do not exist" in lines
+    assert lines[lines.index("1 unused entry: the tests do not exist") + 1 :][:2] == [test, note]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import INSTALLED, PLUGIN, ROOT
 
 from lowprec_check.catalog.declared import releases
@@ -19,6 +20,7 @@ from lowprec_check.pytest_plugin import known_failures as known  # noqa: F401 - 
 from lowprec_check.pytest_plugin import op_support as support
 from lowprec_check.pytest_plugin.fixture import lowprec as fixture  # noqa: F401 - imported once for all projects
 from lowprec_check.pytest_plugin.fixture import watch  # noqa: F401 - imported once for all projects
+from lowprec_check.pytest_plugin.marker import cases, is_device_available
 from lowprec_check.schema.precisions import low_precisions
 
 NAMES = [precision.name for precision in low_precisions()]
@@ -112,6 +114,34 @@ def _timeless(text: str) -> str:
     text = re.sub(r"lowprec-check-[^\s,]+(, )?", "", text)  # pytest lists what is installed
     text = re.sub(r"in \d+\.\d+s|time(stamp)?=\"[^\"]+\"|0x[0-9a-f]+", "", text)
     return re.sub(r"=+", "=", text)
+
+
+@pytest.mark.parametrize(
+    ("options", "early"),
+    [((), 1), (("-k", "test_other"), 0), (("--collect-only",), 0), pytest.param(("-n1",), 0, marks=pytest.mark.slow)],
+)
+def test_the_worker_starts_while_other_tests_run_if_one_needs_it(
+    project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], early: int
+) -> None:
+    project.makepyfile(
+        """
+        import unittest
+
+        def test_other(): pass
+
+        class TestIt:
+            def test_support(self, lowprec):
+                if lowprec is None:
+                    lowprec.assert_supported("dot")
+
+        class TestCase(unittest.TestCase):
+            def test_u(self): pass
+        """
+    )
+    started: list[str] = []
+    monkeypatch.setattr(kept_sweep, "start_early", started.append)
+    assert project.runpytest(*options).ret == 0
+    assert started == ["cpu"] * early
 
 
 def test_help_and_markers(project: pytest.Pytester) -> None:
@@ -399,9 +429,9 @@ def test_allclose_shows_the_error(project: pytest.Pytester) -> None:
     result = marked(project, '"half", tolerance=0.25', "assert lowprec.allclose(x * 1.5, x)")
     assert "assert <half: error 5.0e-01 is over the tolerance 2e-01 (rel_l2; max_abs " in texts(result)
     result = marked(project, '"half"', "assert lowprec.allclose(x / 0, x)")
-    assert "assert <half: NaN or Inf where the reference is finite>" in texts(result)
+    assert "assert <half: Inf where the reference is finite>" in texts(result)
     result = marked(project, '"half"', "assert lowprec.allclose(x[:2], x)")
-    assert "assert <half: the output has shape (2, 8), the fp32 output (4, 8)>" in texts(result)
+    assert "assert <half: the output has shape (2, 8), the reference (4, 8)>" in texts(result)
     result = marked(project, '"half"', "assert lowprec.allclose([], [])")
     assert "nothing to compare" in texts(result)
 
@@ -434,10 +464,9 @@ def test_a_failed_allclose_shows_which_elements_differ(project: pytest.Pytester)
     ("marker", "message"),
     [
         ("", "no precision given; choose from bfloat16, autocast-bf16, half, autocast-fp16"),
-        ('"fp8"', "unknown precision 'fp8'"),
+        ('"fp8"', "unknown precision 'fp8'; choose from bfloat16, autocast-bf16, half, autocast-fp16"),
+        ('"half", "fp33"', "unknown precision 'fp33'; choose from bfloat16, autocast-bf16, half, autocast-fp16"),
         ('"amp-pf16"', "unknown precision 'amp-pf16'; did you mean autocast-fp16?"),
-        ('["fp16", "half"]', "duplicate precision"),
-        ('"half", "half"', "duplicate precision"),
         ('"half", device="tpu"', "unknown device 'tpu'; choose from cpu, cuda, xpu, mps"),
         ('"half", tolerance=-1', "tolerance -1 is not a positive number"),
         ('"half", tolerance="x"', "tolerance 'x' is not a positive number"),
@@ -452,7 +481,7 @@ def test_a_failed_allclose_shows_which_elements_differ(project: pytest.Pytester)
         ('"half", precisions=["bfloat16"]', "precisions is given twice"),
         ("precisions=[]", "no precision given"),
         ('"half", device=["cpu", "tpu"]', "unknown device 'tpu'; choose from cpu, cuda, xpu, mps"),
-        ('"half", devices=["cpu", "cpu"]', "duplicate device"),
+        ('"half", device="cpu:x"', "unknown device 'cpu:x'; write cpu, or cpu:0"),
         ('"half", backend="inductr"', "unknown backend 'inductr'; did you mean inductor?"),
         ('"half", backend=["eager", "jit"]', "backend is one backend, not several"),
     ],
@@ -461,6 +490,120 @@ def test_a_wrong_marker_is_an_error(project: pytest.Pytester, marker: str, messa
     result = marked(project, marker)
     result.assert_outcomes(errors=1)
     assert f"marker lowprec: {message}" in result.stdout.str()
+
+
+@pytest.mark.parametrize(
+    ("marker", "expected"),
+    [
+        ('"half", "half"', ["half-cpu"]),
+        ('["fp16", "half"], "bfloat16"', ["half-cpu", "bfloat16-cpu"]),
+        ('precisions=["half", torch.half]', ["half-cpu"]),
+        ('"half", device=["cpu", "cpu:0"]', ["half-cpu"]),
+        ('"half", device="cpu:0,CPU"', ["half-cpu:0"]),
+        ('"half", device=[torch.device("cpu", 0), "cpu"], backend="eager"', ["half-cpu:0"]),
+        ('"half", device=["xpu", "xpu:0", "xpu:1"]', ["half-xpu", "half-xpu:1"]),
+    ],
+)
+def test_equal_cases_are_one(project: pytest.Pytester, marker: str, expected: list[str]) -> None:
+    result = marked(project, marker)
+    assert re.findall(r"::test_it\[(.*)\] (?:PASSED|SKIPPED)", result.stdout.str()) == expected
+
+
+def test_equal_cases_of_two_markers_are_an_error(project: pytest.Pytester) -> None:
+    result = marked(project, '"half", device="cpu:0")\n@pytest.mark.lowprec("half"')
+    result.assert_outcomes(errors=1)
+    assert "two markers name half-cpu:0 and half-cpu, which are the same; remove it from" in result.stdout.str()
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_type_is_the_device_that_was_chosen(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: index == 1)  # set_device() initializes it
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    devices = ["cuda", "cuda:0", "cuda:1", "cuda:2"]
+    found = cases(pytest.mark.lowprec("half", device=devices).mark)
+    assert [case.key.device for case in found] == [d for d in devices if d != f"cuda:{index}"]
+    assert [is_device_available(device) for device in devices] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("also", ["", '@pytest.mark.lowprec("half")'])
+def test_parametrizing_the_fixture_is_an_error(project: pytest.Pytester, also: str) -> None:
+    project.makepyfile(
+        f"""
+        import pytest
+        {also}
+        @pytest.mark.parametrize("lowprec", ["half", "bfloat16"], indirect=True)
+        def test_it(lowprec):
+            lowprec.cast(1)
+        """
+    )
+    result = project.runpytest()
+    result.assert_outcomes(errors=1 if also else 2)
+    assert 'Write only @pytest.mark.lowprec("half", "bfloat16"), with the precisions to test.' in result.stdout.str()
+    assert "duplicate parametrization" not in result.stdout.str()
+
+
+def test_a_parameter_of_another_project_is_its_own(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        """
+        import pytest
+        @pytest.mark.parametrize("lowprec, other", [(True, 1), (False, 2)])
+        def test_it(lowprec, other):
+            assert lowprec is (other == 1)
+        """
+    )
+    project.runpytest().assert_outcomes(passed=2)
+
+
+def test_a_marker_that_is_added_late_is_an_error(project: pytest.Pytester) -> None:
+    project.makeconftest(
+        """
+        import pytest
+
+        def pytest_collection_modifyitems(items):
+            for item in items:
+                item.add_marker(pytest.mark.lowprec("half"))
+        """
+    )
+    project.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.parametrize("n", [1])
+        def test_late(lowprec, n): pass
+
+        @pytest.mark.lowprec("half")
+        def test_in_time(lowprec): lowprec.cast(1)
+        """
+    )
+    result = project.runpytest()
+    result.assert_outcomes(passed=1, errors=1)
+    assert "The marker lowprec was added after the tests were collected" in result.stdout.str()
+
+
+def test_doctests_of_a_marked_module_run(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        test_doc="""
+        '''
+        >>> 1 + 1
+        2
+        '''
+        import unittest
+        import pytest
+        pytestmark = pytest.mark.lowprec("half")
+
+        def test_it(lowprec): lowprec.cast(1)
+
+        class TestCase(unittest.TestCase):
+            def test_u(self): pass
+        """
+    )
+    result = project.runpytest("--doctest-modules")
+    result.assert_outcomes(passed=2, errors=1)
+    result.stdout.fnmatch_lines(
+        ["*ERROR at setup of TestCase.test_u*", "The marker lowprec does not work on methods of *"]
+    )
 
 
 def test_marker_without_fixture_is_an_error(project: pytest.Pytester) -> None:

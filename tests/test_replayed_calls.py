@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,18 @@ def test_an_op_that_runs_in_part_shows_whether_this_call_runs(suite: pytest.Pyte
     support = supports(saved(suite))["rrelu_with_noise"]["float16"]
     assert support["state"] == "some"
     assert support["condition"] == "fails where training; one call of these tests, tried here, fails"
+
+
+def test_junit_has_the_gaps_that_a_call_has_shown(suite: pytest.Pytester) -> None:
+    saved(suite, "--junitxml", "junit.xml", precision="half")
+    cases = {
+        case.get("name"): {each.get("name"): each.get("value") for each in case.iter("property")}
+        for case in ElementTree.parse("junit.xml").getroot().iter("testcase")
+    }
+    assert len(cases) == 8
+    assert cases["test_linear"] == {}
+    assert cases["test_gamma"] == {"lowprec_half": "_standard_gamma"}
+    assert cases["test_rrelu"] == {"lowprec_half": "rrelu_with_noise (in part)"}
 
 
 def test_under_autocast_a_call_is_tried_unless_autocast_casts_to_fp32(suite: pytest.Pytester) -> None:

@@ -9,14 +9,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, message_of
+from lowprec_check.schema.registry import choices, nearest
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-Entry = TypeVar("Entry")
+Entry = TypeVar("Entry", bound=msgspec.Struct)
 
 
 def read_tables(path: Path, name: str, kind: type[Entry]) -> list[Entry]:
@@ -25,23 +26,52 @@ def read_tables(path: Path, name: str, kind: type[Entry]) -> list[Entry]:
     Raises :class:`UsageError` that names the file and the line, or the entry (by `id` or number) and the key.
     """
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: {error}") from None
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows write a byte-order mark
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise UsageError(f"{path}: line {line} is not UTF-8.", "Save the file as UTF-8.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path}: not valid TOML: {message_of(error)}.", _about_syntax(error)) from None
     if unknown := sorted(content.keys() - {name}):
-        raise UsageError(f"{path}: unknown key {unknown[0]!r}.", f"Entries are [[{name}]] tables.")
+        meant = "Did you mean it? " if nearest(unknown[0], [name]) else ""
+        raise UsageError(f"{path}: unknown key {unknown[0]!r}.", f"Entries are [[{name}]] tables. {meant}".strip())
     tables = content.get(name, [])
     if not isinstance(tables, list):
         raise UsageError(f"{path}: {name!r} is not an array of tables.", f"Write [[{name}]] with two brackets.")
     return [_convert(path, f"{name} {number}", table, kind) for number, table in enumerate(tables, 1)]
 
 
-def _convert(path: Path, where: str, table: dict[str, Any], kind: type[Entry]) -> Entry:
+def _about_syntax(error: tomllib.TOMLDecodeError) -> str | None:
+    if "escape" in str(error) or "hex value" in str(error):
+        return "In double quotes a backslash starts an escape: write it twice, or use single quotes."
+    return None
+
+
+def _convert(path: Path, where: str, table: Any, kind: type[Entry]) -> Entry:
+    if not isinstance(table, dict):
+        raise UsageError(
+            f"{path}: entry {where} is not a table.", f"Write [[{where.partition(' ')[0]}]] above its keys."
+        )
+    named = [table[key] for key in ("id", "test") if key in table]
+    where = repr(named[0]) if named else where
+    fields = msgspec.structs.fields(kind)
+    known = [field.encode_name for field in fields]
+    if unknown := [key for key in table if key not in known]:
+        meant = nearest(unknown[0], known)
+        suggestion = f"Did you mean {meant}? " if meant else ""
+        raise UsageError(
+            f"{path}: entry {where}: unknown key {unknown[0]!r}.", f"{suggestion}The keys are {choices(known, 'and')}."
+        )
+    missing = [field.encode_name for field in fields if field.required and field.encode_name not in table]
+    if missing:
+        raise UsageError(f"{path}: entry {where}: the key {missing[0]!r} is missing.")
     try:
         return msgspec.convert(table, kind)
     except msgspec.ValidationError as error:
-        where = repr(table["id"]) if "id" in table else where
-        raise UsageError(f"{path}: entry {where}: {error}") from None
+        problem, _, at = message_of(error).replace("`", "").partition(" - at $.")
+        raise UsageError(
+            f"{path}: entry {where}: {f'{at}: ' if at else ''}{problem[:1].lower()}{problem[1:]}."
+        ) from None
 
 
 def version_key(version: str) -> tuple[int, ...]:

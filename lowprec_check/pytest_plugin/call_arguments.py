@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 import numbers
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -64,9 +65,27 @@ def explained(method: Callable[_P, _T]) -> Callable[_P, _T]:
                 check_call(method, args, kwargs)
                 raise
         except UsageError as error:
-            raise error.with_traceback(None) from None
+            raise _in_words_of(method, error).with_traceback(None) from None
 
     return called
+
+
+def _in_words_of(method: Callable[..., Any], error: UsageError) -> UsageError:
+    """The error with the arguments of ``method`` in place of options of the command line: ``budget`` for ``--budget``."""
+    names = inspect.signature(method).parameters
+
+    def argument(option: re.Match[str]) -> str:
+        name = option["name"].replace("-", "_")
+        if name not in names:
+            return option[0]
+        return f'{name}="{option["device"]}"' if option["device"] else name
+
+    def translated(text: str) -> str:
+        if "lowprec-check " in text:  # a command to run
+            return text
+        return re.sub(r"--(?P<name>[a-z][a-z-]*[a-z])(?: (?P<device>cpu)\b)?", argument, text)
+
+    return UsageError(translated(error.message), error.hint and translated(error.hint))
 
 
 def check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -128,6 +147,12 @@ def positive(value: Any, name: str, hint: str) -> float | None:
     return float(value)
 
 
+def check_flag(value: Any, name: str, *allowed: None) -> None:
+    """Raise :class:`UsageError` unless ``value`` is a boolean, or one that is ``allowed`` as well."""
+    if not isinstance(value, bool) and value not in allowed:
+        raise UsageError(f"{name} {value!r:.100} is not a boolean.", f"Write {name}=True or {name}=False.")
+
+
 def check_callable(function: Any, name: str) -> None:
     """Raise :class:`UsageError` unless ``function`` can be called; ``None`` is no function given."""
     if function is not None and not callable(function):
@@ -147,7 +172,10 @@ def device_name(value: Any, known: Sequence[str] | None = None) -> str:
     found = DEVICES.find(device_type(str(value))) if isinstance(value, str) or type_name(value) == "device" else None
     if found is None or found.name not in names:
         raise UsageError(f"Unknown device {value!r:.100}.", f"Choose from {', '.join(names)}.")
-    return str(value).strip()
+    _, colon, index = str(value).strip().partition(":")
+    if colon and not (index.isascii() and index.isdecimal()):
+        raise UsageError(f"Unknown device {value!r:.100}.", f"Write {found.name}, or {found.name}:0.")
+    return f"{found.name}:{int(index)}" if colon else found.name
 
 
 def check_dtype(value: Any) -> None:

@@ -21,6 +21,7 @@ from lowprec_check.catalog.numbers import Numbers, stronger
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.pytest_plugin import coverage_output, options, own_frames
 from lowprec_check.pytest_plugin.coverage_options import CoverageColumn, CoverageOptions, checked_options
+from lowprec_check.pytest_plugin.junit_properties import JunitProperties
 from lowprec_check.pytest_plugin.replayed_calls import KeptCalls
 from lowprec_check.pytest_plugin.shared_fixtures import Ops, Recorded, SharedFixtures, merge
 from lowprec_check.report.coverage_files import RENDERERS
@@ -58,6 +59,7 @@ class CoverageRecorder:
         """By test, the ids of the shared fixtures that it uses."""
         self.policies: dict[str, AutocastDtype] = {}
         self.found: Coverage | None = None
+        self.stopped_early = False
         self.not_written: str | None = None
         """Why the report was not written."""
         self.no_summary: str | None = None
@@ -65,9 +67,7 @@ class CoverageRecorder:
         self.kept = KeptCalls(config, [column.catalog for column in self.columns])
         self._watch: Watch | None = None
         self._shared: SharedFixtures | None = None
-        self._properties = coverage_output.GapProperties(self.columns)
-        self._of_test: Ops = {}
-        """What the test that runs has used in all of its phases."""
+        self.junit = JunitProperties(config)
 
     # -- in processes that run tests
 
@@ -132,18 +132,7 @@ class CoverageRecorder:
         own, fixtures = self._shared.take_all()
         report.lowprec_ops, report.lowprec_fixtures = own, fixtures  # type: ignore[attr-defined]
         report.lowprec_uses = ids  # type: ignore[attr-defined]
-        if self.config.getoption("xmlpath", None):
-            self._add_properties(report, [own, *(self._shared.known.get(key, {}) for key in ids)])
         return report
-
-    def _add_properties(self, report: pytest.TestReport, found: list[Ops]) -> None:
-        """Name the gaps of the test in the JUnit report, which has the properties of a test's last report."""
-        if report.when == "setup":
-            self._of_test = {}
-        for ops in found:
-            merge(self._of_test, ops)
-        if report.when in ("call", "teardown"):
-            report.user_properties += self._properties.of(self._of_test)
 
     def _autocast_policies(self) -> dict[str, AutocastDtype]:
         """What autocast of the installed torch does on the device; empty if it is not needed or not known."""
@@ -154,8 +143,14 @@ class CoverageRecorder:
 
     # -- in the process that collects results
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None, object, object]:
         """Collect the operators of each test."""
+        self._collect(report)
+        with self.junit.cases_of(encodable(report.nodeid)):
+            return (yield)
+
+    def _collect(self, report: pytest.TestReport) -> None:
         test = encodable(report.nodeid)
         path, line, _ = report.location
         self.places[test] = path, (line or 0) + 1
@@ -182,12 +177,14 @@ class CoverageRecorder:
         if not self.ran:
             self.not_written = "no test ran"
             return
+        stopped = session.shouldstop or session.shouldfail or session.exitstatus == pytest.ExitCode.INTERRUPTED
+        self.stopped_early = bool(stopped)
         self.policies = self.policies or self._autocast_policies()
         self.found = self._coverage()
         self.gate.judge(self.found)
         if self.gate.fails and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        coverage_output.add_suite_properties(self.config, self.found, self.gate)
+        self.junit.add(self.found, self.gate)
         if self.how == "github":
             self.no_summary = coverage_output.write_summary(self.found, self.gate)
         self.not_written = self.gate.why_kept()
@@ -253,6 +250,8 @@ class CoverageRecorder:
             written = f"; {self.report} was not written" if self.report is not None else ""
             terminalreporter.write_line(f"No test ran, so there is no coverage{written}.")
             return
+        if self.stopped_early:
+            terminalreporter.write_line("The run stopped early: only the tests that ran are counted.")
         every = self.config.get_verbosity() > 0
         for line in coverage_output.lines(self.found, self.gate, self.how, every=every):
             terminalreporter.write_line(line)

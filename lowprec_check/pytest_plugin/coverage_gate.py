@@ -29,11 +29,18 @@ def load_baseline(path: Path, device: str, keys: Sequence[str]) -> Coverage:
         raise UsageError(f"Cannot read {path}: {error.strerror}.") from None
     found = coverage_of(data, path)
     if found.device != device:
-        raise UsageError(f"The baseline {path} is for {found.device}, and this run for {device}.")
+        raise UsageError(
+            f"The baseline {path} is for {found.device}, and this run for {device}.",
+            f"Add --lowprec-device {found.device}, or give a baseline for {device}.",
+        )
     missing = [precision_of(key) for key in keys if key not in found.dtypes]
     if missing:
         has = ", ".join(map(precision_of, found.dtypes))
-        raise UsageError(f"The baseline {path} lacks {', '.join(missing)}: it has {has}.")
+        words = ",".join(map(precision_of, keys))
+        raise UsageError(
+            f"The baseline {path} lacks {', '.join(missing)}: it has {has or 'no precision'}.",
+            f"Save it again with: pytest --lowprec-coverage {words} --lowprec-report {path.name}",
+        )
     return msgspec.structs.replace(found, dtypes=[*keys])  # what else it has is not compared
 
 

@@ -16,7 +16,7 @@ from lowprec_check.pytest_plugin import options
 from lowprec_check.pytest_plugin.coverage_gate import FAIL_ON, NEVER, CoverageGate, load_baseline
 from lowprec_check.report.coverage_files import RENDERERS
 from lowprec_check.schema.precisions import FP16, PRECISIONS, Precision, low_precisions
-from lowprec_check.schema.registry import choices
+from lowprec_check.schema.registry import choices, words_in
 
 FORMATS = ("text", "github")
 _NEED_COVERAGE = ("device", "report", "format", "fail_on", "baseline")
@@ -62,7 +62,10 @@ def checked_options(config: pytest.Config) -> CoverageOptions | None:
     try:
         device = _device(options.value(config, "device") or "cpu")
         wrong = "coverage"
-        columns = [_column(name, device) for name in PRECISIONS.names_in(names)]
+        given = PRECISIONS.names_in(names, _known()) if any(word for word in words_in(names)) else []
+        if not given:
+            raise UsageError("No precision is given.", f"Choose from {', '.join(_known())}.")
+        columns = [_column(name, device) for name in given]
     except UsageError as error:
         raise pytest.UsageError(f"{options.where(config, wrong)}: {error}") from None
     return CoverageOptions(columns, report, how, _gate(config, columns, report))
@@ -79,6 +82,8 @@ def _one_of(config: pytest.Config, name: str, known: tuple[str, ...]) -> str:
 
 def _report(config: pytest.Config) -> Path | None:
     report = options.path(config, "report")
+    if report is not None and report.is_dir():
+        raise pytest.UsageError(f"{options.where(config, 'report')}: {report} is a folder: name a file in it.")
     if report is not None and report.suffix not in RENDERERS:
         where = options.where(config, "report")
         raise pytest.UsageError(f"{where}: unknown format {report.name!r}: use {choices([*RENDERERS])}.")
@@ -96,12 +101,16 @@ def _device(device: str) -> str:
     return kind
 
 
+def _known() -> list[str]:
+    """The precisions that the catalog has data for."""
+    return [precision.name for precision in low_precisions() if precision.kind in ("cast", "autocast")]
+
+
 def _column(name: str, device: str) -> CoverageColumn:
     precision = PRECISIONS.get(name)
     if precision.kind not in ("cast", "autocast"):
-        known = [other.name for other in low_precisions() if other.kind in ("cast", "autocast")]
         what = "fp32 is the baseline." if precision.kind == "reference" else f"Coverage does not know {name}."
-        raise UsageError(what, f"Choose from {', '.join(known)}.")
+        raise UsageError(what, f"Choose from {', '.join(_known())}.")
     dtype: Dtype = "float16" if precision.format == FP16 else "bfloat16"
     installed = importlib.metadata.version("torch")
     return CoverageColumn(precision, AtenCatalog(device, dtype, installed, autocast=precision.kind == "autocast"))

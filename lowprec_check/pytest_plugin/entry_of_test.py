@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Sequence
 
 import pytest
@@ -60,7 +61,7 @@ class EntryOfTest:
             file = _file(entry.test)
             if "*" in file:  # it may be any, also one that was not collected
                 return False
-            return file in files or not (config.rootpath / file).exists()
+            return file in files or as_in_ids(file) in files or not (config.rootpath / file).exists()
 
         return [
             position
@@ -74,6 +75,11 @@ class EntryOfTest:
 
 def _file(nodeid: str) -> str:
     return nodeid.partition("::")[0]
+
+
+def as_in_ids(file: str) -> str:
+    """A path as pytest writes it in ids, on every system: ``tests/test_a.py`` for ``./tests/test_a.py`` and for one with backslashes."""
+    return posixpath.normpath(file.replace("\\", "/"))
 
 
 def _runs_on(item: pytest.Item, device: str | None) -> bool:

@@ -6,6 +6,7 @@ See docs/pytest.md.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -118,12 +119,45 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         parametrize(metafunc, mark)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the worker of ``assert_supported`` if a test calls it: it imports torch while other tests run.
+
+    Not in workers of pytest-xdist: each has all tests, but runs some.
+    """
+    config = session.config
+    if config.option.collectonly or hasattr(config, "workerinput") or not any(map(_asserts_support, session.items)):
+        return
+    from lowprec_check.engine.sweep.kept_sweep import start_early
+
+    start_early("cpu")
+
+
+def _is_of_unittest(item: pytest.Item) -> bool:
+    unittest, owner = sys.modules.get("unittest"), getattr(item, "cls", None)
+    return unittest is not None and isinstance(owner, type) and issubclass(owner, unittest.TestCase)
+
+
+def _asserts_support(item: pytest.Item) -> bool:
+    code = getattr(getattr(item, "function", None), "__code__", None)
+    return "assert_supported" in getattr(code, "co_names", ())
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fail marked methods of ``unittest.TestCase``, which cannot run once per precision."""
-    if getattr(item, "callspec", None) is None and item.get_closest_marker("lowprec") is not None:
+    """Fail marked tests that do not run once per precision: methods of ``unittest.TestCase``, and tests that were marked too late."""
+    if (
+        not isinstance(item, pytest.Function) or item.get_closest_marker("lowprec") is None
+    ):  # a doctest of a marked module
+        return
+    if _is_of_unittest(item):
         pytest.fail(
             "The marker lowprec does not work on methods of unittest.TestCase, which cannot use fixtures. "
             "Make the test a function or a method of a plain class.",
+            pytrace=False,
+        )
+    if "lowprec" not in getattr(getattr(item, "callspec", None), "params", {}):
+        pytest.fail(
+            "The marker lowprec was added after the tests were collected, so the test would run once, in no precision. "
+            "Write it above the test or its class, or as pytestmark in its module.",
             pytrace=False,
         )
 
@@ -136,6 +170,10 @@ def lowprec(request: pytest.FixtureRequest) -> Lowprec:
     """
     from lowprec_check.pytest_plugin import own_frames
     from lowprec_check.pytest_plugin.fixture.lowprec import Lowprec
+    from lowprec_check.pytest_plugin.marker import ONE_OF_THEM, Case
 
     own_frames.register(request.config)
-    return Lowprec(getattr(request, "param", None))
+    case = getattr(request, "param", None)
+    if case is not None and not isinstance(case, Case):
+        pytest.fail(f"@pytest.mark.parametrize cannot parametrize the fixture lowprec. {ONE_OF_THEM}", pytrace=False)
+    return Lowprec(case)

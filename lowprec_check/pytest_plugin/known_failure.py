@@ -76,6 +76,21 @@ class KnownFailure(StrictStruct, frozen=True, kw_only=True):
 
 def problem_of(entry: KnownFailure) -> UsageError | None:
     """What is wrong with the values of an entry."""
+    return _problem_of_test(entry) or _problem_of_conditions(entry)
+
+
+def _problem_of_test(entry: KnownFailure) -> UsageError | None:
+    if not entry.test:
+        return UsageError("no test is given.", 'Write its id; "*" names all tests.')
+    if not entry.exceptions or "" in entry.exceptions:
+        return UsageError("no exception is given.", "Name the class, such as AssertionError.")
+    dotted = next((name for name in entry.exceptions if "." in name), None)
+    if dotted is not None:
+        return UsageError(f"exception {dotted!r} has a dot.", f"Name the class alone: {dotted.rpartition('.')[2]}.")
+    return None
+
+
+def _problem_of_conditions(entry: KnownFailure) -> UsageError | None:
     for key, versions in (("torch", entry.torch), ("python", entry.python)):
         try:
             SpecifierSet(versions or "")
@@ -91,8 +106,6 @@ def problem_of(entry: KnownFailure) -> UsageError | None:
         return UsageError(f"unknown device {entry.device!r}.", f"Choose from {', '.join(DEVICES.names())}.")
     if entry.platform is not None and entry.platform not in (*_PLATFORMS, sys.platform):
         return UsageError(f"unknown platform {entry.platform!r}.", f"Choose from {', '.join(_PLATFORMS)}.")
-    if not entry.exceptions:
-        return UsageError("no exception is given.", "Name the class, such as AssertionError.")
     return None
 
 

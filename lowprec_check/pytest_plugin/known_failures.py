@@ -14,7 +14,7 @@ import pytest
 
 from lowprec_check.errors import UsageError, encodable, type_name
 from lowprec_check.pytest_plugin import manifest, options
-from lowprec_check.pytest_plugin.entry_of_test import EntryOfTest
+from lowprec_check.pytest_plugin.entry_of_test import EntryOfTest, as_in_ids
 from lowprec_check.pytest_plugin.known_failure import NO_REASON, KnownFailure
 from lowprec_check.pytest_plugin.manifest import Manifest, Result
 from lowprec_check.schema.files import write_file
@@ -29,6 +29,8 @@ def register(config: pytest.Config) -> None:
         raise pytest.UsageError(
             "--lowprec-update-manifest needs a manifest: add --lowprec-manifest FILE or the ini key lowprec_manifest."
         )
+    if update and not path.parent.is_dir():
+        raise pytest.UsageError(f"{options.where(config, 'manifest')}: the folder {path.parent} does not exist.")
     try:
         known = [] if update and not path.exists() else manifest.read(path)
     except UsageError as error:
@@ -94,10 +96,13 @@ class KnownFailures:
         """Report a known failure as xfailed, and one that passes as failed."""
         report = yield
         is_subtest = self._in_phase
-        left_alone = hasattr(report, "wasxfail") or item.nodeid in self.entries.problems
-        if left_alone or (report.when == "teardown" and not is_subtest):
+        if hasattr(report, "wasxfail") or item.nodeid in self.entries.problems:
             return report
         known = self.entries.of(item.nodeid)
+        if report.when == "teardown" and not is_subtest:
+            if report.failed and (known is not None or self.update):
+                self._explain_teardown(report, known)
+            return report
         if report.failed and call.excinfo:
             self._failed(report, known, call.excinfo.value)
         elif report.passed and report.when == "call" and not is_subtest:
@@ -113,8 +118,17 @@ class KnownFailures:
             report.outcome = "skipped"
             report.wasxfail = known.reason if known else "added to the manifest"
         elif known is not None:
-            text = f"Raised {raised}, but {self._shown()} expects {_expected(known)}."
+            which = " with another message" if raised in known.exceptions else ""
+            text = f"Raised {raised}{which}, but {self._shown()} expects {_expected(known)}."
             report.sections.append((f"lowprec: {self._shown()}", f"{text}\n{self._how_to_update()}"))
+
+    def _explain_teardown(self, report: pytest.TestReport, known: KnownFailure | None) -> None:
+        text = f"An error in the teardown cannot be a known failure: {self._shown()} is about the test and its setup."
+        if known is not None:
+            advice = f"Fix the teardown. The entry {known.test} is for a test that fails itself: if it passes, remove the entry."
+        else:
+            advice = "So nothing was added to the manifest for it. Fix the teardown."
+        report.sections.append((f"lowprec: {self._shown()}", f"{text}\n{advice}"))
 
     def _passed(self, report: pytest.TestReport, known: KnownFailure | None) -> None:
         """A test passed, but its subtests may have failed."""
@@ -173,9 +187,11 @@ class KnownFailures:
         self.change = manifest.updated(self.known, self.results, [self.known[n] for n in self.unused])
         text = manifest.dump(self.change.manifest, manifest.head_of(self.path))
         try:
-            write_file(self.path, text)
+            write_file(self.path, text.replace("\n", manifest.line_break_of(self.path)))
         except UsageError as error:
             self.failed_to_write = error.message
+            if session.exitstatus == pytest.ExitCode.OK:  # failures were reported as added to the manifest
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print the changes to the manifest, or its unused entries."""
@@ -187,7 +203,7 @@ class KnownFailures:
 
     def _changes(self) -> list[str]:
         if self.failed_to_write is not None:
-            return [self.failed_to_write]
+            return [self.failed_to_write, "The run fails: what it reports as added is not in the manifest."]
         if self.change is None:
             return ["The manifest was not updated, because the run did not complete."]
         change = self.change
@@ -204,9 +220,14 @@ class KnownFailures:
     def _unused_lines(self) -> list[str]:
         if not self.unused:
             return []
+        tests = sorted(self.known[position].test for position in self.unused)
+        files = {test.partition("::")[0] for test in tests}
+        written = [file for file in sorted(files) if as_in_ids(file) != file and "*" not in file]
         return [
             f"{len(self.unused)} unused {'entry' if len(self.unused) == 1 else 'entries'}: the tests do not exist",
-            *sorted(self.known[position].test for position in self.unused),
+            *tests,
+            *(f"The path {file} is not as in the ids of pytest: write {as_in_ids(file)}." for file in written),
+            *(["Write the ids that `pytest --collect-only -q` shows."] if any("::" not in t for t in tests) else []),
             self._how_to_update(),
         ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -31,9 +32,9 @@ def read(path: Path) -> Manifest:
     for entry in entries:
         problem = problem_of(entry)
         if problem is not None:
-            raise UsageError(f"{path}: entry {entry.test}: {problem.message}", problem.hint)
+            raise UsageError(f"{path}: entry {entry.test!r}: {problem.message}", problem.hint)
         if (entry.test, entry.conditions) in found:
-            raise UsageError(f"{path}: duplicate entry {entry.test}.", "Remove one of them.")
+            raise UsageError(f"{path}: duplicate entry {entry.test!r}.", "Remove one of them.")
         found.add((entry.test, entry.conditions))
     return entries
 
@@ -63,11 +64,17 @@ def _toml(value: str | list[str] | bool) -> str:
 def head_of(path: Path) -> str:
     """The comment at the top of a manifest, which an update keeps."""
     lines: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []:
+    for line in path.read_text(encoding="utf-8-sig").splitlines(keepends=True) if path.exists() else []:
         if not line.startswith("#"):
             break
         lines.append(line)
     return "".join(lines) or HEAD
+
+
+def line_break_of(path: Path) -> str:
+    """The line break of a file, which an update keeps: that of its first line."""
+    with path.open("rb") if path.exists() else io.BytesIO() as file:
+        return "\r\n" if file.readline().endswith(b"\r\n") else "\n"
 
 
 class Result(NamedTuple):

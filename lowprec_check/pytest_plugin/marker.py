@@ -11,7 +11,7 @@ from lowprec_check.errors import UsageError
 from lowprec_check.pytest_plugin.call_arguments import checked_tolerance, device_name, unknown_argument
 from lowprec_check.schema.backends import BACKENDS
 from lowprec_check.schema.devices import DEVICES, device_of
-from lowprec_check.schema.precisions import PRECISIONS, low_precisions
+from lowprec_check.schema.precisions import PRECISIONS, low_names
 from lowprec_check.schema.registry import words_in
 from lowprec_check.schema.run_key import EAGER, RunKey
 
@@ -33,6 +33,11 @@ class Case(NamedTuple):
         backend = [] if self.key.backend == EAGER else [self.key.backend]
         return "-".join([self.key.precision, *backend, self.key.device])
 
+    @property
+    def same(self) -> RunKey:
+        """Equal for cases that run the same: ``half-cpu`` and ``half-cpu:0``."""
+        return RunKey(self.key.precision, self.key.backend, _same_device(self.key.device))
+
 
 def is_device_available(device: str) -> bool:
     """Whether a device is available; raises :class:`UsageError` for an unknown one."""
@@ -41,7 +46,22 @@ def is_device_available(device: str) -> bool:
         return True
     from lowprec_check.engine.model.device import is_available
 
-    return is_available(kind)
+    return is_available(device)
+
+
+def _same_device(device: str) -> str:
+    """One name for the names of one device: ``cpu`` for ``cpu:0``, ``cuda:0`` for ``cuda`` if that is the default."""
+    kind, colon, index = device.partition(":")
+    if kind == "cpu":  # there is one, whatever the index
+        return kind
+    if colon or not is_device_available(kind):
+        return f"{kind}:{index or 0}"
+    from lowprec_check.engine.model.device import default_index
+
+    return f"{kind}:{default_index(kind)}"
+
+
+ONE_OF_THEM = 'Write only @pytest.mark.lowprec("half", "bfloat16"), with the precisions to test.'
 
 
 class MarkerError(ValueError):
@@ -66,8 +86,8 @@ def cases(mark: pytest.Mark) -> list[Case]:
 
 def _cases(mark: pytest.Mark) -> list[Case]:
     given = _arguments_of(mark)
-    names = [precision.name for precision in low_precisions()]
-    precisions = [PRECISIONS.get(word).name for one in _several(given["precisions"]) for word in words_in(one)]
+    names = low_names()
+    precisions = [PRECISIONS.get(word, names).name for one in _several(given["precisions"]) for word in words_in(one)]
     if not precisions:
         raise MarkerError(f"no precision given; choose from {', '.join(names)}")
     if not set(precisions) <= set(names):
@@ -75,15 +95,17 @@ def _cases(mark: pytest.Mark) -> list[Case]:
     devices = [device_name(word) for word in _several(given["device"])]
     if not devices:
         raise MarkerError(f"no device given; choose from {', '.join(DEVICES.names())}")
-    for what, chosen in (("precision", precisions), ("device", devices)):
-        if len(set(chosen)) < len(chosen):
-            raise MarkerError(f"duplicate {what}")
     if not isinstance(given["backend"], str):
         raise MarkerError(
             "backend is one backend, not several" if _is_several(given["backend"]) else "backend is no name"
         )
     backend, tolerance = BACKENDS.get(given["backend"]).name, checked_tolerance(given["tolerance"])
-    return [Case(RunKey(name, backend, device), tolerance) for name in precisions for device in devices]
+    found: dict[RunKey, Case] = {}
+    for name in precisions:
+        for device in devices:
+            case = Case(RunKey(name, backend, device), tolerance)
+            found.setdefault(case.same, case)
+    return list(found.values())
 
 
 def _arguments_of(mark: pytest.Mark) -> dict[str, Any]:
@@ -118,12 +140,14 @@ def cases_of(node: pytest.Item) -> list[Case]:
     """
     marks = list(node.iter_markers_with_node("lowprec"))
     closest = [mark for owner, mark in marks if owner is marks[0][0]]
-    found: dict[str, Case] = {}
+    found: dict[RunKey, Case] = {}
     for mark in reversed(closest):  # decorators are applied from the bottom up
         for case in cases(mark):
-            if case.id in found:
-                raise MarkerError(f"two markers name {case.id}; remove it from one of them")
-            found[case.id] = case
+            if case.same in found:
+                other = found[case.same].id
+                named = case.id if other == case.id else f"{other} and {case.id}, which are the same"
+                raise MarkerError(f"two markers name {named}; remove it from one of them")
+            found[case.same] = case
     return list(found.values())
 
 
@@ -143,12 +167,25 @@ def parametrize(metafunc: pytest.Metafunc, mark: pytest.Mark) -> None:
             "precision would run the same code. Add the argument lowprec, and use lowprec.cast(model).",
             pytrace=False,
         )
+    given = [names for other in metafunc.definition.iter_markers("parametrize") for names in other.args[:1]]
+    if any("lowprec" in _argument_names(names) for names in given):
+        pytest.fail(
+            f"{metafunc.definition.nodeid}: the marker lowprec makes the cases of the fixture lowprec, and "
+            f"@pytest.mark.parametrize names it too. {ONE_OF_THEM}",
+            pytrace=False,
+        )
     devices = dict.fromkeys(case.key.device for case in found)
     absent = {device for device in devices if not is_device_available(device)}
     parameters = [
         pytest.param(case, id=case.id, marks=_skipped(case) if case.key.device in absent else []) for case in found
     ]
     metafunc.parametrize("lowprec", parameters, indirect=True)
+
+
+def _argument_names(given: object) -> list[str]:
+    """The first argument of ``parametrize``: names in a sequence, or in a text separated by commas."""
+    names = given.split(",") if isinstance(given, str) else list(given) if isinstance(given, Iterable) else []
+    return [str(name).strip() for name in names]
 
 
 def _skipped(case: Case) -> list[pytest.MarkDecorator]:

@@ -44,8 +44,6 @@ class SharedFixtures:
         """Of fixtures, since the last report."""
         self._own: Ops = {}
         """Of the test, since the last report."""
-        self.known: dict[str, Ops] = {}
-        """All ops of the fixtures that are set up."""
 
     def _assign(self, owner: str | None) -> None:
         """Assign what was recorded until now to a fixture, or to the test."""
@@ -54,7 +52,6 @@ class SharedFixtures:
             merge(self._own, ops)
         elif ops:
             merge(self._found.setdefault(owner, {}), ops)
-            merge(self.known.setdefault(owner, {}), ops)
 
     @property
     def _owner(self) -> str | None:
@@ -86,7 +83,6 @@ class SharedFixtures:
         if self._ids:
             key = self._ids.pop(fixture, None)
             self._assign(key or self._owner)
-            self.known.pop(key or "", None)
 
     def ids(self, item: pytest.Item) -> list[str]:
         """Ids of the shared fixtures that a test uses, sorted; directly, through others, or by setting them up."""

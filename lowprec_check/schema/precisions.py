@@ -191,6 +191,11 @@ def low_precisions() -> list[Precision]:
     return [precision for precision in PRECISIONS if precision.kind != "reference"]
 
 
+def low_names() -> list[str]:
+    """Their names: the choice where fp32 is not one."""
+    return [precision.name for precision in low_precisions()]
+
+
 def plan_bases() -> list[Precision]:
     """The precisions that a plan can start from, in the order of the search: the widest range first, since it is the most
     likely to pass, and autocast before casts.

@@ -123,25 +123,27 @@ class Registry(Generic[Item]):
         wanted = _plain(str(name))
         return next((item for item in self if wanted in _spellings(item)), None)
 
-    def get(self, name: str) -> Item:
-        """Like :meth:`find`, but raises :class:`UsageError` with a suggestion if there is none."""
+    def get(self, name: str, offered: Sequence[str] | None = None) -> Item:
+        """Like :meth:`find`, but raises :class:`UsageError` with a suggestion if there is none.
+
+        ``offered``: the names to choose from, where the caller does not take all; by default all.
+        """
         found = self.find(name)
         if found is None:
-            spellings = [spelling for item in self for spelling in (item.name, *item.aliases)]
+            choice = self.names() if offered is None else list(offered)
+            spellings = [spelling for item in self if item.name in choice for spelling in (item.name, *item.aliases)]
             near = nearest(str(name), spellings)
             meant = self.find(near) if near else None
             suggestion = f"Did you mean {meant.name}? " if meant else ""
-            raise UsageError(
-                f"Unknown {self._noun} {str(name)!r}.", f"{suggestion}Choose from {', '.join(self.names())}."
-            )
+            raise UsageError(f"Unknown {self._noun} {str(name)!r}.", f"{suggestion}Choose from {', '.join(choice)}.")
         return found
 
-    def names_in(self, given: object) -> list[str]:
+    def names_in(self, given: object, offered: Sequence[str] | None = None) -> list[str]:
         """The names for one name or alias, or for several: in a sequence or separated by commas; each once, in the order given.
 
-        Raises :class:`UsageError` with a suggestion for an unknown one.
+        Raises :class:`UsageError` with a suggestion, of those ``offered``, for an unknown one.
         """
-        return list(dict.fromkeys(self.get(word).name for word in words_in(given)))
+        return list(dict.fromkeys(self.get(word, offered).name for word in words_in(given)))
 
 
 def words_in(given: object) -> list[str]:

@@ -17,14 +17,25 @@ def module_of(device: torch.device) -> Any:
     return torch.get_device_module(device)
 
 
-def is_available(kind: str) -> bool:
-    """Whether torch can use a device of this type here."""
+def is_available(name: str) -> bool:
+    """Whether torch can use a device of this type here, and with an index (``cuda:1``) that very device."""
+    kind, _, index = name.partition(":")
     if kind == "cpu":
         return True
     try:
-        return bool(module_of(torch.device(kind)).is_available())
+        module = module_of(torch.device(kind))
+        return bool(module.is_available()) and (not index or int(index) < module.device_count())
     except RuntimeError:  # this build of torch does not support the type
         return False
+
+
+def default_index(kind: str) -> int:
+    """The index that a type stands for: ``cuda`` is ``cuda:0``, or what ``torch.cuda.set_device`` chose. Starts no device."""
+    module = module_of(torch.device(kind))
+    is_started = getattr(module, "is_initialized", None)
+    if is_started is None or not is_started():
+        return 0
+    return int(module.current_device())
 
 
 def resolve(name: str | None) -> torch.device:

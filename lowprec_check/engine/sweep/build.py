@@ -118,6 +118,11 @@ class OperatorSweep:
         self.only: list[str] | None = None
         self.total = self.started = 0
 
+    def start(self) -> None:
+        """Start a worker, unless one runs, so that it is ready when the first operator is measured."""
+        if not self.workers:
+            self._start()
+
     def measure(self, only: list[str] | None, jobs: int = 1) -> MeasuredSweep:
         """Run until every operator (or those named in ``only``) is measured or given up; workers are kept for the next call."""
         self.only, self.found, self.total = only, {}, 0

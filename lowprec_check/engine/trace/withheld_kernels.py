@@ -45,12 +45,17 @@ def _parse(spec: str) -> WithheldKernel:
     format_ = _FORMATS.get(match["dtype"]) if match else None
     if match is None or format_ is None:
         raise UsageError(
-            f"--without-kernel {spec!r} does not parse.", f"Write aten.dot:half; dtypes: {', '.join(_FORMATS)}."
+            f"{spec!r} names no kernel to run without.",
+            f"Write an op and a dtype, such as aten.dot:half; dtypes: {', '.join(_FORMATS)}.",
         )
     if not hasattr(torch.ops.aten, match["op"]):
         raise UsageError(
             f"This torch has no op aten.{match['op']}.", "Write the op as it is named in the findings of a scan."
         )
+    overloads = getattr(torch.ops.aten, match["op"]).overloads()
+    if match["overload"] not in (None, *overloads):
+        named = f"aten.{match['op']}.{match['overload']}"
+        raise UsageError(f"This torch has no op {named}.", f"aten.{match['op']} has {', '.join(overloads)}.")
     return WithheldKernel(match["op"], match["overload"], format_)
 
 
