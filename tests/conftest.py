@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.cli.main import main
-from lowprec_check.engine.run import round_schedule
+from lowprec_check.engine.run import round_schedule, turns
+from lowprec_check.process import conditions
 from lowprec_check.report.html.scan_page import render
 from lowprec_check.schema.scan_result import ScanResult
 
@@ -52,8 +53,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times are taken in as few rounds as possible, in this process and its forks: tests do not depend on how exact they are."""
+    """Times are taken in as few rounds and calls as possible, in this process and its forks: tests do not depend on how exact they are.
+
+    They are nine tenths of the scan of a small model otherwise, and more where other programs use the cores.
+    """
     monkeypatch.setattr(round_schedule, "SECONDS", 0.0)
+    monkeypatch.setattr(turns, "TURN_SECONDS", 1e-9)  # above 0: a call on one core is timed too
+    monkeypatch.setattr(turns, "ONE_CORE_SECONDS", 0.05)
+    monkeypatch.setattr(conditions, "_STEPS", 1000)
 
 
 @pytest.fixture
@@ -151,6 +158,10 @@ def _deterministic() -> Iterator[None]:
     yield
     assert not torch.is_autocast_enabled("cpu")
     assert torch.is_grad_enabled()
+    if hasattr(nn.Module, "smart_apply"):
+        # transformers adds it when it makes a model, and again where it is missing. From it, the saved state of every
+        # model of later tests reaches all that transformers defines, which makes their scans 20 times as slow.
+        del nn.Module.smart_apply
 
 
 class Mlp(nn.Module):

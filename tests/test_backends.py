@@ -113,7 +113,20 @@ def conv_net_output() -> list[Tensor]:
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
 def test_traced_rows_equal_the_printed_code_on_every_example(file: Path, call: Call, tmp_path: Any) -> None:
     saved = tmp_path / "scan.json"
-    done = call("scan", file, "--backend", "jit", "-p", "fp32,bf16,amp-bf16", "--json", saved, "--no-plan", "-q")
+    done = call(
+        "scan",
+        file,
+        "--backend",
+        "jit",
+        "-p",
+        "fp32,bf16,amp-bf16",
+        "--json",
+        saved,
+        "--no-plan",
+        "-q",
+        "--times",
+        "off",
+    )
     assert done.returncode in (0, 1), done.stderr  # 1: no precision passes
 
     result = ScanResult.load(saved)

@@ -138,6 +138,10 @@ def write(folder: Path, code: str) -> Path:
     return file
 
 
+UNTIMED = ("--times", "off")
+"""Where an interpreter is started for each run or call: taking times starts as many again; tests/test_rounds.py does it."""
+
+
 def scanned(call: Call, folder: Path, code: str, *options: str) -> ScanResult:
     saved = folder / "scan.json"
     done = call("scan", write(folder, code), "--json", saved, "-p", "half", "--no-plan", "--errors", "none", *options)
@@ -150,7 +154,7 @@ def scanned(call: Call, folder: Path, code: str, *options: str) -> ScanResult:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_that_uses_what_its_process_has_runs_in_a_fork(call: Call, tmp_path: Path, name: str) -> None:
-    result = scanned(call, tmp_path, MODELS[name])
+    result = scanned(call, tmp_path, MODELS[name], *(UNTIMED if "spawns" in name else ()))
     assert result.options["isolation"] == "fork"
     assert not result.runs[0].notes
 
@@ -158,7 +162,7 @@ def test_a_model_that_uses_what_its_process_has_runs_in_a_fork(call: Call, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FRESH)
 def test_a_file_that_starts_threads_is_loaded_in_fresh_interpreters(call: Call, tmp_path: Path, name: str) -> None:
-    result = scanned(call, tmp_path, FRESH[name])
+    result = scanned(call, tmp_path, FRESH[name], *UNTIMED)
     assert result.options["isolation"] == "spawn"
 
 
@@ -190,7 +194,7 @@ def test_what_fails_in_a_fork_only_is_tried_in_a_fresh_interpreter(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str, note: str
 ) -> None:
     monkeypatch.setattr(launcher, "IDLE_SECONDS", 1.5)
-    result = scanned(call, tmp_path, IN_A_FORK.format(failure))
+    result = scanned(call, tmp_path, IN_A_FORK.format(failure), *UNTIMED)
     assert result.options["isolation"] == "spawn"
     assert any(note in text for text in result.runs[0].notes), result.runs[0].notes
 

@@ -670,7 +670,7 @@ def check_printed_code(
     call: Call, text: str, *arguments: str, expected: str | None = None, errors: bool = False
 ) -> None:
     """Scan, then run the code for every precision that passed; with ``errors``, its output has the reported error."""
-    done = call("scan", *arguments, "--json", "-", "--fail-on", "never", "-q")
+    done = call("scan", *arguments, "--json", "-", "--fail-on", "never", "-q", "--times", "off")
     assert done.returncode == 0, done.stderr
     result = ScanResult.from_json(done.stdout.encode())
     fp32 = run_code(text, snippet(result.run("fp32").key, result.model))["output"]

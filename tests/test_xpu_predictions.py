@@ -6,14 +6,13 @@ import functools
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, Call, Done, call_process
 from thread_models import Between, Calling, ConVit, Demucs, Roma, encoder, histogram, spectral, volume
 from torch import nn
 
@@ -162,24 +161,16 @@ def test_a_fallback_between_layers_has_place_calls_and_bytes() -> None:
 # -- the command
 
 
-def command(*words: str, code: int = 0) -> str:
+def text_of(done: Done | subprocess.CompletedProcess[str], code: int = 0) -> str:
     """What the command prints, on both streams, in one line."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "lowprec_check", *words],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=600,
-        check=False,
-    )
-    assert ran.returncode == code, ran.stdout + ran.stderr
-    return re.sub(r"\s+", " ", ran.stdout + ran.stderr)
+    assert done.returncode == code, done.stdout + done.stderr
+    return re.sub(r"\s+", " ", done.stdout + done.stderr)
 
 
 def test_the_command_predicts_an_absent_device(tmp_path: Path) -> None:
     saved = tmp_path / "scan.json"
     options = shlex.split(f"--device xpu --torch 2.8 --predict -p half,autocast-fp16 -q --json {saved}")
-    shown = command("scan", str(WHITENING), *options)
+    shown = text_of(call_process("scan", WHITENING, *options))
     assert (
         "torch 2.8 · xpu, predicted on a CPU Predicted: nothing ran on xpu. Its kernels: declared for xpu, torch 2.8"
         in shown
@@ -189,10 +180,10 @@ def test_the_command_predicts_an_absent_device(tmp_path: Path) -> None:
     assert "Use autocast-fp16: passes (error 6.1e-04, tolerance 1e-02), predicted." in shown
     result = ScanResult.load(saved)
     assert {run.evidence for run in result.runs} == {"predicted"}
-    assert command("report", str(saved)) == shown
+    assert text_of(call_process("report", saved)) == shown
 
 
-def test_a_plan_of_a_prediction(tmp_path: Path) -> None:
+def test_a_plan_of_a_prediction(tmp_path: Path, call: Call) -> None:
     model = tmp_path / "bad.py"
     model.write_text(
         "import torch\nfrom torch import nn\n"
@@ -203,7 +194,7 @@ def test_a_plan_of_a_prediction(tmp_path: Path) -> None:
     )
     plan = tmp_path / "plan.json"
     words = shlex.split(f"--device xpu --torch 2.13 --predict -p autocast-bf16 -q --save-plan {plan}")
-    shown = command("scan", str(model), *words)
+    shown = text_of(call("scan", model, *words))
     assert "1 of 2 modules in fp32: passes" in shown
     saved = lowprec_check.Plan.load(plan)
     assert (saved.evidence, saved.device, saved.keep_fp32) == ("predicted", "xpu", ["a"])
@@ -221,13 +212,13 @@ def test_a_plan_of_a_prediction(tmp_path: Path) -> None:
         ("--device xpu --predict --isolation none", "A prediction needs a new process for each run"),
     ],
 )
-def test_what_cannot_be_predicted(words: str, text: str) -> None:
-    assert text in command("scan", str(WHITENING), "-q", *shlex.split(words), code=2)
+def test_what_cannot_be_predicted(words: str, text: str, call: Call) -> None:
+    assert text in text_of(call("scan", WHITENING, "-q", *shlex.split(words)), code=2)
 
 
-def test_other_backends_are_skipped_with_a_reason() -> None:
+def test_other_backends_are_skipped_with_a_reason(call: Call) -> None:
     words = shlex.split("--device xpu --predict --torch 2.13 --backend inductor -p half -q")
-    shown = command("scan", str(WHITENING), *words, code=1)
+    shown = text_of(call("scan", WHITENING, *words), code=1)
     assert "half · inductor · predicted skipped" in shown
     assert "only eager runs are predicted" in shown
 

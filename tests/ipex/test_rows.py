@@ -53,9 +53,22 @@ DTYPES = {"half": torch.half, "bfloat16": torch.bfloat16, "autocast-bf16": torch
 
 
 def scan(tmp_path: Path, text: str, precisions: str, backends: str) -> tuple[Path, ScanResult]:
+    """Without times, for which every row would import the extension once more, in 10 seconds."""
     path = tmp_path / "mymodel.py"
     path.write_text(text)
-    options = ("-p", precisions, "--backend", backends, "--budget", "200", "--no-plan", "--errors", "none")
+    options = (
+        "-p",
+        precisions,
+        "--backend",
+        backends,
+        "--budget",
+        "200",
+        "--no-plan",
+        "--errors",
+        "none",
+        "--times",
+        "off",
+    )
     command = [sys.executable, "-m", "lowprec_check", "scan", path, *options, "--json", "-", "--fail-on", "never", "-q"]
     done = subprocess.run(command, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
