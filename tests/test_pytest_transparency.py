@@ -48,6 +48,12 @@ def test_a_trace_is_that_of_the_plain_model(grad: bool, check: bool) -> None:
         assert torch.equal(watched(x), model(x))
 
 
+def test_the_check_of_a_trace_is_watched() -> None:
+    with watching() as watch:
+        torch.jit.trace(torch.sin, torch.zeros(2))
+    assert "aten.sin.default" in watch.take()
+
+
 def test_a_function_with_named_inputs_and_methods_can_be_traced() -> None:
     conv = Residual().requires_grad_(False)
     example = {"x": torch.zeros(1, 3, 4, 4)}
@@ -252,6 +258,10 @@ import torch
 
 def product(a, b): return a @ b
 
+# The first call of each fills a cache of torch, which changes a line of tracebacks.
+torch.ops.higher_order.cond(torch.tensor(True), product, torch.add, (torch.eye(2), torch.eye(2)))
+torch.ops.higher_order.out_dtype(torch.ops.aten.mm.default, torch.int32, *[torch.ones(2, 2).char()] * 2)
+
 def test_raises(): product(torch.ones(2, 3), torch.ones(2, 3))
 def test_inference():
     with torch.inference_mode(): torch.linalg.inv(torch.zeros(2, 2))
@@ -261,6 +271,11 @@ def test_caused():
     except RuntimeError as error: raise ValueError("shapes") from error
 def test_autocast():
     with torch.autocast("cpu"): product(torch.ones(2, 3), torch.ones(2, 3))
+def test_condition():
+    torch.ops.higher_order.cond(torch.tensor(True), product, torch.add, (torch.ones(2, 3), torch.ones(2, 3)))
+def test_builtin_in_condition():
+    torch.ops.higher_order.cond(torch.tensor(True), torch.mm, torch.add, (torch.ones(2, 3), torch.ones(2, 3)))
+def test_dtypes(): torch.ops.higher_order.out_dtype(torch.ops.aten.mm.default, torch.int32, *[torch.ones(2, 3).char()] * 2)
 
 @pytest.fixture(scope="module")
 def refused(): return product(torch.ones(2, 3), torch.ones(2, 3))

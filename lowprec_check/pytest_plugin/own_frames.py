@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any
 
 import pytest
@@ -20,7 +20,11 @@ _NAME = "lowprec-frames"
 _CALL_OF_OP = os.path.join("torch", "_ops.py")
 _CALL_OF_HOOK = "_multicall"
 """The function of pluggy that calls a hook which wraps others."""
-_RUN_OPS = tuple(os.path.join(*names) for names in (("fixture", "watch.py"), ("core", "dispatch_mode.py")))
+_RUN_OPS = (
+    os.path.join("fixture", "watch.py"),
+    os.path.join("core", "dispatch_mode.py"),
+    os.path.join("core", "higher_order_ops.py"),
+)
 """What is raised in them is raised by an op."""
 
 
@@ -100,9 +104,21 @@ def _frames(traceback: TracebackType | None) -> Iterator[TracebackType]:
 def _own(frames: list[TracebackType]) -> list[bool]:
     """For each frame, whether it is of this package, or a call that only one of these makes."""
     found: list[bool] = []
-    for frame in frames:
+    for frame, following in zip(frames, [*frames[1:], None], strict=True):
         code = frame.tb_frame.f_code
+        if _gives_higher_order_op(code):
+            found.append(following is not None and _is_own(following.tb_frame.f_code))
+            continue
         after_own = bool(found) and found[-1]
         called = code.co_name == _CALL_OF_HOOK or code.co_filename.endswith(_CALL_OF_OP)
-        found.append(code.co_filename.startswith(_PACKAGE) or (after_own and called))
+        found.append(_is_own(code) or (after_own and called))
     return found
+
+
+def _is_own(code: CodeType) -> bool:
+    return code.co_filename.startswith(_PACKAGE)
+
+
+def _gives_higher_order_op(code: CodeType) -> bool:
+    """Whether a frame gives a higher-order op to a mode, or to its kernel: a mode of this package lets the same function do it again."""
+    return code.co_name == "dispatch" and code.co_filename.endswith(_CALL_OF_OP)

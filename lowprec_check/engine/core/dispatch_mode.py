@@ -70,8 +70,9 @@ class DispatchMode(TorchDispatchMode):
 
     def _run_higher_order(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a higher-order op so that this mode sees the ops inside it; if it has no eager kernel, without."""
-        kernel = eager_kernel(func)
-        return func(*args, **kwargs) if kernel is None else run_inside(kernel, args, kwargs, lambda: self)
+        if eager_kernel(func) is None:
+            return func(*args, **kwargs)
+        return run_inside(func, args, kwargs, lambda: self)
 
     def _handle(self, func: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         keys = autocast_keys(func, self._called)

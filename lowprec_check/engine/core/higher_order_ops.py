@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OperatorBase
+from torch._ops import HigherOrderOperator, OperatorBase, _compute_keyset
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
@@ -42,29 +42,49 @@ def eager_kernel(func: Any) -> Any:
     return found.get(_EXPLICIT) or found.get(_BACKEND_SELECT)  # which looks for the device (``run_and_save_rng_state``)
 
 
+def run_below(func: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In the handler of a mode: what ``func`` does below this mode, in the frames that it has without the mode."""
+    keys = _compute_keyset(args, kwargs, func.non_fallthrough_keys)
+    return func.dispatch(keys.highestPriorityTypeId(), *args, **kwargs)
+
+
 def run_inside(
-    kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], active: Callable[[], AbstractContextManager[Any]]
+    func: HigherOrderOperator,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    active: Callable[[], AbstractContextManager[Any]],
 ) -> Any:
-    """Run the kernel of a higher-order op while a mode is ``active``: around the whole kernel, or, if the kernel refuses modes
-    (``cond``, ``scan``), around the functions that it is given.
+    """In the handler of a mode: run a higher-order op with an :func:`eager_kernel` while the mode is ``active``: around the whole
+    kernel, or, if the kernel refuses modes (``cond``, ``scan``), around the functions that it is given.
     """
-    if not _asks_for_mode(kernel):
+    if not _asks_for_mode(eager_kernel(func)):
+        keys = _compute_keyset(args, kwargs, func.non_fallthrough_keys)  # without the one of modes
         with active():
-            return kernel(*args, **kwargs)
+            return func.dispatch(keys.highestPriorityTypeId(), *args, **kwargs)
 
     def inside(value: Any) -> Any:
-        if not callable(value) or isinstance(value, (torch.Tensor, OperatorBase, type)):
-            return value
-
-        @functools.wraps(value)  # with the attributes that say how it is called
-        def called(*args: Any, **kwargs: Any) -> Any:
-            with active():
-                return value(*args, **kwargs)
-
-        return called
+        is_function = callable(value) and not isinstance(value, (torch.Tensor, OperatorBase, type))
+        return _Inside(value, active) if is_function else value
 
     args, kwargs = pytree.tree_map(inside, (args, kwargs))
-    return kernel(*args, **kwargs)
+    return run_below(func, args, kwargs)
+
+
+class _Inside:
+    """A function that runs while a mode is active. It is shown, as in a traceback, and has attributes as that function."""
+
+    def __init__(self, function: Any, active: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._function, self._active = function, active
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._active():
+            return self._function(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)  # such as the one that says how a graph is called
+
+    def __repr__(self) -> str:
+        return repr(self._function)
 
 
 def _asks_for_mode(kernel: Any) -> bool:
