@@ -158,10 +158,6 @@ def _deterministic() -> Iterator[None]:
     yield
     assert not torch.is_autocast_enabled("cpu")
     assert torch.is_grad_enabled()
-    if hasattr(nn.Module, "smart_apply"):
-        # transformers adds it when it makes a model, and again where it is missing. From it, the saved state of every
-        # model of later tests reaches all that transformers defines, which makes their scans 20 times as slow.
-        del nn.Module.smart_apply
 
 
 class Mlp(nn.Module):

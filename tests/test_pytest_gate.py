@@ -124,7 +124,9 @@ def test_an_interrupted_run_keeps_its_exit_code(suite: pytest.Pytester) -> None:
     options = ("--lowprec-coverage", "half", "--lowprec-fail-on", "new", "--lowprec-baseline", "base.json")
     result = suite.runpytest_subprocess(*options)
     assert result.ret == pytest.ExitCode.INTERRUPTED
-    assert section(result)[0].startswith("1 new gap")
+    stopped, first, *_ = section(result)
+    assert stopped == "The run stopped early: only the tests that ran are counted."
+    assert first.startswith("1 new gap")
 
 
 def test_a_gap_that_was_partial_is_new_when_it_never_runs(suite: pytest.Pytester) -> None:
@@ -160,7 +162,7 @@ def test_a_partial_run_compares_only_what_ran(suite: pytest.Pytester) -> None:
         ('{"schema": 1, "findings": []}', (), "it is a baseline of scan."),
         ('{"schema": 99, "tool": "lowprec-check 9", "dtypes": [], "ops": []}', (), "saved by lowprec-check 9 with schema 99; upgrade"),
         ("", ("--lowprec-device", "cuda"), "base.json is for cpu, and this run for cuda.\nAdd --lowprec-device cpu, or give"),
-        ("", ("--lowprec-coverage", "bfloat16"), "base.json lacks bfloat16: it has half.\nSave it again with: pytest --lowprec-coverage bfloat16"),
+        ("", ("--lowprec-coverage", "bfloat16"), "base.json lacks bfloat16: it has half.\nSave it again with: pytest --lowprec-coverage half,bfloat16"),
     ],
     ids=str,
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -255,6 +256,20 @@ def test_the_modes_of_a_scan_leave_nested_tensors_their_kernels(layout: torch.la
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors")
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("make", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+@pytest.mark.parametrize("mode", [DispatchMode, watching])
+def test_sparse_tensors_on_meta_fail_as_without_a_mode(make: Any, mode: Any) -> None:
+    """Their dispatch keys are ``SparseMeta`` and ``SparseCsrMeta``."""
+    x = make(torch.eye(2)).to("meta")
+    with torch.inference_mode():
+        with pytest.raises(NotImplementedError) as plain:
+            torch.matmul(x, torch.empty(2, 2, device="meta"))
+        with mode(), pytest.raises(NotImplementedError) as seen:
+            torch.matmul(x, torch.empty(2, 2, device="meta"))
+    assert str(seen.value) == str(plain.value)
+
+
 def test_attention_of_nested_tensors() -> None:
     def attention() -> torch.Tensor:
         query = torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged).transpose(1, 2)

@@ -126,22 +126,26 @@ def are_plain(types: Iterable[type]) -> bool:
     return _PLAIN.issuperset(types)
 
 
+_KEYS = {name.lower(): name for name in torch._C.DispatchKey.__members__}
+"""The names of dispatch keys by their small letters: torch writes ``SparseCPU`` and ``SparseMeta``."""
+
+
 def has_kernel_for(func: OpOverload, values: Iterable[Any]) -> bool:
     """Whether one of the values is a nested tensor, or a quantized or sparse one, or one of oneDNN, for which ``func`` has a kernel."""
     return any(
-        value.is_nested or _is_registered(func, _backend_of(value))
+        value.is_nested or ((key := _backend_of(value)) and _is_registered(func, key))
         for value in values
         if isinstance(value, torch.Tensor) and (value.is_nested or value.is_quantized or value.layout != torch.strided)
     )
 
 
 def _backend_of(tensor: torch.Tensor) -> str:
-    """The dispatch key of a quantized or sparse tensor, or one of oneDNN: ``SparseCPU``."""
+    """The dispatch key of a quantized or sparse tensor, or one of oneDNN: ``SparseCPU``; empty if Python has no name for it."""
     if tensor.is_quantized:
         kind = "Quantized"
     else:
         kind = {torch.sparse_coo: "Sparse", torch._mkldnn: "Mkldnn"}.get(tensor.layout, "SparseCsr")  # type: ignore[attr-defined]
-    return kind + tensor.device.type.upper()
+    return _KEYS.get(f"{kind}{tensor.device.type}".lower(), "")
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import os
 import random
 import sys
 import types
@@ -28,6 +29,8 @@ _INTERNALS = (
     *("torch._dynamo", "torch._inductor", "torch._functorch", "torch._C", "torch.fx", "torch.jit", "torch.distributed"),
     "lowprec_check",
 )
+_CLOSED = ("numpy", "huggingface_hub", "filelock", "yaml")
+"""Other packages whose inside holds no state of models: among them those with which transformers loads files."""
 _OPEN_STDLIB = ("types", "argparse", "builtins", "collections")
 """Packages of the standard library whose instances hold the user's data."""
 _CONTAINERS = (collections.OrderedDict, dict, list, set, collections.deque, bytearray)
@@ -98,8 +101,9 @@ class ObjectState:
         return inside
 
     def _save_globals(self, function: types.FunctionType) -> Iterator[Any]:
-        """Save the globals that a user's function names, and yield their values."""
-        if not _is_open_package(function.__module__ or ""):
+        """Save the globals that a user's function names, or one of ``torch.nn``, where hooks for all modules are; yield their values."""
+        module = function.__module__ or ""
+        if not _is_open_package(module) or (_is_of_torch(module) and not module.startswith("torch.nn.")):
             return
         for name in function.__code__.co_names:
             if name in function.__globals__ and not isinstance(function.__globals__[name], types.ModuleType):
@@ -111,7 +115,11 @@ class ObjectState:
         """Save the attributes of a user's class, and return its methods and mutable attributes."""
         if not _is_open_package(value.__module__):
             return ()
-        own = {name: item for name, item in vars(value).items() if not name.startswith("__")}
+        own = {
+            name: item
+            for name, item in vars(value).items()
+            if not name.startswith("__") and not (_is_of_torch(value.__module__) and _is_added(name, item))
+        }
         for name, item in own.items():
             if not isinstance(
                 item, (types.FunctionType, property, classmethod, staticmethod, types.MemberDescriptorType)
@@ -138,7 +146,24 @@ def _is_open_package(module: str) -> bool:
     """Whether objects of a Python module are a user's, not the inside of Python, torch, a compiler or this package."""
     root = module.partition(".")[0]
     return not module.startswith(_INTERNALS) and (
-        root not in (*sys.stdlib_module_names, "numpy") or root in _OPEN_STDLIB
+        root not in (*sys.stdlib_module_names, *_CLOSED) or root in _OPEN_STDLIB
+    )
+
+
+def _is_of_torch(module: str) -> bool:
+    return module.partition(".")[0] == "torch"
+
+
+def _is_added(name: str, item: Any) -> bool:
+    """Whether an attribute of a class of torch is a method that an installed package has added.
+
+    ``transformers`` adds ``smart_apply`` to ``nn.Module``: from it, every model would reach all that ``transformers`` defines.
+    """
+    return (
+        isinstance(item, types.FunctionType)
+        and name != "forward"
+        and not _is_of_torch(item.__module__ or "")
+        and "-packages" + os.sep in item.__code__.co_filename
     )
 
 
