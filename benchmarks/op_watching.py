@@ -1,6 +1,6 @@
 """Measure what seeing every operator costs, by each means that torch has: ``python benchmarks/op_watching.py [--output FILE.md]``.
 
-Tiny ops run in a loop, so the whole cost is that of the calls. In each round every means runs once, in one process with one thread;
+Tiny ops run in a loop, on float32 and on float64, which coverage treats in another way; so the whole cost is that of the calls. In each round every means runs once, in one process with one thread;
 printed are medians over the rounds of processor time, per op and as a ratio to the plain loop of the same round. The time includes
 starting and ending; of profilers also reading the names of the ops, which is the least that coverage would do with their events.
 """
@@ -25,11 +25,12 @@ from lowprec_check.pytest_plugin.fixture.watch import Watch
 
 OPS = 1600
 LOOPS = 10
+DTYPES = (torch.float32, torch.float64)
 
 
-def work() -> None:
+def work(dtype: torch.dtype) -> None:
     """Call four ops, one of them a view, until there are ``OPS``."""
-    x, y = torch.ones(4), torch.ones(4)
+    x, y = torch.ones(4, dtype=dtype), torch.ones(4, dtype=dtype)
     with torch.no_grad():
         for _ in range(OPS // 4):
             torch.mul(x, y)
@@ -91,12 +92,12 @@ MEANS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-def microseconds(means: Callable[[], AbstractContextManager[Any]]) -> float:
+def microseconds(means: Callable[[], AbstractContextManager[Any]], dtype: torch.dtype) -> float:
     """Processor time per op, in µs, of loops in one context, with its start and its end."""
     started = time.process_time()
     with means():
         for _ in range(LOOPS):
-            work()
+            work(dtype)
     return (time.process_time() - started) / OPS / LOOPS * 1e6
 
 
@@ -107,21 +108,25 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    found: dict[str, list[float]] = {name: [] for name in MEANS}
+    found: dict[str, dict[torch.dtype, list[float]]] = {name: {dtype: [] for dtype in DTYPES} for name in MEANS}
     for _ in range(given.rounds):
         for name, means in MEANS.items():
-            found[name].append(microseconds(means))
+            for dtype in DTYPES:
+                found[name][dtype].append(microseconds(means, dtype))
     lines = [
         "# What it costs to see every operator",
         "",
         f"torch {torch.__version__}, one thread, CPU; medians of {given.rounds} rounds. `python benchmarks/op_watching.py`",
         "",
-        "| means | µs an op | × plain |",
-        "|---|---|---|",
+        "| means | float32: µs an op | × plain | float64: µs an op | × plain |",
+        "|---|---|---|---|---|",
     ]
-    for name, times in found.items():
-        ratio = statistics.median(there / here for here, there in zip(found["plain"], times, strict=True))
-        lines.append(f"| {name} | {statistics.median(times):.2f} | {ratio:.2f} |")
+    for name, by_dtype in found.items():
+        cells = []
+        for dtype, times in by_dtype.items():
+            ratio = statistics.median(there / here for here, there in zip(found["plain"][dtype], times, strict=True))
+            cells += [f"{statistics.median(times):.2f}", f"{ratio:.2f}"]
+        lines.append(f"| {' | '.join([name, *cells])} |")
     print("\n".join(lines))
     if given.output:
         given.output.write_text("\n".join(lines) + "\n")
