@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,9 +23,7 @@ def load_baseline(path: Path, device: str, keys: Sequence[str]) -> Coverage:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        words = ",".join(map(precision_of, keys))
-        hint = f"Save one with: pytest --lowprec-coverage {words} --lowprec-report {path.name}"
-        raise UsageError(f"The baseline {path} does not exist.", hint) from None
+        raise UsageError(f"The baseline {path} does not exist.", f"Save one with: {_command(path, keys)}") from None
     except OSError as error:
         raise UsageError(f"Cannot read {path}: {error.strerror}.") from None
     found = coverage_of(data, path)
@@ -36,12 +35,16 @@ def load_baseline(path: Path, device: str, keys: Sequence[str]) -> Coverage:
     missing = [precision_of(key) for key in keys if key not in found.dtypes]
     if missing:
         has = ", ".join(map(precision_of, found.dtypes))
-        words = ",".join(map(precision_of, keys))
         raise UsageError(
             f"The baseline {path} lacks {', '.join(missing)}: it has {has or 'no precision'}.",
-            f"Save it again with: pytest --lowprec-coverage {words} --lowprec-report {path.name}",
+            f"Save it again with: {_command(path, keys)}",
         )
     return msgspec.structs.replace(found, dtypes=[*keys])  # what else it has is not compared
+
+
+def _command(path: Path, keys: Sequence[str]) -> str:
+    """The command that saves a baseline."""
+    return f"pytest --lowprec-coverage {','.join(map(precision_of, keys))} --lowprec-report {shlex.quote(str(path))}"
 
 
 class CoverageGate:

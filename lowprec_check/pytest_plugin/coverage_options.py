@@ -62,7 +62,7 @@ def checked_options(config: pytest.Config) -> CoverageOptions | None:
     try:
         device = _device(options.value(config, "device") or "cpu")
         wrong = "coverage"
-        given = PRECISIONS.names_in(names, _known()) if any(word for word in words_in(names)) else []
+        given = PRECISIONS.names_in(names, _known()) if any(words_in(names)) else []
         if not given:
             raise UsageError("No precision is given.", f"Choose from {', '.join(_known())}.")
         columns = [_column(name, device) for name in given]
@@ -108,7 +108,7 @@ def _known() -> list[str]:
 
 def _column(name: str, device: str) -> CoverageColumn:
     precision = PRECISIONS.get(name)
-    if precision.kind not in ("cast", "autocast"):
+    if name not in _known():
         what = "fp32 is the baseline." if precision.kind == "reference" else f"Coverage does not know {name}."
         raise UsageError(what, f"Choose from {', '.join(_known())}.")
     dtype: Dtype = "float16" if precision.format == FP16 else "bfloat16"

@@ -26,11 +26,10 @@ def marker_help(config: pytest.Config) -> str:
         return "lowprec"
     from lowprec_check.errors import UsageError
     from lowprec_check.schema.backends import BACKENDS
-    from lowprec_check.schema.precisions import low_precisions
+    from lowprec_check.schema.precisions import low_names
 
     try:
-        precisions = ", ".join(precision.name for precision in low_precisions())
-        return _MARKER.format(precisions=precisions, backends=", ".join(BACKENDS.names()))
+        return _MARKER.format(precisions=", ".join(low_names()), backends=", ".join(BACKENDS.names()))
     except UsageError as error:
         raise pytest.UsageError(str(error)) from None
 
@@ -124,8 +123,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     Not in workers of pytest-xdist: each has all tests, but runs some.
     """
-    config = session.config
-    if config.option.collectonly or hasattr(config, "workerinput") or not any(map(_asserts_support, session.items)):
+    if session.config.option.collectonly or not any(map(_asserts_support, session.items)):
+        return
+    from lowprec_check.pytest_plugin.options import is_worker
+
+    if is_worker(session.config):
         return
     from lowprec_check.engine.sweep.kept_sweep import start_early
 
@@ -144,9 +146,8 @@ def _asserts_support(item: pytest.Item) -> bool:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fail marked tests that do not run once per precision: methods of ``unittest.TestCase``, and tests that were marked too late."""
-    if (
-        not isinstance(item, pytest.Function) or item.get_closest_marker("lowprec") is None
-    ):  # a doctest of a marked module
+    is_function = isinstance(item, pytest.Function)  # not a doctest of a marked module
+    if not is_function or item.get_closest_marker("lowprec") is None:
         return
     if _is_of_unittest(item):
         pytest.fail(

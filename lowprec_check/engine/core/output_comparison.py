@@ -32,8 +32,10 @@ class OutputComparison(NamedTuple):
     """Root mean square of the reference's floating leaf that the error is about; ``None`` if there is none."""
 
 
-def compare_outputs(outputs: Sequence[Tensor], references: Sequence[Tensor]) -> OutputComparison:
-    """Compare the leaves of two outputs pairwise; the leaf with the largest error counts.
+def compare_outputs(
+    outputs: Sequence[Tensor], references: Sequence[Tensor], *, called: str = "the fp32 output"
+) -> OutputComparison:
+    """Compare the leaves of two outputs pairwise; the leaf with the largest error counts. ``called``: what notes call the reference.
 
     The distance is that of the floating leaves, or of the integer and boolean ones if there are no floating leaves: the share
     of elements that differ. It is infinite if the number or the shapes of the leaves differ, for instance when a detector keeps
@@ -42,13 +44,11 @@ def compare_outputs(outputs: Sequence[Tensor], references: Sequence[Tensor]) -> 
     if not any(tensor.numel() for tensor in (*outputs, *references)):
         return OutputComparison(NOTHING, math.inf, compared=False)
     if len(outputs) != len(references):
-        return _incomparable(
-            f"the output has {len(outputs)} tensors, the fp32 output {len(references)}", outputs, references
-        )
+        return _incomparable(f"the output has {len(outputs)} tensors, {called} {len(references)}", outputs, references)
     pairs = list(zip(outputs, references, strict=True))
     for out, reference in pairs:
         if out.shape != reference.shape:
-            shapes = f"the output has shape {tuple(out.shape)}, the fp32 output {tuple(reference.shape)}"
+            shapes = f"the output has shape {tuple(out.shape)}, {called} {tuple(reference.shape)}"
             return _incomparable(shapes, outputs, references)
     floating = [pair for pair in pairs if is_float(pair[0]) or is_float(pair[1])]
     integers = [pair for pair in pairs if not (is_float(pair[0]) or is_float(pair[1]))]
@@ -58,7 +58,7 @@ def compare_outputs(outputs: Sequence[Tensor], references: Sequence[Tensor]) -> 
             return OutputComparison(NOTHING, 0.0, compared=False, rms=0.0)
         rms = 0.0 if any(pair[1].numel() for pair in floating) else None
         return OutputComparison(msgspec.structs.replace(NOTHING, mismatched=mismatched), mismatched, rms=rms)
-    leaves = [_compare_leaf(*pair) for pair in floating]
+    leaves = [_compare_leaf(*pair, called) for pair in floating]
     worst = max(leaves, key=lambda compared: compared.distance)
     error = worst.error if worst.error is NOTHING else msgspec.structs.replace(worst.error, mismatched=mismatched)
     return worst._replace(error=error, nonfinite=any(compared.nonfinite for compared in leaves))
@@ -84,15 +84,13 @@ def _mismatched(out: Tensor, reference: Tensor) -> float:
     return float((out != reference).double().mean())
 
 
-def _compare_leaf(out: Tensor, reference: Tensor) -> OutputComparison:
+def _compare_leaf(out: Tensor, reference: Tensor, called: str) -> OutputComparison:
     y, r = as_real(out).double().reshape(-1), as_real(reference).double().reshape(-1)
     finite, rms = r.isfinite(), root_mean_square(reference)
     if bool(nonfinite_unlike(y, r).any()):
         return OutputComparison(NOTHING, math.inf, nonfinite=True, rms=rms)
     if bool((y.isfinite() & r.isinf()).any()):
-        return OutputComparison(
-            NOTHING, math.inf, note="the output is finite where the fp32 output is infinite", rms=rms
-        )
+        return OutputComparison(NOTHING, math.inf, note=f"the output is finite where {called} is infinite", rms=rms)
     y, r = torch.where(finite, y, 0.0), torch.where(finite, r, 0.0)
     difference, size = _norm(y - r), _norm(r)
     rel_l2 = 0.0 if difference == 0 else difference / size if size else math.inf
