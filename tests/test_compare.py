@@ -311,5 +311,7 @@ def test_exit_codes_of_diff(tmp_path: Path, call: Call) -> None:
     assert [file.read_text(encoding="utf-8") for file in out] == [
         render(diff_scans(ScanResult.load(good), ScanResult.load(bad)), format_) for format_ in ("md", "html", "json")
     ]
-    assert call("diff", good, tmp_path / "nothing.json").returncode == 2
+    done = call("diff", good, tmp_path / "nothing.json")
+    assert done.returncode == 2
+    assert "lowprec-check scan TARGET --json FILE, or a coverage with: pytest --lowprec-coverage" in done.stderr
     assert call("diff", good, bad, "-o", tmp_path / "d.sarif").returncode == 2

@@ -318,6 +318,23 @@ def test_record_continues_after_a_gap(project: pytest.Pytester) -> None:
     one(project, "with lowprec.record() as rec: net(x)\n    assert not rec.gaps\n    rec.assert_no_gaps()", passed=1)
 
 
+def test_record_sees_inside_a_condition_that_imports_dynamo(project: pytest.Pytester) -> None:
+    """``torch.cond`` compiles itself, and the handler of the mode is called from what was compiled."""
+    project.makepyfile(
+        """
+        import sys, torch
+        def test_block(lowprec):
+            assert "torch._dynamo" not in sys.modules
+            with lowprec.record("half") as recording:
+                x = torch.ones(3)
+                torch.cond(x.sum() > 0, lambda x: torch.dot(x, x), lambda x: x.sum(), (x,))
+            assert "torch._dynamo" in sys.modules
+            assert "aten.dot.default" in {row.op for row in recording.op_calls.rows()}
+        """
+    )
+    project.runpytest_subprocess().assert_outcomes(passed=1)
+
+
 def test_record_does_not_hide_errors(project: pytest.Pytester) -> None:
     text = one(project, "with lowprec.record():\n        x.view(3)")
     assert "RuntimeError: shape '[3]' is invalid" in text

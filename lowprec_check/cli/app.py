@@ -198,14 +198,15 @@ def step_progress(title: str, quiet: bool) -> Iterator[Any]:
         yield on_progress
 
 
-def read_saved(path: Path) -> bytes:
-    """The content of a saved file (``-``: of stdin); raises :class:`UsageError` if it cannot be read."""
+SAVE_SCAN = "Save a scan with: lowprec-check scan TARGET --json FILE"
+
+
+def read_saved(path: Path, hint: str = SAVE_SCAN) -> bytes:
+    """The content of a saved file (``-``: of stdin); raises :class:`UsageError` with ``hint`` if it cannot be read."""
     try:
         return sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
     except OSError as error:
-        raise UsageError(
-            f"Cannot read {path}: {error.strerror}.", "Save a scan with: lowprec-check scan TARGET --json FILE"
-        ) from None
+        raise UsageError(f"Cannot read {path}: {error.strerror}.", hint) from None
 
 
 def load_result(path: Path, data: bytes | None = None) -> ScanResult:

@@ -11,6 +11,7 @@ import typer
 from lowprec_check.analysis.diff import ERROR_FACTOR, TIME_FACTOR, ScanDiff, diff_scans
 from lowprec_check.cli.app import (
     FINDINGS,
+    SAVE_SCAN,
     app,
     check_writable,
     load_result,
@@ -23,6 +24,8 @@ from lowprec_check.errors import UsageError
 from lowprec_check.report.registry import FORMATS, ReportFormat, diff_formats, format_of, suffixes
 from lowprec_check.schema.files import write_file
 from lowprec_check.schema.registry import choices
+
+_SAVE = f"{SAVE_SCAN}, or a coverage with: pytest --lowprec-coverage half --lowprec-report FILE"
 
 
 @app.command()
@@ -70,7 +73,7 @@ def diff(
     formats = [chosen or _diff_format(format_of(file)) for file in files]
     for file in files:
         check_writable(file, "-o")
-    data = read_saved(old), read_saved(new)
+    data = read_saved(old, _SAVE), read_saved(new, _SAVE)
     if _are_coverages((old, new), data):
         raise typer.Exit(_diff_coverages((old, new), data, chosen, [*zip(files, formats, strict=True)]))
     before, after = load_result(old, data[0]), load_result(new, data[1])

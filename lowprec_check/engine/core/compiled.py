@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,17 @@ def compiled_code_in_eager() -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
+
+
+def keep_dynamo_out(code: types.CodeType) -> None:
+    """Let Dynamo never compile a function with this code nor what it calls, as ``torch._disable_dynamo``, but without a wrapper.
+
+    It is needed where code that Dynamo compiled calls the handler of a mode, as ``torch.cond`` does. Before torch 2.7 it does nothing.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
 
 
 AUTOCAST_IN_KEY = (2, 13)

@@ -15,6 +15,7 @@ from torch.library import _impls
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowprec_check.engine.core.compiled import keep_dynamo_out
 from lowprec_check.engine.core.higher_order_ops import eager_kernel, give_to, run_inside
 from lowprec_check.engine.core.running_call import RunningCall, running_call
 from lowprec_check.schema.devices import accelerators
@@ -31,7 +32,7 @@ class DispatchMode(TorchDispatchMode):
     * Inside a handler torch turns autocast off. :func:`run_op` turns it on again for ops whose kernels autocast reaches
       without a mode, such as ``affine_grid`` or a custom op written in Python.
     * torch wraps a handler to keep Dynamo out. The wrapper imports ``torch._dynamo`` at the first op (about a second) and
-      costs microseconds at every further op. It is not needed: nothing is compiled under these modes.
+      costs microseconds at every further op. :func:`keep_dynamo_out` does it without.
     """
 
     supports_higher_order_operators = True
@@ -96,6 +97,7 @@ class DispatchMode(TorchDispatchMode):
 
 
 give_to(DispatchMode)
+keep_dynamo_out(DispatchMode.__torch_dispatch__.__code__)
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 _IN_PLACE = torch._C.DispatchKey.ADInplaceOrView
