@@ -73,5 +73,5 @@ def hover(page: Any, chart: str, x: float, y: float) -> str:
     page.mouse.move(place[0] - 40, place[1] - 3)
     page.mouse.move(*place, steps=4)
     tip = page.locator(".bk-Tooltip .bk-tooltip-content").first
-    tip.wait_for(timeout=5000)
+    tip.wait_for(timeout=30_000)
     return str(tip.inner_text())

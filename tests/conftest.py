@@ -156,7 +156,9 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytes
 @pytest.fixture(autouse=True)
 def _deterministic() -> Iterator[None]:
     torch.manual_seed(0)
+    threads = torch.get_num_threads()
     yield
+    assert torch.get_num_threads() == threads  # with more, tests that run at once wait for each other
     assert not torch.is_autocast_enabled("cpu")
     assert torch.is_grad_enabled()
 

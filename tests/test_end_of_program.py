@@ -46,7 +46,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     environment = os.environ | {"TMPDIR": str(tmp_path / "temporary"), "LOWPREC_TEST_MARK": mark}
 
     def start_command(*arguments: str) -> subprocess.Popen[str]:
-        code = "from lowprec_check.cli.main import main; main()"
+        heard = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"  # nohup, under which tests may run, ignores it
+        code = f"{heard}; from lowprec_check.cli.main import main; main()"
         process = subprocess.Popen(
             [sys.executable, "-c", code, *arguments],
             cwd=tmp_path,

@@ -176,7 +176,7 @@ model = torch.nn.Linear(2, 2).eval()
 inputs = torch.randn(1, 2)
 """)
     folder.mkdir()
-    done = call("scan", model, "-p", "half", "--errors", "none", "--budget", "0.2", "--json", folder / "scan.json")
+    done = call("scan", model, "-p", "half", "--errors", "none", "--json", folder / "scan.json")
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
     assert f"Cannot write {folder / 'scan.json'}: No such file or directory." in done.stderr
 

@@ -36,6 +36,13 @@ def label_in_chart(page: Any) -> str:
 
 CHART = "Bokeh.documents.find((one) => one.get_model_by_name('call-areas'))"
 """The document of the error chart, in the page."""
+LABELS_ARE_PLACED = """() => new Promise((resolve) => {
+    const places = () => JSON.stringify([...document.querySelectorAll("#error-labels > *, #error-chart, .series label")]
+        .map((element) => element.getBoundingClientRect()));
+    const before = places();
+    setTimeout(() => resolve(places() === before), 200);
+})"""
+"""Whether the labels of the error chart hold still."""
 
 
 def points(page: Any, name: str) -> dict[str, list[Any]]:
@@ -200,7 +207,7 @@ def test_labels_hide_neither_each_other_nor_the_chart(
         calls = msgspec.structs.replace(half.op_calls, phase=phase)
         result = msgspec.structs.replace(result, runs=[result.runs[0], msgspec.structs.replace(half, op_calls=calls)])
     with opened(browser, page_of(result), viewport={"width": width, "height": 900}) as page:
-        page.wait_for_timeout(200)
+        page.wait_for_function(LABELS_ARE_PLACED)
         frame = page.locator("#error-chart").bounding_box()
         labels = page.locator("#error-labels > :visible, #tolerance-text, .series label")
         boxes = {labels.nth(i).inner_text(): labels.nth(i).bounding_box() for i in range(labels.count())}
@@ -302,7 +309,7 @@ def test_no_accessibility_rule_is_broken(browser: Any, page_of: Any, scheme: str
 def test_prints_in_light_colours(browser: Any, page_of: Any, tmp_path: Path) -> None:
     with opened(browser, page_of(RESULT), color_scheme="dark") as page:
         page.emulate_media(media="print")
-        page.wait_for_selector("html[data-theme=light]", state="attached", timeout=5000)
+        page.wait_for_selector("html[data-theme=light]", state="attached", timeout=30_000)
         assert not page.locator("nav").is_visible()
         assert page.pdf(path=tmp_path / "report.pdf")[:4] == b"%PDF"
 

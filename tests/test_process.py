@@ -127,8 +127,8 @@ def test_an_op_that_exceeds_its_limit_is_named(tmp_path: Path) -> None:
 def test_time_between_ops_does_not_count_for_an_op(tmp_path: Path) -> None:
     path = tmp_path / "breadcrumb"
     worker = forked(functools.partial(hangs_between_ops, path), Breadcrumb.create(path))
-    worker.op_limit = 0.1
-    worker.set_timeout(1.0)
+    worker.op_limit = 0.5
+    worker.set_timeout(3.0)
     end = watch(worker)[1]
     assert end.state == "timeout"
     assert end.position is not None

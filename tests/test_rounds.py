@@ -28,6 +28,12 @@ ISOLATIONS = get_args(Isolation)
 
 
 @pytest.fixture
+def whole_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that waited for a core or a disk does not end its turn: samples are counted."""
+    monkeypatch.setattr(turns, "ENOUGH_SECONDS", float("inf"))
+
+
+@pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without load, in forks and this process."""
     monkeypatch.setattr(turns, "longest_wait", lambda: None)
@@ -69,6 +75,7 @@ class Counts(nn.Module):
         return Path(self.file).read_text(encoding="ascii").split().count("float16")
 
 
+@pytest.mark.usefixtures("whole_turns")
 @pytest.mark.parametrize("isolation", ISOLATIONS)
 def test_all_runs_are_called_in_the_same_rounds(isolation: Isolation, tmp_path: Path) -> None:
     progress: list[str] = []
@@ -178,6 +185,7 @@ class Grows(nn.Module):
         return self.linear(x)
 
 
+@pytest.mark.usefixtures("whole_turns")
 @pytest.mark.parametrize("isolation", ["fork", "none"])
 def test_the_state_is_rewound_between_calls(isolation: Isolation) -> None:
     model = Grows()

@@ -191,10 +191,13 @@ def test_a_model_that_fails_is_named() -> None:
 def test_each_load_gives_the_same_weights(tmp_path: Path) -> None:
     file = tmp_path / "net.py"
     file.write_text("import torch\nmodel = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 9))\ninputs = torch.randn(64, 512)\n")  # fmt: skip
-    models = []
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        models.append(TargetSpec(str(file), scale_weights=True).load(0).model)
+    before, models = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            models.append(TargetSpec(str(file), scale_weights=True).load(0).model)
+    finally:
+        torch.set_num_threads(before)
     one, two = models
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
 

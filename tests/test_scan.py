@@ -125,7 +125,7 @@ def test_a_slow_kernel_is_measured_once_and_emulated(tmp_path: Path) -> None:
     script = tmp_path / "slow.py"
     forward = "for _ in range(20): x = torch.ops.odd.op(self.linear(x))\n        return x"
     script.write_text(ODD_OP.format(in_half="time.sleep(0.3)", forward=forward))
-    result = scan_file(script, "-p", "half", "--budget", "2")
+    result = scan_file(script, "-p", "half", "--budget", "5")
     half = result.run("half")
     assert half.status == "timeout"
     assert half.complete

@@ -270,6 +270,7 @@ def test_sparse_tensors_on_meta_fail_as_without_a_mode(make: Any, mode: Any) -> 
     assert str(seen.value) == str(plain.value)
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
 def test_attention_of_nested_tensors() -> None:
     def attention() -> torch.Tensor:
         query = torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged).transpose(1, 2)

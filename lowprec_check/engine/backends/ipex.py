@@ -18,6 +18,7 @@ class Ipex(ExtensionBackend):
     name = "ipex"
     summary = "Intel's extension: ipex.optimize; torch 2.8 only"
     successor = "inductor-freeze"
+    setup_budget = 120.0
 
     def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
         """The optimized copy of the model."""

@@ -16,6 +16,7 @@ from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.worker_task import Work
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
+from lowprec_check.process.activity import Activity
 from lowprec_check.process.breadcrumb import Position
 from lowprec_check.schema.backends import BACKENDS
 
@@ -116,7 +117,8 @@ class Launcher:
     def _execute_here(self, job: Job, op_limit: float, work: Work | None) -> JobOutcome:
         if not self._shares or BACKENDS.get(job.backend).changes_process:
             self.renew()
-        idle_limit = min(IDLE_SECONDS, job.budget / 2) if self._forks and self._forks_may_wait else math.inf
+        idle_limit = max(Activity.SECONDS, min(IDLE_SECONDS, job.budget / 2))
+        idle_limit = idle_limit if self._forks and self._forks_may_wait else math.inf
         return self._execute_in(self.isolation, job, op_limit, work, idle_limit)
 
     def _execute_in(
