@@ -199,6 +199,21 @@ def test_what_fails_in_a_fork_only_is_tried_in_a_fresh_interpreter(
     assert any(note in text for text in result.runs[0].notes), result.runs[0].notes
 
 
+def test_a_fork_that_works_is_not_idle_however_short_the_budget(call: Call, tmp_path: Path) -> None:
+    busy = """
+import time
+def extra(model, x):
+    end = time.process_time() + (0.15 if x.dtype == torch.half else 0)
+    while time.process_time() < end:
+        pass
+    return 0
+"""
+    saved = tmp_path / "scan.json"
+    call("scan", write(tmp_path, busy), "-p", "half", "--budget", "0.3", "--no-plan", "--json", saved, *UNTIMED)
+    notes = [note for run in ScanResult.load(saved).runs for note in run.notes]  # it may well time out
+    assert not [note for note in notes if "stopped using the processor" in note]
+
+
 @pytest.mark.slow
 def test_a_model_that_fails_by_itself_is_the_users(call: Call, tmp_path: Path) -> None:
     done = call("scan", write(tmp_path, "def extra(model, x):\n    raise ValueError('wrong inputs')"))
