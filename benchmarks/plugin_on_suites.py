@@ -6,19 +6,22 @@ FOLDER holds the sources, one folder a project: for those whose source distribut
 --no-deps timm gpytorch einops``, unpacked; for the others a checkout of their repository (kornia, tensordict, diffusers). The projects
 themselves are installed in this environment, with ``onnx`` and ``onnxruntime``.
 
-Each suite runs five times: plain, with coverage, with a dispatch mode that does nothing, plain again, and once with every call
-replayed bare in half (``suite_plugins.py``). Told are
+Each suite runs plain, then in each of three rounds with coverage, with a dispatch mode that does nothing and plain again, and
+last with every call replayed bare in half (``suite_plugins.py``). Told are
 
-- tests whose outcome, or text of failure, differs from both plain runs, which agree with each other;
+- tests whose outcome, or text of failure, differs in a run with coverage from the plain runs, which agree with each other;
 - the cells of the table that every bare call confirms: "yes" if all of its calls run in half, "no" if none does;
-- the processor time of the tests with coverage, as a ratio to the mean of the two plain runs around it.
+- the processor time of the tests with coverage, as a ratio to the mean of the two plain runs around it: the median of the rounds;
+  and how far the plain runs lie apart.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import json
+import operator
 import os
 import shlex
 import statistics
@@ -28,6 +31,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -107,11 +112,15 @@ def _plugin_of_checkout() -> list[str]:
     return [] if installed else ["lowprec_check.pytest_plugin.hooks"]
 
 
-def changed(plain: dict[str, Any], again: dict[str, Any], watched: dict[str, Any]) -> list[str]:
-    """The tests that behave in another way only with coverage."""
-    both = {test: found.get("reports") for test, found in plain["tests"].items()}
-    stable = {test for test, reports in both.items() if again["tests"].get(test, {}).get("reports") == reports}
-    return sorted(test for test in stable if watched["tests"].get(test, {}).get("reports") != both[test])
+def changed(plain: Sequence[dict[str, Any]], watched: Sequence[dict[str, Any]]) -> list[str]:
+    """The tests that are alike in all plain runs, and not in a run with coverage."""
+    first, *others = ({test: found.get("reports") for test, found in result["tests"].items()} for result in plain)
+    stable = {test for test, reports in first.items() if all(other.get(test) == reports for other in others)}
+    return sorted(
+        test
+        for test in stable
+        if any(result["tests"].get(test, {}).get("reports") != first[test] for result in watched)
+    )
 
 
 def cells(coverage: dict[str, Any], replayed: dict[str, list[Any]]) -> dict[str, tuple[int, int, list[str]]]:
@@ -133,47 +142,51 @@ def cells(coverage: dict[str, Any], replayed: dict[str, list[Any]]) -> dict[str,
     return found
 
 
-def measure(name: str, sources: Path, device: str) -> dict[str, Any]:
-    """Run one suite five times."""
+def measure(name: str, sources: Path, device: str, rounds: int) -> dict[str, Any]:
+    """Run one suite ``3 * rounds + 2`` times."""
     suite = SUITES[name]
     folder = next(path for path in sorted(sources.glob(suite.folder)) if path.is_dir())
-    plain = run(suite, folder, device)
-    watched = run(suite, folder, device, ["--lowprec-coverage", "half", "--lowprec-device", device])
-    empty = run(suite, folder, device, mode="empty")
-    again = run(suite, folder, device)
+    plain, watched, empty = [run(suite, folder, device)], [], []
+    for _ in range(rounds):
+        watched.append(run(suite, folder, device, ["--lowprec-coverage", "half", "--lowprec-device", device]))
+        empty.append(run(suite, folder, device, mode="empty"))
+        plain.append(run(suite, folder, device))
     replayed = run(suite, folder, device, mode="replay")["replayed"]
-    both = set.intersection(*(set(found["tests"]) for found in (plain, watched, empty, again)))
-    seconds = [
-        sum(found["tests"][test].get("seconds", 0.0) for test in both) for found in (plain, watched, empty, again)
-    ]
-    usual = statistics.mean((seconds[0], seconds[3]))
-    unknown = [use["op"] for use in watched["coverage"]["ops"] if use["support"]["float16"]["state"] is None]
-    failing = [op for op in unknown if replayed.get(op, (0, 0, ""))[1]]
+    in_all = set.intersection(*(set(result["tests"]) for result in (*plain, *watched, *empty)))
+    seconds = {
+        way: [sum(result["tests"][test].get("seconds", 0.0) for test in in_all) for result in results]
+        for way, results in (("plain", plain), ("coverage", watched), ("empty mode", empty))
+    }
+    around = [statistics.mean(pair) for pair in itertools.pairwise(seconds["plain"])]
+    coverage = watched[-1]["coverage"]
+    unknown = [use["op"] for use in coverage["ops"] if use["support"]["float16"]["state"] is None]
     return {
         "version": importlib.metadata.version(suite.package),
-        "tests": len(plain["tests"]),
-        "changed": changed(plain, again, watched),
-        "ratio": seconds[1] / usual,
-        "empty_ratio": seconds[2] / usual,
-        "plain_ratio": seconds[3] / seconds[0],
+        "tests": len(plain[0]["tests"]),
+        "changed": changed(plain, watched),
+        "ratio": statistics.median(map(operator.truediv, seconds["coverage"], around)),
+        "empty_ratio": statistics.median(map(operator.truediv, seconds["empty mode"], around)),
+        "plain_spread": max(seconds["plain"]) / min(seconds["plain"]),
         "seconds": seconds,
-        "operators": len(watched["coverage"]["ops"]),
-        "bytes": watched["bytes"],
-        "cells": cells(watched["coverage"], replayed),
-        "unknown_that_fail": failing,
+        "operators": len(coverage["ops"]),
+        "bytes": watched[-1]["bytes"],
+        "cells": cells(coverage, replayed),
+        "unknown_that_fail": [op for op in unknown if replayed.get(op, (0, 0, ""))[1]],
     }
 
 
-def text(results: dict[str, dict[str, Any]]) -> str:
+def text(results: dict[str, dict[str, Any]], device: str) -> str:
     """The figures as Markdown."""
+    where = f" on an {torch.cuda.get_device_name()}" if device == "cuda" else ""
+    command = "python benchmarks/plugin_on_suites.py --sources FOLDER" + (f" --device {device}" if where else "")
     lines = [
         "# The plugin on other projects' test suites",
         "",
-        f"torch {importlib.metadata.version('torch')}, one thread. `python benchmarks/plugin_on_suites.py --sources FOLDER`",
+        f"torch {torch.__version__}{where}, one thread. `{command}`",
         "",
         "| suite | tests | changed by coverage | yes: confirmed by bare calls | no | in part, replayed | "
-        "not known that fail | time × plain (empty mode, plain again) | JSON |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "not known that fail | time × plain (empty mode) | slowest ÷ fastest plain run | JSON |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, found in results.items():
         shown = {state: tuple(cell) for state, cell in found["cells"].items()}
@@ -181,8 +194,7 @@ def text(results: dict[str, dict[str, Any]]) -> str:
         lines.append(
             f"| {name} {found['version']} | {found['tests']} | {len(found['changed'])} | {yes[1]} of {yes[0]} | {no[1]} of {no[0]} "
             f"| {some[0]} | {len(found['unknown_that_fail'])} | {found['ratio']:.2f} "
-            f"({found['empty_ratio']:.2f}, {found['plain_ratio']:.2f}) "
-            f"| {found['bytes'] / 1000:.0f} kB |"
+            f"({found['empty_ratio']:.2f}) | {found['plain_spread']:.2f} | {found['bytes'] / 1000:.0f} kB |"
         )
     for name, found in results.items():
         wrong = [op for _, _, ops in found["cells"].values() for op in ops]
@@ -205,15 +217,16 @@ def main() -> None:
         "--output", type=Path, help="write FILE.json and FILE.md; earlier results of other suites are kept"
     )
     parser.add_argument("--device", default="cpu", help="where kornia's and timm's tests run, and what is looked up")
+    parser.add_argument("--rounds", type=int, default=3, help="of runs with coverage, with an empty mode, and plain")
     given = parser.parse_args()
     saved = given.output and given.output.with_suffix(".json")
     results: dict[str, dict[str, Any]] = json.loads(saved.read_text()) if saved and saved.exists() else {}
     for name in given.suite or SUITES:
-        results[name] = measure(name, given.sources.resolve(), given.device)
+        results[name] = measure(name, given.sources.resolve(), given.device, given.rounds)
         print(json.dumps({name: results[name]}), flush=True)
         if saved:
             saved.write_text(json.dumps(results, indent=1) + "\n")
-            given.output.with_suffix(".md").write_text(text(results))
+            given.output.with_suffix(".md").write_text(text(results, given.device))
 
 
 if __name__ == "__main__":
