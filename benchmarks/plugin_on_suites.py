@@ -13,6 +13,9 @@ last with every call replayed bare in half (``suite_plugins.py``). Told are
 - the cells of the table that every bare call confirms: "yes" if all of its calls run in half, "no" if none does;
 - the processor time of the tests with coverage, as a ratio to the mean of the two plain runs around it: the median of the rounds;
   and how far the plain runs lie apart.
+
+``--suite NAME --repeat TEST --times N`` runs the file of one test in these three ways instead, the test N times in its place, and prints
+how often it failed: does coverage make a test fail that fails now and then anyway? ``--collect`` says when Python collects garbage.
 """
 
 from __future__ import annotations
@@ -145,10 +148,10 @@ def cells(coverage: dict[str, Any], replayed: dict[str, list[Any]]) -> dict[str,
 def measure(name: str, sources: Path, device: str, rounds: int) -> dict[str, Any]:
     """Run one suite ``3 * rounds + 2`` times."""
     suite = SUITES[name]
-    folder = next(path for path in sorted(sources.glob(suite.folder)) if path.is_dir())
+    folder = _folder(suite, sources)
     plain, watched, empty = [run(suite, folder, device)], [], []
     for _ in range(rounds):
-        watched.append(run(suite, folder, device, ["--lowprec-coverage", "half", "--lowprec-device", device]))
+        watched.append(run(suite, folder, device, _watched(device)))
         empty.append(run(suite, folder, device, mode="empty"))
         plain.append(run(suite, folder, device))
     replayed = run(suite, folder, device, mode="replay")["replayed"]
@@ -173,6 +176,31 @@ def measure(name: str, sources: Path, device: str, rounds: int) -> dict[str, Any
         "cells": cells(coverage, replayed),
         "unknown_that_fail": [op for op in unknown if replayed.get(op, (0, 0, ""))[1]],
     }
+
+
+def count_failures(name: str, sources: Path, device: str, rounds: int, test: str, times: int) -> None:
+    """Print how often one test fails of ``times`` runs in one process, in each of the three ways, by rounds."""
+    os.environ |= {"SUITE_REPEAT": test, "SUITE_TIMES": str(times)}
+    suite = SUITES[name]._replace(arguments=test.partition("::")[0])
+    folder = _folder(suite, sources)
+    found: dict[str, list[int]] = {"plain": [], "empty mode": [], "coverage": []}
+    for _ in range(rounds):
+        for way, failures in found.items():
+            options = _watched(device) if way == "coverage" else []
+            tests = run(suite, folder, device, options, mode="empty" if way == "empty mode" else "")["tests"]
+            repeated = [outcome["reports"] for test_id, outcome in tests.items() if test_id.startswith(f"{test}[")]
+            if len(repeated) != times:
+                raise SystemExit(f"error: {test} ran {len(repeated)} times, not {times}")
+            failures.append(sum(any(outcome == "failed" for _, outcome, _ in reports) for reports in repeated))
+        print(json.dumps(found), flush=True)
+
+
+def _folder(suite: Suite, sources: Path) -> Path:
+    return next(path for path in sorted(sources.glob(suite.folder)) if path.is_dir())
+
+
+def _watched(device: str) -> list[str]:
+    return ["--lowprec-coverage", "half", "--lowprec-device", device]
 
 
 def text(results: dict[str, dict[str, Any]], device: str) -> str:
@@ -218,7 +246,22 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cpu", help="where kornia's and timm's tests run, and what is looked up")
     parser.add_argument("--rounds", type=int, default=3, help="of runs with coverage, with an empty mode, and plain")
+    parser.add_argument(
+        "--repeat", metavar="TEST", help="count how often this test fails instead; its id without parameters"
+    )
+    parser.add_argument(
+        "--collect",
+        choices=["never", "each"],
+        help="garbage of Python: never, or before each test; default: as Python does",
+    )
+    parser.add_argument("--times", type=int, default=200, help="of --repeat (default: %(default)s)")
     given = parser.parse_args()
+    if given.collect:
+        os.environ["SUITE_GC"] = given.collect
+    if given.repeat:
+        for name in given.suite or parser.error("--repeat needs --suite"):
+            count_failures(name, given.sources.resolve(), given.device, given.rounds, given.repeat, given.times)
+        return
     saved = given.output and given.output.with_suffix(".json")
     results: dict[str, dict[str, Any]] = json.loads(saved.read_text()) if saved and saved.exists() else {}
     for name in given.suite or SUITES:
