@@ -48,6 +48,7 @@ def watch() -> Iterator[None]:
         yield
     finally:
         watching.stop()
+        watching.close()
 
 
 @contextlib.contextmanager

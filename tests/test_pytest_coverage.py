@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import ROOT
 from torch import nn
+from watched import watching
 
 from lowprec_check import catalog
 from lowprec_check.catalog.aten import AtenCatalog
@@ -24,7 +25,6 @@ from lowprec_check.engine.sweep.samples import load_operators
 from lowprec_check.pytest_plugin import coverage  # noqa: F401 - imported once for all projects
 from lowprec_check.pytest_plugin.failure_text import no_support_text
 from lowprec_check.pytest_plugin.fixture import watch  # noqa: F401 - imported once for all projects
-from lowprec_check.pytest_plugin.fixture.watch import Watch
 from lowprec_check.pytest_plugin.op_support import support_of
 from lowprec_check.report.coverage_files import RENDERERS
 
@@ -467,17 +467,22 @@ def _distances() -> torch.Tensor:
 def test_outputs_are_bitwise_equal(compute: object) -> None:
     assert callable(compute)
     plain = compute()
-    watching = Watch()
-    watching.start()
-    try:
+    with watching() as recorded:
         watched = compute()
-    finally:
-        watching.stop()
-    assert watching.take()
+    assert recorded.take()
     assert watched.dtype == plain.dtype
     assert torch.equal(watched, plain)
     assert torch._C._len_torch_dispatch_stack() == 0
     assert sys.getprofile() is None
+
+
+def test_kept_reports_do_not_hold_operators(project: pytest.Pytester) -> None:
+    project.makepyfile("import torch\ndef test_inverse(): torch.linalg.inv(torch.eye(2))")
+    run = project.inline_run("--lowprec-coverage", "half", "--lowprec-report", "out.json")
+    assert "aten.linalg_inv_ex.default" in (project.path / "out.json").read_text()
+    reports = run.getreports("pytest_runtest_logreport")
+    assert len(reports) == 3
+    assert not [name for report in reports for name in vars(report) if name.startswith("lowprec")]
 
 
 @pytest.mark.slow

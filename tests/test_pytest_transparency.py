@@ -120,6 +120,28 @@ def test_torch_is_as_before_afterwards() -> None:
     assert (torch._C._create_function_from_trace, torch._C.ScriptModule._create_method_from_trace) == before
 
 
+def test_a_fixture_can_replace_a_function_that_starts_the_tracer(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        """
+        import pytest, torch
+
+        @pytest.fixture
+        def replaced(monkeypatch):
+            monkeypatch.setattr(torch._C, "_create_graph_by_tracing", lambda: "replaced")
+
+        def test_replaced(replaced):
+            assert torch._C._create_graph_by_tracing() == "replaced"
+
+        def test_put_back():
+            graph, out = torch.jit._get_trace_graph(torch.nn.ReLU(), (torch.ones(2),))
+            assert out.tolist() == [1.0, 1.0]
+        """
+    )
+    before = torch._C._create_graph_by_tracing
+    project.runpytest("--lowprec-coverage", "half").assert_outcomes(passed=2)
+    assert torch._C._create_graph_by_tracing is before
+
+
 # -- ops inside others
 
 X = 2 * torch.eye(4)

@@ -16,3 +16,4 @@ def watching() -> Iterator[Watch]:
         yield watch
     finally:
         watch.stop()
+        watch.close()

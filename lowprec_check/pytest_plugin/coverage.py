@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from lowprec_check.pytest_plugin.fixture.watch import Watch
 
 _POLICIES = "lowprec_autocast_policies"
+_ATTACHED = ("lowprec_ops", "lowprec_fixtures", "lowprec_uses")
+"""What is attached to a report: the operators of the test, those of shared fixtures by their ids, the ids of those that the test uses."""
 
 
 def register(config: pytest.Config) -> None:
@@ -130,8 +132,7 @@ class CoverageRecorder:
             return report
         ids = self._shared.ids(item)
         own, fixtures = self._shared.take_all()
-        report.lowprec_ops, report.lowprec_fixtures = own, fixtures  # type: ignore[attr-defined]
-        report.lowprec_uses = ids  # type: ignore[attr-defined]
+        report.__dict__ |= zip(_ATTACHED, (own, fixtures, ids), strict=True)
         return report
 
     def _autocast_policies(self) -> dict[str, AutocastDtype]:
@@ -145,10 +146,13 @@ class CoverageRecorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None, object, object]:
-        """Collect the operators of each test."""
+        """Collect the operators of each test; pytest keeps the reports until the end, without them."""
         self._collect(report)
         with self.junit.cases_of(encodable(report.nodeid)):
-            return (yield)
+            result = yield
+        for name in _ATTACHED:  # only now, since pytest-xdist sends the report in between
+            report.__dict__.pop(name, None)
+        return result
 
     def _collect(self, report: pytest.TestReport) -> None:
         test = encodable(report.nodeid)
@@ -157,9 +161,12 @@ class CoverageRecorder:
         skipped = report.skipped and not hasattr(report, "wasxfail")
         if report.failed or (report.when == "call" and not skipped):
             self.ran.add(test)
-        merge(self.ops[test], getattr(report, "lowprec_ops", {}))
-        self.fixtures[test].update(getattr(report, "lowprec_uses", ()))
-        for key, ops in getattr(report, "lowprec_fixtures", {}).items():
+        own, fixtures, ids = (getattr(report, name, None) for name in _ATTACHED)
+        if own:
+            merge(self.ops[test], own)
+        if ids:
+            self.fixtures[test].update(ids)
+        for key, ops in (fixtures or {}).items():
             merge(self.ops[key], ops)
 
     @pytest.hookimpl(optionalhook=True)
@@ -171,6 +178,8 @@ class CoverageRecorder:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Look up the operators, write the report, and fail the run if that was asked for."""
         self.kept.finish()
+        if self._watch is not None:
+            self._watch.close()
         if options.is_worker(self.config):
             self.config.workeroutput[_POLICIES] = self._autocast_policies()  # type: ignore[attr-defined]
             return
@@ -198,9 +207,9 @@ class CoverageRecorder:
         first = self.columns[0].catalog
         uses: defaultdict[str, dict[str, Recorded]] = defaultdict(dict)
         for test in self.ran:
-            ops = dict(self.ops[test])
-            for key in sorted(self.fixtures[test]):
-                merge(ops, self.ops[key])
+            ops = dict(self.ops.get(test, {}))
+            for key in sorted(self.fixtures.get(test, ())):
+                merge(ops, self.ops.get(key, {}))
             for op, recorded in ops.items():
                 uses[op][test] = recorded
         tests = sorted(self.ran)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import xml.etree.ElementTree as ET
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ class JunitProperties:
         self._cases: defaultdict[str, list[Any]] = defaultdict(list)
         """By test. It has several if it was repeated, and if both the test and its teardown failed."""
 
-    @property
+    @functools.cached_property
     def _xml(self) -> Any:
         """The plugin of pytest; ``None`` if no file is written, or if another process writes it."""
         try:
