@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from lowprec_check.schema.scan_result import Run, ScanResult
+
 TOY = '''
 """The axes of another package: two precisions, a backend, a device and a report format."""
 
@@ -89,7 +91,14 @@ class Shout(ReportFormat):
         return f"{len(diff.changes)} CHANGES"
 
 
-BACKEND, SAME, HALVED, NOTHING = Doubled(), Same(), Halved(), Nothing()
+class Int6(Same):
+    """Computes in fewer bits than the precision."""
+
+    name = "int6"
+    lowers_precision = True
+
+
+BACKEND, SAME, HALVED, NOTHING, INT6 = Doubled(), Same(), Halved(), Nothing(), Int6()
 FORMAT, DEVICE = Shout(), Device(name="tpu")
 INT4 = WhatIfFormat(
     name="int4-weights", summary="weights in int4", weights=OperandFormat("int4", "channel"), weights_only=True
@@ -122,6 +131,7 @@ doubled = toy:BACKEND
 same = toy:SAME
 halved = toy:HALVED
 nothing = toy:NOTHING
+int6 = toy:INT6
 shout = toy:FORMAT
 tpu = toy:DEVICE
 int4 = toy:INT4
@@ -279,6 +289,25 @@ def test_reports_do_not_need_the_package(folder: Path, scanned: Path, tmp_path: 
         done = call(tmp_path, "report", str(copy), "--format", name)
         assert done.returncode == 0, done.stderr
         assert "rounded" in done.stdout
+
+
+def test_a_saved_run_says_whether_its_backend_lowers_precision(folder: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "scan.json"
+    done = call(
+        folder, "scan", "mymodel.py", "-p", "fp32,half", "--backend", "eager,int6,same", "--times", "off", "--no-plan", "--json",
+        str(saved), "--fail-on", "never",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = ScanResult.load(saved)  # without the package
+    assert {run.key.label: (run.quantized, run.is_low) for run in result.runs} == {
+        "fp32": (False, False), "fp32 · int6": (True, True), "fp32 · same": (False, False), "half": (False, True),
+        "half · int6": (True, True), "half · same": (False, True),
+    }  # fmt: skip
+
+
+def test_an_older_file_asks_the_registry_whether_a_backend_lowers_precision() -> None:
+    older = [Run(precision="fp32", backend=backend, device="cpu", status="ok") for backend in ("int8", "jit", "int6")]
+    assert [run.is_quantized for run in older] == [True, False, False]
 
 
 @pytest.mark.slow

@@ -127,3 +127,8 @@ def replaced(names: Iterable[str]) -> tuple[list[str], list[str]]:
 
 BACKENDS: Registry[Backend] = Registry("backend", Backend, _built_in, _problem)
 """All backends, eager first."""
+
+
+def lowers_precision(name: str) -> bool:
+    """Whether the backend ``name`` computes in fewer bits than the precision; false if it is not installed."""
+    return bool(getattr(BACKENDS.find(name), "lowers_precision", False))

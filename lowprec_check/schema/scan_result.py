@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from lowprec_check.schema.ablation import Ablation
-from lowprec_check.schema.backends import BACKENDS
+from lowprec_check.schema.backends import lowers_precision
 from lowprec_check.schema.base import Struct, decode, encoded
 from lowprec_check.schema.batch_ranges import BatchRanges
 from lowprec_check.schema.columns import Columns, Part, columns_of
@@ -67,6 +67,8 @@ class Run(Struct, frozen=True, kw_only=True):
     """Its name: ``fp32``, ``half``, ``bfloat16``, ``autocast-fp16``, ``autocast-bf16``, ``plan``."""
     backend: str = EAGER
     """How the model is executed: ``eager``, ``inductor``, …"""
+    quantized: bool | None = None
+    """Whether the backend computes in fewer bits than the precision, as ``int8`` does; ``None`` in older files."""
     device: str
     """The device: ``cpu``, ``cuda:0``."""
     memory_format: MemoryFormat = "contiguous"
@@ -197,7 +199,7 @@ class Run(Struct, frozen=True, kw_only=True):
     @property
     def is_quantized(self) -> bool:
         """Whether its backend computes in fewer bits than its precision, ``int8``."""
-        return bool(getattr(BACKENDS.find(self.backend), "lowers_precision", False))
+        return lowers_precision(self.backend) if self.quantized is None else self.quantized
 
     @property
     def is_eager(self) -> bool:
@@ -215,6 +217,7 @@ def skipped(key: RunKey, reason: str, evidence: Evidence = "measured") -> Run:
     return Run(
         precision=key.precision,
         backend=key.backend,
+        quantized=lowers_precision(key.backend),
         device=key.device,
         memory_format=key.memory_format,
         evidence=evidence,

@@ -11,6 +11,7 @@ from lowprec_check.engine.run.job import Job
 from lowprec_check.engine.run.messages import Measures
 from lowprec_check.engine.run.outcome import JobOutcome
 from lowprec_check.engine.trace.instrumented import Instrumented
+from lowprec_check.schema.backends import lowers_precision
 from lowprec_check.schema.op_calls import without_times
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Run
@@ -25,6 +26,7 @@ def make_run(job: Job, outcome: JobOutcome, tolerance: float | None) -> Run:
     return Run(
         precision=job.precision,
         backend=job.backend,
+        quantized=lowers_precision(job.backend),
         device=job.shown_device,
         memory_format=job.memory_format,
         evidence=job.evidence,
