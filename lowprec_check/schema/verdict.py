@@ -2,13 +2,58 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.run_key import Phase
 
 Status = Literal["ok", "unjudged", "inaccurate", "nonfinite", "error", "crashed", "timeout", "skipped"]
 """``unjudged``: it ran, but its output holds nothing that can be compared with fp32's."""
+
+
+class StatusLook(NamedTuple):
+    """How every report shows a status."""
+
+    word: str
+    sign: str
+    """One character that every font has."""
+    emoji: str
+    tone: Literal["good", "bad", "none"]
+    """Its colour."""
+    rank: int
+    """From good to bad."""
+    meaning: str
+    """What the word means, in a sentence."""
+
+
+LOOKS: dict[str, StatusLook] = {
+    "reference": StatusLook("reference", "", "", "none", 0, "The fp32 run that all others are compared with."),
+    "ok": StatusLook("ok", "✓", "✅", "good", 0, "It runs, and its output is within the tolerance."),
+    "unjudged": StatusLook(
+        "cannot be judged",
+        "?",
+        "❔",
+        "none",
+        1,
+        "It runs, but its output holds nothing that can be compared with fp32.",
+    ),
+    "inaccurate": StatusLook(
+        "inaccurate", "✕", "❌", "bad", 2, "It runs, but the error of its output exceeds the tolerance."
+    ),
+    "nonfinite": StatusLook(
+        "NaN or Inf", "✕", "❌", "bad", 3, "Its output has NaN or Inf where that of fp32 is finite."
+    ),
+    "error": StatusLook("fails", "✕", "❌", "bad", 4, "It raises an exception."),
+    "timeout": StatusLook("timed out", "✕", "❌", "bad", 5, "It exceeded its budget of seconds."),
+    "crashed": StatusLook("crashed", "✕", "❌", "bad", 5, "Its process died."),
+    "skipped": StatusLook("skipped", "–", "➖", "none", 6, "It was not run."),
+}
+"""By status; the one place that gives a status a word, a sign, a colour and a rank."""
+
+
+def look(status: str) -> StatusLook:
+    """How ``status`` is shown; one that this version does not know, by its name."""
+    return LOOKS.get(status) or StatusLook(status, "?", "❔", "none", 1, "")
 
 
 class ErrorStats(Struct, frozen=True, kw_only=True):

@@ -1,0 +1,124 @@
+"""The kinds of statements, and the statements of a result.
+
+A kind is a function with a decorator: ``@per_run("ablation", "error", …)`` for what is said of one run, which is joined over the runs of
+which the same words are true, or ``@per_scan("inputs", "inputs", …)`` for what is said once. It returns a
+:class:`~lowprec_check.schema.wording.Sentence`, alone or with its tone, or ``None``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lowprec_check.analysis.run_summary import label
+from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.statements import About, Evidence, Statement, Tone
+from lowprec_check.schema.wording import Sentence, join, joined
+
+
+class Said(NamedTuple):
+    """A sentence with its tone."""
+
+    sentence: Sentence
+    tone: Tone = "none"
+
+
+Made = Sentence | Said | None
+
+
+class Kind(NamedTuple):
+    """One kind of statement."""
+
+    name: str
+    about: About
+    summary: str
+    """The first line of its docstring."""
+    evidence: Evidence
+    disproof: str
+    """What would disprove it."""
+    is_per_run: bool
+    make: Callable[..., Any]
+
+
+_KINDS: dict[str, Kind] = {}
+
+
+def per_run(
+    name: str, about: About, *, evidence: Evidence = "measured", disproof: str = ""
+) -> Callable[[Callable[[Run, ScanResult], Made]], Callable[[Run, ScanResult], Made]]:
+    """Register what is said of a run; the function gets the run and the result."""
+    return _registered(name, about, evidence, disproof, is_per_run=True)
+
+
+def per_scan(
+    name: str, about: About, *, evidence: Evidence = "measured", disproof: str = ""
+) -> Callable[[Callable[[ScanResult], Iterable[Made]]], Callable[[ScanResult], Iterable[Made]]]:
+    """Register what is said of the whole scan; the function yields any number of sentences."""
+    return _registered(name, about, evidence, disproof, is_per_run=False)
+
+
+def _registered(
+    name: str, about: About, evidence: Evidence, disproof: str, *, is_per_run: bool
+) -> Callable[[Any], Any]:
+    def register(make: Any) -> Any:
+        if name in _KINDS:
+            raise ValueError(f"the kind {name} is registered twice")
+        summary = (make.__doc__ or "").partition("\n")[0]
+        _KINDS[name] = Kind(name, about, summary, evidence, disproof, is_per_run, make)
+        return make
+
+    return register
+
+
+@functools.cache
+def kinds() -> Mapping[str, Kind]:
+    """Every kind by its name, in the order in which they are said; each module of this package that registers some is loaded first."""
+    package = __name__.rpartition(".")[0]
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+        importlib.import_module(f"{package}.{module.name}")
+    return dict(_KINDS)
+
+
+def statements(result: ScanResult) -> list[Statement]:
+    """Everything that is said of ``result``, computed from its runs, diagnostics and recommendation."""
+    return [statement for kind in kinds().values() for statement in _made(kind, result)]
+
+
+def _made(kind: Kind, result: ScanResult) -> Iterator[Statement]:
+    if not kind.is_per_run:
+        for made in kind.make(result):
+            if made is not None:
+                said = _said(made)
+                yield _statement(kind, result, [], [said.sentence], said.tone)
+        return
+    found = [(label(run), _said(made)) for run in result.runs if (made := kind.make(run, result)) is not None]
+    tones = {name: said.tone for name, said in found}
+    for its in join([(name, said.sentence) for name, said in found], same=tones):
+        yield _statement(kind, result, its.runs, its.sentences, tones[its.runs[0]])
+
+
+def _said(made: Sentence | Said) -> Said:
+    return made if isinstance(made, Said) else Said(made)
+
+
+def _statement(kind: Kind, result: ScanResult, runs: list[str], sentences: Sequence[Sentence], tone: Tone) -> Statement:
+    evidence = "predicted" if kind.evidence == "measured" and result.prediction is not None else kind.evidence
+    return Statement(
+        kind=kind.name,
+        about=kind.about,
+        runs=runs,
+        figures=[sentence.figures for sentence in sentences],
+        template=sentences[0].template,
+        text=joined(sentences),
+        tone=tone,
+        evidence=evidence,  # type: ignore[arg-type]
+        disproof=kind.disproof,
+    )
+
+
+def about(topic: About, found: Iterable[Statement]) -> list[Statement]:
+    """Those that belong to one part of a report."""
+    return [statement for statement in found if statement.about == topic]

@@ -1,0 +1,246 @@
+"""What a report is made of: headings, sentences, tables with typed columns, code and charts. Formats lay them out and know nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from lowprec_check.report.escape import visible
+from lowprec_check.schema.statements import Tone
+from lowprec_check.schema.verdict import look
+from lowprec_check.schema.wording import (
+    bytes_figure,
+    error_figure,
+    milliseconds,
+    module_name,
+    percent,
+    share_figure,
+    short_op,
+)
+
+Detail = Literal["first", "more", "all"]
+"""Where a block is shown: ``first`` in every format, ``more`` in documents and with ``-v``, ``all`` only on pages."""
+DETAILS: tuple[Detail, ...] = ("first", "more", "all")
+
+
+# -- typed values of cells
+
+
+class ErrorOf(NamedTuple):
+    """An error beside its tolerance."""
+
+    error: float | None
+    """``None`` if it is infinite."""
+    tolerance: float | None = None
+    text: str = ""
+    """What is shown in place of a figure: ``0.8 % differ``."""
+
+
+class SpeedOf(NamedTuple):
+    """How many times as fast as fp32, and whether that can be told: :class:`~lowprec_check.analysis.speed.Speed`."""
+
+    told: str
+    ratio: float | None
+
+
+class Link(NamedTuple):
+    """A text that leads somewhere: a URL or an anchor of the page."""
+
+    text: str
+    target: str
+
+
+class Bar(NamedTuple):
+    """A figure with the length of its bar on a page, from 0 to 1."""
+
+    text: str
+    width: float
+    tone: Tone = "none"
+
+
+def speed_text(value: SpeedOf) -> str:
+    """``1.8 × as fast``, ``2.1 × slower``, ``≈ fp32``, ``noisy``, ``–``: the one unit of speed of all tables and charts."""
+    if value.told == "same":
+        return "≈ fp32"
+    if value.told == "noisy":
+        return "noisy"
+    if value.ratio is None or value.told not in ("faster", "slower"):
+        return "–"
+    ratio = value.ratio if value.told == "faster" else 1 / value.ratio
+    digits = f"{ratio:.2f}" if ratio < 1.095 else f"{ratio:.1f}" if ratio < 9.95 else f"{ratio:,.0f}"
+    return f"{digits} × {'as fast' if value.told == 'faster' else 'slower'}"
+
+
+def ratio_text(ratio: float | None) -> str:
+    """``0.53 ×``."""
+    if ratio is None:
+        return "–"
+    return f"{ratio:,.0f} ×" if ratio >= 10 else f"{ratio:.2f} ×" if ratio >= 0.01 else f"{ratio:.1g} ×"
+
+
+Type = Literal[
+    "text", "run", "sentence", "status", "severity", "error", "speed", "ratio", "ms", "bytes", "share", "percent",
+    "number", "figure", "op", "module", "source", "code", "link", "bar",
+]  # fmt: skip
+
+_SHOWN: dict[str, Callable[[Any], str]] = {
+    "status": lambda value: look(value).word,
+    "error": lambda value: (
+        value.text or error_figure(value.error) if isinstance(value, ErrorOf) else error_figure(value)
+    ),
+    "speed": speed_text,
+    "ratio": ratio_text,
+    "ms": milliseconds,
+    "bytes": bytes_figure,
+    "share": share_figure,
+    "percent": percent,
+    "number": lambda value: f"{value:,}",
+    "figure": lambda value: f"{value:.4g}",
+    "op": short_op,
+    "module": module_name,
+    "link": lambda value: value.text,
+    "bar": lambda value: value.text,
+}
+"""What a cell of each type shows; the others are texts."""
+
+FIGURES = ("error", "speed", "ratio", "ms", "bytes", "share", "percent", "number", "figure", "bar")
+"""Types that are aligned on the right."""
+WIDE = ("sentence", "code")
+"""Types that may take several lines."""
+
+
+def cell_text(value: Any, kind: Type) -> str:
+    """A value as text on one line; ``–`` for ``None``."""
+    return "–" if value is None else visible(_SHOWN.get(kind, str)(value), 2000 if kind in WIDE else 400)
+
+
+# -- blocks
+
+
+class Column(NamedTuple):
+    """A column of a table."""
+
+    name: str
+    type: Type = "text"
+    meaning: str = ""
+    """What the figures are; pages show it on the heading."""
+
+
+class Row(NamedTuple):
+    """A row of a table."""
+
+    cells: Sequence[Any]
+    """One value for each column, of its type; ``None`` is shown as ``–``."""
+    tag: str = ""
+    """A word beside the name: ``recommended``."""
+    depth: int = 0
+    """Of a tree: how far its name is indented."""
+    module: str | None = None
+    """The module that it is about: pages filter by it."""
+    below: Sequence[Block] = ()
+    """What the row unfolds."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Base of all blocks."""
+
+    detail: Detail = field(default="first", kw_only=True)
+
+
+@dataclass(frozen=True)
+class Heading(Block):
+    """The head of a section; pages link to it."""
+
+    text: str
+    level: int = 2
+    anchor: str = ""
+
+
+@dataclass(frozen=True)
+class Say(Block):
+    """A sentence, or several."""
+
+    text: str
+    tone: Tone = "none"
+    role: Literal["title", "verdict", "hint", "note", "text", "item"] = "text"
+    """``title``: the first line; ``hint``: how to read what follows; ``note``: what the reader should know; ``item``: of a list."""
+    lead: str = ""
+    """What it is about, before it and emphasized: ``half, bfloat16``."""
+
+
+@dataclass(frozen=True)
+class Table(Block):
+    """Rows of typed cells."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    name: str = ""
+    """What it lists; screen readers announce it."""
+    headings: int = 1
+    """The first columns, which name a row."""
+    searchable: bool = False
+    """Whether pages offer to search and sort it."""
+    most: int = 0
+    """Rows that text shows; 0 for all."""
+    left_out: int = 0
+    """Rows that were left out when it was made."""
+
+
+@dataclass(frozen=True)
+class Code(Block):
+    """Code to paste, or lines of a terminal."""
+
+    text: str
+    language: str = "python"
+
+
+@dataclass(frozen=True)
+class Facts(Block):
+    """Names with their values: the environment."""
+
+    pairs: Sequence[tuple[str, str]]
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Fold(Block):
+    """Blocks that a click opens; formats without clicks show them below their title."""
+
+    title: str
+    blocks: Sequence[Block]
+    open: bool = False
+    tone: Tone = "none"
+
+
+@dataclass(frozen=True)
+class Chart(Block):
+    """Points and lines; formats that cannot draw leave it out, since a table near it has the figures."""
+
+    name: str
+    draw: Callable[[], str]
+    """Returns SVG without scripts, whose colours are variables of the page."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A report."""
+
+    title: str
+    blocks: Sequence[Block]
+    tool: str = ""
+
+    def shown(self, detail: Detail) -> Iterator[Block]:
+        """The blocks up to a level of detail; a heading only if something follows it."""
+        allowed = DETAILS[: DETAILS.index(detail) + 1]
+        pending: list[Heading] = []
+        for block in self.blocks:
+            if block.detail not in allowed:
+                continue
+            if isinstance(block, Heading):
+                pending = [known for known in pending if known.level < block.level] + [block]
+                continue
+            yield from pending
+            pending = []
+            yield block

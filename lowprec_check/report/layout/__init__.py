@@ -1,0 +1,1 @@
+"""The formats that lay out blocks: text, Markdown, HTML."""
