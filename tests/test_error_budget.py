@@ -6,9 +6,11 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from budget_models import MODELS
@@ -466,6 +468,59 @@ def test_an_output_without_a_budget_has_a_reason(result: Callable[[Tensor], Any]
     assert not budget.known
     assert budget.shares == []
     assert (budget.output_rms == 0.0) == ("zeros" in reason)
+
+
+@dataclass
+class Boxes:
+    scores: Any
+    boxes: list[Any]
+
+
+AS_ARRAYS: dict[str, Callable[[Any], Any]] = {
+    "array": lambda y: y,
+    "tuple": lambda y: (y, 3),
+    "dict": lambda y: {"logits": y, "name": "text"},
+    "dataclass": lambda y: Boxes(y, [y[:1]]),
+    "slice": lambda y: y[:, 1:7:2],
+}
+
+
+@pytest.mark.parametrize("precision", ["half", "bfloat16", "autocast-bf16"])
+@pytest.mark.parametrize("pack", AS_ARRAYS)
+def test_the_error_of_an_array_is_that_of_its_tensor(pack: str, precision: str) -> None:
+    torch.manual_seed(0)
+    as_tensors, as_arrays = (
+        Returns(lambda y, f=f: AS_ARRAYS[pack](f(y.float()))) for f in (Tensor.detach, Tensor.numpy)
+    )
+    as_arrays.load_state_dict(as_tensors.state_dict())
+    expected, found = (budget_of(model, inputs(), precision) for model in (as_tensors, as_arrays))
+    assert found.known
+    assert found.measured == expected.measured > 0
+    assert found.predicted == pytest.approx(expected.predicted)
+    assert {share.op for share in found.shares} == {share.op for share in expected.shares}
+    assert abs(found.unexplained or 0.0) < 0.02
+
+
+@pytest.mark.parametrize(
+    "result",
+    [lambda y: np.exp(y.float().numpy()), lambda y: y.float().tolist(), lambda y: (np.tanh(y.float().numpy()),)],
+)
+def test_the_error_of_what_numpy_or_python_computes_cannot_be_followed(result: Callable[[Tensor], Any]) -> None:
+    budget = budget_of(Returns(result), inputs(), "bfloat16")
+    assert budget.reason == "errors cannot be followed to the NumPy array or Python number that the model returns"
+    assert not budget.known
+    assert budget.output_rms is not None
+
+
+def test_the_error_of_a_sparse_tensor_cannot_be_followed() -> None:
+    budget = budget_of(Returns(lambda y: y.float().to_sparse()), inputs(), "bfloat16")
+    assert budget.reason == "errors cannot be followed to the sparse or nested tensor that the model returns"
+
+
+def test_a_number_beside_the_tensor_with_the_largest_error_takes_nothing_from_it() -> None:
+    budget = budget_of(Returns(lambda y: (y, float(y.shape[0]))), inputs(), "bfloat16")
+    assert budget.known
+    assert budget.next_error == 0.0
 
 
 def test_an_exact_output_has_no_error_to_share() -> None:

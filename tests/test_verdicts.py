@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -398,8 +399,28 @@ class Packs(Wrapped):
         return self.pack(((self.linear(x) + 3000) - 3000).float())
 
 
+class ArrayLike:
+    """An array of another library."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Any) -> None:
+        self._values = values.tobytes(), values.dtype, values.shape
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        data, kind, shape = self._values
+        return np.frombuffer(data, kind).reshape(shape)
+
+
 PACKS = {
     "array": lambda y: y.numpy(),
+    "reversed array": lambda y: y.numpy()[::-1],
+    "array of another byte order": lambda y: y.numpy().astype(">f4"),
+    "array of long doubles": lambda y: y.numpy().astype(np.longdouble),
+    "array of objects": lambda y: np.array([y.numpy(), None, "text"], dtype=object),
+    "records": lambda y: np.rec.fromarrays([y.numpy()[:, 0], y.numpy()[:, 1]], names="a,b"),
+    "masked array": lambda y: np.ma.masked_array(y.numpy()),
+    "array-like": lambda y: ArrayLike(y.numpy()),
     "number": lambda y: y.sum().numpy()[()],
     "slots": Slots,
     "deque": lambda y: collections.deque([y]),
@@ -411,12 +432,31 @@ PACKS = {
 }
 
 
+WITHOUT_REFERENCE = {
+    "reversed array", "array of another byte order", "array of long doubles", "records", "array-like", "number", "sparse",
+    "sparse rows", "nested",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("pack", PACKS)
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:The PyTorch API of nested tensors")
 def test_outputs_of_many_kinds_are_compared(pack: str) -> None:
     found = scan(Packs(PACKS[pack]), X, precisions=["half"]).run("half")
     assert (found.status, found.compared_module) == ("inaccurate", None)
-    assert (found.lockstep_error is None) == (pack in ("array", "number", "sparse", "sparse rows", "nested"))
+    assert (found.lockstep_error is None) == (pack in WITHOUT_REFERENCE)
+
+
+class Tiny(Wrapped):
+    """Its output is zero in fp16 alone, and its errors cannot be followed."""
+
+    def forward(self, x: Tensor) -> Any:
+        return (self.linear(x) * 1e-9).float().numpy() * 1.0
+
+
+def test_zeros_of_a_run_are_not_those_of_fp32() -> None:
+    shown = render(scan(Tiny(), X, precisions=["half"]), "text")
+    assert "all zeros" not in shown
+    assert "the output is tiny" in shown
 
 
 class Gradient(Wrapped):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from lowprec_check.analysis.blamed_modules import is_confirmed
-from lowprec_check.analysis.degenerate_output import tiny_output
+from lowprec_check.analysis.degenerate_output import output_rms, tiny_output
 from lowprec_check.analysis.error_shares import (
     PartShare,
     cumulative,
@@ -128,7 +128,8 @@ def _without_shares(run: Run, budget: ErrorBudget, odd: str) -> list[str]:
 
 def _degenerate(run: Run, budget: ErrorBudget) -> str:
     """What is odd about the output itself."""
-    if budget.output_rms == 0 or (run.output_is_zero and not budget.known):
+    rms = output_rms(run)
+    if rms == 0 or (rms is None and run.output_is_zero and not budget.known):
         return "the fp32 output is all zeros, so a relative error has no meaning"
     tiny = tiny_output(run)
     return f"{tiny}; usual with random weights" if tiny else ""

@@ -6,33 +6,85 @@ import copy
 import dataclasses
 import functools
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 
-def leaves(value: Any, *, numbers: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+def leaves(value: Any, *, numbers: bool = False, shared: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield ``(path, tensor)`` for every tensor in ``value``, in a stable order; cycles are followed once.
 
-    With ``numbers``, Python and NumPy numbers and NumPy arrays are yielded too, as tensors.
+    With ``numbers``, Python and NumPy numbers and arrays (NumPy's, and objects that NumPy can read as one) are yielded too, as
+    tensors: copies, or with ``shared`` tensors on the memory of the array where that is possible.
     """
-    yield from _leaves(value, "", frozenset(), numbers)
+    yield from _leaves(value, "", frozenset(), _Arrays(shared) if numbers else None)
 
 
-def _leaves(value: Any, path: str, above: frozenset[int], numbers: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _leaves(value: Any, path: str, above: frozenset[int], arrays: _Arrays | None) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, (int, float, complex)):
-        if numbers:
+        if arrays is not None:
             yield path, torch.tensor(value)
     elif type(value).__module__ == "numpy":
-        if numbers and getattr(value, "dtype", None) is not None and value.dtype.kind in "biufc":
-            yield path, torch.as_tensor(value.copy())
+        if arrays is not None:
+            yield from arrays.leaves(value, path, above)
     elif id(value) not in above:
+        array = _read_by_numpy(value) if arrays is not None else None
+        if arrays is not None and array is not None:
+            yield from arrays.leaves(array, path, above | {id(value)})
+            return
         for key, child in _children(value):
-            yield from _leaves(child, f"{path}.{key}" if path else str(key), above | {id(value)}, numbers)
+            yield from _leaves(child, f"{path}.{key}" if path else str(key), above | {id(value)}, arrays)
+
+
+class _Arrays(NamedTuple):
+    """How NumPy arrays become tensors."""
+
+    shared: bool
+    """Whether the tensor is on the memory of the array, if possible."""
+
+    def leaves(self, array: Any, path: str, above: frozenset[int]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensor of an array or a NumPy number; of an array of objects, those in its elements; of records, one per field."""
+        dtype = getattr(array, "dtype", None)
+        if dtype is None:
+            return
+        prefix = f"{path}." if path else ""
+        if dtype.kind in "biufc":
+            yield path, self._tensor(array)
+        elif dtype.names:
+            for name in dtype.names:
+                yield from self.leaves(array[name], f"{prefix}{name}", above)
+        elif dtype.kind == "O" and id(array) not in above:
+            for index, item in enumerate(array.ravel().tolist()):
+                yield from _leaves(item, f"{prefix}{index}", above | {id(array)}, self)
+
+    def _tensor(self, array: Any) -> torch.Tensor:
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+                return torch.as_tensor(array if self.shared else array.copy())
+        except (TypeError, ValueError):  # a dtype or byte order that torch lacks, or negative strides
+            return torch.as_tensor(array.astype(_WIDEST[array.dtype.kind], order="C"))
+
+
+_WIDEST = {"b": "?", "i": "i8", "u": "u8", "f": "f8", "c": "c16"}
+
+
+def _read_by_numpy(value: Any) -> Any:
+    """An object that holds no tensor as a NumPy array, if it says how and the program uses NumPy; else ``None``."""
+    numpy, kind = sys.modules.get("numpy"), type(value)
+    if numpy is None or not (hasattr(kind, "__array__") or hasattr(kind, "__array_interface__")):
+        return None
+    if next(leaves(value), None) is not None:
+        return None
+    try:
+        return numpy.asarray(value)
+    except Exception:
+        return None
 
 
 def _children(value: Any) -> Iterator[tuple[Any, Any]]:

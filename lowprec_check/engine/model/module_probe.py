@@ -13,9 +13,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from lowprec_check.engine.core.compiled import compiled_code_in_eager
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.output_comparison import is_zero
-from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.source_location import module_names
-from lowprec_check.engine.model.plain_run import output_tensors, run_once
+from lowprec_check.engine.model.plain_run import OutputPart, output_parts, output_tensors, run_once
 from lowprec_check.engine.model.prepared import Prepared
 
 
@@ -56,13 +55,13 @@ def module_output(ready: Prepared, args: Any, kwargs: Any, seed: int, wanted: Mo
 
 
 @contextlib.contextmanager
-def kept_output(model: nn.Module, wanted: ModuleOutput | None) -> Iterator[list[Tensor]]:
+def kept_output(model: nn.Module, wanted: ModuleOutput | None) -> Iterator[list[OutputPart]]:
     """Yield a list that is given the tensors of the same call of the same module as ``wanted``, not copies of them."""
-    found: list[Tensor] = []
+    found: list[OutputPart] = []
 
     def keep_wanted(name: str, number: int, output: Any) -> None:
         if wanted is not None and (name, number) == (wanted.module, wanted.number):
-            found.extend(tensor for _, tensor in leaves(output) if is_float(tensor) and tensor.numel())
+            found.extend(part for part in output_parts(output) if is_float(part.tensor) and part.tensor.numel())
 
     if wanted is None:
         yield found

@@ -7,8 +7,8 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -72,6 +72,24 @@ def output_tensors(output: Any) -> list[Tensor]:
 def named_output_tensors(output: Any) -> list[tuple[str, Tensor]]:
     """Like :func:`output_tensors`, each with its path in the output, ``logits.0``."""
     return [(path, part) for path, tensor in leaves(output, numbers=True) for part in _dense(tensor.detach())]
+
+
+class OutputPart(NamedTuple):
+    """One of :func:`output_tensors`, and what it was made of."""
+
+    tensor: Tensor
+    leaf: Tensor
+    """The tensor in the output; of a NumPy array, one that shares its memory."""
+    is_own: bool
+    """Whether the model returned ``leaf`` itself, as a tensor."""
+
+
+def output_parts(output: Any) -> Iterator[OutputPart]:
+    """Each of :func:`output_tensors`, with what it was made of."""
+    own = {id(tensor) for _, tensor in leaves(output)}
+    for _, leaf in leaves(output, numbers=True, shared=True):
+        for part in _dense(leaf.detach()):
+            yield OutputPart(part, leaf, id(leaf) in own)
 
 
 def _dense(tensor: Tensor) -> list[Tensor]:

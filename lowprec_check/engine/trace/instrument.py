@@ -21,7 +21,7 @@ from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import ModuleStack, call_model
 from lowprec_check.engine.model.memory import StorageCounter
 from lowprec_check.engine.model.module_probe import ModuleOutput, kept_output
-from lowprec_check.engine.model.plain_run import describe_error, output_tensors, reraise_interrupt
+from lowprec_check.engine.model.plain_run import describe_error, output_parts, reraise_interrupt
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.trace.backward_failures import BackwardFailures, SteppingCall
@@ -34,6 +34,7 @@ from lowprec_check.engine.trace.output_budget import error_budget
 from lowprec_check.engine.trace.pending_figures import PendingFigures
 from lowprec_check.engine.trace.places import Places
 from lowprec_check.engine.trace.recorder import Errors, Recorder
+from lowprec_check.engine.trace.returned import Returned, returned
 from lowprec_check.engine.trace.seeding import seed_inputs, seed_state
 from lowprec_check.engine.trace.twins import storage_key
 from lowprec_check.errors import message_of, type_name
@@ -154,8 +155,9 @@ def _pass(
         rescue = None if failures is None else FunctionRescue(recorder, failures)
         with kept_output(ready.model, options.probe) as probed:
             output, error = call_under(recorder, ready, inputs, named, options.seed, rescue)
-        recorder.finish(output_tensors(output) if error is None else [])
-    held = probed if options.probe is not None else [tensor for _, tensor in leaves(output)]
+        outputs = returned(output_parts(output), lockstep.twins)
+        recorder.finish([its.tensor for its in outputs])
+    held = outputs if options.probe is None else returned(probed, lockstep.twins)
     budget = _budget(held, error, lockstep, options, recorder.drew) if options.budget else None
     if budget is not None and not any(row.flips or row.to_python for row in journal.rows):
         budget = msgspec.structs.replace(budget, decisions=0.0)  # the reference differs from fp32 for another reason
@@ -178,7 +180,7 @@ def _pass(
         exception = msgspec.structs.replace(describe_error(error, ready.model), phase=places.phase)
         return msgspec.structs.replace(found, exception=exception), above
     comparable = plain_outputs if not (found.gaps or found.emulated or failures) else None
-    found = _with_output(found, output, comparable, lockstep if options.errors != "none" else None, step)
+    found = _with_output(found, outputs, comparable, lockstep if options.errors != "none" else None, step)
     return msgspec.structs.replace(found, peak_memory_bytes=counter.peak if counter is not None else None), False
 
 
@@ -189,7 +191,7 @@ def _tape_limit(ready: Prepared, options: Options) -> MemoryLimit:
 
 
 def _budget(
-    held: list[Tensor], error: BaseException | None, lockstep: Lockstep, options: Options, drew: bool
+    held: list[Returned], error: BaseException | None, lockstep: Lockstep, options: Options, drew: bool
 ) -> ErrorBudget:
     """The error budget of the tensors in the output."""
     if error is not None:
@@ -203,20 +205,18 @@ def _budget(
 
 def _with_output(
     found: Instrumented,
-    output: Any,
+    outputs: list[Returned],
     plain_outputs: list[Tensor] | None,
     lockstep: Lockstep | None,
     step: SteppingCall | None,
 ) -> Instrumented:
     """``found`` with the output compared: with the lockstep reference, if it ran, and bit by bit with the plain run.
 
-    Numbers, NumPy arrays and tensors that are converted for the comparison have no reference. What a ``step`` computed is not
-    compared with the reference: gradients and weights have figures of their own.
+    Numbers, arrays computed outside torch, and tensors that are converted for the comparison have no reference. What a ``step``
+    computed is not compared with the reference: gradients and weights have figures of their own.
     """
-    tensors, held = output_tensors(output), [tensor for _, tensor in leaves(output)]
-    known = len(tensors) == len(held) and all(
-        its.layout == torch.strided and its.dtype == mine.dtype for its, mine in zip(held, tensors, strict=True)
-    )
+    tensors = [its.compared for its in outputs]
+    known = all(its.lost is None and its.tensor is its.compared for its in outputs)
     found = msgspec.structs.replace(
         found, perturbed=None if plain_outputs is None else not same_bits(tensors, plain_outputs)
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.trace.error_tape import ErrorTape, OutputChange
 from lowprec_check.engine.trace.lockstep import Lockstep
+from lowprec_check.engine.trace.returned import Returned
 from lowprec_check.schema.error_budget import ErrorBudget, Share
 from lowprec_check.schema.module_paths import common_module, is_inside
 from lowprec_check.schema.op_calls import PRODUCTS, OpCall
@@ -38,10 +39,12 @@ class OutputLeaf(NamedTuple):
     low: Tensor
     twin: Tensor
     fp32: Tensor
+    lost: str | None = None
+    """Why errors cannot be followed to it."""
 
 
 def error_budget(
-    lockstep: Lockstep, outputs: Sequence[Tensor], fp32: Sequence[Tensor] | None, *, autocast: bool, seed: int
+    lockstep: Lockstep, outputs: Sequence[Returned], fp32: Sequence[Tensor] | None, *, autocast: bool, seed: int
 ) -> ErrorBudget:
     """The budget of ``outputs``, the tensors in the output of a recorded run; sets the shares of its rows.
 
@@ -54,23 +57,35 @@ def error_budget(
     if tape.stopped is not None:
         return ErrorBudget(reason=tape.stopped)
     leaves = [
-        OutputLeaf(low.detach(), lockstep.twins.reference_of(low), lockstep.twins.reference_of(low))
-        for low in outputs
-        if is_float(low) and low.layout == torch.strided and low.numel()
+        OutputLeaf(low.detach(), lockstep.twins.reference_of(low), lockstep.twins.reference_of(low), lost)
+        for low, _, lost in outputs
+        if is_float(low) and low.numel()
     ]
     if fp32 is not None:
         floating = [tensor for tensor in fp32 if is_float(tensor) and tensor.numel()]
         if [tensor.shape for tensor in floating] != [leaf.low.shape for leaf in leaves]:
             return ErrorBudget(reason="the output differs in structure from that of fp32")
         leaves = [leaf._replace(fp32=its.to(leaf.low.device)) for leaf, its in zip(leaves, floating, strict=True)]
-    if not leaves:
-        return ErrorBudget(reason="the output has no floating-point values")
-    if not all(bool(leaf.low.isfinite().all()) for leaf in leaves if bool(leaf.fp32.isfinite().all())):
-        return ErrorBudget(reason="the output has NaN or Inf")
+    reason = _why_unknown(leaves, has_fp32=fp32 is not None)
+    if reason is not None:
+        return ErrorBudget(reason=reason)
     leaf, *others = sorted(leaves, key=_relative_error, reverse=True)
+    if leaf.lost is not None and _relative_error(leaf) > 0:
+        return ErrorBudget(reason=leaf.lost, output_rms=norm_of(leaf.fp32) / math.sqrt(leaf.low.numel()))
     budget = _Budget(tape, leaf, autocast, seed).compute()
     next_error = _relative_error(others[0]) if others else 0.0
     return msgspec.structs.replace(budget, next_error=next_error if math.isfinite(next_error) else None)
+
+
+def _why_unknown(leaves: Sequence[OutputLeaf], *, has_fp32: bool) -> str | None:
+    """Why no leaf has an error that could be followed, in words; ``None`` if one has."""
+    if not leaves:
+        return "the output has no floating-point values"
+    if not has_fp32 and all(leaf.lost is not None for leaf in leaves):  # there is nothing to compare them with
+        return leaves[0].lost
+    if not all(bool(leaf.low.isfinite().all()) for leaf in leaves if bool(leaf.fp32.isfinite().all())):
+        return "the output has NaN or Inf"
+    return None
 
 
 def _relative_error(leaf: OutputLeaf) -> float:

@@ -107,6 +107,20 @@ class Twins:
         """The twin of the storage of ``tensor``, if it has one."""
         return self.by_storage.get(tensor.untyped_storage()._cdata)
 
+    def on_storage(self, tensor: Tensor) -> Tensor | None:
+        """``tensor``, made from a NumPy array, as a view of the storage with a twin that owns its memory; ``None`` if none does."""
+        if self.find(tensor) is not None:
+            return tensor
+        start, size = tensor.data_ptr(), tensor.element_size()
+        for twin in list(self.by_storage.values()):
+            storage = twin.finalizer() if twin.finalizer is not None else None
+            if storage is None or storage.device.type != "cpu":
+                continue
+            offset = start - storage.data_ptr()
+            if 0 <= offset < storage.nbytes() and offset % size == 0 and _has_as_many(twin, storage.nbytes() // size):
+                return tensor.new_empty(0).set_(storage, offset // size, tensor.shape, tensor.stride())
+        return None
+
     def reference_of(self, tensor: Tensor) -> Tensor:
         """The reference values for ``tensor``: same shape, widened dtype. A tensor that is not floating is returned as is."""
         if not is_float(tensor):
@@ -190,6 +204,12 @@ class Twins:
         twin.finalizer = weakref.ref(storage, lambda _: twins.pop(key, None))
         twins[key] = twin
         return twin
+
+
+def _has_as_many(twin: Twin, count: int) -> bool:
+    """Whether the reference has at least ``count`` values: elements of the run's storage are as large as those it was made of."""
+    reference = twin.tensor
+    return reference is None or reference.untyped_storage().nbytes() // reference.element_size() >= count
 
 
 def _stored_values(out: Tensor, reference: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode
 from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.free_memory import MemoryLimit, free_memory
-from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.source_location import ModuleStack, source_lines
+from lowprec_check.engine.model.plain_run import output_parts
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.draws import GeneratorState, has_drawn, state_before
@@ -30,6 +30,7 @@ from lowprec_check.engine.trace.matrix_products import is_fused, product_of
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs
 from lowprec_check.engine.trace.output_budget import by_place, norm_of
 from lowprec_check.engine.trace.pending_figures import PendingFigures
+from lowprec_check.engine.trace.returned import Returned, returned
 from lowprec_check.engine.trace.seeding import seed_state
 from lowprec_check.errors import message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
@@ -86,7 +87,7 @@ def predict(
     if why is not None:
         return unknown(names, why)
     try:
-        return _Prediction(mode, [tensor for _, tensor in leaves(output)], seed, probes).entries()
+        return _Prediction(mode, returned(output_parts(output), lockstep.twins), seed, probes).entries()
     except Exception as failure:
         return unknown(names, f"following the errors failed: {type_name(failure)}: {first_line(message_of(failure))}")
 
@@ -203,9 +204,11 @@ def _errors(out: Tensor, results: list[Tensor | None] | None) -> Errors:
 class _Prediction:
     """The output errors of all formats, from the tape of a run."""
 
-    def __init__(self, mode: _Emulating, outputs: Sequence[Tensor], seed: int, probes: int) -> None:
+    def __init__(self, mode: _Emulating, outputs: Sequence[Returned], seed: int, probes: int) -> None:
         self._mode, self._seed = mode, seed
-        floating = [out.detach() for out in outputs if is_float(out) and out.layout == torch.strided and out.numel()]
+        all_floating = [its for its in outputs if is_float(its.tensor) and its.tensor.numel()]
+        self._lost = next((its.lost for its in all_floating if its.lost is not None), None)
+        floating = [its.tensor.detach() for its in all_floating if its.lost is None]
         self._omitted = max(0, len(floating) - MOST_LEAVES)
         self._leaves = [out for out in floating[:MOST_LEAVES] if norm_of(out) > 0]
         self._all_zero = bool(floating) and not self._leaves
@@ -218,7 +221,7 @@ class _Prediction:
             return unknown(names, "the output of fp32 is all zeros")
         tape = self._mode.lockstep.full_tape
         if not self._leaves or tape is None:
-            return unknown(names, "the output has no floating-point values")
+            return unknown(names, self._lost or "the output has no floating-point values")
         changes = tape.backward(self._seeds())
         return [self._entry(index, changes, list(tape.blocked)) for index in range(len(names))]
 
@@ -271,5 +274,7 @@ class _Prediction:
             yield f"left in fp32: {', '.join(self._mode.fused)}"
         if blocked:
             yield f"errors before {', '.join(blocked)} are not seen"
+        if self._lost:
+            yield self._lost
         if self._omitted:
             yield f"only the first {MOST_LEAVES} tensors of the output are followed"
