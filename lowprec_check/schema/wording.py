@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from lowprec_check.schema.base import Struct
 
-Figure = float | int | str | list[str] | list[int] | None
+Figure = float | int | str | list[str | int] | None
 """A number, a text, names, or ``[part, total]`` of type ``of``."""
 
 NAMED = 3
