@@ -19,8 +19,8 @@ import msgspec
 from lowprec_check.engine.load import TargetSpec, load_here
 from lowprec_check.engine.plan.planner import PlanOptions, growing_planning
 from lowprec_check.engine.run.isolation import WorkerError, best_isolation, check_isolation
-from lowprec_check.engine.run.job_worker import innermost_user_line
 from lowprec_check.engine.run.launcher import OnProgress
+from lowprec_check.engine.run.place_log import model_line, note_model
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.worker_task import LOAD_SECONDS
 from lowprec_check.engine.scan import growing_scan
@@ -168,7 +168,7 @@ class _Session:
             for event in supervisor.events():
                 if isinstance(event, StateEvent):
                     if event.state != "running" and ended is None:
-                        self._raise_loss(event, loaded, innermost_user_line(read_shared(log)))
+                        self._raise_loss(event, loaded, model_line(read_shared(log)))
                     if self.on_progress is not None:
                         self.on_progress(*step)
                     continue
@@ -228,6 +228,7 @@ def _work(
     atexit._clear()  # those of the command
     atexit.register(GUARDIAN.close)
     try:
+        note_model(log, _packages_named_by(spec.name))
         with _logged_ends(log, load_seconds):
             source = load_here(spec, seed)
         send(_Loaded())
@@ -243,6 +244,12 @@ def _work(
         except Exception:
             os._exit(_UNSENT)
     atexit._run_exitfuncs()
+
+
+def _packages_named_by(name: str) -> list[str]:
+    """The top-level package that a target names: ``timm`` of ``timm:resnet18``, ``package`` of ``package.module:attr``."""
+    root = name.partition(":")[0].partition(".")[0]
+    return [{"hf": "transformers"}.get(root, root)] if root.isidentifier() else []
 
 
 @contextlib.contextmanager

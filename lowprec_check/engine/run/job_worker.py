@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Callable
 
-from lowprec_check.engine.core.source_location import PACKAGE, is_user_code, show_line
 from lowprec_check.engine.run.isolation import WorkerError
 from lowprec_check.engine.run.job import Job
 from lowprec_check.engine.run.messages import (
@@ -24,6 +22,7 @@ from lowprec_check.engine.run.messages import (
     decode,
 )
 from lowprec_check.engine.run.outcome import JobOutcome
+from lowprec_check.engine.run.place_log import model_line
 from lowprec_check.engine.run.shared_worker import JobWorker, give, keep, shared_worker
 from lowprec_check.engine.run.target_source import Load, TargetSource
 from lowprec_check.engine.run.work import run_job
@@ -131,7 +130,7 @@ def _record_state(outcome: JobOutcome, event: StateEvent[JobWorker], job: Job, o
     outcome.seconds_in_op = event.position.seconds_in_op() if event.position is not None else 0.0
     if event.state != "ended":
         outcome.ended = event.state
-        outcome.line = innermost_user_line(read_shared(job.files.log)) if event.position is None else None
+        outcome.line = model_line(read_shared(job.files.log)) if event.position is None else None
     elif event.exit_code is not None:
         outcome.ended, outcome.exit_code = "crashed", event.exit_code
         outcome.reason = _describe_crash(event.exit_code, job)
@@ -139,33 +138,8 @@ def _record_state(outcome: JobOutcome, event: StateEvent[JobWorker], job: Job, o
 
 def _describe_crash(exit_code: int, job: Job) -> str:
     hint = " (out of memory?)" if signal_name(exit_code) == "SIGKILL" else ""
-    line = innermost_user_line(read_shared(job.files.log))
+    line = model_line(read_shared(job.files.log))
     return f"{describe_exit(exit_code)}{hint}{f' at {line}' if line else ''}"
-
-
-def innermost_user_line(log: bytes) -> str | None:
-    """The innermost line of user code in the last traceback that ``faulthandler`` wrote; ``None`` if there is none.
-
-    Of several threads it is the one that crashed, else the oldest that runs user code, which comes last.
-    """
-    threads: list[tuple[str, str]] = []
-    title, in_library = "", False
-    for line in log.decode(errors="replace").splitlines():
-        found = re.match(r' *File "(.*)", line (\d+)', line)
-        if line.endswith("(most recent call first):"):
-            title, in_library = line, False
-        elif not title or found is None:
-            continue
-        elif is_user_code(found[1]):
-            threads.append((title, show_line(found[1], int(found[2]))))
-            title = ""
-        elif found[1].startswith(PACKAGE):
-            title = "" if in_library else title  # torch was called by this program, not by the model
-        else:
-            in_library = True
-    crashed = [line for title, line in threads if title.startswith("Current thread")]
-    lines = crashed or [line for _, line in threads]
-    return lines[-1] if lines else None
 
 
 # -- inside the worker

@@ -21,6 +21,7 @@ from lowprec_check.engine.run.messages import (
     UsageFailed,
     encode,
 )
+from lowprec_check.engine.run.place_log import note_model, packages_of
 from lowprec_check.engine.run.target_source import Load
 from lowprec_check.errors import UsageError, message_of, traceback_of
 from lowprec_check.process.function_worker import SendBytes, end_if_forked
@@ -71,6 +72,7 @@ def work_on_job(job: Job, work: Work, load: Load, send: JobSender) -> None:
     """Load the target and ``work`` on it, for ``job``. A device that the model broke is the model's failure, not the tool's."""
 
     def guarded(target: Target) -> None:
+        note_model(job.files.log, packages_of(target.model))
         try:
             work(target, send)
         except Exception as error:
@@ -81,6 +83,7 @@ def work_on_job(job: Job, work: Work, load: Load, send: JobSender) -> None:
                 send(PlainDone(PlainResult(status="error", exception=describe_error(error, target.model))))
             send(InstrumentFault(f"the device cannot be used any more in this process: {broken}"))
 
+    note_model(job.files.log)
     try:
         work_on(load, guarded, send)
     finally:
