@@ -30,7 +30,8 @@ from lowprec_check.engine.plan.apply import describe_modules
 from lowprec_check.engine.plan.planner import PlanOptions, plan_target
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.session import plan_file
-from lowprec_check.report.plan import render
+from lowprec_check.report.layout.text import text
+from lowprec_check.report.plan import plan_document
 from lowprec_check.schema.plan import Planning
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo
@@ -166,7 +167,9 @@ def test_several_faults_are_found_in_one_trial_and_the_error_is_as_predicted() -
     assert plan.predicted is not None
     assert plan.rel_l2 is not None
     assert plan.predicted / 2 <= plan.rel_l2 <= 2 * plan.predicted
-    assert f"predicted {plan.predicted:.1e}, proven {plan.rel_l2:.1e}" in " ".join(render(planning).split())
+    assert f"the error is {plan.rel_l2:.1e}, the tolerance 5e-02; {plan.predicted:.1e} was predicted" in " ".join(
+        text(plan_document(planning)).split()
+    )
     assert all(blame.why.startswith("causes ") for blame in plan.blame)
     assert 90 <= sum(float(blame.why.split()[1]) for blame in plan.blame) <= 101
 

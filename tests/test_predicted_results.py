@@ -22,13 +22,11 @@ from lowprec_check.analysis.snippet import snippet
 from lowprec_check.compat.rows import row_of
 from lowprec_check.compat.target_list import Request
 from lowprec_check.report import notebook
-from lowprec_check.report import plan as plan_screen
 from lowprec_check.report.certainty import prediction_in_brief, prediction_text
-from lowprec_check.report.diff import markdown as diff_markdown
-from lowprec_check.report.diff import text as diff_text
-from lowprec_check.report.html import diff_page
 from lowprec_check.report.html.matrix_page import matrix_page
+from lowprec_check.report.layout.text import text
 from lowprec_check.report.matrix import markdown as matrix_markdown
+from lowprec_check.report.plan import plan_document
 from lowprec_check.report.registry import FORMATS, render
 from lowprec_check.report.text import render as text_report
 from lowprec_check.schema.fallbacks import fallback_of
@@ -364,9 +362,8 @@ def test_a_notebook_says_so() -> None:
 
 def test_a_plan_says_so() -> None:
     planning = Planning(target="net.py", model="Net", device="xpu", attempts=[], plan=plan())
-    shown = re.sub(r"\s+", " ", plan_screen.render(planning))
-    assert "error predicted 2.0e-03, tolerance 1e-02; nothing ran on xpu" in shown
-    assert "proven" not in shown
+    shown = re.sub(r"\s+", " ", text(plan_document(planning)))
+    assert "the error is predicted to be 2.0e-03, the tolerance 1e-02; nothing ran on xpu" in shown
     assert "measured" not in shown
 
 
@@ -379,7 +376,7 @@ def test_a_difference_between_measured_and_predicted_says_so(reverse: bool) -> N
     assert found.changes
     assert all(change.what.endswith(f"({old.evidence} before, {new.evidence} now)") for change in found.changes)
     assert not {"speed", "memory"} & {change.kind for change in found.changes}
-    for shown in (diff_text.render(found), diff_markdown.render(found), diff_page.render(found)):
+    for shown in (FORMATS.get(name).render_diff(found) for name in ("text", "md", "html")):
         assert "predicted for xpu" in re.sub(r"\s+", " ", shown)
     same = diff_scans(RESULT, RESULT)
     assert (same.warnings, same.changes) == ([], [])

@@ -22,6 +22,8 @@ from lowprec_check.catalog import installed
 from lowprec_check.report import summary, text
 from lowprec_check.report.console import print_table, screen
 from lowprec_check.report.encoding import TRANSLITERATE, transliterated
+from lowprec_check.report.layout.text import text as document_text
+from lowprec_check.report.plan import plan_document
 from lowprec_check.report.summary import verdict
 from lowprec_check.schema.scan_result import ScanResult
 
@@ -107,12 +109,11 @@ def test_every_screen_fits(
     monkeypatch.setenv("COLUMNS", "400")
     wide = call(*(str(scan) if argument == "SCAN" else argument for argument in arguments))
     missing = set(words(re.sub(r"[·–]|\n *", " ", wide.stdout))) - set(words(re.sub(r"[·–]", " ", done.stdout)))
-    heads = {"why", "what", "modes", "dtype", "from"}  # of sentences, of what names a row, and of empty columns
+    heads = {"why", "what", "changed", "finds", "code", "name", "run", "modes", "dtype", "from"}  # of sentences, of what names a row, and of empty columns
     assert not {word for word in missing - heads if word not in done.stdout.replace("\n", "").replace(" ", "")}
 
 
 def test_the_screen_of_a_plan_fits() -> None:
-    from lowprec_check.report.plan import render
     from lowprec_check.schema.plan import Attempt, Planning
 
     attempts = [
@@ -130,20 +131,19 @@ def test_the_screen_of_a_plan_fits() -> None:
     ]
     planning = Planning(target="net.py", model="Net", device="cpu", attempts=attempts, plan=RESULT.plan)
     for width in (40, 60, 100):
-        shown = render(planning, width=width)
+        shown = document_text(plan_document(planning), width=width)
         assert max(len(line) for line in shown.splitlines() if "model" not in line) <= width
         joined = " ".join(words(shown))
-        assert all(part in joined for part in ("3.0e-01", "12", "1.50 ×", "20", "another base passes"))
+        assert all(part in joined for part in ("3.0e-01", "12", "1.5 × as fast", "20", "another base passes"))
 
 
 def test_a_plan_names_its_backend() -> None:
-    from lowprec_check.report.plan import render
     from lowprec_check.schema.plan import Planning
 
     assert RESULT.plan is not None
     plan = msgspec.structs.replace(RESULT.plan, backend="inductor")
     planning = Planning(target="net.py", model="Net", device="cpu", attempts=[], plan=plan)
-    assert f"Use {plan.base} · inductor with" in render(planning)
+    assert f"Use {plan.base} · inductor with" in document_text(plan_document(planning))
 
 
 def test_a_table_of_other_backends_is_of_runs() -> None:

@@ -16,7 +16,7 @@ from training_result import FP32_LOSSES, STEPS, distances, losses, setup, traini
 
 from lowprec_check.analysis.diff import diff_scans
 from lowprec_check.report import gradients, lost_updates, markdown, run_rows, summary, text, training
-from lowprec_check.report.diff.summary import verdict
+from lowprec_check.report.diff import verdict
 from lowprec_check.report.registry import FORMATS, render
 from lowprec_check.schema.recommendation import Recommendation
 from lowprec_check.schema.scan_result import Run, ScanResult

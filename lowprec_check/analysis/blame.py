@@ -14,6 +14,7 @@ from lowprec_check.schema.module_paths import is_inside, module_around
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.plan import Blame, Constant
 from lowprec_check.schema.scan_result import Gap, Run
+from lowprec_check.schema.wording import short_op
 
 LEAST_CAUSE = 0.001
 """A module with a smaller share of the error is not said to cause it."""
@@ -155,3 +156,9 @@ def constants(run: Run) -> list[Constant]:
         for gap in run.gaps
         if gap.kind == "scalar-overflow"
     ]
+
+
+def kept_because(found: Blame) -> str:
+    """Why a plan keeps a module in fp32: ``linalg_inv_ex has no kernel (net.py:24)``."""
+    what = f"{short_op(found.op)} {found.why}" if found.op else found.why
+    return f"{what} ({found.source})" if found.source else what

@@ -15,6 +15,8 @@ from lowprec_check.analysis.training_status import way_text
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.run_key import EAGER, RunKey
 from lowprec_check.schema.scan_result import Evidence, Gap, Run, ScanResult
+from lowprec_check.schema.verdict import look
+from lowprec_check.schema.wording import chained, error_figure, milliseconds, percent, plain, say
 
 Kind = Literal["status", "gap", "error", "speed", "memory", "run", "recommendation"]
 Direction = Literal["worse", "better", "other"]
@@ -33,8 +35,6 @@ MEMORY_FACTOR = 1.05
 
 _ERROR_FLOOR = 1e-7
 """Errors below fp32's own rounding carry no information."""
-
-_RANK = {"ok": 0, "unjudged": 1, "inaccurate": 1, "nonfinite": 2, "error": 3, "timeout": 4, "crashed": 4, "skipped": 5}
 
 _MACHINE = ("device", "device_name", "cpu_capability", "threads", "platform")
 
@@ -189,7 +189,7 @@ def _was_asked(precision: str, backend: str, result: ScanResult) -> bool:
 
 def _status(before: Run, after: Run) -> Iterator[ScanChange]:
     if before.status != after.status:
-        was, is_now = _RANK[before.status], _RANK[after.status]
+        was, is_now = look(before.status).rank, look(after.status).rank
         direction: Direction = "worse" if is_now > was else "better" if is_now < was else "other"
         what = explain_status(after) if after.status != "ok" else "passes now"
         yield ScanChange(
@@ -221,10 +221,19 @@ def _gap_changes(run: Run, gaps: list[Gap], direction: Direction, state: str) ->
     for gap in gaps:
         by_op.setdefault((gap.op, gap.kind), []).append(gap)
     for (op, kind), places in by_op.items():
-        first = places[0]
-        where = f" in {first.module or 'the model'}" + (f" at {first.source}" if first.source else "")
-        more = f" and {len(places) - 1} more places" if len(places) > 1 else ""
-        yield ScanChange(kind="gap", direction=direction, run=label(run), what=f"{kind} ({state}): {op}{where}{more}")
+        where = plain(f"at {places[0].source}") if places[0].source else None
+        what = chained(
+            say(
+                "{kind:text}: {op:op} in {module:module}",
+                kind=f"{kind} ({state})",
+                op=op,
+                module=places[0].module or "",
+            ),
+            where,
+            say("and {more:count more place}", more=len(places) - 1) if len(places) > 1 else None,
+            between=" ",
+        )
+        yield ScanChange(kind="gap", direction=direction, run=label(run), what=what.text)
 
 
 def _error(before: Run, after: Run, factor: float) -> Iterator[ScanChange]:
@@ -234,8 +243,8 @@ def _error(before: Run, after: Run, factor: float) -> Iterator[ScanChange]:
         return
     ratio = max(is_now, _ERROR_FLOOR) / max(was, _ERROR_FLOOR)
     if not 1 / factor <= ratio <= factor:
-        what = f"output error {_times(ratio, 'larger', 'smaller')}"
-        yield _moved("error", after, ratio, what, f"{was:.1e}", f"{is_now:.1e}")
+        what = _compared("the output error is {times:times}", ratio, "as large as before", "smaller than before")
+        yield _moved("error", after, ratio, what, error_figure(was), error_figure(is_now))
 
 
 def _speed(before: Run, after: Run, old: ScanResult, new: ScanResult, factor: float) -> Iterator[ScanChange]:
@@ -248,8 +257,8 @@ def _speed(before: Run, after: Run, old: ScanResult, new: ScanResult, factor: fl
     absolute = is_now / was
     if after.is_reference:
         if _same_machine(old, new) and min(was, is_now) >= SHORT_MS and not 1 / factor <= absolute <= factor:
-            what = _times(absolute, "slower", "faster")
-            yield _moved("speed", after, absolute, what, f"{was:.1f} ms", f"{is_now:.1f} ms", "other")
+            what = _compared("{times:times}", absolute, "slower than before", "as fast as before")
+            yield _moved("speed", after, absolute, what, milliseconds(was), milliseconds(is_now), "other")
         return
     first, second = speed(before, old.runs), speed(after, new.runs)
     slower, faster = is_faster(first, second, factor), is_faster(second, first, factor)
@@ -257,8 +266,8 @@ def _speed(before: Run, after: Run, old: ScanResult, new: ScanResult, factor: fl
         slower, faster = slower and absolute > factor, faster and absolute < 1 / factor
     if (slower or faster) and first.ratio and second.ratio:
         relative = first.ratio / second.ratio
-        what = _times(relative, "slower", "faster")
-        yield _moved("speed", after, relative, what, f"{1 / first.ratio:.2f} × fp32", f"{1 / second.ratio:.2f} × fp32")
+        what = _compared("relative to fp32 {times:times}", relative, "slower than before", "as fast as before")
+        yield _moved("speed", after, relative, what, first.text(), second.text())
 
 
 def _same_machine(old: ScanResult, new: ScanResult) -> bool:
@@ -271,8 +280,8 @@ def _memory(before: Run, after: Run, old: ScanResult, new: ScanResult) -> Iterat
         return
     ratio = is_now / was
     if not 1 / MEMORY_FACTOR <= ratio <= MEMORY_FACTOR:
-        what = f"peak memory {_times(ratio, 'larger', 'smaller')}"
-        yield _moved("memory", after, ratio, what, f"{was:.2f} × fp32", f"{is_now:.2f} × fp32")
+        what = _compared("the peak memory is {times:times}", ratio, "as large as before", "smaller than before")
+        yield _moved("memory", after, ratio, what, f"{percent(was)} of fp32's", f"{percent(is_now)} of fp32's")
 
 
 def _moved(
@@ -283,8 +292,8 @@ def _moved(
     return ScanChange(kind=kind, direction=direction, run=label(run), what=what, old=old, new=new, ratio=ratio)
 
 
-def _times(ratio: float, more: str, less: str) -> str:
-    return f"{ratio:.2f} times {more}" if ratio > 1 else f"{1 / ratio:.2f} times {less}"
+def _compared(what: str, ratio: float, more: str, less: str) -> str:
+    return say(f"{what} {more if ratio > 1 else less}", times=max(ratio, 1 / ratio)).text
 
 
 def _recommendation(old: ScanResult, new: ScanResult) -> Iterator[ScanChange]:
@@ -298,7 +307,7 @@ def _recommendation(old: ScanResult, new: ScanResult) -> Iterator[ScanChange]:
             kind="recommendation",
             direction=lost if is_now is None else "better" if was is None else "other",
             run="",
-            what="recommendation" + (": the new scan did not run the old one" if untried else ""),
+            what="the recommendation changed" + (": the new scan did not run the old one" if untried else ""),
             old=was or "none",
             new=is_now or "none",
         )

@@ -101,7 +101,7 @@ def speed(run: Run, runs: Sequence[Run]) -> Speed:
         rounds = run.latency.speedup
         if rounds is None:
             return Speed("unknown" if failure_while_timed(run) or failure_while_timed(reference) else "noisy")
-        return _judged(rounds.median, rounds.low, rounds.high)
+        return judged(rounds.median, rounds.low, rounds.high)
     fp32, mine = latency_of(reference), latency_of(run)
     if not fp32 or not mine:
         return Speed("unknown")
@@ -110,7 +110,7 @@ def speed(run: Run, runs: Sequence[Run]) -> Speed:
 
 def ratio_text(ratio: float) -> str:
     """``1.4 times as fast as fp32``, of a ratio that could be told."""
-    return _judged(ratio, ratio, ratio).text()
+    return judged(ratio, ratio, ratio).text()
 
 
 def _was_busy(run: Run) -> bool:
@@ -158,7 +158,8 @@ def times(ratio: float) -> str:
     return f"{ratio:.1f} times" if ratio < 9.95 else f"{ratio:.0f} times"
 
 
-def _judged(ratio: float, low: float, high: float) -> Speed:
+def judged(ratio: float, low: float, high: float) -> Speed:
+    """What a ratio with this interval tells."""
     if low > 1 and ratio >= TOLD:
         return Speed("faster", ratio, low, high)
     if high < 1 and ratio <= 1 / TOLD:
@@ -172,4 +173,4 @@ def _of_medians(fp32: float, mine: float, margin: float) -> Speed:
     low = ratio / margin if fp32 >= SHORT_MS else 0.0
     if mine < SHORT_MS:
         return Speed("noisy", ratio, low, math.inf)
-    return _judged(ratio, low, ratio * margin)
+    return judged(ratio, low, ratio * margin)

@@ -21,6 +21,7 @@ from lowprec_check.cli.app import (
     screen_size,
 )
 from lowprec_check.errors import UsageError
+from lowprec_check.report.diff import diff_document
 from lowprec_check.report.registry import FORMATS, ReportFormat, diff_formats, format_of, suffixes
 from lowprec_check.schema.files import write_file
 from lowprec_check.schema.registry import choices
@@ -137,10 +138,10 @@ def _diff_coverages(
 
 
 def _print(found: ScanDiff, format: ReportFormat | None) -> None:
-    from lowprec_check.report.diff import text
-
     if (format.name if format else "text" if sys.stdout.isatty() else "md") == "text":
-        sys.stdout.write(text.render(found, **screen_size()))
+        from lowprec_check.report.layout.text import text
+
+        sys.stdout.write(text(diff_document(found), **screen_size()))
     else:
         chosen = format or FORMATS.get("md")
         (sys.stdout.write if chosen.for_terminals else print_document)(chosen.render_diff(found))

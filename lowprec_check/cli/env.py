@@ -18,6 +18,7 @@ def env(
     if json:
         print_json(found)
         return
-    from lowprec_check.report.environment import render
+    from lowprec_check.report.environment import environment_document
+    from lowprec_check.report.layout.text import text
 
-    print(render(found, **screen_size()), end="")
+    print(text(environment_document(found), **screen_size()), end="")

@@ -30,10 +30,11 @@ def explain(
 ) -> None:
     """Print the manual page of a diagnostic code."""
     from lowprec_check.analysis.rules.registry import rules
-    from lowprec_check.report.manual import render_list, render_page
+    from lowprec_check.report.layout.text import text
+    from lowprec_check.report.manual import list_document, render_page
 
     if code is None:
-        print(render_list(rules().values(), **screen_size()), end="")
+        print(text(list_document(rules().values()), **screen_size()), end="")
         return
     found = rules().get(code.upper()) or next((rule for rule in rules().values() if rule.name == code.lower()), None)
     if found is None:

@@ -137,7 +137,8 @@ def _show(found: Planning, *, json: bool) -> None:
     if json:
         print_document(found.to_json())
     else:
-        from lowprec_check.report.plan import render
+        from lowprec_check.report.layout.text import text
+        from lowprec_check.report.plan import plan_document
 
-        sys.stdout.write(render(found, **screen_size()))
+        sys.stdout.write(text(plan_document(found), **screen_size()))
     sys.stdout.flush()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from lowprec_check.analysis.speed import judged
 from lowprec_check.report.escape import visible
 from lowprec_check.schema.statements import Tone
 from lowprec_check.schema.verdict import look
@@ -42,6 +43,11 @@ class SpeedOf(NamedTuple):
 
     told: str
     ratio: float | None
+
+
+def speed_of(ratio: float | None) -> SpeedOf | None:
+    """Of a ratio of which it is known that it could be told, such as a saved one; ``None`` if it could not."""
+    return None if ratio is None else SpeedOf(*judged(ratio, ratio, ratio)[:2])
 
 
 class Link(NamedTuple):

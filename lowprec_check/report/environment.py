@@ -1,18 +1,17 @@
-"""``lowprec-check env`` as text."""
+"""What ``lowprec-check env`` shows, as blocks."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from lowprec_check.report.console import print_table, screen
-from lowprec_check.report.escape import visible
+from lowprec_check.report.blocks import Document, Facts
 from lowprec_check.schema.precisions import LOW_FORMATS
 
 _ANSWERS = {True: "yes", False: "no", None: "unknown"}
 
 
-def render(environment: dict[str, Any], *, width: int = 100, color: bool = False) -> str:
-    """A table with two columns: name and value."""
+def environment_document(environment: dict[str, Any]) -> Document:
+    """Names with their values."""
     features = ", ".join(environment["cpu_features"]) or "none known"
     threads = f"{environment['threads']} of {environment['cores']} cores"
     rows = [
@@ -27,9 +26,7 @@ def render(environment: dict[str, Any], *, width: int = 100, color: bool = False
         ("torchvision", environment["torchvision"] or "not installed"),
         ("Intel extension", _ipex(environment)),
     ]
-    with screen(width, color) as (console, printed):
-        print_table(console, ["", ""], [[name, visible(str(value))] for name, value in rows], sentences=True)
-    return printed.text
+    return Document("Environment", [Facts([(name, str(value)) for name, value in rows])])
 
 
 def _ipex(environment: dict[str, Any]) -> str:

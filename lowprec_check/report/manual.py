@@ -1,4 +1,4 @@
-"""The manual pages of the diagnostics as text that fits the terminal."""
+"""The list of diagnostics as blocks, and their manual pages as text that fits the terminal."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import textwrap
 from collections.abc import Iterable
 
 from lowprec_check.analysis.rules.registry import Rule
-from lowprec_check.report.console import print_table, screen
+from lowprec_check.report.blocks import Column, Document, Row, Table
 
 _NO_BREAK = "\0"
 """Stands for a space at which no line may end: commands are not divided."""
 
 
-def render_list(rules: Iterable[Rule], *, width: int = 100, color: bool = False) -> str:
+def list_document(rules: Iterable[Rule]) -> Document:
     """A row per diagnostic: code, name, severity, summary."""
-    rows = [[rule.code, rule.name, rule.severity, rule.summary] for rule in sorted(rules)]
-    with screen(width, color) as (console, printed):
-        print_table(console, [""] * 4, rows, sentences=True, heading=3)
-    return printed.text
+    columns = [Column("code"), Column("name"), Column("severity", "severity"), Column("what it finds", "sentence")]
+    rows = [Row([rule.code, rule.name, rule.severity, rule.summary]) for rule in sorted(rules)]
+    return Document("Diagnostics", [Table(columns, rows, headings=2)])
 
 
 def render_page(rule: Rule, width: int) -> str:

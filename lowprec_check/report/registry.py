@@ -14,6 +14,8 @@ from typing import ClassVar
 
 from lowprec_check.analysis.diff import ScanDiff
 from lowprec_check.errors import UsageError
+from lowprec_check.report.blocks import Document
+from lowprec_check.report.diff import diff_document
 from lowprec_check.schema.files import write_file
 from lowprec_check.schema.registry import Registry
 from lowprec_check.schema.scan_result import ScanResult
@@ -41,9 +43,13 @@ class ReportFormat:
         """Render the report of a scan with the notes that :meth:`render` folds; by default the same."""
         return self.render(result)
 
+    def lay_out(self, document: Document) -> str:
+        """Render blocks; only if :attr:`renders_diffs`."""
+        raise NotImplementedError
+
     def render_diff(self, diff: ScanDiff) -> str:
         """Render the differences between two scans; only if :attr:`renders_diffs`."""
-        raise NotImplementedError
+        return self.lay_out(diff_document(diff))
 
 
 def _built_in() -> Iterator[ReportFormat]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from lowprec_check.analysis.run_summary import shorten
+from lowprec_check.analysis.run_summary import short_op, shorten
 from lowprec_check.report import (
     error_budget,
     gradients,
@@ -23,12 +23,12 @@ from lowprec_check.report.console import LEAST_TEXT, print_table, screen
 from lowprec_check.report.escape import visible, visible_lines
 from lowprec_check.report.layer_errors import TITLE as LAYERS
 from lowprec_check.report.layer_errors import worst_layers
-from lowprec_check.report.plan import kept_lines
 from lowprec_check.report.policies_table import policy_section
 from lowprec_check.report.summary import Group, and_more, group
 from lowprec_check.report.times_table import disturbances, times_rows
 from lowprec_check.report.what_if_table import HEADS, what_if_hint, what_if_rows
 from lowprec_check.report.what_if_table import TITLE as WHAT_IF
+from lowprec_check.schema.plan import Plan
 from lowprec_check.schema.scan_result import ScanResult
 
 SHOWN_FINDINGS = 12
@@ -229,3 +229,16 @@ def _print_advice(console: Console, result: ScanResult) -> None:
     console.print()
     for line in visible_lines(advice.code):
         console.print(Text(f"    {line}"), soft_wrap=True)
+
+
+SHOWN_MODULES = 20
+
+
+def kept_lines(plan: Plan) -> Iterator[Text]:
+    """One line per kept module: the op that causes the failure, and its place."""
+    for blame in plan.blame[:SHOWN_MODULES]:
+        what = f"{short_op(blame.op)} {blame.why}" if blame.op else blame.why
+        place = f"  {visible(blame.source)}" if blame.source else ""
+        yield Text.assemble(f"  {visible(blame.module)}", ("  " + visible(what), "dim"), (place, "dim"))
+    if len(plan.blame) > SHOWN_MODULES:
+        yield Text(f"  … and {len(plan.blame) - SHOWN_MODULES} more (--save, --json)", style="dim")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowprec_check.analysis.diff import ScanDiff
+from lowprec_check.report.blocks import Document
 from lowprec_check.report.registry import ReportFormat
 from lowprec_check.schema.scan_result import ScanResult
 
@@ -27,11 +27,11 @@ class TextFormat(ReportFormat):
 
         return render(result, verbose=True)
 
-    def render_diff(self, diff: ScanDiff) -> str:
-        """Render the differences between two scans."""
-        from lowprec_check.report.diff.text import render
+    def lay_out(self, document: Document) -> str:
+        """Render blocks."""
+        from lowprec_check.report.layout.text import text
 
-        return render(diff)
+        return text(document)
 
 
 FORMAT = TextFormat()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from lowprec_check.analysis.diff import ScanDiff
-from lowprec_check.report.diff.summary import TITLES, pair_cells, verdict
+from lowprec_check.report.diff import _DIRECTIONS as TITLES
+from lowprec_check.report.diff import _cells as pair_cells
+from lowprec_check.report.diff import verdict
 from lowprec_check.report.escape import visible
 from lowprec_check.report.html.page import render_page, static
 

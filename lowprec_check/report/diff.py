@@ -1,0 +1,99 @@
+"""The differences between two scans as blocks. Never imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from lowprec_check.analysis.diff import Direction, RunPair, ScanChange, ScanDiff
+from lowprec_check.report.blocks import (
+    Block,
+    Column,
+    Document,
+    Heading,
+    Row,
+    Say,
+    Table,
+    Type,
+    cell_text,
+    speed_of,
+)
+from lowprec_check.schema.statements import Tone
+from lowprec_check.schema.verdict import look
+from lowprec_check.schema.wording import counted
+
+_SHOWN = 40
+"""Changes of each direction that a terminal shows, and conditions that all formats show."""
+_DIRECTIONS: dict[Direction, str] = {"worse": "Worse", "better": "Better", "other": "Different"}
+
+
+def diff_document(diff: ScanDiff) -> Document:
+    """The verdict, what was compared, the changes and all runs."""
+    title = f"{verdict(diff)} · {diff.new.model}"
+    blocks = list(compared(title, bool(diff.regressions), _sides(diff), diff.warnings, "scans ran"))
+    for direction, head in _DIRECTIONS.items():
+        changes = [change for change in diff.changes if change.direction == direction]
+        if changes:
+            blocks += [Heading(f"{head} ({len(changes):,})", anchor=direction), _changes(changes, head)]
+    runs = Table(
+        [Column(name) for name in ("run", "status", "error", "speed", "memory")],
+        [Row([pair.run, *_cells(pair)]) for pair in diff.runs],
+        "runs",
+    )
+    return Document(title, [*blocks, Heading("All runs, old → new", anchor="runs"), runs], diff.new.tool)
+
+
+def compared(
+    title: str, worse: bool, sides: Sequence[tuple[str, str]], warnings: Sequence[str], what: str
+) -> Iterator[Block]:
+    """The head of every comparison: its verdict, the two sides, and the conditions in which they differ."""
+    tone: Tone = "bad" if worse else "good"
+    yield Say(title, tone, "verdict")
+    for name, side in sides:
+        yield Say(side, role="hint", lead=name)
+    if warnings:
+        yield Say(f"The two {what} under different conditions:", "warn", "note")
+        more = [f"and {len(warnings) - _SHOWN} more"] if len(warnings) > _SHOWN else []
+        for warning in [*warnings[:_SHOWN], *more]:
+            yield Say(warning, role="item")
+
+
+def verdict(diff: ScanDiff) -> str:
+    """The number of regressions, of improvements and of runs that the new scan lacks."""
+    missing = sum(pair.new_status is None for pair in diff.runs)
+    if not diff.changes:
+        return "No difference beyond noise"
+    parts = [counted(diff.regressions, "regression") if diff.regressions else "No regression"]
+    parts += [counted(diff.improvements, "improvement")] if diff.improvements else []
+    parts += [f"{counted(missing, 'run')} missing from the new scan"] if missing else []
+    return ", ".join(parts)
+
+
+def _sides(diff: ScanDiff) -> list[tuple[str, str]]:
+    sides = (("old", diff.old), ("new", diff.new))
+    return [(name, f"{side.target}, torch {side.torch}, {side.device}, {side.evidence}") for name, side in sides]
+
+
+def _changes(changes: Sequence[ScanChange], name: str) -> Table:
+    columns = [Column("run", "run"), Column("old"), Column("new"), Column("what changed", "sentence")]
+    rows = [Row([one.run or "all", _shown(one, one.old), _shown(one, one.new), one.what]) for one in changes]
+    return Table(columns, rows, name, most=_SHOWN)
+
+
+def _shown(change: ScanChange, value: str | None) -> str | None:
+    return look(value).word if value and change.kind in ("status", "run") else value
+
+
+def _cells(pair: RunPair) -> list[str]:
+    """Status, error, speed and memory, old → new."""
+    return [
+        _arrow("status", pair.old_status, pair.new_status),
+        _arrow("error", pair.old_error, pair.new_error),
+        _arrow("speed", *(speed_of(1 / time) if time else None for time in (pair.old_time, pair.new_time))),
+        _arrow("ratio", pair.old_memory, pair.new_memory),
+    ]
+
+
+def _arrow(kind: Type, old: Any, new: Any) -> str:
+    before, after = cell_text(old, kind), cell_text(new, kind)
+    return before if before == after else f"{before} → {after}"

@@ -1,1 +1,0 @@
-"""The differences between two scans, as text and Markdown."""
