@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from lowprec_check.analysis.error_shares import (
     trusted_budget,
     unlisted,
 )
+from lowprec_check.analysis.findings import groups, no_effect, tally
 from lowprec_check.analysis.recommend import recommend
 from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.analysis.run_summary import explain_status
@@ -31,7 +33,6 @@ from lowprec_check.report import text
 from lowprec_check.report.error_budget import budget_lines, module_bars, tables, told_runs
 from lowprec_check.report.html.module_tree import build
 from lowprec_check.report.registry import render
-from lowprec_check.report.summary import group, no_effect, tally
 from lowprec_check.schema.error_budget import ErrorBudget, Share
 from lowprec_check.schema.op_calls import OpCall, to_columns
 from lowprec_check.schema.scan_result import Diagnostic, ModelInfo, Run, ScanResult
@@ -449,29 +450,39 @@ def test_notes_without_an_effect_are_one_line() -> None:
     result = a_result(a_run(*rows, status="ok"))
     assert tally(result.diagnostics) == "24 findings: 24 notes"
     shown = text.render(result)
-    assert "24 findings with no effect on the output · -v lists them" in shown
+    assert "24 findings for which no run fails · -v lists them" in shown
     assert "LP202" not in shown.replace("explain LP202", "")
     assert "LP202 underflow" in text.render(result, verbose=True)
-    assert "24 findings with no effect on the output: LP202 underflow (half) ×24" in render(result, "md")
-    assert render(result, "html").count("24 findings with no effect on the output") == 1
+    assert "24 findings for which no run fails: LP202 underflow (half) ×24" in render(result, "md")
+    assert render(result, "html").count("24 findings for which no run fails") == 1
     assert render(result, "concise").count("LP202 note") == 1, "one line of code, one finding"
 
 
 def test_findings_that_matter_are_not_merged_with_those_that_do_not() -> None:
     rows = [underflow("a", 0.5), underflow("b", 0.0), underflow("c", 0.0)]
     result = a_result(a_run(*rows, OpCall("aten.mm.default", "d", share=0.45), budget=a_budget(0.05)))
-    shown = [item for item in group(result.diagnostics) if item.first.code == "LP202"]
-    assert [(item.first.severity, item.modules) for item in shown] == [("warning", ["a"]), ("note", ["b", "c"])]
-    assert no_effect(group(result.diagnostics)) == "2 more with no effect on the output"
+    shown = [item for item in groups(result.diagnostics) if item.code == "LP202"]
+    assert [(item.severity, [place.module for place in item.places]) for item in shown] == [
+        ("warning", ["a"]),
+        ("note", ["b", "c"]),
+    ]
+    assert no_effect(groups(result.diagnostics)) == "2 more for which no run fails"
 
 
-def test_a_place_has_the_severity_of_its_worst_run() -> None:
+def test_each_run_has_its_own_severity_and_figure() -> None:
     passes = run("autocast-fp16", "ok", 1e-3, op_calls=calls(underflow("a", 1.0)))
     fails = a_run(underflow("a", 0.9), budget=a_budget(0.1))
     for runs in itertools.permutations([passes, fails]):
-        [line] = [line for line in render(a_result(*runs), "concise").splitlines() if "LP202" in line]
-        assert line.startswith("net.py:3: LP202 warning")
-        assert "causes 90 % of the output error" in line
+        lines = [line for line in render(a_result(*runs), "concise").splitlines() if "LP202" in line]
+        assert [line.partition(" half: ")[0] for line in lines[:1]] == ["net.py:3: LP202 warning"]
+        assert "90 % of the output error" in lines[0]
+        assert lines[1].startswith("net.py:3: LP202 note autocast-fp16: ")
+        [placed] = [
+            its
+            for its in json.loads(render(a_result(*runs), "sarif"))["runs"][0]["results"]
+            if its["ruleId"] == "LP202"
+        ]
+        assert placed["level"] == "warning", "that of the most severe"
 
 
 def test_a_healthy_network_has_no_warning() -> None:

@@ -109,7 +109,18 @@ def test_every_screen_fits(
     monkeypatch.setenv("COLUMNS", "400")
     wide = call(*(str(scan) if argument == "SCAN" else argument for argument in arguments))
     missing = set(words(re.sub(r"[·–]|\n *", " ", wide.stdout))) - set(words(re.sub(r"[·–]", " ", done.stdout)))
-    heads = {"why", "what", "changed", "finds", "code", "name", "run", "modes", "dtype", "from"}  # of sentences, of what names a row, and of empty columns
+    heads = {
+        "why",
+        "what",
+        "changed",
+        "finds",
+        "code",
+        "name",
+        "run",
+        "modes",
+        "dtype",
+        "from",
+    }  # of sentences, of what names a row, and of empty columns
     assert not {word for word in missing - heads if word not in done.stdout.replace("\n", "").replace(" ", "")}
 
 

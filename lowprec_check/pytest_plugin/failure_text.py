@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from lowprec_check.analysis.findings import groups
 from lowprec_check.analysis.run_summary import label, shorten
 from lowprec_check.catalog.records import SHORT, in_samples
 from lowprec_check.report.console import screen
-from lowprec_check.report.summary import group
 from lowprec_check.report.text import print_group, print_runs
 from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.verdict import ExceptionInfo
@@ -37,12 +37,13 @@ def scan_text(result: ScanResult, exception: ExceptionInfo | None = None, *, in_
         if len(low) < len(result.runs):
             print_runs(console, result)
             console.print()
-        for item in group(result.diagnostics):
+        found = groups(result.diagnostics)
+        for item in found:
             print_group(console, item)
         if exception is not None:
             _print_error(console, exception, "also occurs in fp32" if in_fp32 else "does not occur in fp32")
-        if result.diagnostics:
-            console.print(f"More: lowprec-check explain {group(result.diagnostics)[0].first.code}")
+        if found:
+            console.print(f"More: lowprec-check explain {found[0].code}")
     return printed.text.rstrip("\n")
 
 

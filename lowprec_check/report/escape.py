@@ -6,10 +6,6 @@ import re
 import sys
 import unicodedata
 
-import msgspec
-
-from lowprec_check.schema.scan_result import Diagnostic
-
 _SUSPECT = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\uffff\ud800-\udfff]")
 """Control characters, line separators, direction marks and overrides, zero-width characters, non-characters."""
 
@@ -40,28 +36,6 @@ def visible_lines(text: str, most: int = LONGEST) -> list[str]:
 def visible_text(text: str) -> str:
     """The lines of a message, each passed through :func:`visible` in full."""
     return "\n".join(visible_lines(text, most=sys.maxsize))
-
-
-def visible_diagnostic(diagnostic: Diagnostic) -> Diagnostic:
-    """The diagnostic with every string passed through :func:`visible`."""
-    fields = {
-        name: visible(value)
-        for name in (
-            "code",
-            "name",
-            "precision",
-            "backend",
-            "module",
-            "op",
-            "source",
-            "caller",
-            "message",
-            "help",
-            "url",
-        )
-        if (value := getattr(diagnostic, name)) is not None
-    }
-    return msgspec.structs.replace(diagnostic, **fields)
 
 
 def workflow_command(command: str, message: str, **properties: str) -> str:

@@ -8,12 +8,14 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
 from lowprec_check.analysis.fail_on import ScanFailure, failure
-from lowprec_check.analysis.run_summary import counted, explain_status
+from lowprec_check.analysis.run_summary import explain_status
 from lowprec_check.report import run_rows, summary
 from lowprec_check.report.certainty import prediction_text
 from lowprec_check.report.escape import visible
 from lowprec_check.report.paths import without_folders
+from lowprec_check.report.places import places
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
+from lowprec_check.schema.wording import counted
 
 _ERROR = ("crashed", "timeout")
 _NOT_RUN = ("skipped", "unjudged")
@@ -75,13 +77,13 @@ def _outcome(case: Element, run: Run, result: ScanResult, why: ScanFailure) -> N
     if counting or (why.no_pass and failed):
         text = status or f"{counted(len(counting), 'finding')} at or over --fail-on {why.fail_on}"
         kind = "error" if run.status in _ERROR else "failure"
-        SubElement(case, kind, message=text, type=run.status).text = _lines(found) or text
+        SubElement(case, kind, message=text, type=run.status).text = _lines(found, result) or text
         return
     if status:
         note = f"; the scan does not fail for it (--fail-on {why.fail_on})" if failed else ""
         SubElement(case, "skipped", message=f"{status}{note}", type=run.status)
     if found:
-        SubElement(case, "system-out").text = _lines(found)
+        SubElement(case, "system-out").text = _lines(found, result)
 
 
 def _verdict(case: Element, result: ScanResult, why: ScanFailure) -> None:
@@ -91,24 +93,25 @@ def _verdict(case: Element, result: ScanResult, why: ScanFailure) -> None:
     if why.no_pass or counting:
         text = summary.verdict(result) if why.no_pass else f"{counted(len(counting), 'finding')} about the whole scan"
         SubElement(case, "failure", message=text, type="no-pass" if why.no_pass else "findings").text = (
-            _lines(found) or text
+            _lines(found, result) or text
         )
     elif found:
-        SubElement(case, "system-out").text = _lines(found)
+        SubElement(case, "system-out").text = _lines(found, result)
 
 
 def _has_run(diagnostic: Diagnostic, result: ScanResult) -> bool:
     return any(diagnostic.is_about(run) for run in result.runs)
 
 
-def _lines(found: Sequence[Diagnostic]) -> str:
-    lines = [_line(diagnostic) for diagnostic in found[:MOST_LINES]]
-    return "\n".join([*lines, *([f"and {len(found) - MOST_LINES} more"] if len(found) > MOST_LINES else [])])
-
-
-def _line(diagnostic: Diagnostic) -> str:
-    lines = (diagnostic.caller, diagnostic.source)
-    parts = (diagnostic.severity, diagnostic.code, diagnostic.name, *lines, diagnostic.module, diagnostic.op)
-    where = " ".join(part for part in parts if part)
-    basis = f" (predicted from: {diagnostic.rests_on})" if diagnostic.rests_on else ""
-    return visible(without_folders(f"{where}: {diagnostic.message}{basis}"), 800)
+def _lines(found: Sequence[Diagnostic], result: ScanResult) -> str:
+    """``net.py:7: error LP101 missing-kernel: half: aten.inverse: message → what to do``, a line for each place and message."""
+    lines = [
+        f"{visible(f'{place.line}: {message.severity} {place.group.code} {place.group.name}')}: {place.sentence(message)}{basis}"
+        for place in places(result, found)
+        for basis in [
+            visible(f" (predicted from: {'; '.join(place.group.rests_on)})", 400) if place.group.rests_on else ""
+        ]
+        for message in place.group.messages
+    ]
+    more = [f"and {len(lines) - MOST_LINES:,} more"] if len(lines) > MOST_LINES else []
+    return without_folders("\n".join([*lines[:MOST_LINES], *more]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lowprec_check.analysis.findings import SEVERITIES, Message, tally
 from lowprec_check.report import summary
 from lowprec_check.report.certainty import prediction_in_brief
 from lowprec_check.report.escape import visible, workflow_command
@@ -13,36 +14,35 @@ _COMMANDS = {"error": "error", "warning": "warning", "note": "notice"}
 
 
 def github(result: ScanResult) -> str:
-    """``::error file=net.py,line=23,title=LP101 missing-kernel::half: …`` per finding, then the verdict."""
-    lines = [_command(place) for place in places(result)]
+    """``::error file=net.py,line=23,title=LP101 missing-kernel::half: …`` for each place and message, then the verdict."""
+    lines = [
+        workflow_command(
+            _COMMANDS[message.severity],
+            without_folders(place.sentence(message)),
+            file=visible(place.line.file),
+            line=str(place.line.number),
+            title=visible(f"{place.group.code} {place.group.name}"),
+        )
+        for place, message in _messages(result)
+    ]
     return "\n".join([*lines, _verdict(result)]) + "\n"
-
-
-def _command(place: Place) -> str:
-    title = visible(f"{place.first.code} {place.first.name}")
-    command = _COMMANDS[place.first.severity]
-    return workflow_command(
-        command, _text(place), file=visible(place.line.file), line=str(place.line.number), title=title
-    )
 
 
 def concise(result: ScanResult) -> str:
-    """``net.py:23: LP101 error half: …`` per finding, then the verdict."""
-    lines = []
-    for place in places(result):
-        first = place.first
-        lines.append(visible(f"{place.line}: {first.code} {first.severity} ") + _text(place))
+    """``net.py:23: LP101 error half: …`` for each place and message, then the verdict."""
+    lines = [
+        visible(f"{place.line}: {place.group.code} {message.severity} ") + without_folders(place.sentence(message))
+        for place, message in _messages(result)
+    ]
     return "\n".join([*lines, _verdict(result)]) + "\n"
 
 
-def _text(place: Place) -> str:
-    """``half, bfloat16: message (in timm/x.py:7) → what to do``; the precisions are left out if it concerns the whole scan."""
-    first = place.first
-    message = visible(first.message) + place.where_text + (f" → {visible(first.help)}" if first.help else "")
-    op = f"{visible(first.op)}: " if first.op else ""
-    return without_folders(f"{', '.join(place.runs)}: {op}{message}" if place.runs else f"{op}{message}")
+def _messages(result: ScanResult) -> list[tuple[Place, Message]]:
+    """The most severe first."""
+    found = [(place, message) for place in places(result) for message in place.group.messages]
+    return sorted(found, key=lambda its: SEVERITIES.index(its[1].severity))
 
 
 def _verdict(result: ScanResult) -> str:
-    told = f"{summary.tally(result.diagnostics)}. {summary.verdict(result).rstrip('.')}."
+    told = f"{tally(result.diagnostics)}. {summary.verdict(result).rstrip('.')}."
     return f"{told} {prediction_in_brief(result)}".rstrip()

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from tabulate import tabulate
 
+from lowprec_check.analysis import findings
 from lowprec_check.analysis.error_origin import origin
 from lowprec_check.analysis.run_summary import counted, shorten
 from lowprec_check.analysis.training_status import in_phase
@@ -19,7 +20,6 @@ from lowprec_check.report.layer_errors import worst_layers
 from lowprec_check.report.paths import without_folders
 from lowprec_check.report.policies_table import policy_section
 from lowprec_check.report.run_rows import RunRow
-from lowprec_check.report.summary import Group, and_more
 from lowprec_check.report.times_table import HEADS as TIMES_HEADS
 from lowprec_check.report.times_table import HINT as TIMES_HINT
 from lowprec_check.report.times_table import TITLE as TIMES
@@ -181,12 +181,12 @@ def _first_look(run: Run) -> Iterator[str]:
 
 
 def _findings(result: ScanResult, room: int) -> str:
-    groups = summary.group(result.diagnostics)
-    tally = summary.tally(result.diagnostics)
-    if not groups:
+    found = findings.groups(result.diagnostics)
+    tally = findings.tally(result.diagnostics)
+    if not found:
         return tally[:1].upper() + tally[1:] + "." if result.diagnostics else "No findings."
-    rows = [_row(item) for item in groups if not summary.is_harmless(item.first)]
-    harmless = _no_effect(groups)
+    rows = [_row(item) for item in found if not item.harmless]
+    harmless = _no_effect(found)
     kept = len(rows)
     text = _folded(tally, rows, kept, harmless)
     while len(text) > room and kept:
@@ -195,11 +195,11 @@ def _findings(result: ScanResult, room: int) -> str:
     return text
 
 
-def _no_effect(groups: Sequence[Group]) -> str:
+def _no_effect(groups: Sequence[findings.FindingGroup]) -> str:
     """Findings without an effect on the output, as one line."""
-    found = summary.no_effect(groups)
-    names = summary.folded(item for item in groups if summary.is_harmless(item.first))
-    return f"{found}: {escape(shorten(names, 1000))}" if found else ""
+    found = findings.no_effect(groups)
+    names = findings.folded(item for item in groups if item.harmless)
+    return f"{found}: {escape(shorten(visible(names), 1000))}" if found else ""
 
 
 def _folded(tally: str, rows: Sequence[list[str]], kept: int, harmless: str) -> str:
@@ -214,20 +214,15 @@ def _folded(tally: str, rows: Sequence[list[str]], kept: int, harmless: str) -> 
     return fold(tally, "\n\n".join([*parts, *filter(None, [harmless])]))
 
 
-def _row(item: Group) -> list[str]:
-    first = item.first
-    places = " and ".join(code(name) for name in (item.modules[:1] or [""]) if name) or "the model"
-    more = f" +{len(item.places) - 1}" if len(item.places) > 1 else ""
-    lines = f" {code(and_more(item.sources))}" if item.sources else ""
-    message = escape(shorten(first.message, 160))
-    basis = f" (predicted from: {escape(first.rests_on)})" if first.rests_on else ""
+def _row(item: findings.FindingGroup) -> list[str]:
+    basis = f" (predicted from: {escape(visible('; '.join(item.rests_on)))})" if item.rests_on else ""
     return [
-        _SEVERITY[first.severity],
-        f"{escape(first.code)} {escape(first.name)}",
-        escape(", ".join(item.runs)),
-        code(first.op) if first.op else "",
-        f"{places}{lines}{more}",
-        f"{message} → {escape(first.help)}{basis}" if first.help else f"{message}{basis}",
+        _SEVERITY[item.severity],
+        escape(visible(f"{item.code} {item.name}")),
+        escape(visible(", ".join(item.runs))),
+        code(item.op) if item.op else "",
+        escape(visible(item.where)) or "the model",
+        escape(visible(" · ".join(shorten(text, 300) for text in item.what), 1200)) + basis,
     ]
 
 

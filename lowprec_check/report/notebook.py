@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lowprec_check.analysis.findings import tally
 from lowprec_check.report import run_rows, summary
 from lowprec_check.report.certainty import prediction_text
 from lowprec_check.report.escape import visible
@@ -49,7 +50,7 @@ def html(result: ScanResult) -> str:
         names_head=run_rows.names_head(shown),
         figures=run_rows.figures(result, shown),
         disturbed=disturbances(result),
-        tally=summary.tally(result.diagnostics),
+        tally=tally(result.diagnostics),
         verdict=summary.verdict(result),
         reason=_reason(result, 2000),
         code=summary.code_lines(result),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
-from lowprec_check.analysis.run_summary import counted
+from lowprec_check.analysis.findings import SEVERITIES, FindingGroup, Message, group_of, rank
 from lowprec_check.report.escape import visible
-from lowprec_check.report.summary import SEVERITY_ORDER
 from lowprec_check.schema.scan_result import Diagnostic, ScanResult
+from lowprec_check.schema.wording import counted
 
 
 class FileLine(NamedTuple):
@@ -27,20 +28,11 @@ class Place(NamedTuple):
     """A line of the user's, and the findings with the same code about the same op that it leads to, in all precisions and modules."""
 
     line: FileLine
+    group: FindingGroup
     found: list[Diagnostic]
     """The most severe first."""
     is_own: bool = True
     """Whether the line is in a file of the user's own. If not, none of them leads there: the model was scanned by its name."""
-
-    @property
-    def first(self) -> Diagnostic:
-        """The one whose message is shown."""
-        return self.found[0]
-
-    @property
-    def runs(self) -> list[str]:
-        """Labels of the runs, each once."""
-        return list(dict.fromkeys(visible(d.run_label) for d in self.found if d.run_label))
 
     @property
     def inside(self) -> dict[FileLine, list[Diagnostic]]:
@@ -51,33 +43,37 @@ class Place(NamedTuple):
                 lines.setdefault(line_of(d.source), []).append(d)
         return lines
 
-    @property
-    def where_text(self) -> str:
+    def sentence(self, message: Message, what_to_do: str = " → ") -> str:
+        """``half, bfloat16: mul: message (in timm/x.py:7) → what to do`` of one of the group's; without runs of the whole scan."""
+        about = "".join(f"{visible(part)}: " for part in (", ".join(message.runs), self.group.op) if part)
+        advice = f"{what_to_do}{visible(message.help, 1000)}" if message.help else ""
+        return f"{about}{visible(message.text, 1000).rstrip('.')}{self._where(message.runs)}{advice}"
+
+    def _where(self, runs: list[str]) -> str:
         """`` (in blocks.0.mlp, timm/layers/mlp.py:42 and 3 more places)``; empty if it is the one place on the line itself."""
-        found = dict.fromkeys((d.module or "", d.source if d.caller else "") for d in self.found)
-        shown = ", ".join(visible(part) for part in next(iter(found)) if part)
-        if not shown or (len(found) == 1 and not self.inside):
+        shown = [d for d in self.found if not runs or d.run_label in runs]
+        found = dict.fromkeys((d.module or "", (d.source or "") if d.caller else "") for d in shown)
+        first = next(iter(found))
+        if not any(first) or (len(found) == 1 and not first[1]):
             return ""
         more = f" and {counted(len(found) - 1, 'more place')}" if len(found) > 1 else ""
-        return f" (in {shown}{more})"
+        return f" (in {', '.join(visible(part) for part in first if part)}{more})"
 
 
-def places(result: ScanResult) -> list[Place]:
-    """The findings that the baseline does not accept, by place, the most severe first.
+def places(result: ScanResult, diagnostics: Iterable[Diagnostic] | None = None) -> list[Place]:
+    """The findings of ``result``, or some of them, that the baseline does not accept, by place, the most severe first.
 
     What was found in an installed package is at the user's line that leads there. Findings without a line are at the one that makes the
     model, else at the target.
     """
-    found: dict[tuple[Any, ...], list[Diagnostic]] = {}
-    for d in result.diagnostics:
+    found: dict[tuple[str, tuple[str, bool], str | None], list[Diagnostic]] = {}
+    for d in result.diagnostics if diagnostics is None else diagnostics:
         if not d.accepted:
-            # Without an op, the module or the message tells findings of one code apart.
-            about = (d.op,) if d.op else (None, d.module, None if d.module else d.message)
-            found.setdefault((d.code, _line(d, result), *about), []).append(d)
+            found.setdefault((d.code, _line(d, result), d.op), []).append(d)
     for members in found.values():
-        members.sort(key=lambda d: SEVERITY_ORDER[d.severity])
-    merged = [Place(line_of(line), members, own) for (_, (line, own), *_), members in found.items()]
-    return sorted(merged, key=lambda place: SEVERITY_ORDER[place.first.severity])
+        members.sort(key=lambda d: SEVERITIES.index(d.severity))
+    merged = [Place(line_of(line), group_of(its), its, own) for (_, (line, own), _), its in found.items()]
+    return sorted(merged, key=lambda place: rank(place.group))
 
 
 def _line(d: Diagnostic, result: ScanResult) -> tuple[str, bool]:

@@ -11,9 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from lowprec_check.analysis.baseline import stable_path, without_numbers
 from lowprec_check.analysis.rules.registry import rules
-from lowprec_check.analysis.run_summary import counted
 from lowprec_check.errors import encodable
 from lowprec_check.report import summary
 from lowprec_check.report.certainty import prediction_text
@@ -21,6 +19,7 @@ from lowprec_check.report.escape import visible
 from lowprec_check.report.paths import without_folders
 from lowprec_check.report.places import FileLine, Place, places
 from lowprec_check.schema.scan_result import Diagnostic, ScanResult
+from lowprec_check.schema.wording import counted, some
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 MOST_RESULTS = 5000
@@ -47,7 +46,7 @@ def render(result: ScanResult) -> str:
     Findings that the baseline accepts are left out: code scanning ignores `suppressions`.
     """
     merged = places(result)[:MOST_RESULTS]
-    codes = sorted({place.first.code for place in merged})
+    codes = sorted({place.group.code for place in merged})
     foreign = sum(not place.is_own for place in merged)
     run: dict[str, Any] = {
         "tool": {"driver": _driver(result, codes, merged)},
@@ -95,7 +94,7 @@ def _home_page() -> str | None:
 
 def _rule(code: str, merged: Sequence[Place]) -> dict[str, Any]:
     rule = rules().get(code)
-    example = next(place.first for place in merged if place.first.code == code)
+    example = next(place.group for place in merged if place.group.code == code)
     summary_text = rule.summary if rule else visible(example.name) or "Finding"
     manual = rule.manual if rule else summary_text
     return {
@@ -115,30 +114,26 @@ def _within(text: str, most: int) -> str:
 
 
 def _result(place: Place, codes: list[str], result: ScanResult, identity: str) -> dict[str, Any]:
-    first, runs = place.first, place.runs
-    message = visible(first.message, 1000).rstrip(".") + place.where_text
-    if first.help:
-        message = f"{message}. What to do: {visible(first.help, 1000)}."
-    if first.rests_on:
-        message = f"{message.rstrip('.')}. Predicted from: {visible(first.rests_on, 1000)}."
-    where = f"{', '.join(runs)}: " if runs else ""
-    op = f"{visible(first.op)}: " if first.op else ""
+    group, rests_on = place.group, visible(without_folders("; ".join(place.group.rests_on)), 1000)
+    message = "\n".join(f"{place.sentence(its, '. What to do: ').rstrip('.')}." for its in group.messages)
+    if rests_on:
+        message = f"{message} Predicted from: {rests_on}."
     related = [
         _location(line, found, result, PACKAGES) | {"id": number, "message": {"text": _in_package(found)}}
         for number, (line, found) in enumerate(list(place.inside.items())[:MOST_RELATED], start=1)
     ]
     return {
-        "ruleId": visible(first.code),
-        "ruleIndex": codes.index(first.code),
-        "level": first.severity,
-        "message": {"text": without_folders(f"{where}{op}{message}")},
+        "ruleId": visible(group.code),
+        "ruleIndex": codes.index(group.code),
+        "level": group.severity,
+        "message": {"text": without_folders(message)},
         "locations": [_location(place.line, place.found, result, OWN if place.is_own else PACKAGES)],
         **({"relatedLocations": related} if related else {}),
         "partialFingerprints": {FINGERPRINT: identity},
         "properties": {
-            "precisions": runs,
-            "calls": sum(d.calls for d in place.found),
-            **({"predictedFrom": visible(without_folders(first.rests_on), 1000)} if first.rests_on else {}),
+            "precisions": list(map(visible, group.runs)),
+            "calls": group.calls,
+            **({"predictedFrom": rests_on} if rests_on else {}),
         },
     }
 
@@ -146,7 +141,7 @@ def _result(place: Place, codes: list[str], result: ScanResult, identity: str) -
 def _in_package(found: Sequence[Diagnostic]) -> str:
     """What is at a line in an installed package: ``aten.mul.Tensor in features.9.block.2 and 3 more``."""
     modules = list(dict.fromkeys(visible(d.module) for d in found if d.module))
-    return " in ".join(filter(None, (visible(found[0].op or ""), summary.and_more(modules)))) or "the call"
+    return " in ".join(filter(None, (visible(found[0].op or ""), some(modules, 1)))) or "the call"
 
 
 def _location(line: FileLine, found: Sequence[Diagnostic], result: ScanResult, base: str) -> dict[str, Any]:
@@ -173,19 +168,15 @@ def _artifact(file: str, base: str) -> dict[str, str]:
 def fingerprints(merged: Sequence[Place]) -> Iterator[str]:
     """16 hex digits for each place, all different, that lines moving up or down and other figures do not change.
 
-    They are of the code, the file, and the op, or else run and message; then of the position among those that are the same in all of these, counted
-    by line. A place that several runs show keeps its fingerprint when one of them is fixed.
+    They are of the code, the file, and the op; then of the position among those that are the same in all of these, counted by line. A place that
+    several runs show keeps its fingerprint when one of them is fixed.
     """
     alike: dict[str, list[int]] = {}
-    keys = [_identity(place) for place in merged]
+    keys = [
+        "\x1f".join((place.group.code, place.line.file.replace("\\", "/"), place.group.op or "")) for place in merged
+    ]
     for index in sorted(range(len(merged)), key=lambda index: merged[index].line.number):
         alike.setdefault(keys[index], []).append(index)
     for index, key in enumerate(keys):
         text = f"{key}\x1f{alike[key].index(index)}"
         yield hashlib.sha256(encodable(text).encode()).hexdigest()[:16]
-
-
-def _identity(place: Place) -> str:
-    first = place.first
-    about = (first.op,) if first.op else (first.run_label, stable_path(first.module), without_numbers(first.message))
-    return "\x1f".join(part or "" for part in (first.code, place.line.file.replace("\\", "/"), *about))

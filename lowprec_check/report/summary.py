@@ -5,9 +5,6 @@ Each is one line without invisible characters (:mod:`~lowprec_check.report.escap
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
-
 from lowprec_check.analysis import run_summary
 from lowprec_check.analysis.degenerate_output import degenerate_output
 from lowprec_check.analysis.run_summary import (
@@ -20,16 +17,13 @@ from lowprec_check.analysis.run_summary import (
 from lowprec_check.analysis.speed import TOLD
 from lowprec_check.analysis.training_status import passing_ways, way_text
 from lowprec_check.report.certainty import place_text
-from lowprec_check.report.escape import visible, visible_diagnostic, visible_lines
-from lowprec_check.schema.precisions import LOW_FORMATS, PRECISIONS, low_precisions
+from lowprec_check.report.escape import visible, visible_lines
+from lowprec_check.schema.precisions import LOW_FORMATS, low_precisions
 from lowprec_check.schema.recommendation import Recommendation
-from lowprec_check.schema.run_key import qualified
-from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
+from lowprec_check.schema.scan_result import Run, ScanResult
 
 SCOPE = "Only the forward pass was run."
 """What a scan without ``--train`` covers."""
-
-SEVERITY_ORDER = {"error": 0, "warning": 1, "note": 2}
 
 
 def no_pass(result: ScanResult) -> str:
@@ -98,100 +92,6 @@ def format_ratio(ratio: float | None) -> str:
     if ratio is None:
         return "–"
     return f"{ratio:.0f} ×" if ratio >= 10 else f"{ratio:.2f} ×" if ratio >= 0.01 else f"{ratio:.1g} ×"
-
-
-# -- findings
-
-
-class Group(NamedTuple):
-    """Findings with the same code and severity about the same op."""
-
-    first: Diagnostic
-    runs: list[str]
-    """Labels of the runs, ``half · inductor``."""
-    short_runs: list[str]
-    """The same, abbreviated for tables: ``ac-bf16``."""
-    modules: list[str]
-    sources: list[str]
-    places: list[tuple[str, str]]
-    """Module and line of each, each pair once."""
-    size: int
-    """Number of findings."""
-
-
-def group(diagnostics: Sequence[Diagnostic]) -> list[Group]:
-    """Findings that the baseline does not accept, merged over precisions, modules and lines, the most severe first."""
-    merged: dict[tuple[str, ...], list[Diagnostic]] = {}
-    for diagnostic in diagnostics:
-        if not diagnostic.accepted:
-            shown = visible_diagnostic(diagnostic)
-            key = (shown.code, shown.op or shown.message, shown.severity, str(is_harmless(shown)))
-            merged.setdefault(key, []).append(shown)
-    groups = [
-        Group(
-            members[0],
-            list(dict.fromkeys(d.run_label for d in members if d.run_label)),
-            list(dict.fromkeys(_short_run(d) for d in members if d.precision)),
-            list(dict.fromkeys(d.module for d in members if d.module is not None)),
-            list(dict.fromkeys(d.source for d in members if d.source)),
-            list(dict.fromkeys((d.module or "", d.source or "") for d in members if d.module is not None or d.source)),
-            len(members),
-        )
-        for members in merged.values()
-    ]
-    return sorted(groups, key=lambda g: (SEVERITY_ORDER[g.first.severity], g.first.code))
-
-
-def is_harmless(diagnostic: Diagnostic) -> bool:
-    """Whether it is known not to affect the output."""
-    return diagnostic.severity == "note" and diagnostic.matters is False
-
-
-def no_effect(groups: Sequence[Group]) -> str:
-    """``24 more with no effect on the output``, for those of ``groups`` that have none; empty if all may have one."""
-    count = sum(item.size for item in groups if is_harmless(item.first))
-    if not count:
-        return ""
-    more = " more" if any(not is_harmless(item.first) for item in groups) else " finding" + ("" if count == 1 else "s")
-    return f"{count:,}{more} with no effect on the output"
-
-
-def _short_run(diagnostic: Diagnostic) -> str:
-    known = PRECISIONS.find(diagnostic.precision or "")
-    name = known.short if known else diagnostic.precision or ""
-    return qualified(name, diagnostic.backend, diagnostic.memory_format)
-
-
-def and_more(names: Sequence[str], empty: str = "") -> str:
-    """The first name and the number of others."""
-    if not names:
-        return ""
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return (names[0] or empty) + more
-
-
-def folded(groups: Iterable[Group]) -> str:
-    """Groups in one line: ``LP202 underflow (half) ×3, LP401 cast-churn (ac-bf16)``."""
-    codes: dict[str, list[Group]] = {}
-    for item in groups:
-        codes.setdefault(f"{item.first.code} {item.first.name}", []).append(item)
-    return ", ".join(_folded_code(name, items) for name, items in codes.items())
-
-
-def _folded_code(name: str, items: Sequence[Group]) -> str:
-    runs = ", ".join(dict.fromkeys(run for item in items for run in item.short_runs))
-    count = sum(item.size for item in items)
-    return name + (f" ({runs})" if runs else "") + (f" ×{count}" if count > 1 else "")
-
-
-def tally(diagnostics: Sequence[Diagnostic]) -> str:
-    """``12 findings: 8 errors, 4 notes``; findings that the baseline accepts are counted separately."""
-    reported = [d for d in diagnostics if not d.accepted]
-    counts = [(severity, sum(d.severity == severity for d in reported)) for severity in SEVERITY_ORDER]
-    shown = ", ".join(f"{n} {severity}{'s' if n != 1 else ''}" for severity, n in counts if n)
-    text = f"{len(reported)} finding{'s' if len(reported) != 1 else ''}{f': {shown}' if shown else ''}"
-    accepted = len(diagnostics) - len(reported)
-    return f"{text} · {accepted} accepted by the baseline" if accepted else text
 
 
 # -- the verdict

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from lowprec_check.analysis.findings import FindingGroup, folded, groups, no_effect, tally
 from lowprec_check.analysis.run_summary import short_op, shorten
 from lowprec_check.report import (
     error_budget,
@@ -24,7 +25,6 @@ from lowprec_check.report.escape import visible, visible_lines
 from lowprec_check.report.layer_errors import TITLE as LAYERS
 from lowprec_check.report.layer_errors import worst_layers
 from lowprec_check.report.policies_table import policy_section
-from lowprec_check.report.summary import Group, and_more, group
 from lowprec_check.report.times_table import disturbances, times_rows
 from lowprec_check.report.what_if_table import HEADS, what_if_hint, what_if_rows
 from lowprec_check.report.what_if_table import TITLE as WHAT_IF
@@ -160,48 +160,47 @@ def _print_policies(console: Console, result: ScanResult) -> None:
 
 
 def _print_findings(console: Console, result: ScanResult, limit: int, verbose: bool) -> None:
-    groups = group(result.diagnostics)
+    found = groups(result.diagnostics)
     if not result.diagnostics:
         console.print("No findings.\n")
         return
-    listed = [item for item in groups if verbose or item.first.severity != "note"]
+    listed = [item for item in found if verbose or item.severity != "note"]
     for item in listed[:limit]:
         print_group(console, item, verbose=verbose)
-    console.print(_summary(result, groups, listed, limit))
-    folded = [item for item in groups if item not in listed]
-    notes = summary.folded(item for item in folded if not summary.is_harmless(item.first))
-    parts = [summary.no_effect(groups) if folded else "", f"Notes: {notes}" if notes else ""]
-    if folded:
+    console.print(_summary(result, found, listed, limit))
+    rest = [item for item in found if item not in listed]
+    notes = folded(item for item in rest if not item.harmless)
+    parts = [no_effect(found) if rest else "", f"Notes: {visible(notes)}" if notes else ""]
+    if rest:
         console.print(Text(f"{' · '.join(filter(None, parts))} · -v lists them", style="dim"))
     console.print()
 
 
-def print_group(console: Console, item: Group, *, verbose: bool = False) -> None:
-    """Print the finding, its precisions and its place; below them the message and the fix, and if ``verbose`` what it rests on."""
-    first = item.first
+def print_group(console: Console, item: FindingGroup, *, verbose: bool = False) -> None:
+    """Print the finding, its precisions and its place; below them the messages and the fixes, and if ``verbose`` what it rests on."""
     head = Text()
-    head.append(f"{first.code} {first.name}", style=_SEVERITY_STYLE[first.severity])
-    head.append("  " + ", ".join(item.short_runs), style="dim")
-    places = (and_more(item.modules, "model"), first.op or "", and_more(item.sources))
-    where = "  ".join(part for part in places if part)
+    head.append(visible(f"{item.code} {item.name}"), style=_SEVERITY_STYLE[item.severity])
+    head.append("  " + visible(", ".join(item.short_runs)), style="dim")
+    where = visible("  ".join(part for part in (item.op, item.where) if part))
     if where:
         head.append(f"  {where}")
     first_line, *others = head.wrap(console, console.width)
     console.print(first_line)
     for line in others:
         console.print(Padding(line, (0, 0, 0, 6)))
-    message = shorten(first.message, _LONGEST_MESSAGE)
-    message = message if first.help is None else f"{message} → {first.help}"
-    console.print(Padding(Text(message, style="dim"), (0, 0, 0, 6)))
-    if verbose and first.rests_on:
-        console.print(Padding(Text(f"predicted from: {first.rests_on}", style="dim"), (0, 0, 0, 6)))
+    for message in item.messages:
+        runs = f"{', '.join(message.runs)}: " if len(item.messages) > 1 and message.runs else ""
+        text = f"{runs}{shorten(message.text, _LONGEST_MESSAGE)}" + (f" → {message.help}" if message.help else "")
+        console.print(Padding(Text(visible(text), style="dim"), (0, 0, 0, 6)))
+    for basis in item.rests_on if verbose else ():
+        console.print(Padding(Text(visible(f"predicted from: {basis}"), style="dim"), (0, 0, 0, 6)))
 
 
-def _summary(result: ScanResult, groups: Sequence[Group], listed: Sequence[Group], limit: int) -> Text:
+def _summary(result: ScanResult, found: Sequence[FindingGroup], listed: Sequence[FindingGroup], limit: int) -> Text:
     left_out = listed[limit:]
     more = f" ({len(left_out)} of {len(listed)} groups not shown; see --findings)" if left_out else ""
-    explain = f"lowprec-check explain {(left_out or groups)[0].first.code}, " if groups else ""
-    return Text(f"{summary.tally(result.diagnostics)}{more} · see {explain}--report FILE.html", style="dim")
+    explain = f"lowprec-check explain {(left_out or found)[0].code}, " if found else ""
+    return Text(f"{tally(result.diagnostics)}{more} · see {explain}--report FILE.html", style="dim")
 
 
 def _verdict_style(result: ScanResult) -> str:

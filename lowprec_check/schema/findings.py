@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.run_key import EAGER, MemoryFormat, Phase, qualified
+from lowprec_check.schema.wording import Figure, Sentence, plain
 
 if TYPE_CHECKING:
     from lowprec_check.schema.scan_result import Run
@@ -81,6 +82,10 @@ class Diagnostic(Struct, frozen=True, kw_only=True):
     """
     message: str
     """What was found."""
+    template: str = ""
+    """The words of ``message``, with ``{name:type}`` in place of the figures; empty in files of older versions."""
+    figures: dict[str, Figure] = {}
+    """The figures of ``template``."""
     help: str | None = None
     """What to do."""
     url: str | None = None
@@ -97,6 +102,11 @@ class Diagnostic(Struct, frozen=True, kw_only=True):
     """Share of the squared output error that its place causes, if an error budget says so."""
     matters: bool | None = None
     """Whether it affects the output of its run; ``None`` if that is not known, or it is not about the error."""
+
+    @property
+    def sentence(self) -> Sentence:
+        """``message`` with its figures."""
+        return Sentence(template=self.template, figures=self.figures) if self.template else plain(self.message)
 
     @property
     def run_label(self) -> str | None:

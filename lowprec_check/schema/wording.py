@@ -6,14 +6,15 @@ an exception wrote is always a figure (of type ``text``), never part of a templa
 
 from __future__ import annotations
 
+import functools
 import math
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lowprec_check.schema.base import Struct
 
-Figure = float | int | str | list[str | int] | None
+Figure = float | int | str | list[Any] | None
 """A number, a text, names, or ``[part, total]`` of type ``of``."""
 
 NAMED = 3
@@ -179,55 +180,50 @@ def _piece(text: str, name: str | None, kind: str | None) -> str:
     return literal if name is None else f"{literal}{{{name}:{kind}}}"
 
 
-def can_join(one: Sentence, other: Sentence) -> bool:
-    """Whether one sentence can say both: the same words, names and totals, whatever the numbers are."""
-    return one.template == other.template and all(
-        _range([one.figures.get(name), other.figures.get(name)], kind) is not None for name, kind in _fields(one)
-    )
+def words(sentence: Sentence) -> tuple[str, ...]:
+    """Its words and names, whatever the numbers are: sentences with the same can be joined."""
+    named = ((sentence.figures.get(name), kind) for name, kind in _fields(sentence.template) if kind in _TEXTS)
+    return sentence.template, *(shown(figure, kind) for figure, kind in named)
 
 
 def joined(sentences: Sequence[Sentence]) -> str:
-    """One sentence that is true of all, which can be joined: figures that differ are a range."""
+    """One sentence that is true of all, which have the same :func:`words`: figures that differ are a range."""
     first = sentences[0]
     parts = []
     for text, name, kind, _ in string.Formatter().parse(first.template):
         figure = "" if name is None else _range([one.figures.get(name) for one in sentences], kind or "text")
-        parts.append(text + (figure or ""))
+        parts.append(text + figure)
     return "".join(parts)
 
 
-def _fields(sentence: Sentence) -> Iterator[tuple[str, str]]:
-    return ((name, kind or "text") for _, name, kind, _ in string.Formatter().parse(sentence.template) if name)
+@functools.lru_cache(maxsize=1024)
+def _fields(template: str) -> list[tuple[str, str]]:
+    return [(name, kind or "text") for _, name, kind, _ in string.Formatter().parse(template) if name]
 
 
-def _range(figures: Sequence[Figure], kind: str) -> str | None:
-    """``44 – 48 %``; the one text if all are shown alike; ``None`` if there is no order between them."""
+def _range(figures: Sequence[Figure], kind: str) -> str:
+    """``44 – 48 %``; the one text if all are shown alike."""
     texts = [shown(figure, kind) for figure in figures]
     if len(set(texts)) == 1:
         return texts[0]
     name, _, noun = kind.partition(" ")
-    if name in _TEXTS:
-        return None
     if name == "of":
         return _range_of([figure for figure in figures if isinstance(figure, list)], noun)
     order = sorted((math.inf if isinstance(figure, list | str) or figure is None else figure) for figure in figures)
-    low, high = (
-        shown(None if end == math.inf else end, kind) if name != "count" else shown(end, kind)
-        for end in (order[0], order[-1])
-    )
+    if name == "count":
+        return f"{order[0]:,} – {shown(order[-1], kind)}"
+    low, high = (shown(None if end == math.inf else end, kind) for end in (order[0], order[-1]))
     unit = low.rpartition(" ")[2]
     return f"{low.removesuffix(f' {unit}')} – {high}" if " " in low and high.endswith(f" {unit}") else f"{low} – {high}"
 
 
-def _range_of(pairs: Sequence[list[Any]], noun: str) -> str | None:
-    """``417 – 884 of 200,704 values (0.2 – 0.4 %)``; ``None`` if the totals differ."""
-    if len({total for _, total in pairs}) > 1:
-        return None
-    total, numbers = pairs[0][1], sorted(number for number, _ in pairs)
-    if not total or total < numbers[-1]:
-        return f"{numbers[0]:,} – {counted(numbers[-1], noun)}"
-    share = _range([numbers[0] / total, numbers[-1] / total], "percent")
-    return f"{numbers[0]:,} – {numbers[-1]:,} of {counted(total, noun)} ({share})"
+def _range_of(pairs: Sequence[list[Any]], noun: str) -> str:
+    """``417 – 884 of 200,704 values (0.2 – 0.4 %)``; of differing totals ``417 – 884 of 576 – 1,024 values (41 – 98 %)``."""
+    numbers, totals, count = [number for number, _ in pairs], [total for _, total in pairs], f"count {noun}"
+    if any(not total or total < number for number, total in pairs):
+        return _range(numbers, count)
+    share = _range([number / total for number, total in pairs], "percent")
+    return f"{_range(numbers, 'number')} of {_range(totals, count)} ({share})"
 
 
 class Joined(NamedTuple):
@@ -245,15 +241,10 @@ class Joined(NamedTuple):
 
 def join(said: Sequence[tuple[str, Sentence]], same: Mapping[str, object] | None = None) -> list[Joined]:
     """The sentences of several runs, ``(label, sentence)``, joined where one holds for all; ``same`` keeps runs apart by label."""
-    found: list[tuple[object, Joined]] = []
+    found: dict[object, Joined] = {}
     for label, sentence in said:
         key = same.get(label) if same else None
-        known = next(
-            (its for k, its in found if k == key and all(can_join(one, sentence) for one in its.sentences)), None
-        )
-        if known is None:
-            found.append((key, Joined([label], [sentence])))
-        else:
-            known.runs.append(label)
-            known.sentences.append(sentence)
-    return [its for _, its in found]
+        known = found.setdefault((key, words(sentence)), Joined([], []))
+        known.runs.append(label)
+        known.sentences.append(sentence)
+    return list(found.values())

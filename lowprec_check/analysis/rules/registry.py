@@ -11,17 +11,14 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lowprec_check.analysis.callers import Callers
 from lowprec_check.analysis.rules.catalogued import known_issue
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult, Severity
-
-SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
-"""In ascending order."""
-
+from lowprec_check.schema.wording import Sentence, plain
 
 RAN_HERE = "code of torch that is the same on all devices, and ran here"
 """What a gap of a predicted run rests on, if not on the catalog."""
@@ -30,7 +27,7 @@ RAN_HERE = "code of torch that is the same on all devices, and ran here"
 class Finding(NamedTuple):
     """What a rule finds at one place; the registry adds code, name, default severity and the reported issue."""
 
-    message: str
+    message: Any
     run: Run | None = None
     """The run that it is about; ``None`` for the whole scan."""
     module: str | None = None
@@ -75,7 +72,9 @@ class Rule(NamedTuple):
     def diagnose(self, result: ScanResult, callers: Callers) -> Iterator[Diagnostic]:
         """Yield the diagnostics of this rule; ``callers`` are those of ``result``."""
         for finding in self.check(result):
-            raised = finding.message if finding.rests_on in (None, RAN_HERE) else None
+            sentence = finding.message if isinstance(finding.message, Sentence) else plain(finding.message)
+            text = sentence.text
+            raised = text if finding.rests_on in (None, RAN_HERE) else None
             issue = known_issue(result, self.code, finding.op, finding.run, raised)
             reported = f"reported in {issue.link}" if issue else None
             key = finding.run.key if finding.run else None
@@ -90,7 +89,9 @@ class Rule(NamedTuple):
                 op=finding.op,
                 source=finding.source,
                 caller=callers.of(finding.module, finding.op, finding.source),
-                message=finding.message,
+                message=text,
+                template=sentence.template,
+                figures=sentence.figures,
                 help="; ".join(filter(None, (finding.help, reported))) or None,
                 url=issue.link if issue else None,
                 calls=finding.calls,

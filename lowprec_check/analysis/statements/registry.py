@@ -114,7 +114,7 @@ def _statement(kind: Kind, result: ScanResult, runs: list[str], sentences: Seque
         template=sentences[0].template,
         text=joined(sentences),
         tone=tone,
-        evidence=evidence,  # type: ignore[arg-type]
+        evidence=evidence,
         disproof=kind.disproof,
     )
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from lowprec_check.analysis.findings import FindingGroup, groups, no_effect, tally
 from lowprec_check.analysis.rules.registry import rules
-from lowprec_check.report import summary
 from lowprec_check.report.escape import visible
-from lowprec_check.report.summary import Group
 from lowprec_check.schema.scan_result import ScanResult
 
 MOST_PLACES = 100
@@ -16,17 +15,8 @@ MOST_CAUSES = 500
 """Causes shown; more would make the file too large."""
 
 
-class FindingMessage(NamedTuple):
-    """What one or more runs show."""
-
-    runs: str
-    text: str
-    help: str
-    url: str | None
-
-
-class FindingPlace(NamedTuple):
-    """Where a cause is."""
+class CodePlace(NamedTuple):
+    """Where a cause is, with its line of code."""
 
     module: str
     chosen: str
@@ -44,9 +34,11 @@ class FindingCause(NamedTuple):
     harmless: bool
     op: str
     runs: str
-    messages: list[FindingMessage]
-    rests_on: str | None
-    places: list[FindingPlace]
+    messages: list[tuple[str, str, str]]
+    """Runs, text and what to do."""
+    rests_on: str
+    urls: list[str]
+    places: list[CodePlace]
     more: int
 
 
@@ -61,61 +53,45 @@ class ManualPage(NamedTuple):
 
 def findings_section(result: ScanResult) -> dict[str, Any]:
     """The values of its template."""
-    groups = summary.group(result.diagnostics)
-    causes = finding_causes(groups, result)
-    shown = causes[:MOST_CAUSES]
-    manual = list(manual_pages(shown))
+    found = groups(result.diagnostics)
+    causes = [_cause(group, result) for group in found[:MOST_CAUSES]]
+    manual = list(manual_pages(causes))
     return {
-        "findings": shown,
-        "causes_left_out": len(causes) - len(shown),
-        "no_effect": summary.no_effect(groups),
-        "tally": summary.tally(result.diagnostics),
+        "findings": causes,
+        "causes_left_out": len(found) - len(causes),
+        "no_effect": no_effect(found),
+        "tally": tally(result.diagnostics),
         "manual": manual,
         "manual_codes": {page.code for page in manual},
     }
 
 
-def finding_causes(groups: Sequence[Group], result: ScanResult) -> list[FindingCause]:
-    """The causes, the most severe first; findings about whole runs are one cause per code."""
-    merged: dict[tuple[object, ...], list[Group]] = {}
-    for number, item in enumerate(groups):
-        first = item.first
-        about_runs = first.op is None and first.module is None
-        key = (first.code, first.severity, summary.is_harmless(first), about_runs or number)
-        merged.setdefault(key, []).append(item)
-    return [_cause(members, result) for members in merged.values()]
-
-
-def _cause(members: Sequence[Group], result: ScanResult) -> FindingCause:
-    first = members[0].first
-    pairs = list(dict.fromkeys(place for item in members for place in item.places))
+def _cause(group: FindingGroup, result: ScanResult) -> FindingCause:
+    several = len(group.messages) > 1
     return FindingCause(
-        first.code,
-        first.name,
-        first.severity,
-        summary.is_harmless(first),
-        first.op or "",
-        ", ".join(dict.fromkeys(run for item in members for run in item.runs)),
+        visible(group.code),
+        visible(group.name),
+        group.severity,
+        group.harmless,
+        visible(group.op or ""),
+        visible(", ".join(group.runs)),
         [
-            FindingMessage(
-                ", ".join(item.runs) if len(members) > 1 else "",
-                item.first.message,
-                item.first.help or "",
-                item.first.url if item.first.url and item.first.url.startswith("https://") else None,
+            (visible(", ".join(its.runs)) if several else "", visible(its.text), visible(its.help or ""))
+            for its in group.messages
+        ],
+        visible("; ".join(group.rests_on)),
+        [visible(url) for url in group.urls if url.startswith("https://")],
+        [
+            CodePlace(
+                visible(place.module or "the model"),
+                visible(place.module or "(model)"),
+                visible(place.source or ""),
+                visible(result.source_lines.get(place.source or "", ""), 200),
             )
-            for item in members
+            for place in group.places[:MOST_PLACES]
         ],
-        first.rests_on,
-        [
-            FindingPlace(module or "the model", module or "(model)", source, visible(_code(source, result), 200))
-            for module, source in pairs[:MOST_PLACES]
-        ],
-        max(0, len(pairs) - MOST_PLACES),
+        max(0, len(group.places) - MOST_PLACES),
     )
-
-
-def _code(source: str, result: ScanResult) -> str:
-    return result.source_lines.get(source, "")
 
 
 def manual_pages(causes: Iterable[FindingCause]) -> Iterator[ManualPage]:

@@ -1,0 +1,188 @@
+"""Findings for people: those of one code about one op are a group, whose sentences are true of every run they name. Never imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from lowprec_check.schema.findings import Diagnostic, Severity
+from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.run_key import qualified
+from lowprec_check.schema.wording import Sentence, counted, joined, module_name, words
+
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+"""The most severe first."""
+
+
+class Message(NamedTuple):
+    """What is true of each of its runs, and what to do in them."""
+
+    runs: list[str]
+    """Labels; none of a finding about the whole scan."""
+    text: str
+    """Figures that differ between its findings are ranges."""
+    help: str | None
+    severity: Severity
+
+    @property
+    def full(self) -> str:
+        """``message → what to do``."""
+        return f"{self.text} → {self.help}" if self.help else self.text
+
+
+class FindingPlace(NamedTuple):
+    """Where findings are, and in which runs."""
+
+    module: str | None
+    source: str | None
+    runs: list[str]
+
+    @property
+    def text(self) -> str:
+        """``blocks.0.mlp, net.py:42``."""
+        module = None if self.module is None else module_name(self.module)
+        return ", ".join(part for part in (module, self.source) if part)
+
+
+class FindingGroup(NamedTuple):
+    """Findings with the same code and severity about the same op, over runs, modules and lines. Nothing is escaped."""
+
+    code: str
+    name: str
+    severity: Severity
+    op: str | None
+    runs: list[str]
+    """Labels of the runs, ``half · inductor``."""
+    short_runs: list[str]
+    """The same, abbreviated for tables: ``ac-bf16``."""
+    messages: list[Message]
+    """The most severe first; several if no sentence is true of all runs."""
+    places: list[FindingPlace]
+    harmless: bool
+    """Whether it is known that no run fails for them."""
+    matters: bool
+    """Whether they are known to affect the output of a run."""
+    share: float | None
+    """The largest share of the squared output error that one of them has, if one is known."""
+    rests_on: list[str]
+    """Of a prediction: what it is known from."""
+    urls: list[str]
+    """Reported issues."""
+    size: int
+    """Number of findings."""
+    calls: int
+    """Number of op calls."""
+
+    @property
+    def where(self) -> str:
+        """``blocks.0.mlp, net.py:42 and 3 more places``; empty if they are about no place."""
+        more = f" and {counted(len(self.places) - 1, 'more place')}" if len(self.places) > 1 else ""
+        return f"{self.places[0].text}{more}" if self.places else ""
+
+    @property
+    def what(self) -> list[str]:
+        """Message and advice; each with its runs, if there are several."""
+        if len(self.messages) == 1:
+            return [self.messages[0].full]
+        return [f"{', '.join(its.runs)}: {its.full}" if its.runs else its.full for its in self.messages]
+
+
+def groups(diagnostics: Iterable[Diagnostic]) -> list[FindingGroup]:
+    """The findings that the baseline does not accept, the most severe first, then those that cause most of an output's error."""
+    merged: dict[tuple[object, ...], list[Diagnostic]] = {}
+    for d in diagnostics:
+        if not d.accepted:
+            merged.setdefault((d.code, d.op, d.severity, is_harmless(d)), []).append(d)
+    return sorted(map(group_of, merged.values()), key=rank)
+
+
+def rank(group: FindingGroup) -> tuple[object, ...]:
+    """By severity, then by the effect on the output, then by code."""
+    share = 1.0 if group.share is None else group.share
+    return SEVERITIES.index(group.severity), -share if group.matters else 0.0, group.code
+
+
+def group_of(members: Sequence[Diagnostic]) -> FindingGroup:
+    """Findings of one code about one op as a group with the severity of the most severe."""
+    members = sorted(members, key=lambda d: SEVERITIES.index(d.severity))
+    first = members[0]
+    places: dict[tuple[str | None, str | None], list[Diagnostic]] = {}
+    for d in members:
+        if d.module is not None or d.source:
+            places.setdefault((d.module, d.source), []).append(d)
+    return FindingGroup(
+        code=first.code,
+        name=first.name,
+        severity=first.severity,
+        op=first.op,
+        runs=_runs(members),
+        short_runs=list(dict.fromkeys(_short_run(d) for d in members if d.precision)),
+        messages=_messages(members),
+        places=[FindingPlace(module, source, _runs(found)) for (module, source), found in places.items()],
+        harmless=all(map(is_harmless, members)),
+        matters=any(d.matters for d in members),
+        share=max((d.share for d in members if d.share is not None), default=None),
+        rests_on=list(dict.fromkeys(d.rests_on for d in members if d.rests_on)),
+        urls=list(dict.fromkeys(d.url for d in members if d.url)),
+        size=len(members),
+        calls=sum(d.calls for d in members),
+    )
+
+
+def _messages(members: Sequence[Diagnostic]) -> list[Message]:
+    """One for all findings with the same words, advice and severity."""
+    said: dict[object, list[tuple[Diagnostic, Sentence]]] = {}
+    for d in members:
+        said.setdefault((words(d.sentence), d.help, d.severity), []).append((d, d.sentence))
+    return [
+        Message(_runs(d for d, _ in its), joined([sentence for _, sentence in its]), its[0][0].help, its[0][0].severity)
+        for its in said.values()
+    ]
+
+
+def _runs(members: Iterable[Diagnostic]) -> list[str]:
+    return list(dict.fromkeys(d.run_label for d in members if d.run_label))
+
+
+def _short_run(diagnostic: Diagnostic) -> str:
+    known = PRECISIONS.find(diagnostic.precision or "")
+    name = known.short if known else diagnostic.precision or ""
+    return qualified(name, diagnostic.backend, diagnostic.memory_format)
+
+
+def is_harmless(diagnostic: Diagnostic) -> bool:
+    """Whether it is known that its run does not fail for it."""
+    return diagnostic.severity == "note" and diagnostic.matters is False
+
+
+def no_effect(found: Sequence[FindingGroup]) -> str:
+    """``24 more for which no run fails``; empty if that is not known of any."""
+    count = sum(group.size for group in found if group.harmless)
+    if not count:
+        return ""
+    more = f"{count:,} more" if any(not group.harmless for group in found) else counted(count, "finding")
+    return f"{more} for which no run fails"
+
+
+def folded(found: Iterable[FindingGroup]) -> str:
+    """Groups in one line: ``LP202 underflow (half) ×3, LP401 cast-churn (ac-bf16)``."""
+    codes: dict[str, list[FindingGroup]] = {}
+    for group in found:
+        codes.setdefault(f"{group.code} {group.name}", []).append(group)
+    return ", ".join(_folded_code(name, its) for name, its in codes.items())
+
+
+def _folded_code(name: str, its: Sequence[FindingGroup]) -> str:
+    runs = ", ".join(dict.fromkeys(run for group in its for run in group.short_runs))
+    count = sum(group.size for group in its)
+    return name + (f" ({runs})" if runs else "") + (f" ×{count}" if count > 1 else "")
+
+
+def tally(diagnostics: Sequence[Diagnostic]) -> str:
+    """``12 findings: 8 errors, 4 notes``; findings that the baseline accepts are counted separately."""
+    reported = [d for d in diagnostics if not d.accepted]
+    counts = [(severity, sum(d.severity == severity for d in reported)) for severity in SEVERITIES]
+    shown = ", ".join(counted(number, severity) for severity, number in counts if number)
+    text = counted(len(reported), "finding") + (f": {shown}" if shown else "")
+    accepted = len(diagnostics) - len(reported)
+    return f"{text} · {accepted:,} accepted by the baseline" if accepted else text
