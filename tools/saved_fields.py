@@ -12,9 +12,11 @@ from typing import Any, get_args
 
 import msgspec
 
+from lowprec_check.analysis.statements.registry import kinds
 from lowprec_check.schema.op_calls import OpCall, OpCalls
 from lowprec_check.schema.saved_keys import ENVIRONMENT, OPTIONS
 from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.schema.statements import Statement
 
 KEYS = {"environment": ENVIRONMENT, "options": OPTIONS}
 """The keys of fields that are plain objects, with their descriptions."""
@@ -118,7 +120,18 @@ def document() -> str:
         if kind is ScanResult:
             for key, inner in KEYS.items():
                 parts.append(f"### {key}\n\n{_table('key', {at: ('', text) for at, text in inner.items()})}")
+        if kind is Statement:
+            parts.append(_kinds())
     return "\n".join(parts)
+
+
+def _kinds() -> str:
+    """The kinds of statements, as a table."""
+    rows = [
+        f"| `{kind.name}` | {kind.about} | {kind.summary} | {kind.evidence} | {kind.disproof or '–'} |" for kind in kinds().values()
+    ]
+    head = "| kind | about | says | evidence | what would disprove it |\n|---|---|---|---|---|"
+    return "\n".join(["### Kinds", "", head, *rows, ""])
 
 
 def _table(what: str, rows: dict[str, tuple[str, str]]) -> str:

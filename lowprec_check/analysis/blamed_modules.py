@@ -18,6 +18,9 @@ MOST = 3
 LEAST_SHARE = 0.2
 """Smaller shares of the squared error change the error itself by less than a tenth, about as much as other roundings do."""
 
+UNCHANGED = 0.9
+"""The part of the error from which on it is said to be left as it was."""
+
 
 class BlamedModules(NamedTuple):
     """Modules that are blamed for the error of a run."""
@@ -45,6 +48,13 @@ def is_confirmed(run: Run) -> bool:
         return False
     before = run.output_error.rel_l2 if run.output_error else None
     return before is None or found.rel_l2 <= before / 2
+
+
+def is_disproved(run: Run) -> bool:
+    """Whether keeping the blamed modules in fp32 left the error as it was: their shares, derived to first order, do not hold."""
+    found = run.ablation
+    before = run.output_error.rel_l2 if run.output_error else None
+    return found is not None and found.rel_l2 is not None and before is not None and found.rel_l2 >= UNCHANGED * before
 
 
 def _by_share(run: Run) -> BlamedModules | None:

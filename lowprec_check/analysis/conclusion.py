@@ -6,6 +6,8 @@ import msgspec
 
 from lowprec_check.analysis.recommend import recommend
 from lowprec_check.analysis.rules.registry import diagnose
+from lowprec_check.analysis.statements.advice import reason
+from lowprec_check.analysis.statements.registry import statements
 from lowprec_check.analysis.training_advice import recommend_training
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, RunKey
 from lowprec_check.schema.scan_result import ScanResult, skipped
@@ -21,9 +23,11 @@ def conclude(result: ScanResult) -> ScanResult:
     else:
         advice = recommend(result.runs, result.model, about, prefer)
     result = msgspec.structs.replace(result, recommendation=advice)
-    return msgspec.structs.replace(
-        result, diagnostics=diagnose(result, options.get("select", ()), options.get("ignore", ()))
-    )
+    if advice is not None and not advice.reason:
+        advice = msgspec.structs.replace(advice, reason=reason(result))
+    diagnostics = diagnose(result, options.get("select", ()), options.get("ignore", ()))
+    result = msgspec.structs.replace(result, recommendation=advice, diagnostics=diagnostics)
+    return msgspec.structs.replace(result, statements=statements(result))
 
 
 def wanted_runs(result: ScanResult) -> list[RunKey]:

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from lowprec_check.analysis.degenerate_output import tiny_output
-from lowprec_check.analysis.run_summary import (
-    candidates,
-    error_of,
-    error_phrase,
-    is_cast,
-    judged_by,
-    memory_ratio,
-    missing_kernels,
-    some,
-    status_reason,
-)
+from lowprec_check.analysis.degenerate_output import degenerate_output
+from lowprec_check.analysis.run_summary import candidates, error_of, is_cast, memory_ratio, missing_kernels
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.analysis.speed import CLEAR, Speed, is_faster, speed
+from lowprec_check.analysis.training_status import passing_ways
 from lowprec_check.schema.recommendation import Prefer, Recommendation, Worth
-from lowprec_check.schema.registry import choices
-from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, PLAN
-from lowprec_check.schema.scan_result import ModelInfo, Run
-
-LONG_SETUP = 1.0
-"""Seconds of set-up that the reason names."""
+from lowprec_check.schema.run_key import CONTIGUOUS, EAGER
+from lowprec_check.schema.scan_result import ModelInfo, Run, ScanResult
 
 SMALLER = 0.9
 """A run saves memory if its peak is at most this part of fp32's."""
@@ -58,8 +44,8 @@ def recommend(
     If a cast of the whole model lacks kernels in any dtype, autocast is preferred for speed to every such cast: it runs these
     ops in fp32, and other inputs may need a kernel that the other dtype lacks.
 
-    ``environment`` is that of the scan, with the torch that the runs are about; the reason says if the device does not accelerate
-    the recommended dtype.
+    ``environment`` is that of the scan, with the torch that the runs are about. The reason is left empty: it is said by
+    :func:`lowprec_check.analysis.statements.advice.reason`, of the whole result.
     """
     passed = _passed(runs)
     if not passed:
@@ -72,7 +58,7 @@ def recommend(
         memory_format=best.memory_format,
         keep_fp32=best.keep_fp32,
         evidence=best.evidence,
-        reason=_reason(best, runs, environment),
+        reason="",
         code=snippet(
             best.key._replace(precision=best.base or best.precision),
             model,
@@ -175,71 +161,45 @@ def _savings(run: Run, runs: Sequence[Run]) -> Iterator[str]:
         yield f"saves {1 - ratio:.0%} of the memory".replace("%", " %")
 
 
-def _reason(best: Run, runs: Sequence[Run], environment: Mapping[str, Any]) -> str:
-    told = speed(best, runs).told
-    chosen_by_time = "; the choice rests on speed only" if best.status != "ok" and told != "noisy" else ""
-    if best.evidence == "predicted":
-        chosen_by_time = ""
-    parts = [f"{_verdict(best)}{chosen_by_time}{figures(best, runs, environment)}."]
-    if (best.setup_seconds or 0.0) >= LONG_SETUP:
-        parts.append(f"Setting it up took {best.setup_seconds:.1f} s.")
-    if best.keep_fp32:
-        parts.append(f"Kept in fp32: {some(best.keep_fp32)}.")
-    return " ".join([*parts, *compared_with(best, runs)])
+def recommended_run(result: ScanResult) -> Run | None:
+    """The run that is recommended; ``None`` if none is."""
+    best = result.recommendation
+    if best is None:
+        return None
+    wanted = (best.precision, best.backend, best.memory_format, best.keep_fp32)
+    return next(
+        (
+            run
+            for run in candidates(result.runs)
+            if (run.base or run.precision, run.backend, run.memory_format, run.keep_fp32) == wanted
+            and (run.status in ("ok", "unjudged") or passing_ways(run))
+        ),
+        None,
+    )
 
 
-def figures(best: Run, runs: Sequence[Run], environment: Mapping[str, Any]) -> str:
-    """``, measured here, 1.4 times as fast as fp32; saves 50 % of the memory``."""
-    found = speed(best, runs)
-    slow = _not_accelerated(best, environment) if found.told in ("same", "slower", "noisy") else ""
-    compared = found.text() + (" on this machine" if found.told == "slower" else "")
-    says = f" ({compared}{slow})" if found.told == "noisy" else f", {compared}{slow}" if compared else ""
-    saves = "".join(f"; {saving}" for saving in _savings(best, runs))
-    how = "measured here" if best.evidence == "measured" else best.evidence
-    return f", {how}{says}{saves}"
+def passes(result: ScanResult) -> bool:
+    """Whether the recommended run passed, or a way to train in its precision; if not, no output could be compared, or tells anything."""
+    run, best = recommended_run(result), result.recommendation
+    if best is None or (run is not None and degenerate_output(run, result) is not None):
+        return False
+    if run is None:
+        return bool(best.keep_fp32) or any(other.status == "ok" for other in candidates(result.runs))
+    return run.status == "ok" or bool(passing_ways(run)) or bool(best.keep_fp32)
 
 
-def compared_with(best: Run, runs: Sequence[Run]) -> Iterator[str]:
-    """Sentences: which runs passed and are faster, and why the others failed."""
-    yield from _faster(best, runs)
-    why = defaultdict(list)
-    for run in candidates(runs):
-        if run.key != best.key and run.precision != PLAN and run.status not in ("ok", "skipped", best.status):
-            tiny = tiny_output(run) if run.status == "inaccurate" else None
-            why[f"it cannot be judged, as {tiny}" if tiny else status_reason(run)].append(run.key.label)
-    yield from (f"Not {choices(names)}: {sentence(reason)}" for reason, names in why.items())
+def is_gain(result: ScanResult) -> bool:
+    """Whether the recommendation gains something over fp32; an older file does not say."""
+    best = result.recommendation
+    return best is not None and passes(result) and not best.stay_in_fp32 and best.worth not in ("nothing", "unknown")
 
 
-def sentence(text: str) -> str:
-    """``text`` with a full stop."""
-    return text if text.endswith((".", "…")) else f"{text}."
-
-
-def _faster(best: Run, runs: Sequence[Run]) -> Iterator[str]:
-    """Which runs passed and are faster than the recommended one by more than noise."""
-    mine = speed(best, runs)
-    others = [run for run in runs if run.status == "ok" and not run.is_reference and run.key != best.key]
-    faster = [run for run in others if is_faster(speed(run, runs), mine)]
-    lacking = not is_cast(best) and any(missing_kernels(run) for run in runs if is_cast(run))
-    unsafe = [run for run in faster if lacking and is_cast(run)]
-    names = [run.key.label for run in faster if run not in unsafe and run.precision != PLAN]
-    if names:
-        yield f"{choices(names, 'and')} {'is' if len(names) == 1 else 'are'} faster."
-    if unsafe:
-        verb = "is" if len(unsafe) == 1 else "are"
-        casts = " and ".join(run.key.label for run in unsafe)
-        yield f"{casts} {verb} faster but less safe: some ops have no kernel in another dtype."
-
-
-def _not_accelerated(best: Run, environment: Mapping[str, Any]) -> str:
-    """``; this device does not accelerate fp16``, if that is known."""
-    short = best.basis.format.short if best.basis else ""
-    return f"; this device does not accelerate {short}" if environment.get(f"{short}_accelerated") is False else ""
-
-
-def _verdict(best: Run) -> str:
-    if best.output_error is None or best.status == "unjudged":
-        return status_reason(best)
-    what = judged_by(best)
-    judged = f"{error_phrase(best.output_error)}{f' in the {what}' if what else ''}".removeprefix("output ")
-    return f"passes ({judged}, tolerance {best.tolerance or 0:.0e})"
+def tag(run: Run, result: ScanResult) -> str:
+    """``recommended`` beside the name of a run; ``best in low precision`` where fp32 is better in what is preferred."""
+    best = result.recommendation
+    if best is None or not passes(result):
+        return ""
+    is_best = run is recommended_run(result)
+    if best.stay_in_fp32:
+        return "recommended" if run.is_reference else "best in low precision" if is_best else ""
+    return "recommended" if is_best else ""

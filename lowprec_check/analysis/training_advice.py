@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lowprec_check.analysis.recommend import (
     best_of,
-    compared_with,
-    figures,
     gains,
     is_fp32_better,
-    sentence,
     worth_of,
 )
-from lowprec_check.analysis.run_summary import bytes_text, candidates, counted, percent, some, status_reason
+from lowprec_check.analysis.run_summary import bytes_text, candidates, counted, percent, some
 from lowprec_check.analysis.speed import speed
 from lowprec_check.analysis.training_code import training_code
 from lowprec_check.schema.recommendation import Prefer, Recommendation
@@ -78,7 +75,7 @@ def recommend_training(
         keep_fp32=run.keep_fp32,
         way=way.name,
         evidence=run.evidence,
-        reason=_reason(best, setup, result, environment),
+        reason=_reason(best, setup, result),
         code=training_code(
             run.key._replace(precision=run.base or run.precision),
             result.model,
@@ -144,14 +141,12 @@ def _with_fewer_skips(trained: Trained) -> Trained:
 # -- the reason
 
 
-def _reason(best: Trained, setup: TrainingSetup, result: ScanResult, environment: Mapping[str, Any]) -> str:
-    measured = figures(best.run, result.runs, environment) if best.is_first else f", {_how(best.run)}"
-    parts = [f"{_verdict(best.way, setup)}{measured}."]
+def _reason(best: Trained, setup: TrainingSetup, result: ScanResult) -> str:
+    parts = [f"{_verdict(best.way, setup)}, {_how(best.run)}."]
     parts += filter(None, (_scaling(best), _weights(best), _state(best, result)))
     if best.run.keep_fp32:
         parts.append(f"Kept in fp32: {some(best.run.keep_fp32)}.")
-    parts += _why_not(best)
-    return " ".join([*parts, *compared_with(best.run, result.runs)])
+    return " ".join(parts)
 
 
 def _how(run: Run) -> str:
@@ -212,11 +207,3 @@ def _state(best: Trained, result: ScanResult) -> str:
     if not fp32 or not best.way.state_bytes:
         return ""
     return f"Weights and optimizer state: {bytes_text(best.way.state_bytes)}, in fp32 {bytes_text(fp32)}."
-
-
-def _why_not(best: Trained) -> Iterator[str]:
-    """Why the recommended run is not to be trained as its user would write it."""
-    if not best.is_first and best.run.training and best.run.status not in ("ok", "skipped"):
-        first = best.run.training.ways[0].name
-        how = "as it is" if first == "plain" else f"with {WAYS.get(first, first)}"
-        yield f"Not {how}: {sentence(status_reason(best.run))}"

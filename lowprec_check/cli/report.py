@@ -94,7 +94,8 @@ def print_report(result: ScanResult, format: str, findings: int | None = None, *
     if chosen.name != "text":
         (sys.stdout.write if chosen.for_terminals else print_document)(chosen.render(result))
         return
-    from lowprec_check.report import text
+    from lowprec_check.report.layout.text import text
+    from lowprec_check.report.scan_document import SHOWN_FINDINGS, scan_document
 
-    shown = text.SHOWN_FINDINGS if findings is None else findings
-    sys.stdout.write(text.render(result, findings=shown, verbose=verbose, **screen_size()))
+    document = scan_document(result, findings=SHOWN_FINDINGS if findings is None else findings)
+    sys.stdout.write(text(document, detail="more" if verbose else "first", **screen_size()))

@@ -236,12 +236,16 @@ class Document:
     title: str
     blocks: Sequence[Block]
     tool: str = ""
+    advice: Sequence[Block] = ()
+    """What to do: documents begin with it, after their first line; a terminal ends with it, where its reader looks."""
 
-    def shown(self, detail: Detail) -> Iterator[Block]:
+    def shown(self, detail: Detail, *, advice_last: bool = False) -> Iterator[Block]:
         """The blocks up to a level of detail; a heading only if something follows it."""
         allowed = DETAILS[: DETAILS.index(detail) + 1]
         pending: list[Heading] = []
-        for block in self.blocks:
+        head = next((index for index, block in enumerate(self.blocks) if isinstance(block, Heading)), len(self.blocks))
+        before, after = self.blocks[:head], self.blocks[head:]
+        for block in [*before, *after, *self.advice] if advice_last else [*before, *self.advice, *after]:
             if block.detail not in allowed:
                 continue
             if isinstance(block, Heading):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from lowprec_check.analysis.degenerate_output import degenerate_output
-from lowprec_check.analysis.recommend import SMALLER, sentence, worth_of
+from lowprec_check.analysis.recommend import SMALLER, worth_of
 from lowprec_check.analysis.run_summary import (
     NOTHING_TO_COMPARE,
     candidates,
@@ -25,6 +25,10 @@ from lowprec_check.report.escape import visible
 from lowprec_check.report.training import remedies
 from lowprec_check.schema.registry import choices
 from lowprec_check.schema.scan_result import Run, ScanResult
+
+def sentence(text: str) -> str:
+    return text if text.endswith((".", "…")) else f"{text}."
+
 
 Color = Literal["good", "warn", "bad", "none"]
 """``none``, grey: nothing is gained, or it cannot be told."""

@@ -1,13 +1,12 @@
-"""A result at a prompt and in a notebook: ``repr(result)``, and the table of runs as HTML. Never imports torch."""
+"""A result at a prompt and in a notebook: ``repr(result)``, and the first screen of its report as HTML."""
 
 from __future__ import annotations
 
-from lowprec_check.analysis.findings import tally
-from lowprec_check.report import run_rows, summary
-from lowprec_check.report.certainty import prediction_text
+from lowprec_check.analysis.statements.advice import BASIS, sentences, verdict
+from lowprec_check.analysis.statements.registry import statements
+from lowprec_check.report.blocks import cell_text
 from lowprec_check.report.escape import visible
-from lowprec_check.report.html.page import render_fragment
-from lowprec_check.report.times_table import disturbances
+from lowprec_check.report.scan_document import machine, runs_table, scan_document, title
 from lowprec_check.schema.scan_result import ScanResult
 
 _LONGEST = 400
@@ -15,43 +14,26 @@ _LONGEST = 400
 
 def text(result: ScanResult) -> str:
     """Three lines: what was scanned, the status of each run, the recommendation."""
-    runs = ", ".join(_brief(row) for row in run_rows.rows(result)) or "no runs"
-    return "\n".join(
-        [
-            f"ScanResult: {summary.title(result)} · {summary.machine(result)}",
-            visible(runs, _LONGEST),
-            f"{summary.verdict(result)}{_reason(result, _LONGEST)}",
-        ]
+    table = runs_table(result)
+    figure = next(
+        (index for index, column in enumerate(table.columns) if column.name in ("output error", "loss")), None
     )
-
-
-def _brief(row: run_rows.RunRow) -> str:
-    """``half ok (3.4e-04)``; of a run that was trained, ``half ok (loss 1.412)``."""
-    figure = row.error if row.loss == "–" else f"loss {row.loss}"
-    return f"{row.label} {row.status}" + ("" if figure == "–" else f" ({figure})")
-
-
-def _reason(result: ScanResult, most: int) -> str:
-    """``: passes (…)`` or ``. It passes (…)``, which follows the verdict; empty if nothing is recommended."""
-    best = result.recommendation
-    return f"{summary.joint(result)}{visible(best.reason, most)}" if best else ""
+    runs = []
+    for row in table.rows:
+        shown = [cell_text(value, column.type) for value, column in zip(row.cells, table.columns, strict=True)]
+        error = f" ({shown[figure]})" if figure is not None and shown[figure] != "–" else ""
+        runs.append(f"{shown[0]} {shown[1]}{error}")
+    basis = sentences([found.text for found in statements(result) if found.kind in BASIS])
+    lines = [
+        f"ScanResult: {title(result)} · {machine(result)}",
+        ", ".join(runs) or "no runs",
+        f"{verdict(result)}. {basis}".strip(),
+    ]
+    return "\n".join(visible(line, _LONGEST) for line in lines)
 
 
 def html(result: ScanResult) -> str:
-    """Head, table of runs, and recommendation, without scripts and styles of its own."""
-    shown = run_rows.rows(result)
-    return render_fragment(
-        "notebook.html.j2",
-        title=summary.title(result),
-        machine=summary.machine(result),
-        scope=summary.scope(result),
-        prediction=prediction_text(result),
-        rows=[row._asdict() for row in shown],
-        names_head=run_rows.names_head(shown),
-        figures=run_rows.figures(result, shown),
-        disturbed=disturbances(result),
-        tally=tally(result.diagnostics),
-        verdict=summary.verdict(result),
-        reason=_reason(result, 2000),
-        code=summary.code_lines(result),
-    )
+    """The first screen of the report, without scripts and styles of its own."""
+    from lowprec_check.report.layout.html import fragment
+
+    return fragment(scan_document(result))

@@ -31,6 +31,7 @@ from lowprec_check.schema.predicted_device import PredictedDevice
 from lowprec_check.schema.predictions import WhatIf
 from lowprec_check.schema.recommendation import Recommendation
 from lowprec_check.schema.run_key import EAGER, REFERENCE, MemoryFormat, RunKey, qualified
+from lowprec_check.schema.statements import Statement
 from lowprec_check.schema.training import TrainingRun, TrainingSetup
 from lowprec_check.schema.training_policies import PolicyGradient
 from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo, Status
@@ -292,6 +293,8 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     """The findings."""
     recommendation: Recommendation | None = None
     """What to use; ``None`` if nothing passed."""
+    statements: list[Statement] = []
+    """What the result means, in sentences: every report says these, and no others, about its runs."""
     plan: Plan | None = None
     """The plan of the ``plan`` run, if there is one."""
     prediction: PredictedDevice | None = None

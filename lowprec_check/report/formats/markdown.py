@@ -18,9 +18,10 @@ class MarkdownFormat(ReportFormat):
 
     def render(self, result: ScanResult) -> str:
         """Render the report of a scan."""
-        from lowprec_check.report.markdown import render
+        from lowprec_check.report.layout.markdown import markdown
+        from lowprec_check.report.scan_document import scan_document
 
-        return render(result)
+        return markdown(scan_document(result))
 
     def lay_out(self, document: Document) -> str:
         """Render blocks."""

@@ -17,15 +17,17 @@ class TextFormat(ReportFormat):
 
     def render(self, result: ScanResult) -> str:
         """Render the report of a scan."""
-        from lowprec_check.report.text import render
+        from lowprec_check.report.layout.text import text
+        from lowprec_check.report.scan_document import scan_document
 
-        return render(result)
+        return text(scan_document(result))
 
     def render_verbose(self, result: ScanResult) -> str:
-        """Render the report of a scan, with all notes."""
-        from lowprec_check.report.text import render
+        """Render the report of a scan, with all details."""
+        from lowprec_check.report.layout.text import text
+        from lowprec_check.report.scan_document import scan_document
 
-        return render(result, verbose=True)
+        return text(scan_document(result), detail="more")
 
     def lay_out(self, document: Document) -> str:
         """Render blocks."""

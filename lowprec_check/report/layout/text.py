@@ -36,8 +36,9 @@ _DETAILS_IN_TEXT = 2
 def text(document: Document, *, width: int = 100, color: bool = False, detail: Detail = "first") -> str:
     """The document, ``width`` columns wide, with ANSI colours if ``color``."""
     with screen(width, color) as (console, printed):
-        print_blocks(console, document.shown(detail), detail)
-    return printed.text.lstrip("\n")
+        print_blocks(console, document.shown(detail, advice_last=True), detail)
+    return printed.text.lstrip("
+")
 
 
 def print_blocks(console: Console, blocks: Iterable[Block], detail: Detail = "first", indent: int = 0) -> None:

@@ -1,0 +1,279 @@
+"""What to do: the verdict, what it rests on, and why the other runs were not chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from lowprec_check.analysis.degenerate_output import degenerate_output
+from lowprec_check.analysis.recommend import SAME_MEMORY, is_gain, passes, recommended_run
+from lowprec_check.analysis.run_summary import candidates, is_cast, label, memory_ratio, missing_kernels
+from lowprec_check.analysis.speed import Speed, is_faster, speed
+from lowprec_check.analysis.statements.registry import Made, Said, per_run, per_scan, statements
+from lowprec_check.analysis.statements.status import NEAR, why
+from lowprec_check.analysis.training_status import first_way, passing_ways, way_text
+from lowprec_check.schema.precisions import low_precisions
+from lowprec_check.schema.recommendation import Recommendation
+from lowprec_check.schema.registry import choices
+from lowprec_check.schema.run_key import PLAN
+from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.wording import Sentence, chained, counted, plain, say
+
+LONG_SETUP = 1.0
+"""Seconds of set-up that are named."""
+
+CLOSE = 0.8
+"""The part of the tolerance from which on a verdict is no longer green: another input may exceed it."""
+
+
+def verdict(result: ScanResult) -> str:
+    """The verdict alone: ``Use half``, ``Stay in fp32``."""
+    return next(iter(_verdict(result))).sentence.text
+
+
+@per_scan("verdict", "advice", disproof="following it: the plain run named, on this machine")
+def _verdict(result: ScanResult) -> Iterator[Said]:
+    """What to do, in a few words."""
+    best = result.recommendation
+    if best is None:
+        yield Said(_no_pass(result), "bad")
+        return
+    if not passes(result):
+        yield Said(say("{name:text} could not be judged", name=best.label), "none")
+        return
+    name = f"{best.label}{way_text(best.way)}"
+    kept = f" with {in_fp32(best.keep_fp32, result.model.modules)}" if best.keep_fp32 else ""
+    predicted = " (predicted)" if result.prediction is not None else ""
+    if not best.stay_in_fp32:
+        run = recommended_run(result)
+        close = run is not None and _part_of_limit(run) >= CLOSE
+        tone = "warn" if close else "good" if is_gain(result) else "none"
+        yield Said(say("Use {name:text}{kept:text}{predicted:text}", name=name, kept=kept, predicted=predicted), tone)  # type: ignore[arg-type]
+        return
+    fp32 = "fp32" if any(run.is_low for run in result.runs) else "eager fp32"
+    if best.worth in ("nothing", "unknown"):
+        yield Said(
+            say(
+                "Stay in {fp32:text}: {name:text}{kept:text} {gain:text}",
+                fp32=fp32,
+                name=name,
+                kept=kept,
+                gain=_no_gain(best),
+            ),
+            "none",
+        )
+        return
+    gain = best.gain if best.gain.startswith("saves") else f"is {best.gain}"
+    words = "Stay in {fp32:text} for {prefer:text}; {name:text}{kept:text} {gain:text}"
+    yield Said(say(words, fp32=fp32, prefer=best.prefer, name=name, kept=kept, gain=gain), "none")
+
+
+def _no_gain(best: Recommendation) -> str:
+    slower = best.speedup is not None and best.speedup < 1
+    if best.worth == "unknown":
+        return "is slower"
+    return "is slower and saves no memory" if slower else "is not faster and saves no memory"
+
+
+def _no_pass(result: ScanResult) -> Sentence:
+    low = [run for run in candidates(result.runs) if run.base is None]
+    tried = [run for run in low if run.status != "skipped"]
+    passed = "passed here" if result.prediction is None else "is predicted to pass"
+    if {precision.name for precision in low_precisions()} <= {run.precision for run in tried}:
+        return say("Stay in fp32: no low precision {passed:text}", passed=passed)
+    if not tried:
+        return say("Stay in fp32: no precision {passed:text}, none could be run", passed=passed)
+    return say(
+        "Stay in fp32: of {tried:text}, none {passed:text}",
+        tried=choices([label(run) for run in tried], "and"),
+        passed=passed,
+    )
+
+
+def in_fp32(kept: list[str], modules: int) -> str:
+    """``2 of 6 modules in fp32`` of a model with 7 ``modules``, itself included."""
+    total = max(0, modules - 1)
+    return (
+        f"{len(kept)} of {counted(total, 'module')} in fp32"
+        if len(kept) <= total
+        else f"{counted(len(kept), 'module')} in fp32"
+    )
+
+
+def _part_of_limit(run: Run) -> float:
+    error = run.output_error.distance if run.output_error else None
+    return (error or 0.0) / run.tolerance if run.tolerance else 0.0
+
+
+# -- what the verdict rests on
+
+
+@per_run("passes", "advice", disproof="the plain run again, or on other inputs")
+def judged(run: Run, result: ScanResult) -> Made:
+    """How near the recommended run is to its limit, and on how many inputs that rests."""
+    if run is not recommended_run(result) or result.training is not None:
+        return None
+    odd = degenerate_output(run, result)
+    if odd is not None:
+        return Said(say("it cannot be judged: {odd:text}", odd=odd), "warn")
+    error = run.output_error
+    if run.status != "ok":
+        return Said(chained(plain("it "), why(run), between=""), "warn")
+    if error is None or error.distance is None or not run.tolerance:
+        return None
+    what = f" of the output of {run.compared_module}" if run.compared_module else ""
+    is_near, batches = error.distance >= NEAR * run.tolerance, len(run.batches.statuses) if run.batches else 1
+    passes_ = "it passes" if run.evidence == "measured" else "it is predicted to pass"
+    on = "{batches:count batch} of inputs" if batches == 1 else "each of {batches:count batch} of inputs"
+    more = "; other inputs can exceed it: try --batches 8" if is_near and batches == 1 else ""
+    figures = {"error": error.distance, "what": what, "part": error.distance / run.tolerance, "limit": run.tolerance}
+    kind = "{error:percent} of the integers differ" if error.rel_l2 is None else "error {error:error}"
+    words = f"{passes_}: {kind}{{what:text}}, {{part:percent}} of the tolerance {{limit:limit}}, on {on}{more}"
+    return Said(say(words, batches=batches, **figures), "warn" if is_near else "none")
+
+
+@per_run("gain", "advice", disproof="another scan on a quiet machine")
+def gain(run: Run, result: ScanResult) -> Made:
+    """How fast the recommended run is and how much memory it takes, against fp32."""
+    best = result.recommendation
+    if run is not recommended_run(result) or best is None or result.prediction is not None:
+        return None
+    trained = first_way(run)
+    if trained is not None and trained.name != best.way:  # times are those of the first way
+        return None
+    found = speed(run, result.runs)
+    slow = None
+    if (
+        run.basis
+        and found.told != "faster"
+        and result.environment.get(f"{run.basis.format.short}_accelerated") is False
+    ):
+        slow = say("this device does not accelerate {format:text}", format=run.basis.format.short)
+    return chained(
+        plain("it "),
+        chained(_speed(found, run), _memory(memory_ratio(run, result.runs)), slow, between="; "),
+        between="",
+    )
+
+
+@per_run("training", "advice", disproof="more steps, other seeds, or the whole training")
+def training(run: Run, result: ScanResult) -> Made:
+    """How near the recommended way to train stays to fp32, and what it needs."""
+    best = result.recommendation
+    return (
+        plain(best.reason)
+        if best is not None and run is recommended_run(result) and result.training is not None
+        else None
+    )
+
+
+@per_run("setup", "advice")
+def setup(run: Run, result: ScanResult) -> Made:
+    """How long the recommended run took to set up, if that is long."""
+    if run is not recommended_run(result) or (run.setup_seconds or 0.0) < LONG_SETUP:
+        return None
+    return say("setting it up took {seconds:seconds}", seconds=run.setup_seconds)
+
+
+@per_run("kept", "advice", disproof="the plain run with fewer modules in fp32")
+def kept(run: Run, result: ScanResult) -> Made:
+    """The modules that the recommendation keeps in fp32."""
+    if run is not recommended_run(result) or not run.keep_fp32:
+        return None
+    return say("kept in fp32: {kept:modules}", kept=run.keep_fp32)
+
+
+BASIS = ("passes", "training", "gain", "setup", "kept")
+"""The kinds that say what a recommendation rests on, in order."""
+
+
+def reason(result: ScanResult) -> str:
+    """What the recommendation rests on, as one text."""
+    return sentences([found.text for found in statements(result) if found.kind in BASIS])
+
+
+def sentences(texts: Iterable[str]) -> str:
+    """``It passes: …. It is 1.8 times as fast as fp32.``"""
+    return " ".join(f"{text[:1].upper()}{text[1:]}{'' if text.endswith(('.', '…')) else '.'}" for text in texts)
+
+
+def _speed(found: Speed, run: Run) -> Sentence | None:
+    rounds = run.latency.speedup.rounds if run.latency and run.latency.speedup else 0
+    if found.told == "faster":
+        interval = {"low": found.low, "high": found.high}
+        if rounds > 1:
+            return say(
+                "is {ratio:times} as fast as fp32 ({low:three} – {high:three} in {rounds:count round})",
+                ratio=found.ratio,
+                rounds=rounds,
+                **interval,
+            )
+        return say("is {ratio:times} as fast as fp32", ratio=found.ratio)
+    if found.told == "slower" and found.ratio:
+        return say("is {ratio:times} slower than fp32 on this machine", ratio=1 / found.ratio)
+    if found.told == "same":
+        return plain("is about as fast as fp32")
+    if found.told == "noisy":
+        return plain("cannot be told faster or slower than fp32: calls are too short, or their times varied too much")
+    return plain("was not timed")
+
+
+def _memory(ratio: float | None) -> Sentence | None:
+    if ratio is None:
+        return None
+    if ratio <= 1 / SAME_MEMORY:
+        return say("saves {share:share} of the peak memory", share=1 - ratio)
+    if ratio >= SAME_MEMORY:
+        return say("takes {share:share} more memory", share=ratio - 1)
+    return plain("takes about as much memory")
+
+
+# -- the others
+
+
+@per_run("not-chosen", "advice", disproof="running the model so")
+def not_chosen(run: Run, result: ScanResult) -> Made:
+    """Why a run that was not recommended fails."""
+    best = recommended_run(result)
+    if result.recommendation is not None and (best is None or run is best):
+        return None
+    if (
+        run not in candidates(result.runs)
+        or run.precision == PLAN
+        or run.status in ("ok", "skipped")
+        or (best and run.status == best.status)
+    ):
+        return None
+    odd = degenerate_output(run, result)
+    reason = say("it cannot be judged: {odd:text}", odd=odd) if odd else why(run)
+    passing = passing_ways(run)
+    if passing:
+        reason = chained(
+            reason,
+            say(
+                "passes with {ways:names}",
+                ways=[way_text(way.name).removeprefix(" with ") or "plain" for way in passing],
+            ),
+        )
+    return Said(reason, "bad")
+
+
+@per_run("also-faster", "advice", disproof="another scan on a quiet machine")
+def also_faster(run: Run, result: ScanResult) -> Made:
+    """A run that passes, and is faster than fp32 and than the recommended one by more than noise."""
+    best, found = recommended_run(result), speed(run, result.runs)
+    if (
+        best is None
+        or run is best
+        or run.status != "ok"
+        or run.is_reference
+        or found.told != "faster"
+        or result.training is not None
+    ):
+        return None
+    if not is_faster(found, speed(best, result.runs)) or not found.ratio:
+        return None
+    lacking = (
+        is_cast(run) and not is_cast(best) and any(missing_kernels(other) for other in result.runs if is_cast(other))
+    )
+    unsafe = ", but some ops lack a kernel in another cast of the model" if lacking else ""
+    return say(f"passes too, {{ratio:times}} as fast as fp32{unsafe}", ratio=found.ratio)

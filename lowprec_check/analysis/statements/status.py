@@ -1,0 +1,174 @@
+"""Why a run ended as it did, and how near a run that passes is to its limit."""
+
+from __future__ import annotations
+
+from lowprec_check.analysis.blamed_modules import is_disproved
+from lowprec_check.analysis.degenerate_output import degenerate_output
+from lowprec_check.analysis.error_shares import is_over_tolerance, main_causes, module_shares, trusted_budget
+from lowprec_check.analysis.run_summary import missing_kernels, on_which_call, reference_of
+from lowprec_check.analysis.speed import failure_while_timed
+from lowprec_check.analysis.statements.registry import Made, Said, per_run
+from lowprec_check.analysis.training_status import divergence_text, first_way, in_phase, nonfinite_text, when_raised
+from lowprec_check.schema.error_budget import MATTERS
+from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.wording import Sentence, chained, plain, say, short_op, some
+
+NEAR = 0.5
+"""The part of its tolerance from which on the error of a run that passes is said to be near it."""
+
+_LONGEST = 160
+"""Characters of an exception that a table shows."""
+
+
+def why(run: Run) -> Sentence:
+    """Why a run failed, in a few words; of one that did not, its status."""
+    reason = _why(run)
+    where = on_which_call(run)
+    return chained(plain(where), reason, between="") if where and run.status != "unjudged" else reason
+
+
+def _why(run: Run) -> Sentence:
+    if run.status == "unjudged":
+        return say(
+            "runs, but {reason:text}",
+            reason="; ".join(run.notes) or "its output holds nothing to compare with that of fp32",
+        )
+    ops = missing_kernels(run)
+    if run.status in ("error", "crashed") and ops and not run.failed_call:
+        return _no_kernel(run, ops)
+    if run.status == "error":
+        return _raised(run)
+    if run.status == "inaccurate":
+        return _inaccurate(run)
+    if run.status == "nonfinite":
+        return _nonfinite(run)
+    return plain(run.reason or run.status)
+
+
+def _no_kernel(run: Run, ops: list[str]) -> Sentence:
+    """``4 of 22 ops have no kernel: …``; the total counts each op once."""
+    phases = {gap.op: gap.phase for gap in reversed(run.gaps)}
+    names = some([f"{short_op(op)}{in_phase(phases[op])}" for op in ops], 4)
+    total = len({*run.op_calls.op} | {*ops}) if len(run.op_calls) else 0
+    verb = "has" if len(ops) == 1 else "have"
+    if not total:
+        return say(f"{{ops:count op}} {verb} no kernel: {{names:text}}", ops=len(ops), names=names)
+    return say(
+        f"{{ops:number}} of {{total:count op}} {verb} no kernel: {{names:text}}", ops=len(ops), total=total, names=names
+    )
+
+
+def _raised(run: Run) -> Sentence:
+    way, constants = first_way(run), out_of_range(run)
+    if constants is not None:
+        return constants
+    when = when_raised(way.failed_step if way else None, run.exception)
+    message = run.exception.text if run.exception else "it raised an exception"
+    if len(message) > _LONGEST:
+        message = f"{message[: _LONGEST - 1]}…"
+    kinds = ", ".join(dict.fromkeys(gap.kind for gap in run.gaps)) if not run.failed_call else ""
+    return plain(f"{kinds}: {when}{message}" if kinds else f"{when}{message}")
+
+
+def out_of_range(run: Run) -> Sentence | None:
+    """The constants that do not fit the format of ``run``, if nothing else fails; the exception does not name them."""
+    constants = list(
+        dict.fromkeys(f"{gap.constant:g} in {short_op(gap.op)}" for gap in run.gaps if gap.constant is not None)
+    )
+    if run.status != "error" or run.failed_call or run.basis is None or not constants:
+        return None
+    if any(gap.kind != "scalar-overflow" or gap.constant is None for gap in run.gaps):
+        return None
+    one, many = "the constant {constants:names} is", "the constants {constants:names} are"
+    return say(
+        f"{many if len(constants) > 1 else one} outside the range of {{format:text}}",
+        constants=constants,
+        format=run.basis.format.short,
+    )
+
+
+def _inaccurate(run: Run) -> Sentence:
+    way, error = first_way(run), run.output_error
+    if way is not None and way.divergence is not None:
+        return plain(divergence_text(way.divergence))
+    if error is None or error.distance is None:
+        return plain("; ".join(run.notes) or "the error is infinite")
+    limit = run.tolerance or 0.0
+    if error.rel_l2 is None:
+        return say(
+            "{share:percent} of the integers differ, tolerance {limit:percent}", share=error.distance, limit=limit
+        )
+    what = f" of the output of {run.compared_module}" if run.compared_module else ""
+    reason = say(
+        "error {error:error}{what:text} over the tolerance {limit:limit}", error=error.rel_l2, what=what, limit=limit
+    )
+    return chained(reason, shares(run), between="; ")
+
+
+def shares(run: Run) -> Sentence | None:
+    """``46 % from lm_head, 12 % from ln_f``: the largest shares of an error over the tolerance, to first order."""
+    budget = run.budget
+    if budget is None or not is_over_tolerance(run) or is_disproved(run):
+        return None
+    parts = main_causes(module_shares(run), 2) if trusted_budget(run) else []
+    found = [say("{share:share} from {module:module}", share=part.share, module=part.name) for part in parts]
+    if budget.decisions >= MATTERS:
+        found.append(say("{decisions:share} from choices that differ from fp32", decisions=budget.decisions))
+    return chained(*found, between=", ") if found else None
+
+
+def _nonfinite(run: Run) -> Sentence:
+    way = first_way(run)
+    what = nonfinite_text(way) if way is not None else "NaN or Inf in the output"
+    first = next((row for row in run.op_calls.rows() if row.introduced_inf or row.introduced_nan), None)
+    if first is None:
+        return plain(what)
+    return say(
+        "{what:text}, first in {op:op}{phase:text} of {module:module}",
+        what=what,
+        op=first.op,
+        phase=in_phase(first.phase),
+        module=first.module,
+    )
+
+
+@per_run("failure", "runs", disproof="running the model so, several times in a row, without it")
+def failure(run: Run, result: ScanResult) -> Made:
+    """Why a run fails, was not run, or cannot be judged."""
+    odd = degenerate_output(run, result)
+    if odd is not None:
+        return Said(say("cannot be judged: {odd:text}", odd=odd), "none")
+    if run.status == "ok" or run.is_reference:
+        return None
+    return Said(why(run), "none" if run.status in ("skipped", "unjudged") else "bad")
+
+
+@per_run("margin", "margin", disproof="the same run on other inputs")
+def margin(run: Run, result: ScanResult) -> Made:
+    """How near a run that passes is to its tolerance, if it is near."""
+    error = run.output_error.distance if run.output_error else None
+    if (
+        run.status != "ok"
+        or not run.tolerance
+        or error is None
+        or error < NEAR * run.tolerance
+        or run.training
+        or degenerate_output(run, result)
+    ):
+        return None
+    return Said(say("near its limit: {part:percent} of the tolerance", part=error / run.tolerance), "warn")
+
+
+@per_run("compared-module", "runs", disproof="comparing the output itself")
+def compared_module(run: Run, result: ScanResult) -> Made:
+    """What was compared in place of the output of the model."""
+    if run.status != "ok" or run.compared_module is None or degenerate_output(run, result):
+        return None
+    return say("compared by the output of {module:module}", module=run.compared_module)
+
+
+@per_run("failed-while-timed", "times")
+def while_timed(run: Run, result: ScanResult) -> Made:
+    """A run that passed, and failed when its times were taken."""
+    note = failure_while_timed(run) if run.status == "ok" or run.is_reference else None
+    return plain(note) if note and reference_of(result.runs) is not None else None

@@ -1,0 +1,436 @@
+"""A scan as blocks: what it was, the runs, where errors come from, the findings, what all of it rests on, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from lowprec_check.analysis.blame import kept_because
+from lowprec_check.analysis.degenerate_output import degenerate_output
+from lowprec_check.analysis.error_shares import module_shares, trusted_budget
+from lowprec_check.analysis.findings import FindingGroup, folded, groups, no_effect, tally
+from lowprec_check.analysis.recommend import is_gain, recommended_run, tag
+from lowprec_check.analysis.run_summary import candidates, label, memory_ratio
+from lowprec_check.analysis.speed import speed
+from lowprec_check.analysis.statements.advice import BASIS, sentences
+from lowprec_check.analysis.statements.registry import statements
+from lowprec_check.analysis.training_status import first_way
+from lowprec_check.catalog.declared import release_of
+from lowprec_check.report.blocks import (
+    Block,
+    Code,
+    Column,
+    Document,
+    ErrorOf,
+    Facts,
+    Fold,
+    Heading,
+    Row,
+    Say,
+    SpeedOf,
+    Table,
+)
+from lowprec_check.schema.measures import Latency
+from lowprec_check.schema.precisions import LOW_FORMATS
+from lowprec_check.schema.run_key import CONTIGUOUS, EAGER
+from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.statements import About, Statement
+from lowprec_check.schema.wording import bytes_figure, milliseconds, percent, short_op
+
+SHOWN_FINDINGS = 12
+"""Groups of findings that a terminal shows."""
+
+_LEAST_SHARE = 0.0005
+_SHOWN_MODULES = 8
+
+
+class _Said:
+    """The statements of a result, by what they are about."""
+
+    def __init__(self, result: ScanResult) -> None:
+        self.all = statements(result)
+
+    def about(self, *topics: About) -> list[Statement]:
+        return [found for found in self.all if found.about in topics]
+
+    def of(self, run: Run, *topics: About) -> list[Statement]:
+        name = label(run)
+        return [found for found in self.about(*topics) if name in found.runs]
+
+
+def scan_document(result: ScanResult, *, findings: int = SHOWN_FINDINGS) -> Document:
+    """The report; a terminal shows at most ``findings`` groups of findings."""
+    said = _Said(result)
+    blocks = [*_head(result, said), *_runs(result, said), *_causes(result, said)]
+    blocks += _findings(result, findings)
+    blocks += [*_shares(result), *_times(result), *_basis(said), *_environment(result)]
+    return Document(result.target, blocks, result.tool, tuple(_advice(result, said)))
+
+
+# -- head
+
+
+def _head(result: ScanResult, said: _Said) -> Iterator[Block]:
+    yield Say(f"lowprec-check · {title(result)}", role="title")
+    yield Say(machine(result), role="hint")
+    for found in said.about("prediction"):
+        yield Say(found.text, "warn", "note")
+    conditions = said.about("inputs", "weights", "times")
+    shown = [found.text for found in conditions if not found.runs and found.kind != "note"]
+    if shown:
+        yield Say(sentences(["; ".join(shown)]), role="hint")
+    for found in conditions:
+        if found.kind == "note":
+            yield Say(found.text, "warn", "note")
+
+
+def title(result: ScanResult) -> str:
+    """Model, size, inputs: the first line of a report."""
+    model = result.model
+    inputs = f"input {', '.join(model.inputs[:3])}{', …' if len(model.inputs) > 3 else ''}"
+    return " · ".join([model.name, f"{format_count(model.parameters)} parameters", inputs])
+
+
+def format_count(number: int) -> str:
+    """``11.7 M`` of 11 689 512."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if number >= size:
+            return f"{number / (1e3 if unit == 'k' else size):.1f} {unit}"
+    return f"{number:,}"
+
+
+def machine(result: ScanResult) -> str:
+    """The torch version and the device, with the formats it accelerates or that it is predicted: the second line of a report."""
+    env, device = result.environment, result.prediction
+    if device is not None:
+        other = release_of(str(env.get("torch")))
+        where = f"predicted with torch {other}" if device.torch != other else "predicted"
+        return f"torch {result.torch} · {device.name}, {where if device.name == 'cpu' else 'predicted on a CPU'}"
+    accelerated = [(low.short, env.get(f"{low.short}_accelerated")) for low in LOW_FORMATS]
+    formats = ", ".join(f"{name} {'accelerated' if yes else 'not'}" for name, yes in accelerated if yes is not None)
+    return f"torch {result.torch.partition('+')[0]} · {env.get('device')}{f': {formats}' if formats else ''}"
+
+
+# -- runs
+
+
+def _runs(result: ScanResult, said: _Said) -> Iterator[Block]:
+    yield Heading("Runs", anchor="runs")
+    yield runs_table(result, said)
+    for found in said.about("times"):
+        if found.tone == "warn":
+            yield Say(f"{', '.join(found.runs)}: {found.text}" if found.runs else found.text, "warn", "note")
+
+
+def runs_table(result: ScanResult, said: _Said | None = None) -> Table:
+    """A row per run: status, error, speed, memory, what else was measured, and why it failed."""
+    said = said or _Said(result)
+    named = any(run.backend != EAGER or run.memory_format != CONTIGUOUS for run in result.runs)
+    shown = [
+        column
+        for column in _FIGURES
+        if any(column[1](run, result) is not None for run in result.runs) or column[0].name in _ALWAYS
+    ]
+    if result.training is None:
+        shown = [column for column in shown if column[0].name not in _OF_TRAINING]
+    else:
+        shown = [column for column in shown if column[0].name != "output error"]
+    rows = []
+    for run in result.runs:
+        why = (
+            _why_reference(run)
+            if run.is_reference
+            else "; ".join(found.text for found in said.of(run, "runs", "margin", "training"))
+        )
+        figures = [figure(run, result) for _, figure in shown]
+        rows.append(Row([label(run), shown_status(run, result), *figures, why], tag(run, result)))
+    columns = [
+        Column("run" if named else "precision", "run"),
+        Column("status", "status"),
+        *(column for column, _ in shown),
+    ]
+    return Table([*columns, Column("why", "sentence")], rows, "runs")
+
+
+def shown_status(run: Run, result: ScanResult) -> str:
+    """The status as every format shows it: ``unjudged`` too if the output tells nothing."""
+    if run.is_reference:
+        return "reference" if run.status == "ok" else run.status
+    return "unjudged" if degenerate_output(run, result) is not None else run.status
+
+
+def _error(run: Run, _: ScanResult) -> ErrorOf | None:
+    found = run.output_error
+    if run.is_reference or found is None:
+        return None
+    if found.rel_l2 is None and found.distance is not None:
+        return ErrorOf(
+            found.distance, run.tolerance, f"{percent(found.distance)} differ" if found.distance else "equal"
+        )
+    return ErrorOf(found.rel_l2, run.tolerance)
+
+
+def _speed(run: Run, result: ScanResult) -> SpeedOf | None:
+    found = speed(run, result.runs)
+    return None if run.is_reference or found.told == "unknown" else SpeedOf(found.told, found.ratio)
+
+
+_FIGURES = (
+    (Column("output error", "error", "Relative L2 error of the output against fp32, ‖y − r‖ / ‖r‖."), _error),
+    (Column("loss", "text", "The loss after the last step."), lambda run, result: _loss(run, result)),
+    (
+        Column("gradient error", "text", "Relative L2 error of all gradients of the first step against fp32."),
+        lambda run, _: _gradient_error(run),
+    ),
+    (
+        Column("lost updates", "percent", "Share of the updates of weights that rounding loses."),
+        lambda run, _: _lost(run),
+    ),
+    (Column("speed", "speed", "How many times as fast as fp32 a call is."), _speed),
+    (
+        Column("memory", "ratio", "Peak memory of a call, relative to fp32."),
+        lambda run, result: memory_ratio(run, result.runs),
+    ),
+    (
+        Column("p99", "ms", "99th percentile of the time of a call in the scenario."),
+        lambda run, _: run.timing.p99_ms if run.timing else None,
+    ),
+    (
+        Column("throughput", "text", "Items per second in the scenario."),
+        lambda run, _: f"{run.timing.throughput:.3g}/s" if run.timing and run.timing.throughput else None,
+    ),
+    (
+        Column("setup", "text", "Seconds that preparing and compiling took."),
+        lambda run, _: f"{run.setup_seconds:.1f} s" if run.setup_seconds is not None else None,
+    ),
+    (Column("metric", "figure", "The value of the file's metric(model)."), lambda run, _: run.metric),
+)
+_ALWAYS = ("output error", "speed", "memory")
+_OF_TRAINING = ("loss", "gradient error", "lost updates")
+
+
+def _loss(run: Run, result: ScanResult) -> str | None:
+    setup, way = result.training, first_way(run)
+    if setup is None:
+        return None
+    if run.is_reference:
+        losses: Sequence[float | None] = setup.losses
+    elif way is None or (way.status not in ("ok", "inaccurate", "nonfinite")) or len(way.losses) < 2:
+        return None
+    else:
+        losses = [None] if way.status == "nonfinite" else way.losses
+    return None if not losses else "Inf/NaN" if losses[-1] is None else f"{losses[-1]:.4g}"
+
+
+def _gradient_error(run: Run) -> str | None:
+    training = run.training
+    if run.is_reference or training is None or not training.gradients:
+        return None
+    return "Inf/NaN" if training.gradient_error is None else f"{training.gradient_error:.1e}"
+
+
+def _lost(run: Run) -> float | None:
+    way = first_way(run)
+    return way.lost_updates if way is not None else None
+
+
+def _why_reference(run: Run) -> str:
+    parts = [milliseconds(run.latency_ms)] if run.latency_ms is not None else []
+    parts += [bytes_figure(run.peak_memory_bytes)] if run.peak_memory_bytes else []
+    timing = run.timing
+    if timing is not None:
+        batch = f", batch {timing.batch}" if timing.batch else ""
+        parts.append(
+            f"{timing.scenario}: {milliseconds(timing.median_ms)}, {timing.instances} × {timing.cores} cores{batch}"
+        )
+    return ", ".join(parts)
+
+
+# -- where errors come from
+
+
+def _causes(result: ScanResult, said: _Said) -> Iterator[Block]:
+    found = said.about("error")
+    if not found:
+        return
+    yield Heading("Where the error comes from", anchor="causes")
+    order = {label(run): index for index, run in enumerate(result.runs)}
+    for statement in sorted(found, key=lambda its: min(order[name] for name in its.runs)):
+        yield Say(statement.text, statement.tone, "item", ", ".join(statement.runs))
+
+
+def _shares(result: ScanResult) -> Iterator[Block]:
+    """The modules with the largest shares of the error, of each run that fails by it."""
+    for run in candidates(result.runs):
+        budget = trusted_budget(run)
+        if budget is None or run.status == "ok" or degenerate_output(run, result) is not None:
+            continue
+        parts = [part for part in module_shares(run) if abs(part.share) >= _LEAST_SHARE]
+        kept = sorted(sorted(parts, key=lambda part: -abs(part.share))[:_SHOWN_MODULES], key=lambda part: -part.share)
+        rows = [Row([part.name, part.share, part.largest.op, part.largest.source], module=part.name) for part in kept]
+        rest = 1.0 - sum(part.share for part in kept) - (budget.unexplained or 0.0)
+        sums = (
+            ("other modules", rest),
+            ("choices that differ from fp32", budget.decisions),
+            ("not explained", (budget.unexplained or 0.0) - budget.decisions),
+        )
+        rows += [Row([name, share, None, None]) for name, share in sums if abs(share) >= _LEAST_SHARE]
+        columns = [
+            Column("module", "text"),
+            Column("share", "share"),
+            Column("largest op", "op"),
+            Column("line", "source"),
+        ]
+        title = f"Shares of the squared output error, by module: {label(run)}"
+        yield Fold(title, [Table(columns, rows, title)], detail="more")
+
+
+# -- findings
+
+
+def _findings(result: ScanResult, most: int) -> Iterator[Block]:
+    found = groups(result.diagnostics)
+    if not found:
+        yield Say(f"{tally(result.diagnostics)}." if result.diagnostics else "No findings.")
+        return
+    yield Heading("Findings", anchor="findings")
+    listed = [group for group in found if group.severity != "note"]
+    notes = [group for group in found if group.severity == "note"]
+    if listed:
+        yield findings_table(listed, most)
+    explain = f"lowprec-check explain {found[0].code}"
+    yield Say(f"{tally(result.diagnostics)} · see {explain}, --report FILE.html", role="hint")
+    if notes:
+        shown = [group for group in notes if not group.harmless]
+        parts = [no_effect(found), f"Notes: {folded(shown)}" if shown else ""]
+        yield Say(" · ".join(filter(None, parts)), role="hint")
+        yield Fold("Notes", [findings_table(notes, 0)], detail="more")
+
+
+def findings_table(found: Sequence[FindingGroup], most: int = 0) -> Table:
+    """A row per finding; the runs that say it in other words follow each other in its last cell."""
+    columns = [
+        Column("severity", "severity"),
+        Column("finding"),
+        Column("runs"),
+        Column("op", "op"),
+        Column("where", "text"),
+        Column("what", "sentence"),
+    ]
+    return Table(columns, [_finding(group) for group in found], "findings", headings=5, searchable=True, most=most)
+
+
+def _finding(group: FindingGroup) -> Row:
+    several = len(group.messages) > 1
+    said = [f"{', '.join(runs)}: {text}" if several and runs else text for runs, text, _ in group.messages]
+    advice = list(dict.fromkeys(help for _, _, help in group.messages if help))
+    rests_on = f" (predicted from: {group.rests_on})" if group.rests_on else ""
+    what = "; ".join(said) + rests_on + "".join(f" → {help}" for help in advice)
+    module, source = group.places[0] if group.places else ("", "")
+    more = f" and {len(group.places) - 1} more" if len(group.places) > 1 else ""
+    where = " ".join(filter(None, (module or "model", source))) + more
+    below = [
+        Say(" ".join(filter(None, (module or "the model", source))), role="item")
+        for module, source in group.places[1:100]
+    ]
+    return Row(
+        [group.severity, f"{group.code} {group.name}", ", ".join(group.short_runs), group.op, where, what],
+        below=below,
+        module=module,
+    )
+
+
+# -- details
+
+
+def _times(result: ScanResult) -> Iterator[Block]:
+    timed = [(run, run.latency) for run in result.runs if run.latency is not None]
+    if not timed:
+        return
+    columns = [
+        Column("run", "run"),
+        Column("median", "ms"),
+        Column("first quartile", "ms"),
+        Column("third quartile", "ms"),
+        Column("calls", "number"),
+        Column(
+            "times as fast as fp32",
+            "text",
+            "The median of the rounds, and the interval that holds it with a probability of at least 95 %.",
+        ),
+        Column("rounds", "number"),
+    ]
+    rows = [Row([label(run), its.median_ms, *its.quartiles_ms, its.samples, *_rounds(its)]) for run, its in timed]
+    yield Fold("Times", [Table(columns, rows, "times")], detail="more")
+
+
+def _rounds(latency: Latency) -> tuple[str | None, int | None]:
+    found = latency.speedup
+    return (None, None) if found is None else (f"{found.median:.3g} ({found.low:.3g} – {found.high:.3g})", found.rounds)
+
+
+def _basis(said: _Said) -> Iterator[Block]:
+    """What the analysis did not see."""
+    found = said.about("analysis", "not run")
+    items = [Say(its.text, "none", "item", ", ".join(its.runs)) for its in found]
+    if items:
+        yield Fold("What was not seen", items, detail="more")
+
+
+def _environment(result: ScanResult) -> Iterator[Block]:
+    device = result.prediction
+    predicted = [("predicted for", f"{device.name}, torch {device.torch}")] if device else []
+    pairs = [("target", result.target), *predicted, *result.environment.items(), *result.options.items()]
+    shown = [
+        (name.replace("_", " "), ", ".join(map(str, value)) if isinstance(value, list) else str(value))
+        for name, value in pairs
+        if value not in (None, [], "", False)
+    ]
+    yield Fold("Environment", [Facts(shown, "environment")], detail="more")
+
+
+# -- what to do
+
+
+def _advice(result: ScanResult, said: _Said) -> Iterator[Block]:
+    found, best, run = said.about("advice"), result.recommendation, recommended_run(result)
+    verdict = next(its for its in found if its.kind == "verdict")
+    basis = sentences([its.text for kind in BASIS for its in found if its.kind == kind])
+    yield Say(f"{verdict.text}." if best is not None else f"{verdict.text}.", verdict.tone, "verdict")
+    if basis:
+        yield Say(basis)
+    weights = [its.text for its in said.about("weights") if its.tone == "warn"]
+    if weights and best is not None:
+        yield Say(sentences(weights), "warn")
+    for its in found:
+        if its.kind in ("not-chosen", "also-faster"):
+            lead = (
+                f"Not {', '.join(its.runs)}" if its.kind == "not-chosen" and best is not None else ", ".join(its.runs)
+            )
+            yield Say(its.text, role="item", lead=lead)
+    if best is None:
+        return
+    plan = result.plan
+    if plan is not None and best.keep_fp32 == plan.keep_fp32:
+        yield Table(
+            [Column("kept in fp32", "module"), Column("why", "sentence")],
+            [Row([its.module, kept_because(its)], module=its.module) for its in plan.blame],
+            "modules kept in fp32",
+            most=20,
+        )
+    if best.stay_in_fp32:
+        title = f"To use {best.label} nevertheless" if run is not None else "To use it nevertheless"
+        yield Fold(title, [Code(best.code)], detail="first" if is_gain(result) or best.gain else "more")
+    elif best.code:
+        yield Code(best.code)
+
+
+__all__ = [
+    "findings_table",
+    "format_count",
+    "machine",
+    "runs_table",
+    "scan_document",
+    "short_op",
+    "shown_status",
+    "title",
+]
