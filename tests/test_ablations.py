@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import lowprec_check
-from lowprec_check.analysis.blamed_modules import blamed_modules, is_confirmed
-from lowprec_check.report.ablation import ablation_text
+from lowprec_check.analysis.blamed_modules import blamed_modules, is_confirmed, is_disproved
+from lowprec_check.analysis.statements.registry import statements
 from lowprec_check.schema.ablation import Ablation
-from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.scan_result import ModelInfo, Run, ScanResult
 from lowprec_check.schema.verdict import ErrorStats
 
 LAYERS = 4
@@ -90,7 +90,7 @@ def test_the_module_that_overflows_is_kept_in_fp32(at: int) -> None:
     assert run.ablation.keep_fp32 == [str(at + 1)]
     assert (run.ablation.blamed_for, run.ablation.status) == ("nonfinite", "ok")
     assert run.ablation.rel_l2 == pytest.approx(error_by_hand(model, at + 1, x), rel=1e-3)
-    assert "the error is" in ablation_text(run) or "the output is finite" in ablation_text(run)
+    assert ablation_text(run).endswith("and it passes")
 
 
 def test_a_run_that_passes_or_lacks_a_kernel_has_no_ablation() -> None:
@@ -125,6 +125,14 @@ def test_the_largest_shares_are_blamed_and_predict_what_is_left() -> None:
     assert run.ablation.rel_l2 < run.output_error.rel_l2 / 2
 
 
+def ablation_text(run: Run) -> str:
+    """What is said of the ablation of ``run``."""
+    reference = Run(precision="fp32", device="cpu", status="ok")
+    model = ModelInfo(name="Net", parameters=1, inputs=[], modules=1, training=False)
+    result = ScanResult(tool="t", target="t", model=model, environment={}, runs=[reference, run])
+    return next(found.text for found in statements(result) if found.kind == "ablation")
+
+
 def test_what_an_ablation_showed_is_told_whether_it_helped_or_not() -> None:
     def run(before: float | None, status: Any, after: float | None) -> Run:
         error = ErrorStats(rel_l2=before, max_abs=1.0, cosine=None, sqnr_db=None)
@@ -133,10 +141,13 @@ def test_what_an_ablation_showed_is_told_whether_it_helped_or_not() -> None:
         return Run(precision="half", device="cpu", status=kind, output_error=error, ablation=ablation)
 
     helped = run(0.5, "ok", 1e-3)
-    assert ablation_text(helped) == "with a, b in fp32 the error is 1.0e-03 instead of 5.0e-01 (measured)"
+    assert ablation_text(helped) == "with a, b in fp32 the error is 1.0e-03 instead of 5.0e-01 and it passes"
     assert is_confirmed(helped)
     assert not is_confirmed(run(0.5, "inaccurate", 0.4))
+    assert not is_disproved(run(0.5, "inaccurate", 0.4))
+    assert is_disproved(run(0.5, "inaccurate", 0.49))
+    assert "does not help: the error is 4.9e-01 instead of 5.0e-01" in ablation_text(run(0.5, "inaccurate", 0.49))
     assert is_confirmed(run(None, "inaccurate", 0.4))
-    assert ablation_text(run(None, "nonfinite", None)).endswith("the output still has NaN or Inf (measured)")
+    assert ablation_text(run(None, "nonfinite", None)).endswith("the output has NaN or Inf")
     assert ablation_text(run(0.5, "crashed", None)) == "with a, b in fp32 the run ends as crashed"
     assert blamed_modules(run(0.5, "ok", 1e-3)) is None  # nothing is known of its ops

@@ -243,8 +243,7 @@ class Document:
         """The blocks up to a level of detail; a heading only if something follows it."""
         allowed = DETAILS[: DETAILS.index(detail) + 1]
         pending: list[Heading] = []
-        head = next((index for index, block in enumerate(self.blocks) if isinstance(block, Heading)), len(self.blocks))
-        before, after = self.blocks[:head], self.blocks[head:]
+        before, after = self.blocks[:1], self.blocks[1:]
         for block in [*before, *after, *self.advice] if advice_last else [*before, *self.advice, *after]:
             if block.detail not in allowed:
                 continue

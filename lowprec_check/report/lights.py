@@ -26,6 +26,7 @@ from lowprec_check.report.training import remedies
 from lowprec_check.schema.registry import choices
 from lowprec_check.schema.scan_result import Run, ScanResult
 
+
 def sentence(text: str) -> str:
     return text if text.endswith((".", "…")) else f"{text}."
 

@@ -107,7 +107,8 @@ def machine(result: ScanResult) -> str:
         return f"torch {result.torch} · {device.name}, {where if device.name == 'cpu' else 'predicted on a CPU'}"
     accelerated = [(low.short, env.get(f"{low.short}_accelerated")) for low in LOW_FORMATS]
     formats = ", ".join(f"{name} {'accelerated' if yes else 'not'}" for name, yes in accelerated if yes is not None)
-    return f"torch {result.torch.partition('+')[0]} · {env.get('device')}{f': {formats}' if formats else ''}"
+    device_text = f" · {env['device']}{f': {formats}' if formats else ''}" if env.get("device") else ""
+    return f"torch {result.torch.partition('+')[0]}{device_text}"
 
 
 # -- runs

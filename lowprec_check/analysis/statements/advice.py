@@ -77,15 +77,24 @@ def _no_gain(best: Recommendation) -> str:
 def _no_pass(result: ScanResult) -> Sentence:
     low = [run for run in candidates(result.runs) if run.base is None]
     tried = [run for run in low if run.status != "skipped"]
-    passed = "passed here" if result.prediction is None else "is predicted to pass"
+    here = "passed here" if result.prediction is None else "is predicted to pass"
     if {precision.name for precision in low_precisions()} <= {run.precision for run in tried}:
-        return say("Stay in fp32: no low precision {passed:text}", passed=passed)
+        return say("Stay in fp32: no low precision {here:text}", here=here)
     if not tried:
-        return say("Stay in fp32: no precision {passed:text}, none could be run", passed=passed)
-    return say(
-        "Stay in fp32: of {tried:text}, none {passed:text}",
-        tried=choices([label(run) for run in tried], "and"),
-        passed=passed,
+        return plain("Stay in fp32: nothing else could be run")
+    names = choices([label(run) for run in tried], "nor" if len(tried) == 2 else "and")
+    return (
+        say(
+            "Stay in fp32: {none:text} {here:text}",
+            none=f"neither {names}" if len(tried) == 2 else f"none of {names}",
+            here=here,
+        )
+        if len(tried) > 1
+        else say(
+            "Stay in fp32: {name:text} {fails:text}",
+            name=names,
+            fails="did not pass here" if result.prediction is None else "is predicted not to pass",
+        )
     )
 
 

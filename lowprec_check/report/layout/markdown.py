@@ -94,6 +94,8 @@ def _block(block: Block, most: int) -> str:
 
 def _sentence(block: Say) -> str:
     shown, lead = escape(visible(block.text, 4000)), f"**{escape(visible(block.lead, 1000))}**: " if block.lead else ""
+    if block.role == "title":
+        return f"**{shown}**"
     if block.role == "verdict":
         return f"### {_TONES[block.tone]} {lead}{shown}"
     return (
