@@ -16,6 +16,7 @@ from lowprec_check.analysis.diff import ScanDiff
 from lowprec_check.errors import UsageError
 from lowprec_check.report.blocks import Document
 from lowprec_check.report.diff import diff_document
+from lowprec_check.report.scan_document import scan_document
 from lowprec_check.schema.files import write_file
 from lowprec_check.schema.registry import Registry
 from lowprec_check.schema.scan_result import ScanResult
@@ -36,14 +37,14 @@ class ReportFormat:
         """Raise :class:`UsageError` if a package that the format needs is not installed; called before a scan starts."""
 
     def render(self, result: ScanResult) -> str:
-        """Render the report of a scan."""
-        raise NotImplementedError
+        """Render the report of a scan; by default its blocks, laid out."""
+        return self.lay_out(scan_document(result))
 
     def render_verbose(self, result: ScanResult) -> str:
-        """Render the report of a scan with the notes that :meth:`render` folds; by default the same."""
-        return self.render(result)
+        """Render the report of a scan with the details that :meth:`render` leaves out."""
+        return self.lay_out(scan_document(result), verbose=True) if self.renders_diffs else self.render(result)
 
-    def lay_out(self, document: Document) -> str:
+    def lay_out(self, document: Document, *, verbose: bool = False) -> str:
         """Render blocks; only if :attr:`renders_diffs`."""
         raise NotImplementedError
 

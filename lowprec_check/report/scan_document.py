@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lowprec_check.analysis.blame import kept_because
 from lowprec_check.analysis.degenerate_output import degenerate_output
 from lowprec_check.analysis.error_shares import module_shares, trusted_budget
 from lowprec_check.analysis.findings import FindingGroup, folded, groups, no_effect, tally
@@ -29,6 +28,7 @@ from lowprec_check.report.blocks import (
     SpeedOf,
     Table,
 )
+from lowprec_check.report.plan import kept_modules
 from lowprec_check.schema.measures import Latency
 from lowprec_check.schema.precisions import LOW_FORMATS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER
@@ -175,9 +175,34 @@ def _speed(run: Run, result: ScanResult) -> SpeedOf | None:
     return None if run.is_reference or found.told == "unknown" else SpeedOf(found.told, found.ratio)
 
 
+def _loss(run: Run, result: ScanResult) -> str | None:
+    setup, way = result.training, first_way(run)
+    if setup is None:
+        return None
+    if run.is_reference:
+        losses: Sequence[float | None] = setup.losses
+    elif way is None or (way.status not in ("ok", "inaccurate", "nonfinite")) or len(way.losses) < 2:
+        return None
+    else:
+        losses = [None] if way.status == "nonfinite" else way.losses
+    return None if not losses else "Inf/NaN" if losses[-1] is None else f"{losses[-1]:.4g}"
+
+
+def _gradient_error(run: Run) -> str | None:
+    training = run.training
+    if run.is_reference or training is None or not training.gradients:
+        return None
+    return "Inf/NaN" if training.gradient_error is None else f"{training.gradient_error:.1e}"
+
+
+def _lost(run: Run) -> float | None:
+    way = first_way(run)
+    return way.lost_updates if way is not None else None
+
+
 _FIGURES = (
     (Column("output error", "error", "Relative L2 error of the output against fp32, ‖y − r‖ / ‖r‖."), _error),
-    (Column("loss", "text", "The loss after the last step."), lambda run, result: _loss(run, result)),
+    (Column("loss", "text", "The loss after the last step."), _loss),
     (
         Column("gradient error", "text", "Relative L2 error of all gradients of the first step against fp32."),
         lambda run, _: _gradient_error(run),
@@ -207,31 +232,6 @@ _FIGURES = (
 )
 _ALWAYS = ("output error", "speed", "memory")
 _OF_TRAINING = ("loss", "gradient error", "lost updates")
-
-
-def _loss(run: Run, result: ScanResult) -> str | None:
-    setup, way = result.training, first_way(run)
-    if setup is None:
-        return None
-    if run.is_reference:
-        losses: Sequence[float | None] = setup.losses
-    elif way is None or (way.status not in ("ok", "inaccurate", "nonfinite")) or len(way.losses) < 2:
-        return None
-    else:
-        losses = [None] if way.status == "nonfinite" else way.losses
-    return None if not losses else "Inf/NaN" if losses[-1] is None else f"{losses[-1]:.4g}"
-
-
-def _gradient_error(run: Run) -> str | None:
-    training = run.training
-    if run.is_reference or training is None or not training.gradients:
-        return None
-    return "Inf/NaN" if training.gradient_error is None else f"{training.gradient_error:.1e}"
-
-
-def _lost(run: Run) -> float | None:
-    way = first_way(run)
-    return way.lost_updates if way is not None else None
 
 
 def _why_reference(run: Run) -> str:
@@ -321,23 +321,12 @@ def findings_table(found: Sequence[FindingGroup], most: int = 0) -> Table:
 
 
 def _finding(group: FindingGroup) -> Row:
-    several = len(group.messages) > 1
-    said = [f"{', '.join(runs)}: {text}" if several and runs else text for runs, text, _ in group.messages]
-    advice = list(dict.fromkeys(help for _, _, help in group.messages if help))
-    rests_on = f" (predicted from: {group.rests_on})" if group.rests_on else ""
-    what = "; ".join(said) + rests_on + "".join(f" → {help}" for help in advice)
-    module, source = group.places[0] if group.places else ("", "")
-    more = f" and {len(group.places) - 1} more" if len(group.places) > 1 else ""
-    where = " ".join(filter(None, (module or "model", source))) + more
-    below = [
-        Say(" ".join(filter(None, (module or "the model", source))), role="item")
-        for module, source in group.places[1:100]
-    ]
-    return Row(
-        [group.severity, f"{group.code} {group.name}", ", ".join(group.short_runs), group.op, where, what],
-        below=below,
-        module=module,
-    )
+    rests_on = [f"predicted from: {known}" for known in group.rests_on]
+    below = [Say(place.text, role="item", lead=", ".join(place.runs)) for place in group.places[:100]]
+    module = next((place.module for place in group.places), None)
+    runs, what = ", ".join(group.short_runs), "; ".join([*group.what, *rests_on])
+    name = f"{group.code} {group.name}"
+    return Row([group.severity, name, runs, group.op, group.where or "model", what], below=below, module=module)
 
 
 # -- details
@@ -396,7 +385,7 @@ def _advice(result: ScanResult, said: _Said) -> Iterator[Block]:
     found, best, run = said.about("advice"), result.recommendation, recommended_run(result)
     verdict = next(its for its in found if its.kind == "verdict")
     basis = sentences([its.text for kind in BASIS for its in found if its.kind == kind])
-    yield Say(f"{verdict.text}." if best is not None else f"{verdict.text}.", verdict.tone, "verdict")
+    yield Say(f"{verdict.text}.", verdict.tone, "verdict")
     if basis:
         yield Say(basis)
     weights = [its.text for its in said.about("weights") if its.tone == "warn"]
@@ -412,12 +401,7 @@ def _advice(result: ScanResult, said: _Said) -> Iterator[Block]:
         return
     plan = result.plan
     if plan is not None and best.keep_fp32 == plan.keep_fp32:
-        yield Table(
-            [Column("kept in fp32", "module"), Column("why", "sentence")],
-            [Row([its.module, kept_because(its)], module=its.module) for its in plan.blame],
-            "modules kept in fp32",
-            most=20,
-        )
+        yield from kept_modules(plan)
     if best.stay_in_fp32:
         title = f"To use {best.label} nevertheless" if run is not None else "To use it nevertheless"
         yield Fold(title, [Code(best.code)], detail="first" if is_gain(result) or best.gain else "more")

@@ -14,8 +14,9 @@ from torch import nn
 from lowprec_check.analysis.blame import Suspects, at_fault, constants, suspects
 from lowprec_check.analysis.minimize import SearchResult, Trials, Verdict, search
 from lowprec_check.analysis.module_tree import Keep, ModuleTree
-from lowprec_check.analysis.run_summary import error_of, explain_status, short_op, some
+from lowprec_check.analysis.run_summary import error_of
 from lowprec_check.analysis.speed import CLEAR, SHORT_MS, speed
+from lowprec_check.analysis.statements.status import why
 from lowprec_check.engine.model.keep_fp32 import shared_weights
 from lowprec_check.engine.run.target_runs import TargetRuns
 from lowprec_check.schema.module_paths import module_around
@@ -24,6 +25,7 @@ from lowprec_check.schema.plan import STOPPED_WITHOUT_PLAN, Attempt
 from lowprec_check.schema.precisions import PRECISIONS, formats
 from lowprec_check.schema.run_key import PLAN
 from lowprec_check.schema.scan_result import Run
+from lowprec_check.schema.wording import short_op, some
 
 SLOWER = 1.5
 """A base at least this many times slower than a plan already found is not searched."""
@@ -257,8 +259,8 @@ class _Search:
         if failed is None:
             return "no plan: passes only with every op in fp32"
         raised_inside = failed.exception is not None and failed.exception.module
-        why = explain_status(failed) if raised_inside else self._own_fault() or explain_status(failed)
-        return f"no plan: fails even with every submodule in fp32 ({why})"
+        reason = why(failed).text if raised_inside else self._own_fault() or why(failed).text
+        return f"no plan: fails even with every submodule in fp32 ({reason})"
 
     def _own_fault(self) -> str | None:
         """The failure in the model's own ``forward``, which keeping submodules in fp32 does not change."""
@@ -272,8 +274,10 @@ class _Search:
 
 def _attempt(run: Run, **known: object) -> Attempt:
     error = run.output_error.distance if run.output_error else None
-    why = "" if run.status == "ok" else explain_status(run)
-    return msgspec.convert({"base": run.precision, "status": run.status, "why": why, "rel_l2": error, **known}, Attempt)
+    reason = "" if run.status == "ok" else why(run).text
+    return msgspec.convert(
+        {"base": run.precision, "status": run.status, "why": reason, "rel_l2": error, **known}, Attempt
+    )
 
 
 def _error(run: Run) -> float | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from tabulate import tabulate
 
@@ -75,21 +76,13 @@ def _longest_table(block: Block) -> int:
 
 
 def _block(block: Block, most: int) -> str:
-    if isinstance(block, Heading):
-        return f"{'#' * (block.level + 1)} {escape(visible(block.text))}"
-    if isinstance(block, Say):
-        return _sentence(block)
-    if isinstance(block, Table):
-        return _table(block, most)
-    if isinstance(block, Code):
-        return fence(block.text, block.language)
-    if isinstance(block, Facts):
-        return table(
-            [[escape(visible(name, 80)), code(visible(value, 200))] for name, value in block.pairs], ["", ""], "ll"
-        )
-    if isinstance(block, Fold):
-        return fold(block.title, _joined(block.blocks, most).rstrip("\n"))
-    return ""
+    lay_out = _LAYOUTS.get(type(block))
+    return lay_out(block, most) if lay_out else ""
+
+
+def _facts(block: Facts, _: int) -> str:
+    rows = [[escape(visible(name, 80)), code(visible(value, 200))] for name, value in block.pairs]
+    return table(rows, ["", ""], "ll")
 
 
 def _sentence(block: Say) -> str:
@@ -139,6 +132,17 @@ def _cells(block: Table, row: Row) -> list[str]:
         cells.append(shown)
     cells[0] = "&nbsp;&nbsp;" * row.depth + cells[0] + (f" **{escape(row.tag)}**" if row.tag else "")
     return cells
+
+
+_LAYOUTS: dict[type[Block], Callable[[Any, int], str]] = {
+    Heading: lambda block, _: f"{'#' * (block.level + 1)} {escape(visible(block.text))}",
+    Say: lambda block, _: _sentence(block),
+    Table: lambda block, most: _table(block, most),
+    Code: lambda block, _: fence(block.text, block.language),
+    Facts: _facts,
+    Fold: lambda block, most: fold(block.title, _joined(block.blocks, most).rstrip("\n")),
+}
+"""By type of block; a chart is left out."""
 
 
 # -- Markdown itself

@@ -37,8 +37,7 @@ def text(document: Document, *, width: int = 100, color: bool = False, detail: D
     """The document, ``width`` columns wide, with ANSI colours if ``color``."""
     with screen(width, color) as (console, printed):
         print_blocks(console, document.shown(detail, advice_last=True), detail)
-    return printed.text.lstrip("
-")
+    return printed.text.lstrip("\n")
 
 
 def print_blocks(console: Console, blocks: Iterable[Block], detail: Detail = "first", indent: int = 0) -> None:
