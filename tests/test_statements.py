@@ -144,7 +144,8 @@ def _covers(group: list[Sentence], name: str, kind: str, figure: Any, text: str)
         return mine in text
     values = [one.figures[name] for one in group]
     if kind.startswith("of "):
-        return len({total for _, total in values}) == 1 and f"{min(v[0] for v in values):,} – " in text
+        low, high = min(number for number, _ in values), max(number for number, _ in values)
+        return (f"{low:,} – {high:,}" if low != high else f"{low:,} ") in text
     ends = sorted(math.inf if value is None else value for value in values)
     low, high = (shown(None if end == math.inf else end, kind) for end in (ends[0], ends[-1]))
     return (

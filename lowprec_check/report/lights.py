@@ -28,6 +28,7 @@ from lowprec_check.schema.scan_result import Run, ScanResult
 
 
 def sentence(text: str) -> str:
+    """``text`` with a full stop."""
     return text if text.endswith((".", "…")) else f"{text}."
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from html import escape
+
 from lowprec_check.analysis.statements.advice import BASIS, sentences, verdict
 from lowprec_check.analysis.statements.registry import statements
 from lowprec_check.report.blocks import cell_text
@@ -34,6 +36,6 @@ def text(result: ScanResult) -> str:
 
 def html(result: ScanResult) -> str:
     """The first screen of the report, without scripts and styles of its own."""
-    from lowprec_check.report.layout.html import fragment
+    from lowprec_check.report.layout import text as layout
 
-    return fragment(scan_document(result))
+    return f"<pre>{escape(layout.text(scan_document(result)))}</pre>"

@@ -16,7 +16,7 @@ from lowprec_check.schema.recommendation import Recommendation
 from lowprec_check.schema.registry import choices
 from lowprec_check.schema.run_key import PLAN
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.wording import Sentence, chained, counted, plain, say
+from lowprec_check.schema.wording import Figure, Sentence, chained, counted, plain, say
 
 LONG_SETUP = 1.0
 """Seconds of set-up that are named."""
@@ -27,11 +27,11 @@ CLOSE = 0.8
 
 def verdict(result: ScanResult) -> str:
     """The verdict alone: ``Use half``, ``Stay in fp32``."""
-    return next(iter(_verdict(result))).sentence.text
+    return next(found.text for found in statements(result) if found.kind == "verdict")
 
 
 @per_scan("verdict", "advice", disproof="following it: the plain run named, on this machine")
-def _verdict(result: ScanResult) -> Iterator[Said]:
+def _verdict(result: ScanResult) -> Iterator[Made]:
     """What to do, in a few words."""
     best = result.recommendation
     if best is None:
@@ -134,7 +134,12 @@ def judged(run: Run, result: ScanResult) -> Made:
     passes_ = "it passes" if run.evidence == "measured" else "it is predicted to pass"
     on = "{batches:count batch} of inputs" if batches == 1 else "each of {batches:count batch} of inputs"
     more = "; other inputs can exceed it: try --batches 8" if is_near and batches == 1 else ""
-    figures = {"error": error.distance, "what": what, "part": error.distance / run.tolerance, "limit": run.tolerance}
+    figures: dict[str, Figure] = {
+        "error": error.distance,
+        "what": what,
+        "part": error.distance / run.tolerance,
+        "limit": run.tolerance,
+    }
     kind = "{error:percent} of the integers differ" if error.rel_l2 is None else "error {error:error}"
     words = f"{passes_}: {kind}{{what:text}}, {{part:percent}} of the tolerance {{limit:limit}}, on {on}{more}"
     return Said(say(words, batches=batches, **figures), "warn" if is_near else "none")

@@ -137,7 +137,7 @@ def _cells(block: Table, row: Row) -> list[str]:
 _LAYOUTS: dict[type[Block], Callable[[Any, int], str]] = {
     Heading: lambda block, _: f"{'#' * (block.level + 1)} {escape(visible(block.text))}",
     Say: lambda block, _: _sentence(block),
-    Table: lambda block, most: _table(block, most),
+    Table: _table,
     Code: lambda block, _: fence(block.text, block.language),
     Facts: _facts,
     Fold: lambda block, most: fold(block.title, _joined(block.blocks, most).rstrip("\n")),
