@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any, cast
 
+import helpers
 import msgspec
 import pytest
 import torch
@@ -16,6 +17,7 @@ from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.engine.run.explanation import MAX_SUSPECTS, Attempts
 from lowprec_check.engine.run.job import Job
 from lowprec_check.engine.run.outcome import JobOutcome
+from lowprec_check.engine.trace import lockstep
 from lowprec_check.process.breadcrumb import IN_OP, Position
 from lowprec_check.schema.killed_ops import killed_reason, seconds_killed
 from lowprec_check.schema.measures import TimingConditions
@@ -120,6 +122,31 @@ def test_calls_that_had_to_wait_do_not_make_an_op_slow() -> None:
     assert slow_ops((200.0, 1.0), even, even, even) == 0
     assert slow_ops((200.0, 1.0), (150.0, 1.0), even, even) == 0
     assert slow_ops((200.0, 20.0), (0.1, 0.1), (0.1, 0.1), (0.1, 0.1)) == 1  # nearly all of its work
+
+
+def test_many_short_calls_do_not_make_an_op_slow() -> None:
+    assert slow_ops(*[(0.09, 0.005)] * 100) == 0
+    assert slow_ops(*[(0.2, 0.005)] * 100) == 1
+
+
+@pytest.mark.parametrize("budget", [True, False])
+def test_the_time_in_fp32_is_that_of_the_op_alone(budget: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mapping the arguments to those of the reference and recording the op on the tape took longer than small ops."""
+    clock = [0.0]
+    recorded = lockstep.map_args
+
+    def slowly(*given: Any) -> Any:
+        clock[0] += 1.0
+        return recorded(*given)
+
+    monkeypatch.setattr(lockstep, "map_args", slowly)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    calls = helpers.run(model, (torch.randn(2, 8),), "half", budget=budget)[1].op_calls
+    assert clock[0] >= 2.0
+    times = [row.reference_ms for row in calls.rows() if row.reference_ms is not None]
+    assert len(times) >= 2
+    assert set(times) == {0.0}
 
 
 def test_while_cores_are_used_only_long_calls_make_an_op_slow() -> None:

@@ -67,7 +67,8 @@ class OpCall(msgspec.Struct, gc=False):
     time_ms: float | None = None
     """Milliseconds of the call; ``None`` if it was not run as given, or ran on an accelerator."""
     reference_ms: float | None = None
-    """Milliseconds of the same op on the reference's tensors, right after."""
+    """Milliseconds of the same op in fp32, right after, one call: its caches are not those of ``time_ms``, and its results may take
+    new memory, which costs more than a small op. Do not divide single calls by it."""
     compared_values: int = 0
     """Number of elements among which ``introduced_inf`` and ``introduced_nan`` were counted; 0 if both are 0."""
     compared_choices: int = 0

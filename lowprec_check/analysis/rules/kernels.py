@@ -21,6 +21,8 @@ from lowprec_check.schema.scan_result import Gap, Run, ScanResult
 SLOW_RATIO = 5.0
 SLOW_MS = 5.0
 COLD_MS = 50.0
+SHORT_MS = 0.1
+"""Of a shorter call, what surrounds the kernel is too large a part to compare two of them."""
 WAIT_MS = 100.0
 """What a call with threads may wait for cores that something else uses: more than 80 ms was seen, in most calls of an op."""
 
@@ -210,7 +212,7 @@ def slow_kernel(result: ScanResult) -> Iterator[Finding]:
         y = model.bfloat16()(x.bfloat16())
     """
     eager = [run for run in low_runs(result) if run.is_eager or run.latency_ms is not None]
-    shortest = WAIT_MS if cores_were_used(result.timing_conditions) else 0.0
+    shortest = WAIT_MS if cores_were_used(result.timing_conditions) else SHORT_MS
     slow = [(run, _slow_ops(run, shortest) | _killed_ops(run, result)) for run in eager]
     for run, found in slow:
         for op, (message, calls) in found.items():

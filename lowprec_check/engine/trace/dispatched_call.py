@@ -25,7 +25,7 @@ class DispatchedCall:
 
     __slots__ = (
         *("args", "autocast_keys", "before", "exact_arguments", "func", "input_facts", "inputs", "involved", "kwargs"),
-        *("lines", "module", "outcome", "phase", "seconds", "traits", "widened_outputs"),
+        *("lines", "module", "outcome", "phase", "seconds", "traits", "wide_seconds", "widened_outputs"),
     )
 
     def __init__(
@@ -45,6 +45,8 @@ class DispatchedCall:
         self.phase: Phase | None = None
         self.outcome: CallOutcome = "ok"
         self.seconds = 0.0
+        self.wide_seconds: float | None = None
+        """What the op alone took when it last ran on wide arguments; ``None`` if another function was called in its place."""
         self.exact_arguments: tuple[Args, Kwargs] | None = None
         """Its arguments, widened, with the fp32 values of parameters; ``None`` if it reads no rounded ones."""
         self.widened_outputs: list[Tensor] | None = None

@@ -7,7 +7,6 @@ The reference follows the decisions of the low-precision run: it uses the same r
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -114,20 +113,19 @@ class Lockstep:
             elif self.tape is None or self.twins.find(tensor) is None:  # else see Twins.write
                 self.twins.prepare_write(tensor)
 
-    def advance(self, call: DispatchedCall, outputs: list[Tensor]) -> tuple[list[Tensor], float] | None:
+    def advance(self, call: DispatchedCall, outputs: list[Tensor]) -> list[Tensor] | None:
         """Run the op on the reference's tensors; the results, paired with ``outputs``, become their twins.
 
-        Returns the results and the seconds that the op took. Returns ``None`` if the op fails on the reference, which
-        then restarts from ``outputs``, or if it returns a different number of tensors.
+        Returns the results; ``None`` if the op fails on the reference, which then restarts from ``outputs``, or if it returns a
+        different number of tensors.
         """
-        started = time.perf_counter()
+        call.wide_seconds = None
         try:
             args, references = self._run(call, functools.partial(self._results, outputs=outputs))
         except Exception:
             for tensor in outputs:
                 self.twins.restart(tensor)
             return None
-        seconds = time.perf_counter() - started
         if len(references) != len(outputs):
             return None
         source = call.inputs[0] if call.inputs else None
@@ -135,7 +133,7 @@ class Lockstep:
         if from_parameter and not call.traits.mutable and call.kwargs.get("device") is None:
             references[0] = args[0]
         self._set_references(call, outputs, references, shared=from_parameter)
-        return references, seconds
+        return references
 
     def _run(self, call: DispatchedCall, results: Callable[..., list[Tensor]]) -> tuple[Args, list[Tensor]]:
         """The arguments in the reference, and the ``results`` of the call on them; the tape records it."""

@@ -37,12 +37,13 @@ class OpErrors:
     ) -> float | None:
         """Advance the reference by ``call`` and fill in ``row``; ``widened`` are the call's widened arguments.
 
-        Returns the seconds that the op took on the reference's tensors, ``None`` if it failed on them.
+        Returns the seconds that the op alone took in fp32, ``None`` if it failed on the reference's tensors. They are those of its
+        own inputs, widened, if it ran on these: results of the reference stay on the tape, so they always take new memory.
         """
-        advanced = self._lockstep.advance(call, outputs)
-        if advanced is None:
+        references = self._lockstep.advance(call, outputs)
+        if references is None:
             return None
-        references, seconds = advanced
+        seconds, call.wide_seconds = call.wide_seconds, None
         self._figures.then(functools.partial(_add_inputs, row, call.input_facts))
         own = widened_outputs(call, widened, outputs, self._twins.wide) if self._local else None
         call.widened_outputs = own
@@ -51,7 +52,7 @@ class OpErrors:
         self._measure_outputs(call, outputs, references, own, row)
         if call.traits.casts:
             row.recast = self._recast(call.inputs[0], outputs[0])
-        return seconds
+        return seconds if call.wide_seconds is None else call.wide_seconds
 
     def measure_inputs(self, call: DispatchedCall) -> list[KnownFacts]:
         """Before the op runs: the facts of its inputs that differ from the reference."""

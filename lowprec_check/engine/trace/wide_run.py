@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -39,12 +40,16 @@ def run_wide(call: DispatchedCall, args: Args, kwargs: Kwargs) -> list[Tensor]:
     """
     if _reads_narrow_workspace(call):
         raise RuntimeError("its workspace has the layout of the low precision")
+    call.wide_seconds = None
     if call.traits.packet not in _ATTENTION_IN_16_BITS:
-        return call.results(call.func(*args, **kwargs), args, kwargs)
+        started = time.perf_counter()
+        out = call.func(*args, **kwargs)
+        call.wide_seconds = time.perf_counter() - started
+        return call.results(out, args, kwargs)
     names = [argument.name for argument in call.func._schema.arguments]
     given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
     query, key, value = given["query"], given["key"], given["value"]
-    out: Tensor = scaled_dot_product_attention(
+    attended: Tensor = scaled_dot_product_attention(
         query,
         key,
         value,
@@ -54,4 +59,4 @@ def run_wide(call: DispatchedCall, args: Args, kwargs: Kwargs) -> list[Tensor]:
         scale=given.get("scale"),
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return [out]
+    return [attended]
