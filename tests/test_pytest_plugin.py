@@ -167,7 +167,7 @@ def test_check_reports_all_gaps_at_once(project: pytest.Pytester) -> None:
     assert "2 gaps" in text
     assert re.search(r"^half +error", text, re.M)
     assert re.search(r"^autocast-bf16 +ok", text, re.M)
-    assert re.search(r"LP101 missing-kernel  half  model  aten.linalg_inv_ex.default  test_\w+.py:12", text)
+    assert re.search(r"LP101 missing-kernel +half +linalg_inv_ex +model, test_\w+.py:12", text)
     assert re.search(r"LP102 unsupported-dtype  half  model  torch.quantile  test_\w+.py:13", text)
     assert "compute it in fp32 and cast back" in text
     assert "lowprec-check explain LP101" in text
@@ -184,7 +184,7 @@ def test_check_passes_and_returns_the_scan(project: pytest.Pytester) -> None:
 def test_check_fails_over_the_tolerance(project: pytest.Pytester) -> None:
     text = one(project, "lowprec.check(nn.Linear(8, 8), x, tolerance=1e-9)")
     assert "Linear does not pass in half" in text
-    assert "error over the tolerance 1e-09" in text
+    assert "over the tolerance 1e-09" in text
     assert "LP301 output-mismatch" in text
 
 
@@ -243,7 +243,7 @@ def test_a_recording_that_was_never_entered_fails(project: pytest.Pytester) -> N
 def test_no_gaps_of_a_module_and_of_a_function(project: pytest.Pytester) -> None:
     text = one(project, "lowprec.assert_no_gaps(net, x, dtype=torch.half)")
     assert re.match(r"\w+: Net does not run in half on cpu, torch [\d.]+: 2 gaps", text)
-    assert re.search(r"LP101 .*aten.linalg_inv_ex.default  test_\w+.py:12", text)
+    assert re.search(r"LP101 .*linalg_inv_ex .*test_\w+.py:12", text)
     assert re.search(r"LP102 .*torch.quantile  test_\w+.py:13", text)
     text = one(project, "lowprec.assert_no_gaps(torch.fft.rfft, x, dtype=torch.bfloat16)")
     assert re.search(r"LP102 unsupported-dtype  bf16  model  torch.fft.rfft  test_\w+.py:19", text)
@@ -253,7 +253,7 @@ def test_no_gaps_of_a_module_and_of_a_function(project: pytest.Pytester) -> None
 def test_no_gaps_shows_an_error_that_also_occurs_in_fp32(project: pytest.Pytester) -> None:
     text = one(project, "lowprec.assert_no_gaps(lambda x: torch.linalg.inv(x).view(3), torch.eye(4))")
     assert "1 gap" in text
-    assert "aten.linalg_inv_ex.default" in text
+    assert "linalg_inv_ex" in text
     assert re.search(
         r"The call stopped at test_\w+.py:19 with an error that also occurs in fp32:\n +RuntimeError: shape '\[3\]'",
         text,
@@ -314,7 +314,7 @@ def test_record_continues_after_a_gap(project: pytest.Pytester) -> None:
         "    assert y.dtype == torch.half and len(rec.gaps) == 2 and len(rec.op_calls) > 5\n    rec.assert_no_gaps()",
     )
     assert "the block does not run in half on cpu" in text
-    assert re.search(r"LP101 missing-kernel  half  <Net>  aten.linalg_inv_ex.default  test_\w+.py:12", text)
+    assert re.search(r"LP101 missing-kernel +half +linalg_inv_ex +<Net>, test_\w+.py:12", text)
     one(project, "with lowprec.record() as rec: net(x)\n    assert not rec.gaps\n    rec.assert_no_gaps()", passed=1)
 
 

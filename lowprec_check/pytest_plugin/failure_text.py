@@ -11,10 +11,13 @@ from rich.text import Text
 from lowprec_check.analysis.findings import groups
 from lowprec_check.analysis.run_summary import label, shorten
 from lowprec_check.catalog.records import SHORT, in_samples
+from lowprec_check.report.blocks import Block, Document, Say
 from lowprec_check.report.console import screen
-from lowprec_check.report.text import print_group, print_runs
+from lowprec_check.report.layout import text as layout
+from lowprec_check.report.scan_document import findings_table, runs_table
 from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.verdict import ExceptionInfo
+from lowprec_check.schema.wording import counted
 
 if TYPE_CHECKING:
     from lowprec_check.pytest_plugin.op_support import OpState, Support
@@ -28,29 +31,19 @@ def scan_text(result: ScanResult, exception: ExceptionInfo | None = None, *, in_
     low = [run for run in result.runs if not run.is_reference]
     failed = [label(run) for run in low if run.status != "ok"] or [label(run) for run in low]
     torch, device = result.torch.partition("+")[0], result.environment.get("device")
-    with screen(WIDTH, color=False) as (console, printed):
-        gaps = sum(len(run.gaps) for run in low)
-        counted = f": {gaps} {'gap' if gaps == 1 else 'gaps'}" if gaps else ""
-        what = "does not pass" if len(low) < len(result.runs) else "does not run"
-        console.print(f"{result.model.name} {what} in {', '.join(failed)} on {device}, torch {torch}{counted}")
-        console.print()
-        if len(low) < len(result.runs):
-            print_runs(console, result)
-            console.print()
-        found = groups(result.diagnostics)
-        for item in found:
-            print_group(console, item)
-        if exception is not None:
-            _print_error(console, exception, "also occurs in fp32" if in_fp32 else "does not occur in fp32")
-        if found:
-            console.print(f"More: lowprec-check explain {found[0].code}")
-    return printed.text.rstrip("\n")
-
-
-def _print_error(console: Console, exception: ExceptionInfo, which: str) -> None:
-    where = f" at {exception.source}" if exception.source else ""
-    console.print(f"The call stopped{where} with an error that {which}:")
-    console.print(Padding(Text(exception.text), (0, 0, 0, 6)))
+    gaps = sum(len(run.gaps) for run in low)
+    what = "does not pass" if len(low) < len(result.runs) else "does not run"
+    head = f"{result.model.name} {what} in {', '.join(failed)} on {device}, torch {torch}"
+    found = groups(result.diagnostics)
+    blocks: list[Block] = [Say(f"{head}: {counted(gaps, 'gap')}" if gaps else head)]
+    blocks += [runs_table(result)] if len(low) < len(result.runs) else []
+    blocks += [findings_table(found)] if found else []
+    if exception is not None:
+        where = f" at {exception.source}" if exception.source else ""
+        which = "also occurs in fp32" if in_fp32 else "does not occur in fp32"
+        blocks += [Say(f"The call stopped{where} with an error that {which}:"), Say(exception.text, role="item")]
+    blocks += [Say(f"More: lowprec-check explain {found[0].code}")] if found else []
+    return layout.text(Document(head, blocks), width=WIDTH).rstrip("\n")
 
 
 _WORDS = {"all": "runs", "some": "runs in part", "none": "does not run", None: "unknown"}

@@ -8,12 +8,12 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
 from lowprec_check.analysis.fail_on import ScanFailure, failure
-from lowprec_check.analysis.run_summary import explain_status
-from lowprec_check.report import run_rows, summary
-from lowprec_check.report.certainty import prediction_text
+from lowprec_check.analysis.run_summary import label
+from lowprec_check.analysis.statements.registry import statements
 from lowprec_check.report.escape import visible
 from lowprec_check.report.paths import without_folders
 from lowprec_check.report.places import places
+from lowprec_check.report.scan_document import machine, shown_status, title
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
 from lowprec_check.schema.wording import counted
 
@@ -30,26 +30,28 @@ def render(result: ScanResult) -> str:
     A run that fails while the scan does not, since another precision passes or its findings are accepted, is skipped with the reason,
     as tests with a known failure are.
     """
-    why = failure(result)
+    why, said = failure(result), statements(result)
+    told = {found.kind: found.text for found in said}
+    failures = {name: found.text for found in said if found.kind == "failure" for name in found.runs}
     root = Element("testsuites", name="lowprec-check")
     suite = SubElement(root, "testsuite", name=visible(without_folders(result.target)))
     properties = SubElement(suite, "properties")
     for name, value in (
-        ("verdict", summary.verdict(result)),
+        ("verdict", told["verdict"]),
         ("fail-on", why.fail_on),
-        ("model", summary.title(result)),
-        ("machine", summary.machine(result)),
-        ("tool", visible(result.tool)),
-        *([("training", summary.scope(result))] if result.training else []),
-        *([("prediction", prediction_text(result))] if result.prediction else []),
+        ("model", title(result)),
+        ("machine", machine(result)),
+        ("tool", result.tool),
+        *([("training", told["scope"])] if result.training else []),
+        *([("prediction", told["prediction"])] if result.prediction else []),
     ):
-        SubElement(properties, "property", name=name, value=value)
+        SubElement(properties, "property", name=name, value=visible(value, 1000))
     model = visible(result.model.name)
-    for row in run_rows.rows(result):
-        name = f"{row.label} on {visible(row.run.device)}"
-        case = SubElement(suite, "testcase", {"classname": model, "name": name} | _time([row.run], result))
-        _outcome(case, row.run, result, why)
-    _verdict(SubElement(suite, "testcase", classname=model, name=VERDICT), result, why)
+    for run in result.runs:
+        name = visible(f"{label(run)} on {run.device}")
+        case = SubElement(suite, "testcase", {"classname": model, "name": name} | _time([run], result))
+        _outcome(case, run, result, why, visible(without_folders(failures.get(label(run), ""))))
+    _verdict(SubElement(suite, "testcase", classname=model, name=VERDICT), result, why, visible(told["verdict"]))
     suite.attrib |= _counts(suite, result)
     ElementTree.indent(root)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
@@ -68,12 +70,11 @@ def _time(runs: Sequence[Run], result: ScanResult) -> dict[str, str]:
     return {"time": f"{sum(run.latency_ms or 0.0 for run in runs) / 1000:.6f}"}
 
 
-def _outcome(case: Element, run: Run, result: ScanResult, why: ScanFailure) -> None:
+def _outcome(case: Element, run: Run, result: ScanResult, why: ScanFailure, status: str) -> None:
     """What the case of a run contains: it fails if the scan fails for its findings, or with every other run."""
-    status = visible(without_folders(explain_status(run))) if run.status != "ok" else ""
     found = [d for d in result.diagnostics if d.is_about(run) and not d.accepted]
     counting = [d for d in why.findings if d.is_about(run)]
-    failed = status and run.status not in _NOT_RUN
+    failed = status and shown_status(run, result) not in _NOT_RUN
     if counting or (why.no_pass and failed):
         text = status or f"{counted(len(counting), 'finding')} at or over --fail-on {why.fail_on}"
         kind = "error" if run.status in _ERROR else "failure"
@@ -86,12 +87,12 @@ def _outcome(case: Element, run: Run, result: ScanResult, why: ScanFailure) -> N
         SubElement(case, "system-out").text = _lines(found, result)
 
 
-def _verdict(case: Element, result: ScanResult, why: ScanFailure) -> None:
+def _verdict(case: Element, result: ScanResult, why: ScanFailure, verdict: str) -> None:
     """The case of the whole scan: it fails if no precision passes, or for findings that are about no run."""
     found = [d for d in result.diagnostics if not d.accepted and not _has_run(d, result)]
     counting = [d for d in why.findings if not _has_run(d, result)]
     if why.no_pass or counting:
-        text = summary.verdict(result) if why.no_pass else f"{counted(len(counting), 'finding')} about the whole scan"
+        text = verdict if why.no_pass else f"{counted(len(counting), 'finding')} about the whole scan"
         SubElement(case, "failure", message=text, type="no-pass" if why.no_pass else "findings").text = (
             _lines(found, result) or text
         )

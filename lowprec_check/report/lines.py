@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lowprec_check.analysis.findings import SEVERITIES, Message, tally
-from lowprec_check.report import summary
-from lowprec_check.report.certainty import prediction_in_brief
+from lowprec_check.analysis.statements.advice import verdict
+from lowprec_check.analysis.statements.registry import said
 from lowprec_check.report.escape import visible, workflow_command
 from lowprec_check.report.paths import without_folders
 from lowprec_check.report.places import Place, places
@@ -44,5 +44,5 @@ def _messages(result: ScanResult) -> list[tuple[Place, Message]]:
 
 
 def _verdict(result: ScanResult) -> str:
-    told = f"{tally(result.diagnostics)}. {summary.verdict(result).rstrip('.')}."
-    return f"{told} {prediction_in_brief(result)}".rstrip()
+    prediction = said(result, "prediction")
+    return visible(f"{tally(result.diagnostics)}. {verdict(result)}.{f' {prediction}.' if prediction else ''}", 1000)

@@ -12,12 +12,13 @@ from typing import Any
 from urllib.parse import quote
 
 from lowprec_check.analysis.rules.registry import rules
+from lowprec_check.analysis.statements.advice import verdict
+from lowprec_check.analysis.statements.registry import said
 from lowprec_check.errors import encodable
-from lowprec_check.report import summary
-from lowprec_check.report.certainty import prediction_text
 from lowprec_check.report.escape import visible
 from lowprec_check.report.paths import without_folders
 from lowprec_check.report.places import FileLine, Place, places
+from lowprec_check.report.scan_document import machine, title
 from lowprec_check.schema.scan_result import Diagnostic, ScanResult
 from lowprec_check.schema.wording import counted, some
 
@@ -57,10 +58,10 @@ def render(result: ScanResult) -> str:
             for place, identity in zip(merged, fingerprints(merged), strict=True)
         ],
         "properties": {
-            "verdict": summary.verdict(result),
-            "model": summary.title(result),
-            "machine": summary.machine(result),
-            **({"prediction": prediction_text(result)} if result.prediction else {}),
+            "verdict": visible(verdict(result)),
+            "model": visible(title(result)),
+            "machine": visible(machine(result)),
+            **({"prediction": visible(said(result, "prediction"), 1000)} if result.prediction else {}),
         },
     }
     if foreign:

@@ -8,7 +8,7 @@ from lowprec_check.analysis.degenerate_output import degenerate_output
 from lowprec_check.analysis.recommend import SAME_MEMORY, is_gain, passes, recommended_run
 from lowprec_check.analysis.run_summary import candidates, is_cast, label, memory_ratio, missing_kernels
 from lowprec_check.analysis.speed import Speed, is_faster, speed
-from lowprec_check.analysis.statements.registry import Made, Said, per_run, per_scan, statements
+from lowprec_check.analysis.statements.registry import Made, Said, per_run, per_scan, said, statements
 from lowprec_check.analysis.statements.status import NEAR, why
 from lowprec_check.analysis.training_status import first_way, passing_ways, way_text
 from lowprec_check.schema.precisions import low_precisions
@@ -27,7 +27,7 @@ CLOSE = 0.8
 
 def verdict(result: ScanResult) -> str:
     """The verdict alone: ``Use half``, ``Stay in fp32``."""
-    return next(found.text for found in statements(result) if found.kind == "verdict")
+    return said(result, "verdict")
 
 
 @per_scan("verdict", "advice", disproof="following it: the plain run named, on this machine")

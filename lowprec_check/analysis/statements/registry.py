@@ -119,6 +119,6 @@ def _statement(kind: Kind, result: ScanResult, runs: list[str], sentences: Seque
     )
 
 
-def about(topic: About, found: Iterable[Statement]) -> list[Statement]:
-    """Those that belong to one part of a report."""
-    return [statement for statement in found if statement.about == topic]
+def said(result: ScanResult, kind: str) -> str:
+    """The first statement of one kind as text; empty if there is none."""
+    return next((found.text for found in statements(result) if found.kind == kind), "")

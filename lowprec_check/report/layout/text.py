@@ -82,7 +82,7 @@ def _print_table(console: Console, block: Table, detail: Detail) -> None:
         right=[column.name for column in block.columns if column.type in FIGURES],
         sentences=sentences,
         heading=block.headings,
-        least=LEAST_TEXT if len(names) < 8 else 2 * LEAST_TEXT,
+        least=2 * LEAST_TEXT if block.headings > 1 or len(names) > 7 else LEAST_TEXT,
     )
     left_out = len(block.rows) - len(rows) + block.left_out
     if left_out:
