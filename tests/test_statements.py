@@ -85,6 +85,12 @@ def test_foreign_text_is_no_template() -> None:
     assert chained(plain(text), say("{share:share} more", share=0.5)).text == f"{text}; 50 % more"
 
 
+def test_figures_of_one_name_stay_apart_in_sentences_of_sentences() -> None:
+    inner = chained(plain("takes as long"), plain("saves memory"))
+    assert chained(plain("it "), inner, between="").text == "it takes as long; saves memory"
+    assert chained(inner, plain("and"), inner).text == "takes as long; saves memory; and; takes as long; saves memory"
+
+
 def test_a_template_names_its_figures() -> None:
     with pytest.raises(ValueError, match="other"):
         say("error {error:error}", other=1.0)

@@ -7,6 +7,7 @@ an exception wrote is always a figure (of type ``text``), never part of a templa
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -167,8 +168,11 @@ def chained(*sentences: Sentence | None, between: str = "; ") -> Sentence:
     """Sentences in one; figures of the same name are numbered."""
     templates: list[str] = []
     figures: dict[str, Figure] = {}
-    for number, sentence in enumerate(filter(None, sentences)):
-        names = {name: name if name not in figures else f"{name}_{number}" for name in sentence.figures}
+    for sentence in filter(None, sentences):
+        names: dict[str, str] = {}
+        for name in sentence.figures:  # one of a chained sentence may be numbered already
+            free = (f"{name}_{number}" if number else name for number in itertools.count())
+            names[name] = next(new for new in free if new not in figures and new not in names.values())
         parts = string.Formatter().parse(sentence.template)
         templates.append("".join(_piece(text, names[name] if name else None, kind) for text, name, kind, _ in parts))
         figures |= {names[name]: value for name, value in sentence.figures.items()}
