@@ -13,9 +13,19 @@ from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
 from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.engine.trace.withheld_kernels import withholding
+from lowprec_check.report.layout.text import text
+from lowprec_check.report.scan_document import SHOWN_FINDINGS, scan_document
 from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.scan_result import ScanResult
 
 CPU = torch.device("cpu")
+
+
+def screen_of(result: ScanResult, *, width: int = 100, findings: int = SHOWN_FINDINGS, verbose: bool = False) -> str:
+    """The text report of a scan."""
+    return text(scan_document(result, findings=findings), width=width, detail="more" if verbose else "first")
+
+
 DEFAULT = Options()
 LOW = ("half", "bfloat16", "autocast-fp16", "autocast-bf16")
 

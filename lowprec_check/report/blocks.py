@@ -239,12 +239,19 @@ class Document:
     advice: Sequence[Block] = ()
     """What to do: documents begin with it, after their first line; a terminal ends with it, where its reader looks."""
 
-    def shown(self, detail: Detail, *, advice_last: bool = False) -> Iterator[Block]:
+    def shown(
+        self, detail: Detail, advice: Literal["below title", "verdict first", "last"] = "below title"
+    ) -> Iterator[Block]:
         """The blocks up to a level of detail; a heading only if something follows it."""
         allowed = DETAILS[: DETAILS.index(detail) + 1]
         pending: list[Heading] = []
         before, after = self.blocks[:1], self.blocks[1:]
-        for block in [*before, *after, *self.advice] if advice_last else [*before, *self.advice, *after]:
+        orders = {
+            "below title": [*before, *self.advice, *after],
+            "verdict first": [*self.advice[:1], *before, *self.advice[1:], *after],
+            "last": [*before, *after, *self.advice],
+        }
+        for block in orders[advice]:
             if block.detail not in allowed:
                 continue
             if isinstance(block, Heading):

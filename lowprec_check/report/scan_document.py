@@ -118,8 +118,8 @@ def _runs(result: ScanResult, said: _Said) -> Iterator[Block]:
     yield Heading("Runs", anchor="runs")
     yield runs_table(result, said)
     for found in said.about("times"):
-        if found.tone == "warn":
-            yield Say(f"{', '.join(found.runs)}: {found.text}" if found.runs else found.text, "warn", "note")
+        if found.runs:
+            yield Say(found.text, "warn", "note", ", ".join(found.runs))
 
 
 def runs_table(result: ScanResult, said: _Said | None = None) -> Table:
@@ -298,12 +298,13 @@ def _findings(result: ScanResult, most: int) -> Iterator[Block]:
     notes = [group for group in found if group.severity == "note"]
     if listed:
         yield findings_table(listed, most)
-    explain = f"lowprec-check explain {found[0].code}"
-    yield Say(f"{tally(result.diagnostics)} · see {explain}, --report FILE.html", role="hint")
+    more = "--findings, " if len(listed) > most else ""
+    see = f"see {more}lowprec-check explain {found[0].code}, --report FILE.html"
+    yield Say(f"{tally(result.diagnostics)} · {see}", role="hint")
     if notes:
         shown = [group for group in notes if not group.harmless]
         parts = [no_effect(found), f"Notes: {folded(shown)}" if shown else ""]
-        yield Say(" · ".join(filter(None, parts)), role="hint")
+        yield Say(" · ".join([*filter(None, parts), "-v lists them"]), role="hint")
         yield Fold("Notes", [findings_table(notes, 0)], detail="more")
 
 

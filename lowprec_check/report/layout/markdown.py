@@ -39,7 +39,7 @@ _CODE = ("op", "module", "source", "code")
 
 def markdown(document: Document, longest: int = LONGEST, detail: Detail = "more") -> str:
     """The document in at most ``longest`` characters; tables and folds say how many rows did not fit."""
-    blocks = list(document.shown(detail))
+    blocks = list(document.shown(detail, "verdict first"))
     most = max((_longest_table(block) for block in blocks), default=0)
     while True:
         shown = _joined(blocks, most)

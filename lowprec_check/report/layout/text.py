@@ -36,7 +36,7 @@ _DETAILS_IN_TEXT = 2
 def text(document: Document, *, width: int = 100, color: bool = False, detail: Detail = "first") -> str:
     """The document, ``width`` columns wide, with ANSI colours if ``color``."""
     with screen(width, color) as (console, printed):
-        print_blocks(console, document.shown(detail, advice_last=True), detail)
+        print_blocks(console, document.shown(detail, "last"), detail)
     return printed.text.lstrip("\n")
 
 
@@ -86,7 +86,7 @@ def _print_table(console: Console, block: Table, detail: Detail) -> None:
     )
     left_out = len(block.rows) - len(rows) + block.left_out
     if left_out:
-        console.print(Text(f"{left_out:,} more rows; the JSON has all", style="dim"))
+        console.print(Text(f"{left_out:,} more rows are not shown; the JSON has all", style="dim"))
 
 
 def _cells(block: Table, row: Row) -> list[str | Text]:
