@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lowprec_check.analysis.error_shares import causes_in_brief
-from lowprec_check.analysis.training_status import divergence_text, first_way, in_phase, nonfinite_text, when_raised
+from lowprec_check.analysis.training_status import diverges, first_way, in_phase, nonfinite, when_raised
 from lowprec_check.schema.run_key import qualified
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.training import TrainingWay
@@ -122,14 +122,14 @@ def _explained(run: Run) -> str:
     if run.status == "nonfinite":
         first = next((row for row in run.op_calls.rows() if row.introduced_inf or row.introduced_nan), None)
         where = f", first in {short_op(first.op)} of {first.module or 'the model'}" if first else ""
-        what = nonfinite_text(way) if way is not None else "NaN or Inf in the output"
+        what = nonfinite(way).text if way is not None else "NaN or Inf in the output"
         return f"{what}{where}{in_phase(first.phase) if first else ''}"
     return run.reason or run.status
 
 
 def _inaccurate(run: Run, way: TrainingWay | None) -> str:
     if way is not None and way.divergence is not None:
-        return divergence_text(way.divergence)
+        return diverges(way.divergence, way).text
     if run.output_error is None or run.output_error.distance is None:
         return "; ".join(run.notes) or "the error is infinite"
     what = f", {judged_by(run)}" if run.compared_module else ""

@@ -1,11 +1,15 @@
-"""Why a way to train fails, in words. Never imports torch."""
+"""How each way to train ended, in sentences. Never imports torch."""
 
 from __future__ import annotations
 
 from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.scan_result import Run
-from lowprec_check.schema.training import WAYS, Divergence, TrainingWay
+from lowprec_check.schema.training import BEYOND, WAYS, Divergence, TrainingSetup, TrainingWay
 from lowprec_check.schema.verdict import ExceptionInfo
+from lowprec_check.schema.wording import Sentence, chained, plain, say
+
+_LONGEST = 110
+"""Characters of an exception."""
 
 
 def first_way(run: Run) -> TrainingWay | None:
@@ -18,14 +22,38 @@ def passing_ways(run: Run) -> list[TrainingWay]:
     return [way for way in run.training.ways if way.status == "ok"] if run.training is not None else []
 
 
+def remedies(run: Run) -> list[str]:
+    """``fp32 master weights, Kahan summation``: the ways of ``run`` that pass, if the first does not.
+
+    One that also works without a ``GradScaler`` is named once, and one autocast around all steps, which the scan tried, never.
+    """
+    way, passing = first_way(run), [one.name for one in passing_ways(run) if one.name != "one-autocast"]
+    if way is None or way.status == "ok":
+        return []
+    return [way_name(n) for n in passing if not (n.endswith("-scaled") and n.removesuffix("-scaled") in passing)]
+
+
+def way_name(name: str) -> str:
+    """How a way is shown; one that this version does not know as it is saved."""
+    return WAYS.get(name, name)
+
+
 def way_text(name: str | None) -> str:
     """`` with GradScaler``, which follows the name of a run; empty for the plain way, and if nothing was trained."""
-    return "" if name in (None, "plain") else f" with {WAYS.get(name or '', name)}"
+    return "" if name in (None, "plain") else f" with {way_name(name or '')}"
 
 
-def loss_text(loss: float | None) -> str:
-    """``1.412``; ``Inf/NaN`` for ``None``."""
-    return "Inf/NaN" if loss is None else f"{loss:.4g}"
+def steps_of(way: TrainingWay) -> int:
+    """Steps that a way made that was not ended by a failure."""
+    return len(way.losses) - 1 if way.status in ("ok", "inaccurate") and way.losses else 0
+
+
+def distance_limit(run: Run, way: TrainingWay, setup: TrainingSetup) -> float | None:
+    """How far the weights may be from those of fp32 after the last step of ``way``; ``None`` if that is not judged."""
+    step = len(way.distances)
+    if way.name == "stochastic-rounding" or not setup.seeds or not 0 < step <= len(setup.distances):
+        return None
+    return max(BEYOND * setup.distances[step - 1], run.tolerance or 0.0) or None
 
 
 def in_phase(phase: Phase | None) -> str:
@@ -40,21 +68,57 @@ def when_raised(step: int | None, raised: ExceptionInfo | None) -> str:
     return f"{', '.join(parts)}: " if parts else ""
 
 
-def divergence_text(found: Divergence) -> str:
-    """``loss diverges from step 3 (fc.weight)``, ``weights move too little from step 1``."""
-    where = f" ({found.parameter})" if found.parameter else ""
-    if not found.step:
-        return f"loss differs from that of fp32 before the first step{where}"
-    if found.what == "progress":
-        what = f"weights move too {'far' if found.value > found.limit else 'little'}"
-    else:
-        what = "loss diverges" if found.what == "loss" else "weights diverge"
-    return f"{what} from step {found.step}{where}"
+def failure(way: TrainingWay) -> Sentence | None:
+    """Why a way fails, and in which step."""
+    if way.exception is not None:
+        text = way.exception.text
+        shown = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+        return say("{when:text}{error:text}", when=when_raised(way.failed_step, way.exception), error=shown)
+    if way.status == "nonfinite":
+        return nonfinite(way)
+    return diverges(way.divergence, way) if way.divergence is not None else None
 
 
-def nonfinite_text(way: TrainingWay) -> str:
+def nonfinite(way: TrainingWay) -> Sentence:
     """``NaN or Inf in the loss after step 2``."""
     if None in way.losses:
-        steps = way.losses.index(None)
-        return f"NaN or Inf in the loss {f'after step {steps}' if steps else 'of the first step'}"
-    return f"NaN or Inf in the {'gradients' if way.skipped_steps else 'weights'}"
+        step = way.losses.index(None)
+        if not step:
+            return plain("NaN or Inf in the loss of the first step")
+        return say("NaN or Inf in the loss after step {step:number}", step=step)
+    if way.skipped_steps and len(way.losses) <= (way.failed_step or 0):
+        step = len(way.losses) + 1
+        return say("NaN or Inf in the gradients of step {step:number} with every scale of GradScaler", step=step)
+    return plain("NaN or Inf in the weights")
+
+
+def diverges(found: Divergence, way: TrainingWay) -> Sentence:
+    """``loss diverges from step 3 (fc.weight): 2.01, 0.14 above its limit``."""
+    where = f" ({found.parameter})" if found.parameter else ""
+    if not found.step:
+        return say("the loss differs from that of fp32 before the first step{where:text}", where=where)
+    above = found.value > found.limit
+    if found.what == "loss":
+        after = next((loss for loss in way.losses[:1] if loss is not None), 0.0) + found.value
+        beyond = abs(found.value - found.limit)
+        words = f"loss diverges from step {{step:number}}{{where:text}}: {{loss:loss}}, {{beyond:figure}} {'above' if above else 'below'} its limit"
+        return say(words, step=found.step, where=where, loss=after, beyond=beyond)
+    if found.what == "weights":
+        words = "weights diverge from step {step:number}{where:text}: {distance:error} from those of fp32, {part:percent} of the limit"
+        part = found.value / found.limit if found.limit else None
+        return say(words, step=found.step, where=where, distance=found.value, part=part)
+    words = f"weights move too {'far' if above else 'little'} from step {{step:number}}{{where:text}}: {{moved:percent}} as far as in fp32, limit {{limit:percent}}"
+    return say(words, step=found.step, where=where, moved=found.value, limit=found.limit)
+
+
+def remarks(way: TrainingWay, setup: TrainingSetup) -> Sentence | None:
+    """Why a way fails, in which step, what ``GradScaler`` did, and whether the time was too short for all steps."""
+    done, parts = steps_of(way), [failure(way)]
+    if way.skipped_steps:
+        parts.append(say("{skipped:count step} skipped", skipped=way.skipped_steps))
+        scales = {"start": way.initial_scale, "end": way.final_scale}
+        if None not in scales.values() and way.initial_scale != way.final_scale:
+            parts.append(say("loss scale {start:scale} → {end:scale}", **scales))
+    if done and done < setup.steps:
+        parts.append(say("stopped after {done:number} of {steps:count step}", done=done, steps=setup.steps))
+    return chained(*parts) if any(parts) else None

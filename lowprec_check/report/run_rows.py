@@ -10,10 +10,10 @@ from lowprec_check.analysis.degenerate_output import degenerate_output
 from lowprec_check.analysis.recommend import worth_of
 from lowprec_check.analysis.run_summary import bytes_text, counted, explain_status, memory_ratio, short_op, some
 from lowprec_check.analysis.speed import failure_while_timed, speed
-from lowprec_check.analysis.training_status import first_way, loss_text
+from lowprec_check.analysis.training_status import first_way
 from lowprec_check.report import summary
 from lowprec_check.report.escape import visible
-from lowprec_check.report.training import final_loss, remedies, share_figure, way_name
+from lowprec_check.report.training import final_loss, loss_text, remedies, share_figure, way_name
 from lowprec_check.schema.measures import Latency
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER
 from lowprec_check.schema.scan_result import Run, ScanResult

@@ -6,19 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lowprec_check.analysis import run_summary
-from lowprec_check.analysis.run_summary import bytes_text, counted, percent, shorten, some
-from lowprec_check.analysis.training_status import (
-    divergence_text,
-    first_way,
-    loss_text,
-    nonfinite_text,
-    passing_ways,
-    when_raised,
-)
+from lowprec_check.analysis.run_summary import bytes_text, counted, percent, some
+from lowprec_check.analysis import training_status
+from lowprec_check.analysis.training_status import first_way, remarks
 from lowprec_check.report.escape import visible
 from lowprec_check.schema.recommendation import Recommendation
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.training import BEYOND, WAYS, Divergence, EpsilonCheck, TrainingSetup, TrainingWay
+from lowprec_check.schema.training import BEYOND, WAYS, EpsilonCheck, TrainingSetup, TrainingWay
+from lowprec_check.schema.wording import shown
 
 TITLE = "Ways to train"
 HINT = (
@@ -143,9 +138,8 @@ def left_out(rows: Sequence[WayRow], shown: Sequence[WayRow]) -> str:
 
 def why(way: TrainingWay, setup: TrainingSetup) -> str:
     """Why it fails, in which step, what ``GradScaler`` did, and whether the time was too short for all steps."""
-    done = len(way.losses) - 1
-    early = f"stopped after {done} of {counted(setup.steps, 'step')}" if _ends(way) and done < setup.steps else ""
-    return "; ".join(filter(None, (_failure(way), _scaling(way), early)))
+    found = remarks(way, setup)
+    return found.text if found is not None else ""
 
 
 def _ends(way: TrainingWay) -> bool:
@@ -153,31 +147,9 @@ def _ends(way: TrainingWay) -> bool:
     return way.status in ("ok", "inaccurate") and len(way.losses) > 1
 
 
-def _failure(way: TrainingWay) -> str:
-    if way.exception is not None:
-        return when_raised(way.failed_step, way.exception) + shorten(way.exception.text)
-    if way.status == "nonfinite":
-        return nonfinite_text(way)
-    if way.divergence is not None:
-        return f"{divergence_text(way.divergence)}: {_crossed(way, way.divergence)}"
-    return ""
-
-
-def _crossed(way: TrainingWay, found: Divergence) -> str:
-    """``2.01, limit 1.87``: the loss as the chart shows it, not counted from the first."""
-    if found.what == "progress":
-        return f"{found.value:.0%} as far as in fp32, limit {found.limit:.0%}".replace("%", " %")
-    first = way.losses[0] if found.what == "loss" and way.losses else None
-    value, limit = apart([(first or 0.0) + found.value, (first or 0.0) + found.limit])
-    return f"{value}, limit {limit}"
-
-
-def _scaling(way: TrainingWay) -> str:
-    if not way.skipped_steps:
-        return ""
-    scales = [f"{scale:g}" for scale in (way.initial_scale, way.final_scale) if scale is not None]
-    moved = f", loss scale {' → '.join(scales)}" if len(set(scales)) > 1 else ""
-    return f"{counted(way.skipped_steps, 'step')} skipped{moved}"
+def loss_text(loss: float | None) -> str:
+    """``1.412``; ``Inf/NaN`` for ``None``."""
+    return shown(loss, "loss")
 
 
 def way_name(way: TrainingWay | None) -> str:
@@ -195,11 +167,7 @@ def remedies(run: Run) -> str:
 
     One that also works without a ``GradScaler`` is named once.
     """
-    way, passing = first_way(run), [one.name for one in passing_ways(run)]
-    if way is None or way.status == "ok":
-        return ""
-    names = [name for name in passing if not (name.endswith("-scaled") and name.removesuffix("-scaled") in passing)]
-    return some([shown_name(name) for name in names], most=2)
+    return some(training_status.remedies(run), most=2)
 
 
 # -- steps with gradients of zero

@@ -10,7 +10,8 @@ from lowprec_check.analysis.run_summary import candidates, is_cast, label, memor
 from lowprec_check.analysis.speed import Speed, is_faster, speed
 from lowprec_check.analysis.statements.registry import Made, Said, per_run, per_scan, said, statements
 from lowprec_check.analysis.statements.status import NEAR, why
-from lowprec_check.analysis.training_status import first_way, passing_ways, way_text
+from lowprec_check.analysis.statements.training import drawback
+from lowprec_check.analysis.training_status import first_way, remedies, way_text
 from lowprec_check.schema.precisions import low_precisions
 from lowprec_check.schema.recommendation import Recommendation
 from lowprec_check.schema.registry import choices
@@ -169,17 +170,6 @@ def gain(run: Run, result: ScanResult) -> Made:
     )
 
 
-@per_run("training", "advice", disproof="more steps, other seeds, or the whole training")
-def training(run: Run, result: ScanResult) -> Made:
-    """How near the recommended way to train stays to fp32, and what it needs."""
-    best = result.recommendation
-    return (
-        plain(best.reason)
-        if best is not None and run is recommended_run(result) and result.training is not None
-        else None
-    )
-
-
 @per_run("setup", "advice")
 def setup(run: Run, result: ScanResult) -> Made:
     """How long the recommended run took to set up, if that is long."""
@@ -196,7 +186,7 @@ def kept(run: Run, result: ScanResult) -> Made:
     return say("kept in fp32: {kept:modules}", kept=run.keep_fp32)
 
 
-BASIS = ("passes", "training", "gain", "setup", "kept")
+BASIS = ("passes", "training", "gain", "scaling", "updates", "other-way", "state", "setup", "kept")
 """The kinds that say what a recommendation rests on, in order."""
 
 
@@ -259,15 +249,9 @@ def not_chosen(run: Run, result: ScanResult) -> Made:
         return None
     odd = degenerate_output(run, result)
     reason = say("it cannot be judged: {odd:text}", odd=odd) if odd else why(run)
-    passing = passing_ways(run)
+    passing = remedies(run)
     if passing:
-        reason = chained(
-            reason,
-            say(
-                "passes with {ways:names}",
-                ways=[way_text(way.name).removeprefix(" with ") or "plain" for way in passing],
-            ),
-        )
+        reason = chained(reason, say("passes with {ways:names}", ways=passing))
     return Said(reason, "bad")
 
 
@@ -281,8 +265,10 @@ def also_faster(run: Run, result: ScanResult) -> Made:
         or run.status != "ok"
         or run.is_reference
         or found.told != "faster"
-        or result.training is not None
     ):
+        return None
+    trained, advised = first_way(best), result.recommendation.way if result.recommendation else None
+    if trained is not None and trained.name != advised:  # times are those of the first way
         return None
     if not is_faster(found, speed(best, result.runs)) or not found.ratio:
         return None
@@ -290,4 +276,5 @@ def also_faster(run: Run, result: ScanResult) -> Made:
         is_cast(run) and not is_cast(best) and any(missing_kernels(other) for other in result.runs if is_cast(other))
     )
     unsafe = ", but some ops lack a kernel in another cast of the model" if lacking else ""
-    return say(f"passes too, {{ratio:times}} as fast as fp32{unsafe}", ratio=found.ratio)
+    faster = say(f"passes too, {{ratio:times}} as fast as fp32{unsafe}", ratio=found.ratio)
+    return chained(faster, drawback(run), between=", ")

@@ -8,7 +8,7 @@ from lowprec_check.analysis.error_shares import is_over_tolerance, main_causes, 
 from lowprec_check.analysis.run_summary import missing_kernels, on_which_call, reference_of
 from lowprec_check.analysis.speed import failure_while_timed
 from lowprec_check.analysis.statements.registry import Made, Said, per_run
-from lowprec_check.analysis.training_status import divergence_text, first_way, in_phase, nonfinite_text, when_raised
+from lowprec_check.analysis.training_status import diverges, first_way, in_phase, nonfinite, when_raised
 from lowprec_check.schema.error_budget import MATTERS
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.wording import Sentence, chained, plain, say, short_op, some
@@ -90,7 +90,7 @@ def out_of_range(run: Run) -> Sentence | None:
 def _inaccurate(run: Run) -> Sentence:
     way, error = first_way(run), run.output_error
     if way is not None and way.divergence is not None:
-        return plain(divergence_text(way.divergence))
+        return diverges(way.divergence, way)
     if error is None or error.distance is None:
         return plain("; ".join(run.notes) or "the error is infinite")
     limit = run.tolerance or 0.0
@@ -119,17 +119,12 @@ def shares(run: Run) -> Sentence | None:
 
 def _nonfinite(run: Run) -> Sentence:
     way = first_way(run)
-    what = nonfinite_text(way) if way is not None else "NaN or Inf in the output"
+    what = nonfinite(way) if way is not None else plain("NaN or Inf in the output")
     first = next((row for row in run.op_calls.rows() if row.introduced_inf or row.introduced_nan), None)
     if first is None:
-        return plain(what)
-    return say(
-        "{what:text}, first in {op:op}{phase:text} of {module:module}",
-        what=what,
-        op=first.op,
-        phase=in_phase(first.phase),
-        module=first.module,
-    )
+        return what
+    place = {"op": first.op, "phase": in_phase(first.phase), "module": first.module}
+    return chained(what, say("first in {op:op}{phase:text} of {module:module}", **place), between=", ")
 
 
 @per_run("failure", "runs", disproof="running the model so, several times in a row, without it")

@@ -1,0 +1,357 @@
+"""What training in low precision does to gradients, updates and the loss, and what the recommended way to train rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import frexp
+
+from lowprec_check.analysis.recommend import recommended_run
+from lowprec_check.analysis.run_summary import reference_of
+from lowprec_check.analysis.statements.registry import Made, Said, per_run, per_scan
+from lowprec_check.analysis.statements.status import why
+from lowprec_check.analysis.training_advice import FEW, keeps_weights
+from lowprec_check.analysis.training_status import distance_limit, first_way, remedies, steps_of, way_name
+from lowprec_check.schema.precisions import FP16
+from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.training import (
+    EXTENSION_WAYS,
+    EpsilonCheck,
+    LostUpdates,
+    ParameterGradient,
+    TrainingRun,
+    TrainingWay,
+    Values,
+    decay_lost_of,
+    lost_of,
+)
+from lowprec_check.schema.wording import Sentence, chained, plain, say
+
+MATTERS = 0.001
+"""Smaller shares of elements that underflow, and of updates that are lost, are not mentioned."""
+
+_NAMED = 2
+"""Parameters in a sentence."""
+
+_CLOSE = 0.8
+"""The part of the limit of the weights from which on a run that passes is near it."""
+
+
+# -- what the recommendation rests on
+
+
+def _recommended(run: Run, result: ScanResult) -> TrainingWay | None:
+    """The way to train that is recommended, if ``run`` is."""
+    best = result.recommendation
+    if best is None or result.training is None or run.training is None or run is not recommended_run(result):
+        return None
+    return run.training.way(best.way or "plain")
+
+
+@per_scan("seeds", "inputs", disproof="more steps, or the whole training")
+def seeds(result: ScanResult) -> Iterator[Made]:
+    """What a run in low precision is judged by."""
+    setup = result.training
+    if setup is None:
+        return
+    if setup.seeds:
+        yield say("judged by {seeds:count fp32 run} from other seeds, after the last step", seeds=setup.seeds)
+    else:
+        yield Said(plain("no fp32 run from another seed finished, so the loss is not judged"), "warn")
+
+
+@per_run("training", "advice", disproof="more steps, other seeds, or the whole training")
+def stays_near(run: Run, result: ScanResult) -> Made:
+    """How near the recommended way to train stays to fp32."""
+    way, setup = _recommended(run, result), result.training
+    if way is None or setup is None:
+        return None
+    done, parts, close = steps_of(way), [], False
+    if done and len(setup.losses) > done:
+        words = "its loss goes from {first:loss} to {last:loss}, in fp32 from {fp32_first:loss} to {fp32_last:loss}"
+        of_fp32 = {"fp32_first": setup.losses[0], "fp32_last": setup.losses[done]}
+        parts.append(say(words, first=way.losses[0], last=way.losses[-1], **of_fp32))
+    if way.distances:
+        limit, distance = distance_limit(run, way, setup), way.distances[-1]
+        near = say("its weights end {distance:error} from those of fp32", distance=distance)
+        if limit is not None:
+            close = distance >= _CLOSE * limit
+            words = "{part:percent} of the limit from {seeds:count fp32 run} with other seeds"
+            near = chained(near, say(words, part=distance / limit, seeds=setup.seeds), between=", ")
+        elif way.name == "stochastic-rounding":
+            near = chained(near, plain("which is not judged, as rounding at random is right on average"), between=", ")
+        parts.append(near)
+    says = say("it passes after {done:count step}", done=done or setup.steps)
+    return Said(chained(says, chained(*parts), between=": ") if parts else says, "warn" if close else "none")
+
+
+@per_run("scaling", "advice", disproof="a step later in the training")
+def scaling(run: Run, result: ScanResult) -> Made:
+    """Whether the recommended way to train scales the loss, and why."""
+    way = _recommended(run, result)
+    if way is None or run.basis is None:
+        return None
+    if not run.basis.format.underflows:
+        return say("no GradScaler is needed: {format:text} has the range of fp32", format=run.basis.format.short)
+    underflow = run.training.underflow if run.training else None
+    lost = None
+    if underflow is not None:
+        words = "{underflow:percent} of the elements of gradients underflow in the first step without it"
+        lost = say(words, underflow=underflow) if underflow else plain("no gradient underflows in the first step without it")
+    if way.initial_scale is None:
+        return chained(plain("it passes without GradScaler"), lost)
+    skips = (
+        say("with GradScaler from {scale:scale}, {skipped:count step} skipped", scale=way.initial_scale, skipped=way.skipped_steps)
+        if way.skipped_steps
+        else say("with GradScaler from {scale:scale}, no step skipped", scale=way.initial_scale)
+    )
+    plain_way = run.training.way("plain") if run.training else None
+    without = plain("it passes without GradScaler too") if plain_way and plain_way.status == "ok" else None
+    return chained(skips, lost, without)
+
+
+@per_run("updates", "advice", disproof="a longer training")
+def updates(run: Run, result: ScanResult) -> Made:
+    """Whether the recommended way to train loses updates of weights, or how it keeps them."""
+    way = _recommended(run, result)
+    if way is None or run.training is None:
+        return None
+    plain_way = run.training.way("plain")
+    lost = plain_way.lost_updates if plain_way else None
+    if way.name in EXTENSION_WAYS:
+        return say("with {way:text}", way=way_name(way.name))
+    if keeps_weights(run):
+        return plain("the weights stay in fp32, so rounding loses no update")
+    if way.name in ("plain", "grad-scaler"):
+        if lost is None:
+            return None
+        if lost < FEW:
+            return say("no master weights are needed: rounding loses {lost:percent} of the updates of weights", lost=lost)
+        return Said(
+            say("rounding loses {lost:percent} of the updates of weights, which a longer training may show", lost=lost),
+            "warn",
+        )
+    if not lost:
+        return say("with {way:text}", way=way_name(way.name))
+    words = "with {way:text}; as it is, rounding loses {lost:percent} of the updates of weights"
+    return say(words, way=way_name(way.name), lost=lost)
+
+
+@per_run("other-way", "advice", disproof="training the model so")
+def other_way(run: Run, result: ScanResult) -> Made:
+    """Why the recommended run is not to be trained as its user would write it."""
+    way, first = _recommended(run, result), first_way(run)
+    if way is None or first is None or way.name == first.name or run.status in ("ok", "skipped"):
+        return None
+    return chained(say("{first:text} it does not pass", first=_as(first)), why(run), between=": ")
+
+
+def _as(way: TrainingWay) -> str:
+    return "as it is" if way.name == "plain" else f"with {way_name(way.name)}"
+
+
+@per_run("state", "advice")
+def state(run: Run, result: ScanResult) -> Made:
+    """The memory of the weights and the state of the optimizer in the recommended way, against fp32's."""
+    way, reference = _recommended(run, result), reference_of(result.runs)
+    fp32 = first_way(reference) if reference is not None else None
+    if way is None or fp32 is None or not way.state_bytes or not fp32.state_bytes:
+        return None
+    words = "weights and optimizer state take {state:bytes}, in fp32 {fp32:bytes}"
+    return say(words, state=way.state_bytes, fp32=fp32.state_bytes)
+
+
+def drawback(run: Run) -> Sentence | None:
+    """Why a run that passes, and is faster than the recommended one, is not recommended; ``None`` if its weights stay in fp32."""
+    first = first_way(run)
+    if first is None or run.basis is None or keeps_weights(run):
+        return None
+    casts = say("but its weights are in {format:text}", format=run.basis.format.short)
+    lost = say("rounding loses {lost:percent} of their updates", lost=first.lost_updates) if first.lost_updates else None
+    return chained(casts, lost, between=": ")
+
+
+# -- each run
+
+
+@per_run("passing-ways", "runs", disproof="training the model so")
+def passing(run: Run, result: ScanResult) -> Made:
+    """The ways to train that pass, if the first does not; the first, if it is not the plain one."""
+    first, names = first_way(run), remedies(run)
+    if names:
+        return say("passes with {ways:names}", ways=names)
+    if first is not None and first.name != "plain" and first.status == "ok" and not run.is_reference:
+        return say("with {way:text}", way=way_name(first.name))
+    return None
+
+
+@per_run("gradients", "training", disproof="a later step")
+def gradients(run: Run, result: ScanResult) -> Made:
+    """What the precision does to the gradients of the first step, without loss scaling, against fp32."""
+    training = run.training
+    if training is None or run.is_reference or not training.gradients:
+        return None
+    small = [found for found in training.gradients if found.underflow >= MATTERS]
+    large = [found for found in training.gradients if found.overflow]
+    parts = []
+    if (training.underflow or 0.0) >= MATTERS:
+        total = say("{underflow:percent} of the elements underflow", underflow=training.underflow)
+        parts.append(_with(total, _named(small, "underflow", "of"), len(small)))
+    if large:
+        parts.append(_with(plain("elements overflow"), _named(large, "overflow", "of"), len(large)))
+    if training.gradient_error is not None:
+        told = [found for found in training.gradients if found.error_share]
+        named = _named(told, "error_share", "from")
+        parts.append(_with(say("error {error:error}", error=training.gradient_error), named))
+    is_odd = large or (training.underflow or 0.0) >= MATTERS
+    return Said(chained(*parts), "warn" if is_odd else "none") if parts else None
+
+
+def _named(found: Sequence[ParameterGradient], figure: str, word: str) -> list[Sentence]:
+    """``48 % of conv1.weight``: the parameters with the largest figures."""
+    most = sorted(found, key=lambda one: -(getattr(one, figure) or 0.0))[:_NAMED]
+    return [
+        say(f"{{share:percent}} {word} {{parameter:text}}", share=getattr(one, figure), parameter=one.parameter)
+        for one in most
+    ]
+
+
+def _with(head: Sentence, named: list[Sentence], total: int = 0) -> Sentence:
+    """``head (48 % of conv1.weight, 4 % of fc.weight and of 12 more)``."""
+    if not named:
+        return head
+    inside = chained(*named, between=", ")
+    if total > len(named):
+        inside = chained(inside, say("of {more:number} more", more=total - len(named)), between=" and ")
+    return chained(head, plain(" ("), inside, plain(")"), between="")
+
+
+@per_run("loss-scale", "training", disproof="a later step with larger gradients")
+def loss_scale(run: Run, result: ScanResult) -> Made:
+    """The loss scale that the first step suggests, and what happened when it was tried."""
+    training, setup = run.training, result.training
+    found = training.loss_scale if training is not None else None
+    if training is None or found is None or setup is None:
+        return None
+    default, suggested = training.way("grad-scaler"), training.way("grad-scaler-suggested")
+    is_needed = found.underflow_unscaled >= FEW or default is None or default.status != "ok" or default.skipped_steps
+    start = "start GradScaler at {scale:text}" if is_needed else "the default scale of GradScaler will do; {scale:text} fits too"
+    if default is not None and default.initial_scale == found.scale:
+        start = "keep the initial scale of GradScaler, {scale:text}"
+    scaled, largest = found.largest * found.scale, (run.basis.format if run.basis is not None else FP16).largest
+    where = f" ({found.largest_at})" if found.largest_at else ""
+    parts = [
+        say(start, scale=power_of_two(found.scale)),
+        say("the largest 16-bit gradient of the backward pass is {largest:figure}{where:text}", largest=found.largest, where=where),
+        say("{scaled:figure} with this scale, of at most {limit:scale}", scaled=scaled, limit=largest) if scaled <= largest else None,
+    ]
+    return chained(chained(*parts[:1]), chained(*parts[1:], between=", "), _underflow(training), _tried(training, suggested or default))
+
+
+def power_of_two(scale: float) -> str:
+    """``2^17`` of 131072; a scale that is no power of two as a number."""
+    mantissa, exponent = frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
+
+
+def _underflow(training: TrainingRun) -> Sentence | None:
+    found = training.loss_scale
+    if found is None:
+        return None
+    if found.underflow is None:
+        words = "{without:percent} of the elements of gradients underflow without scaling"
+        return say(words, without=found.underflow_unscaled)
+    if not found.underflow_unscaled and not found.underflow:
+        return plain("no element of the gradients underflows, with it or without scaling")
+    words = "{without:percent} of the elements of gradients underflow without scaling, {here:percent} with it"
+    return say(words, without=found.underflow_unscaled, here=found.underflow)
+
+
+def _tried(training: TrainingRun, way: TrainingWay | None) -> Sentence | None:
+    found = training.loss_scale
+    if found is None or found.skipped_steps is None or way is None or way.initial_scale != found.scale:
+        return None
+    done = steps_of(way)
+    skipped = "{skipped:count step} skipped" if found.skipped_steps else "no step skipped"
+    figures: dict[str, int] = {"skipped": found.skipped_steps} if found.skipped_steps else {}
+    return say(f"tried in {{done:count step}}: {skipped}", done=done, **figures) if done else say(f"tried: {skipped}", **figures)
+
+
+# -- updates
+
+_KINDS: dict[Values, str] = {
+    "weight": "weights",
+    "buffer": "buffers",
+    "optimizer state": "optimizer state",
+    "average": "averages of weights",
+}
+_KEY = " · "
+"""Between a parameter and the key of its state in a name."""
+
+
+class Lost:
+    """Tensors of one kind, whose updates are counted together."""
+
+    def __init__(self, name: str, tensors: Sequence[LostUpdates]) -> None:
+        self.name, self.tensors = name, tensors
+        self.share, self.decay = lost_of(tensors) or 0.0, decay_lost_of(tensors)
+        self.worst = max(tensors, key=lambda one: one.lost)
+
+
+def lost_kinds(run: Run) -> list[Lost]:
+    """Weights by their parameter group if there are several, buffers, the optimizer's state by its key, averages."""
+    found = run.training.lost_updates if run.training is not None else []
+    several = len({one.group for one in found if one.values == "weight"}) > 1
+    kinds: dict[str, list[LostUpdates]] = {}
+    for values, name in _KINDS.items():
+        for one in found:
+            if one.values == values:
+                key = f" {one.name.rpartition(_KEY)[2]}" if values == "optimizer state" else ""
+                group = f" of group {one.group}" if values == "weight" and several and one.group is not None else ""
+                kinds.setdefault(f"{name}{key}{group}", []).append(one)
+    return [Lost(name, tensors) for name, tensors in kinds.items()]
+
+
+def tensor_name(found: LostUpdates) -> str:
+    """Of the optimizer's state, the parameter."""
+    return (found.name.rpartition(_KEY)[0] if found.values == "optimizer state" else "") or found.name
+
+
+@per_run("lost-updates", "training", disproof="a larger learning rate, or a longer training")
+def lost_updates(run: Run, result: ScanResult) -> Made:
+    """The share of the updates that rounding loses: of weights, buffers, the state of the optimizer, averages."""
+    kinds = [kind for kind in lost_kinds(run) if max(kind.share, kind.decay or 0.0) >= MATTERS]
+    return chained(*map(_lost, kinds)) if kinds else None
+
+
+def _lost(kind: Lost) -> Sentence:
+    head = say("{values:text} {lost:percent}", values=kind.name, lost=kind.share)
+    if len(kind.tensors) == 1:
+        head = chained(head, say(" ({tensor:text})", tensor=tensor_name(kind.worst)), between="")
+    elif kind.share:
+        most = {"tensor": tensor_name(kind.worst), "most": kind.worst.lost}
+        head = chained(head, say(" (most in {tensor:text}, {most:percent})", **most), between="")
+    if (kind.decay or 0.0) < MATTERS:
+        return head
+    return chained(head, say("their weight decay {decay:percent}", decay=kind.decay), between=", ")
+
+
+_IMPLEMENTATIONS = {"loop": "foreach=False", "foreach": "foreach=True", "fused": "fused=True"}
+
+
+@per_run("zero-gradients", "training", disproof="a step of the optimizer with gradients of zero")
+def zero_gradients(run: Run, result: ScanResult) -> Made:
+    """Implementations of the optimizer in which a step with gradients of zero makes weights NaN or Inf."""
+    checks = [check for check in (run.training.epsilon if run.training is not None else []) if check.error is None]
+    bad = [check for check in checks if check.nonfinite]
+    if not bad:
+        return None
+    shares = sorted(check.nonfinite for check in bad)
+    some = "{share:percent}" if shares[0] == shares[-1] else "up to {share:percent}"
+    fine = [check for check in checks if not check.nonfinite]
+    words = f"a step with gradients of zero makes {some} of the weights NaN or Inf with {{bad:text}}"
+    found = say(words, share=shares[-1], bad=_implementations(bad))
+    return Said(chained(found, say("none with {fine:text}", fine=_implementations(fine)) if fine else None, between=", "), "warn")
+
+
+def _implementations(checks: Sequence[EpsilonCheck]) -> str:
+    return ", ".join(_IMPLEMENTATIONS.get(check.implementation, "the optimizer as given") for check in checks)

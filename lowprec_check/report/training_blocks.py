@@ -1,0 +1,196 @@
+"""What a training scan found, as blocks: the ways to train, gradients, loss scales, lost updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from lowprec_check.analysis.run_summary import label, reference_of
+from lowprec_check.analysis.statements.training import MATTERS, lost_kinds, tensor_name
+from lowprec_check.analysis.training_status import distance_limit, first_way, remarks, steps_of, way_name
+from lowprec_check.report.blocks import Block, Column, ErrorOf, Fold, Heading, Row, Say, Table
+from lowprec_check.schema.recommendation import Recommendation
+from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.statements import Statement
+from lowprec_check.schema.training import BEYOND, ParameterGradient, TrainingSetup, TrainingWay
+from lowprec_check.schema.wording import counted, percent, shown
+
+_JUDGED = (
+    "A way fails if, up to its last step, the change of its loss is outside the 99.5 % prediction interval of fp32 runs from other seeds, "
+    f"or its weights are more than {BEYOND:g} times as far from those of fp32 as in any such run (not judged with stochastic "
+    "rounding, which is right on average), or move less or further in the direction of fp32."
+)
+_WAYS = (
+    Column("precision", "run"),
+    Column("way"),
+    Column("status", "status", _JUDGED),
+    Column("loss", "figure", "After the last step."),
+    Column("distance", "error", "Of the weights from those of fp32, relative to how far these moved."),
+    Column("moved", "share", "How far the weights moved in the direction of fp32, relative to fp32."),
+    Column("lost", "percent", "Share of the updates of weights that rounding loses."),
+    Column("state", "bytes", "Weights, their copies and the state of the optimizer."),
+    Column("why", "sentence"),
+)
+_GRADIENTS = (
+    Column("parameter"),
+    Column("elements", "number"),
+    Column("error", "error", "Relative L2 error against fp32."),
+    Column("share", "percent", "Of the squared error of all gradients."),
+    Column("largest", "error", "The largest magnitude in fp32."),
+    Column("underflow", "percent", "Share of the elements that are zero here and not in fp32."),
+    Column("overflow", "percent", "Share that is Inf or NaN here and finite in fp32."),
+)
+_LOST = (
+    Column("precision", "run"),
+    Column("values"),
+    Column("tensors", "number"),
+    Column("elements", "number"),
+    Column("lost", "percent", "Share of the updates after which the value is the same, although the same update changes an fp32 copy."),
+    Column("weight decay", "percent", "The same of weight decay alone."),
+    Column("most in", "sentence"),
+)
+_PARAMETERS = 20
+"""Rows of a table of gradients."""
+
+
+def training_blocks(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
+    """The sections of a training scan; ``said`` are the statements of the result."""
+    setup = result.training
+    if setup is None:
+        return
+    yield from _ways(result, setup)
+    yield from _items(said, "zero-gradients", detail_of_rest="more", first=())  # LP506 says it too
+    yield Heading("Gradients of the first step, without loss scaling", anchor="gradients")
+    yield from _items(said, "gradients", first=("warn",))
+    yield from _items(said, "loss-scale", first=("warn", "none"))
+    yield from _gradients(result)
+    yield Heading("Lost updates", anchor="lost")
+    yield from _items(said, "lost-updates", first=("warn", "none"))
+    rows = [Row(cells) for run in result.runs for cells in _lost(run)]
+    if rows:
+        yield Fold("Lost updates by kind of value", [Table(_LOST, rows, "lost updates", headings=2)], detail="all")
+
+
+def _items(said: Sequence[Statement], kind: str, first: Sequence[str], detail_of_rest: str = "more") -> Iterator[Say]:
+    """The sentences of one kind; those of other tones than ``first`` with more detail."""
+    for found in said:
+        if found.kind == kind:
+            detail = "first" if found.tone in first else "more"
+            yield Say(found.text, found.tone, "item", ", ".join(found.runs), detail=detail)
+
+
+# -- ways
+
+
+def _ways(result: ScanResult, setup: TrainingSetup) -> Iterator[Block]:
+    news, others = [], []
+    for run in result.runs:
+        for way, is_news in _told(run):
+            (news if is_news else others).append((way, _way(run, way, setup, result.recommendation)))
+    reference, table = list(_reference(result, setup)), "ways to train"
+    yield Heading("Ways to train", anchor="ways")
+    if news:
+        yield Table(_WAYS, [*reference, *(row for _, row in news)], table, headings=2)
+    if others:
+        passing = sum(way.status == "ok" for way, _ in others)
+        title = _title(passing, len(others) - passing, "more " if news else "")
+        rows = [row for _, row in others]
+        yield Fold(title, [Table(_WAYS, rows if news else [*reference, *rows], table, headings=2)], detail="more")
+    band = _band(setup)
+    if band:
+        yield Say(band, role="hint", detail="more")
+
+
+def _title(passing: int, failing: int, more: str) -> str:
+    """``4 more ways to train pass, 2 fail as their precision does``."""
+    parts = [f"{counted(passing, f'{more}way')} to train {'passes' if passing == 1 else 'pass'}"] if passing else []
+    if failing:
+        what = str(failing) if passing else f"{counted(failing, f'{more}way')} to train"
+        parts.append(f"{what} {'fails as its' if failing == 1 else 'fail as their'} precision does")
+    return ", ".join(parts)
+
+
+def _told(run: Run) -> Iterator[tuple[TrainingWay, bool]]:
+    """Each way, and whether it says more than the table of runs: of a precision that passes, the ways that fail; of one that
+    fails, those that do not fail as the first does, and the first with them."""
+    ways = run.training.ways if run.training is not None and not run.is_reference else []
+    if not ways:
+        return
+    if ways[0].status == "ok":
+        yield from ((way, way.status != "ok") for way in ways)
+        return
+    same = (ways[0].status, ways[0].exception, ways[0].divergence)
+    news = [(way.status, way.exception, way.divergence) != same for way in ways]
+    yield from zip(ways, [any(news), *news[1:]], strict=True)
+
+
+def _way(run: Run, way: TrainingWay, setup: TrainingSetup, advice: Recommendation | None) -> Row:
+    ended, said = bool(steps_of(way)), remarks(way, setup)
+    figures = (
+        way.losses[-1] if ended else None,
+        ErrorOf(way.distances[-1], distance_limit(run, way, setup)) if ended and way.distances else None,
+        way.progress if ended else None,
+        way.lost_updates,
+        way.state_bytes,
+    )
+    tag = "recommended" if _is_recommended(run, way, advice) else ""
+    return Row([label(run), way_name(way.name), way.status, *figures, said and said.text], tag)
+
+
+def _is_recommended(run: Run, way: TrainingWay, advice: Recommendation | None) -> bool:
+    if advice is None or advice.stay_in_fp32 or way.status != "ok" or way.name != advice.way:
+        return False
+    asked = (advice.precision, advice.backend, advice.memory_format, advice.keep_fp32)
+    return (run.base or run.precision, run.backend, run.memory_format, run.keep_fp32) == asked
+
+
+def _reference(result: ScanResult, setup: TrainingSetup) -> Iterator[Row]:
+    reference = reference_of(result.runs)
+    way = first_way(reference) if reference is not None else None
+    if way is not None:
+        loss = setup.losses[-1] if setup.losses else None
+        yield Row(["fp32", way_name(way.name), "reference", loss, None, None, None, way.state_bytes, None])
+
+
+def _band(setup: TrainingSetup) -> str:
+    """What fp32 runs from other seeds reach."""
+    parts = []
+    if setup.losses and setup.loss_low and setup.loss_high:
+        low, high = (shown(setup.losses[0] + bounds[-1], "loss") for bounds in (setup.loss_low, setup.loss_high))
+        parts.append(f"a loss of {low} – {high}")
+    if setup.distances:
+        parts.append(f"weights up to {shown(setup.distances[-1], 'error')} from those of fp32")
+    seeds = counted(setup.seeds, "other seed")
+    return f"fp32 with {seeds}, counted from the first loss of fp32: {', '.join(parts)}" if setup.seeds and parts else ""
+
+
+# -- gradients and updates
+
+
+def _gradients(result: ScanResult) -> Iterator[Block]:
+    """A table for each run with gradients, the parameters with the largest overflow, underflow and error first."""
+    for run in result.runs:
+        found = run.training.gradients if run.training is not None and not run.is_reference else []
+        if found:
+            worst = sorted(found, key=_order, reverse=True)
+            rows = [Row(list(_gradient(one))) for one in worst[:_PARAMETERS]]
+            left_out = max(0, len(found) - _PARAMETERS)
+            table = Table(_GRADIENTS, rows, f"gradients, {label(run)}", searchable=True, left_out=left_out)
+            yield Fold(f"Gradients by parameter: {label(run)}", [table], detail="all")
+
+
+def _order(found: ParameterGradient) -> tuple[float, ...]:
+    return found.overflow, found.underflow if found.underflow >= MATTERS else 0.0, found.error_share or 0.0
+
+
+def _gradient(found: ParameterGradient) -> Iterator[object]:
+    yield from (found.parameter, found.elements)
+    yield ErrorOf(None, text="Inf/NaN") if found.error is None and found.overflow else found.error
+    yield from (found.error_share, found.absmax, found.underflow, found.overflow)
+
+
+def _lost(run: Run) -> Iterator[list[object]]:
+    """A row for each kind of tensor, for each parameter group and each key of the optimizer's state."""
+    for kind in lost_kinds(run):
+        elements = sum(one.elements for one in kind.tensors)
+        most = f"{tensor_name(kind.worst)}, {percent(kind.worst.lost)}" if kind.share else None
+        yield [label(run), kind.name, len(kind.tensors), elements, kind.share, kind.decay, most]
