@@ -66,6 +66,12 @@ def test_a_ratio_never_says_that_two_times_are_the_same(ratio: float) -> None:
     assert ratio < 1.005 or not times(ratio).startswith(("1.0 ", "1.00 "))
 
 
+def test_figures_of_chained_sentences_stay_apart() -> None:
+    half, third = say("{share:share}", share=0.5), say("{share:share}", share=0.3)
+    pair = chained(half, third, between=", ")
+    assert chained(pair, pair, chained(third, pair)).text == "50 %, 30 %; 50 %, 30 %; 30 %; 50 %, 30 %"
+
+
 def test_an_op_has_one_name() -> None:
     assert [short_op(op) for op in ("aten._cdist_forward.default", "aten.linalg_inv_ex.default", "torch.fft.rfft")] == [
         "cdist_forward",

@@ -56,7 +56,11 @@ def _what_if(result: ScanResult) -> Iterator[Block]:
         Column("format"),
         Column("evidence"),
         Column("output error", "error", "Relative L2 error that is predicted."),
-        Column("why", "sentence", "The modules with the largest shares of the squared error, and what the prediction leaves out."),
+        Column(
+            "why",
+            "sentence",
+            "The modules with the largest shares of the squared error, and what the prediction leaves out.",
+        ),
     ]
     notes = {entry.note for entry in result.what_if}
     shared = notes.pop() if len(notes) == 1 and len(result.what_if) > 1 else None
@@ -77,7 +81,11 @@ def _causes(entry: WhatIf) -> Sentence | None:
     for place in entry.shares:
         totals[place.module] = totals.get(place.module, 0.0) + place.share
     largest = sorted(totals.items(), key=lambda item: -item[1])[:_NAMED]
-    named = [say("{share:share} from {module:module}", share=share, module=name) for name, share in largest if share >= MATTERS]
+    named = [
+        say("{share:share} from {module:module}", share=share, module=name)
+        for name, share in largest
+        if share >= MATTERS
+    ]
     return chained(*named, between=", ") if named else None
 
 
@@ -93,7 +101,15 @@ def _policies(result: ScanResult) -> Iterator[Block]:
     ]
     when = {"once": "after the last", "each time": "after each"}
     rows = [
-        Row([found.policy, found.computes_in, when.get(found.reduced, found.reduced), _policy_error(found), _policy(found)])
+        Row(
+            [
+                found.policy,
+                found.computes_in,
+                when.get(found.reduced, found.reduced),
+                _policy_error(found),
+                _policy(found),
+            ]
+        )
         for found in result.policies
     ]
     number = counted(result.policies[0].micro_batches, "micro-batch")
@@ -117,8 +133,8 @@ def _policy(found: PolicyGradient) -> str | None:
     if found.reason:
         parts.append(plain(found.reason))
     if found.worst_parameter is not None and found.worst_error is not None:
-        figures = {"parameter": found.worst_parameter, "error": found.worst_error}
-        parts.append(say("most in {parameter:text}: {error:error}", **figures))
+        words = "most in {parameter:text}: {error:error}"
+        parts.append(say(words, parameter=found.worst_parameter, error=found.worst_error))
     for share, what in ((found.underflow, "underflow"), (found.overflow, "overflow")):
         if share:
             parts.append(say(f"{{share:share}} of the elements {what}", share=share))

@@ -28,7 +28,9 @@ from lowprec_check.report.blocks import (
     SpeedOf,
     Table,
 )
+from lowprec_check.report.extra_blocks import extra_blocks
 from lowprec_check.report.plan import kept_modules
+from lowprec_check.report.training_blocks import training_blocks
 from lowprec_check.schema.measures import Latency
 from lowprec_check.schema.precisions import LOW_FORMATS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER
@@ -60,7 +62,8 @@ class _Said:
 def scan_document(result: ScanResult, *, findings: int = SHOWN_FINDINGS) -> Document:
     """The report; a terminal shows at most ``findings`` groups of findings."""
     said = _Said(result)
-    blocks = [*_head(result, said), *_runs(result, said), *_causes(result, said)]
+    blocks = [*_head(result, said), *_runs(result, said), *training_blocks(result, said.all)]
+    blocks += [*_causes(result, said), *extra_blocks(result)]
     blocks += _findings(result, findings)
     blocks += [*_shares(result), *_times(result), *_basis(said), *_environment(result)]
     return Document(result.target, blocks, result.tool, tuple(_advice(result, said)))
@@ -140,7 +143,7 @@ def runs_table(result: ScanResult, said: _Said | None = None) -> Table:
         why = (
             _why_reference(run)
             if run.is_reference
-            else "; ".join(found.text for found in said.of(run, "runs", "margin", "training"))
+            else "; ".join(found.text for found in said.of(run, "runs", "margin"))
         )
         figures = [figure(run, result) for _, figure in shown]
         rows.append(Row([label(run), shown_status(run, result), *figures, why], tag(run, result)))

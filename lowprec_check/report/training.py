@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from lowprec_check.analysis import run_summary
+from lowprec_check.analysis import run_summary, training_status
 from lowprec_check.analysis.run_summary import bytes_text, counted, percent, some
-from lowprec_check.analysis import training_status
 from lowprec_check.analysis.training_status import first_way, remarks
 from lowprec_check.report.escape import visible
 from lowprec_check.schema.recommendation import Recommendation

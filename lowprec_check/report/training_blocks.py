@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from lowprec_check.analysis.run_summary import label, reference_of
 from lowprec_check.analysis.statements.training import MATTERS, lost_kinds, tensor_name
@@ -44,7 +45,11 @@ _LOST = (
     Column("values"),
     Column("tensors", "number"),
     Column("elements", "number"),
-    Column("lost", "percent", "Share of the updates after which the value is the same, although the same update changes an fp32 copy."),
+    Column(
+        "lost",
+        "percent",
+        "Share of the updates after which the value is the same, although the same update changes an fp32 copy.",
+    ),
     Column("weight decay", "percent", "The same of weight decay alone."),
     Column("most in", "sentence"),
 )
@@ -58,7 +63,7 @@ def training_blocks(result: ScanResult, said: Sequence[Statement]) -> Iterator[B
     if setup is None:
         return
     yield from _ways(result, setup)
-    yield from _items(said, "zero-gradients", detail_of_rest="more", first=())  # LP506 says it too
+    yield from _items(said, "zero-gradients", first=())  # LP506 says it too
     yield Heading("Gradients of the first step, without loss scaling", anchor="gradients")
     yield from _items(said, "gradients", first=("warn",))
     yield from _items(said, "loss-scale", first=("warn", "none"))
@@ -70,34 +75,44 @@ def training_blocks(result: ScanResult, said: Sequence[Statement]) -> Iterator[B
         yield Fold("Lost updates by kind of value", [Table(_LOST, rows, "lost updates", headings=2)], detail="all")
 
 
-def _items(said: Sequence[Statement], kind: str, first: Sequence[str], detail_of_rest: str = "more") -> Iterator[Say]:
+def _items(said: Sequence[Statement], kind: str, first: Sequence[str]) -> Iterator[Say]:
     """The sentences of one kind; those of other tones than ``first`` with more detail."""
     for found in said:
         if found.kind == kind:
-            detail = "first" if found.tone in first else "more"
-            yield Say(found.text, found.tone, "item", ", ".join(found.runs), detail=detail)
+            yield Say(
+                found.text, found.tone, "item", ", ".join(found.runs), detail="first" if found.tone in first else "more"
+            )
 
 
 # -- ways
 
 
 def _ways(result: ScanResult, setup: TrainingSetup) -> Iterator[Block]:
-    news, others = [], []
+    news: list[tuple[TrainingWay, Row]] = []
+    others: list[tuple[TrainingWay, Row]] = []
     for run in result.runs:
         for way, is_news in _told(run):
             (news if is_news else others).append((way, _way(run, way, setup, result.recommendation)))
     reference, table = list(_reference(result, setup)), "ways to train"
     yield Heading("Ways to train", anchor="ways")
     if news:
-        yield Table(_WAYS, [*reference, *(row for _, row in news)], table, headings=2)
+        yield _with_values(Table(_WAYS, [*reference, *(row for _, row in news)], table, headings=2))
     if others:
         passing = sum(way.status == "ok" for way, _ in others)
         title = _title(passing, len(others) - passing, "more " if news else "")
         rows = [row for _, row in others]
-        yield Fold(title, [Table(_WAYS, rows if news else [*reference, *rows], table, headings=2)], detail="more")
+        found = Table(_WAYS, rows if news else [*reference, *rows], table, headings=2)
+        yield Fold(title, [_with_values(found)], detail="more")
     band = _band(setup)
     if band:
         yield Say(band, role="hint", detail="more")
+
+
+def _with_values(table: Table) -> Table:
+    """The table without columns in which no row has a value."""
+    kept = [index for index in range(len(table.columns)) if any(row.cells[index] is not None for row in table.rows)]
+    rows = [row._replace(cells=[row.cells[index] for index in kept]) for row in table.rows]
+    return replace(table, columns=[table.columns[index] for index in kept], rows=rows)
 
 
 def _title(passing: int, failing: int, more: str) -> str:
@@ -111,7 +126,8 @@ def _title(passing: int, failing: int, more: str) -> str:
 
 def _told(run: Run) -> Iterator[tuple[TrainingWay, bool]]:
     """Each way, and whether it says more than the table of runs: of a precision that passes, the ways that fail; of one that
-    fails, those that do not fail as the first does, and the first with them."""
+    fails, those that do not fail as the first does, and the first with them.
+    """
     ways = run.training.ways if run.training is not None and not run.is_reference else []
     if not ways:
         return
@@ -160,7 +176,9 @@ def _band(setup: TrainingSetup) -> str:
     if setup.distances:
         parts.append(f"weights up to {shown(setup.distances[-1], 'error')} from those of fp32")
     seeds = counted(setup.seeds, "other seed")
-    return f"fp32 with {seeds}, counted from the first loss of fp32: {', '.join(parts)}" if setup.seeds and parts else ""
+    return (
+        f"fp32 with {seeds}, counted from the first loss of fp32: {', '.join(parts)}" if setup.seeds and parts else ""
+    )
 
 
 # -- gradients and updates

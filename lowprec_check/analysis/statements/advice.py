@@ -10,7 +10,7 @@ from lowprec_check.analysis.run_summary import candidates, is_cast, label, memor
 from lowprec_check.analysis.speed import Speed, is_faster, speed
 from lowprec_check.analysis.statements.registry import Made, Said, per_run, per_scan, said, statements
 from lowprec_check.analysis.statements.status import NEAR, why
-from lowprec_check.analysis.statements.training import drawback
+from lowprec_check.analysis.statements.training import drawback, part_of_limit
 from lowprec_check.analysis.training_status import first_way, remedies, way_text
 from lowprec_check.schema.precisions import low_precisions
 from lowprec_check.schema.recommendation import Recommendation
@@ -46,7 +46,7 @@ def _verdict(result: ScanResult) -> Iterator[Made]:
     predicted = " (predicted)" if result.prediction is not None else ""
     if not best.stay_in_fp32:
         run = recommended_run(result)
-        close = run is not None and _part_of_limit(run) >= CLOSE
+        close = run is not None and _part_of_limit(run, result) >= CLOSE
         tone = "warn" if close else "good" if is_gain(result) else "none"
         yield Said(say("Use {name:text}{kept:text}{predicted:text}", name=name, kept=kept, predicted=predicted), tone)  # type: ignore[arg-type]
         return
@@ -109,7 +109,9 @@ def in_fp32(kept: list[str], modules: int) -> str:
     )
 
 
-def _part_of_limit(run: Run) -> float:
+def _part_of_limit(run: Run, result: ScanResult) -> float:
+    if result.training is not None:
+        return part_of_limit(run, result)
     error = run.output_error.distance if run.output_error else None
     return (error or 0.0) / run.tolerance if run.tolerance else 0.0
 
@@ -259,13 +261,7 @@ def not_chosen(run: Run, result: ScanResult) -> Made:
 def also_faster(run: Run, result: ScanResult) -> Made:
     """A run that passes, and is faster than fp32 and than the recommended one by more than noise."""
     best, found = recommended_run(result), speed(run, result.runs)
-    if (
-        best is None
-        or run is best
-        or run.status != "ok"
-        or run.is_reference
-        or found.told != "faster"
-    ):
+    if best is None or run is best or run.status != "ok" or run.is_reference or found.told != "faster":
         return None
     trained, advised = first_way(best), result.recommendation.way if result.recommendation else None
     if trained is not None and trained.name != advised:  # times are those of the first way

@@ -32,7 +32,7 @@ MATTERS = 0.001
 _NAMED = 2
 """Parameters in a sentence."""
 
-_CLOSE = 0.8
+NEAR = 0.5
 """The part of the limit of the weights from which on a run that passes is near it."""
 
 
@@ -65,23 +65,28 @@ def stays_near(run: Run, result: ScanResult) -> Made:
     way, setup = _recommended(run, result), result.training
     if way is None or setup is None:
         return None
-    done, parts, close = steps_of(way), [], False
+    done, parts, part = steps_of(way), [], part_of_limit(run, result)
     if done and len(setup.losses) > done:
         words = "its loss goes from {first:loss} to {last:loss}, in fp32 from {fp32_first:loss} to {fp32_last:loss}"
         of_fp32 = {"fp32_first": setup.losses[0], "fp32_last": setup.losses[done]}
         parts.append(say(words, first=way.losses[0], last=way.losses[-1], **of_fp32))
     if way.distances:
-        limit, distance = distance_limit(run, way, setup), way.distances[-1]
-        near = say("its weights end {distance:error} from those of fp32", distance=distance)
-        if limit is not None:
-            close = distance >= _CLOSE * limit
+        near = say("its weights end {distance:error} from those of fp32", distance=way.distances[-1])
+        if distance_limit(run, way, setup) is not None:
             words = "{part:percent} of the limit from {seeds:count fp32 run} with other seeds"
-            near = chained(near, say(words, part=distance / limit, seeds=setup.seeds), between=", ")
+            near = chained(near, say(words, part=part, seeds=setup.seeds), between=", ")
         elif way.name == "stochastic-rounding":
             near = chained(near, plain("which is not judged, as rounding at random is right on average"), between=", ")
         parts.append(near)
     says = say("it passes after {done:count step}", done=done or setup.steps)
-    return Said(chained(says, chained(*parts), between=": ") if parts else says, "warn" if close else "none")
+    return Said(chained(says, chained(*parts), between=": ") if parts else says, "warn" if part >= NEAR else "none")
+
+
+def part_of_limit(run: Run, result: ScanResult) -> float:
+    """How far the weights end from those of fp32 in the recommended way, as a part of the limit; 0 if that is not judged."""
+    way, setup = _recommended(run, result), result.training
+    limit = distance_limit(run, way, setup) if way is not None and setup is not None else None
+    return way.distances[-1] / limit if way is not None and limit is not None else 0.0
 
 
 @per_run("scaling", "advice", disproof="a step later in the training")
@@ -96,11 +101,19 @@ def scaling(run: Run, result: ScanResult) -> Made:
     lost = None
     if underflow is not None:
         words = "{underflow:percent} of the elements of gradients underflow in the first step without it"
-        lost = say(words, underflow=underflow) if underflow else plain("no gradient underflows in the first step without it")
+        lost = (
+            say(words, underflow=underflow)
+            if underflow
+            else plain("no gradient underflows in the first step without it")
+        )
     if way.initial_scale is None:
         return chained(plain("it passes without GradScaler"), lost)
     skips = (
-        say("with GradScaler from {scale:scale}, {skipped:count step} skipped", scale=way.initial_scale, skipped=way.skipped_steps)
+        say(
+            "with GradScaler from {scale:scale}, {skipped:count step} skipped",
+            scale=way.initial_scale,
+            skipped=way.skipped_steps,
+        )
         if way.skipped_steps
         else say("with GradScaler from {scale:scale}, no step skipped", scale=way.initial_scale)
     )
@@ -115,25 +128,19 @@ def updates(run: Run, result: ScanResult) -> Made:
     way = _recommended(run, result)
     if way is None or run.training is None:
         return None
+    if keeps_weights(run) and way.name not in EXTENSION_WAYS:
+        return plain("the weights stay in fp32, so rounding loses no update")
     plain_way = run.training.way("plain")
     lost = plain_way.lost_updates if plain_way else None
-    if way.name in EXTENSION_WAYS:
-        return say("with {way:text}", way=way_name(way.name))
-    if keeps_weights(run):
-        return plain("the weights stay in fp32, so rounding loses no update")
-    if way.name in ("plain", "grad-scaler"):
-        if lost is None:
-            return None
-        if lost < FEW:
-            return say("no master weights are needed: rounding loses {lost:percent} of the updates of weights", lost=lost)
-        return Said(
-            say("rounding loses {lost:percent} of the updates of weights, which a longer training may show", lost=lost),
-            "warn",
-        )
-    if not lost:
-        return say("with {way:text}", way=way_name(way.name))
-    words = "with {way:text}; as it is, rounding loses {lost:percent} of the updates of weights"
-    return say(words, way=way_name(way.name), lost=lost)
+    if way.name not in ("plain", "grad-scaler"):
+        kept = say("with {way:text}", way=way_name(way.name))
+        as_it_is = "as it is, rounding loses {lost:percent} of the updates of weights"
+        return chained(kept, say(as_it_is, lost=lost) if lost else None)
+    if lost is None or lost < FEW:
+        words = "no master weights are needed: rounding loses {lost:percent} of the updates of weights"
+        return None if lost is None else say(words, lost=lost)
+    words = "rounding loses {lost:percent} of the updates of weights, which a longer training may show"
+    return Said(say(words, lost=lost), "warn")
 
 
 @per_run("other-way", "advice", disproof="training the model so")
@@ -156,6 +163,8 @@ def state(run: Run, result: ScanResult) -> Made:
     fp32 = first_way(reference) if reference is not None else None
     if way is None or fp32 is None or not way.state_bytes or not fp32.state_bytes:
         return None
+    if way.state_bytes == fp32.state_bytes:
+        return say("weights and optimizer state take {state:bytes}, as in fp32", state=way.state_bytes)
     words = "weights and optimizer state take {state:bytes}, in fp32 {fp32:bytes}"
     return say(words, state=way.state_bytes, fp32=fp32.state_bytes)
 
@@ -166,7 +175,9 @@ def drawback(run: Run) -> Sentence | None:
     if first is None or run.basis is None or keeps_weights(run):
         return None
     casts = say("but its weights are in {format:text}", format=run.basis.format.short)
-    lost = say("rounding loses {lost:percent} of their updates", lost=first.lost_updates) if first.lost_updates else None
+    lost = (
+        say("rounding loses {lost:percent} of their updates", lost=first.lost_updates) if first.lost_updates else None
+    )
     return chained(casts, lost, between=": ")
 
 
@@ -233,18 +244,28 @@ def loss_scale(run: Run, result: ScanResult) -> Made:
     if training is None or found is None or setup is None:
         return None
     default, suggested = training.way("grad-scaler"), training.way("grad-scaler-suggested")
-    is_needed = found.underflow_unscaled >= FEW or default is None or default.status != "ok" or default.skipped_steps
-    start = "start GradScaler at {scale:text}" if is_needed else "the default scale of GradScaler will do; {scale:text} fits too"
+    scale, skips = power_of_two(found.scale), default.skipped_steps if default is not None else 0
     if default is not None and default.initial_scale == found.scale:
-        start = "keep the initial scale of GradScaler, {scale:text}"
+        start = say("keep the initial scale of GradScaler, {scale:text}", scale=scale)
+    elif skips:
+        start = say("start GradScaler at {scale:text}: its default skips {skips:count step}", scale=scale, skips=skips)
+    elif default is not None and default.status == "ok" and found.underflow_unscaled < FEW:
+        start = say("the default scale of GradScaler will do, and {scale:text} fits too", scale=scale)
+    else:
+        start = say("start GradScaler at {scale:text}", scale=scale)
     scaled, largest = found.largest * found.scale, (run.basis.format if run.basis is not None else FP16).largest
     where = f" ({found.largest_at})" if found.largest_at else ""
     parts = [
-        say(start, scale=power_of_two(found.scale)),
-        say("the largest 16-bit gradient of the backward pass is {largest:figure}{where:text}", largest=found.largest, where=where),
-        say("{scaled:figure} with this scale, of at most {limit:scale}", scaled=scaled, limit=largest) if scaled <= largest else None,
+        say(
+            "the largest 16-bit gradient of the backward pass is {largest:figure}{where:text}",
+            largest=found.largest,
+            where=where,
+        ),
+        say("{scaled:figure} with this scale, of at most {limit:scale}", scaled=scaled, limit=largest)
+        if scaled <= largest
+        else None,
     ]
-    return chained(chained(*parts[:1]), chained(*parts[1:], between=", "), _underflow(training), _tried(training, suggested or default))
+    return chained(start, chained(*parts, between=", "), _underflow(training), _tried(training, suggested or default))
 
 
 def power_of_two(scale: float) -> str:
@@ -273,7 +294,11 @@ def _tried(training: TrainingRun, way: TrainingWay | None) -> Sentence | None:
     done = steps_of(way)
     skipped = "{skipped:count step} skipped" if found.skipped_steps else "no step skipped"
     figures: dict[str, int] = {"skipped": found.skipped_steps} if found.skipped_steps else {}
-    return say(f"tried in {{done:count step}}: {skipped}", done=done, **figures) if done else say(f"tried: {skipped}", **figures)
+    return (
+        say(f"tried in {{done:count step}}: {skipped}", done=done, **figures)
+        if done
+        else say(f"tried: {skipped}", **figures)
+    )
 
 
 # -- updates
@@ -328,8 +353,10 @@ def _lost(kind: Lost) -> Sentence:
     if len(kind.tensors) == 1:
         head = chained(head, say(" ({tensor:text})", tensor=tensor_name(kind.worst)), between="")
     elif kind.share:
-        most = {"tensor": tensor_name(kind.worst), "most": kind.worst.lost}
-        head = chained(head, say(" (most in {tensor:text}, {most:percent})", **most), between="")
+        most = say(
+            " (most in {tensor:text}, {most:percent})", tensor=tensor_name(kind.worst), most=kind.worst.lost
+        )
+        head = chained(head, most, between="")
     if (kind.decay or 0.0) < MATTERS:
         return head
     return chained(head, say("their weight decay {decay:percent}", decay=kind.decay), between=", ")
@@ -350,7 +377,10 @@ def zero_gradients(run: Run, result: ScanResult) -> Made:
     fine = [check for check in checks if not check.nonfinite]
     words = f"a step with gradients of zero makes {some} of the weights NaN or Inf with {{bad:text}}"
     found = say(words, share=shares[-1], bad=_implementations(bad))
-    return Said(chained(found, say("none with {fine:text}", fine=_implementations(fine)) if fine else None, between=", "), "warn")
+    return Said(
+        chained(found, say("none with {fine:text}", fine=_implementations(fine)) if fine else None, between=", "),
+        "warn",
+    )
 
 
 def _implementations(checks: Sequence[EpsilonCheck]) -> str:
