@@ -16,6 +16,7 @@ from training_cases import LOSSES, MODEL, SETUP, STEPS, UNSCALE, a_result, a_tra
 from lowprec_check import scan
 from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.analysis.rules.registry import diagnose
+from lowprec_check.analysis.statements.registry import statements
 from lowprec_check.analysis.training_code import PASTED, training_code
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.recommendation import Recommendation
@@ -313,23 +314,44 @@ def test_gaps_name_the_part_of_the_step(phase: Any, prefix: str, advised: str) -
 BAD = a_way(status="inaccurate", divergence=OUTSIDE, lost_updates=0.9)
 
 
+def said(result: ScanResult, kind: str) -> list[str]:
+    return [f"{', '.join(its.runs)}: {its.text}" for its in statements(result) if its.kind == kind]
+
+
 def test_autocast_is_recommended_before_a_cast() -> None:
-    best = advice(
-        a_trained("bfloat16", latency_ms=2.0),
-        a_trained("autocast-bf16", a_way(distances=[0.05] * STEPS), latency_ms=5.0),
-    )
+    cast = a_trained("bfloat16", a_way(lost_updates=0.2), latency_ms=2.0)
+    autocast = a_trained("autocast-bf16", a_way(distances=[0.05] * STEPS), latency_ms=5.0)
+    best = advice(cast, autocast)
     assert (best.precision, best.way) == ("autocast-bf16", "plain")
     assert "The weights stay in fp32" in best.reason
     assert "No GradScaler" in best.reason
-    assert "bfloat16 is faster" in best.reason
+    assert said(conclude(a_result(cast, autocast)), "also-faster") == [
+        "bfloat16: passes too, 5.0 times as fast as fp32, but its weights are in bf16: rounding loses 20 % of their updates"
+    ]
+
+
+def test_a_run_that_fails_or_is_slower_than_fp32_is_never_called_faster() -> None:
+    autocast = a_trained("autocast-bf16", latency_ms=40.0)
+    assert not said(conclude(a_result(a_trained("half", BAD, latency_ms=2.0), autocast)), "also-faster")
+    result = conclude(a_result(a_trained("bfloat16", latency_ms=20.0), autocast))
+    assert not said(result, "also-faster")
+    assert "faster" not in (result.recommendation.reason if result.recommendation else "faster")
+
+
+def test_the_verdict_says_its_margin() -> None:
+    near = conclude(a_result(a_trained("autocast-bf16", a_way(distances=[0.18] * STEPS), latency_ms=5.0)))
+    assert "90 % of the limit from 3 fp32 runs with other seeds" in said(near, "training")[0]
+    assert [its.tone for its in statements(near) if its.kind in ("verdict", "training")] == ["warn", "warn"]
+    random = a_trained("bfloat16", BAD, a_way("stochastic-rounding", distances=[0.9] * STEPS))
+    assert "which is not judged" in said(conclude(a_result(random)), "training")[0]
 
 
 def test_the_distance_decides_between_equals() -> None:
     far, near = a_way(distances=[0.01, 0.05]), a_way("grad-scaler", distances=[0.05, 0.01], initial_scale=65536.0)
     best = advice(a_trained("autocast-bf16", far), a_trained("autocast-fp16", near, underflow=0.2))
     assert (best.precision, best.way) == ("autocast-fp16", "grad-scaler")
-    assert "With GradScaler (20 % of the gradients underflows without it)" in best.reason
-    assert "1.0e-02 from those of fp32, other seeds up to 1.0e-01" in best.reason
+    assert "With GradScaler from 65536, no step skipped; 20 % of the elements of gradients underflow" in best.reason
+    assert "1.0e-02 from those of fp32 (relative to how far these moved), 5 % of the limit" in best.reason
     accelerated = advice(a_trained("autocast-bf16", far), a_trained("autocast-fp16", near), bf16_accelerated=True)
     assert accelerated.precision == "autocast-bf16"
 
@@ -338,9 +360,9 @@ def test_another_way_is_recommended_if_no_run_passes_as_it_is() -> None:
     ways = [BAD, a_way("kahan"), a_way("master-weights", distances=[0.05] * STEPS), a_way("one-autocast")]
     best = advice(a_trained("bfloat16", *ways), a_trained("half", BAD, a_way("stochastic-rounding")))
     assert (best.precision, best.way) == ("bfloat16", "master-weights")
-    assert "as it is, 90 % of the updates of weights are lost" in best.reason
-    assert "Weights and optimizer state: 3.0 MiB, in fp32 6.0 MiB." in best.reason
-    assert "Not as it is:" in best.reason
+    assert "as it is, rounding loses 90 % of the updates of weights" in best.reason
+    assert "Weights and optimizer state take 3.0 MiB, in fp32 6.0 MiB." in best.reason
+    assert "As it is it does not pass: weights diverge from step 4" in best.reason
     assert (best.speedup, best.worth, best.stay_in_fp32) == (None, "unknown", False)
     scaled = a_trained("autocast-fp16", BAD, a_way("grad-scaler-suggested", initial_scale=8.0))
     assert advice(a_trained("bfloat16", *ways), scaled).way == "grad-scaler-suggested"

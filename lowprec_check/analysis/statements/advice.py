@@ -194,7 +194,8 @@ BASIS = ("passes", "training", "gain", "scaling", "updates", "other-way", "state
 
 def reason(result: ScanResult) -> str:
     """What the recommendation rests on, as one text."""
-    return sentences([found.text for found in statements(result) if found.kind in BASIS])
+    found = statements(result)
+    return sentences([its.text for kind in BASIS for its in found if its.kind == kind])
 
 
 def sentences(texts: Iterable[str]) -> str:

@@ -36,6 +36,18 @@ def scope(result: ScanResult) -> Iterator[Made]:
     )
 
 
+@per_scan("seeds", "inputs", disproof="more steps, or the whole training")
+def seeds(result: ScanResult) -> Iterator[Made]:
+    """What a run in low precision is judged by."""
+    setup = result.training
+    if setup is None:
+        return
+    if setup.seeds:
+        yield say("judged by {seeds:count fp32 run} from other seeds, after the last step", seeds=setup.seeds)
+    else:
+        yield Said(plain("no fp32 run from another seed finished, so the loss is not judged"), "warn")
+
+
 @per_scan("inputs", "inputs", disproof="a scan with other inputs, --batches")
 def inputs(result: ScanResult) -> Iterator[Made]:
     """On how many inputs the statuses rest."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import frexp
 
 from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.run_summary import reference_of
-from lowprec_check.analysis.statements.registry import Made, Said, per_run, per_scan
+from lowprec_check.analysis.statements.registry import Made, Said, per_run
 from lowprec_check.analysis.statements.status import why
 from lowprec_check.analysis.training_advice import FEW, keeps_weights
 from lowprec_check.analysis.training_status import distance_limit, first_way, remedies, steps_of, way_name
@@ -35,6 +35,8 @@ _NAMED = 2
 NEAR = 0.5
 """The part of the limit of the weights from which on a run that passes is near it."""
 
+_DISTANCE = "its weights end {distance:error} from those of fp32 (relative to how far these moved)"
+
 
 # -- what the recommendation rests on
 
@@ -45,18 +47,6 @@ def _recommended(run: Run, result: ScanResult) -> TrainingWay | None:
     if best is None or result.training is None or run.training is None or run is not recommended_run(result):
         return None
     return run.training.way(best.way or "plain")
-
-
-@per_scan("seeds", "inputs", disproof="more steps, or the whole training")
-def seeds(result: ScanResult) -> Iterator[Made]:
-    """What a run in low precision is judged by."""
-    setup = result.training
-    if setup is None:
-        return
-    if setup.seeds:
-        yield say("judged by {seeds:count fp32 run} from other seeds, after the last step", seeds=setup.seeds)
-    else:
-        yield Said(plain("no fp32 run from another seed finished, so the loss is not judged"), "warn")
 
 
 @per_run("training", "advice", disproof="more steps, other seeds, or the whole training")
@@ -71,7 +61,7 @@ def stays_near(run: Run, result: ScanResult) -> Made:
         of_fp32 = {"fp32_first": setup.losses[0], "fp32_last": setup.losses[done]}
         parts.append(say(words, first=way.losses[0], last=way.losses[-1], **of_fp32))
     if way.distances:
-        near = say("its weights end {distance:error} from those of fp32", distance=way.distances[-1])
+        near = say(_DISTANCE, distance=way.distances[-1])
         if distance_limit(run, way, setup) is not None:
             words = "{part:percent} of the limit from {seeds:count fp32 run} with other seeds"
             near = chained(near, say(words, part=part, seeds=setup.seeds), between=", ")
@@ -353,9 +343,7 @@ def _lost(kind: Lost) -> Sentence:
     if len(kind.tensors) == 1:
         head = chained(head, say(" ({tensor:text})", tensor=tensor_name(kind.worst)), between="")
     elif kind.share:
-        most = say(
-            " (most in {tensor:text}, {most:percent})", tensor=tensor_name(kind.worst), most=kind.worst.lost
-        )
+        most = say(" (most in {tensor:text}, {most:percent})", tensor=tensor_name(kind.worst), most=kind.worst.lost)
         head = chained(head, most, between="")
     if (kind.decay or 0.0) < MATTERS:
         return head
