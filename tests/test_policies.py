@@ -465,7 +465,7 @@ def test_a_failed_policy_is_shown_with_its_reason() -> None:
     assert ScanResult.from_json(result.to_json()) == result
     text = " ".join(render(result, "text").split())
     for part in (
-        "over 1 micro-batch Relative",
+        "over 1 micro-batch policy",
         "ValueError: <b>no</b> [scalar] | parameters (l.0 a.py:3)",
         "skipped; no gloo",
     ):
