@@ -128,7 +128,8 @@ def document() -> str:
 def _kinds() -> str:
     """The kinds of statements, as a table."""
     rows = [
-        f"| `{kind.name}` | {kind.about} | {kind.summary} | {kind.evidence} | {kind.disproof or '–'} |" for kind in kinds().values()
+        f"| `{kind.name}` | {kind.about} | {kind.summary} | {kind.evidence} | {kind.disproof or '–'} |"
+        for kind in kinds().values()
     ]
     head = "| kind | about | says | evidence | what would disprove it |\n|---|---|---|---|---|"
     return "\n".join(["### Kinds", "", head, *rows, ""])

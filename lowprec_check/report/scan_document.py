@@ -36,10 +36,13 @@ from lowprec_check.schema.precisions import LOW_FORMATS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import About, Statement
-from lowprec_check.schema.wording import bytes_figure, milliseconds, percent, short_op
+from lowprec_check.schema.wording import bytes_figure, milliseconds, percent
 
 SHOWN_FINDINGS = 12
 """Groups of findings that a terminal shows."""
+
+_SHOWN_OTHERS = 3
+"""Reasons against other runs that follow the verdict; more of them are only in the table of runs."""
 
 _LEAST_SHARE = 0.0005
 _SHOWN_MODULES = 8
@@ -299,7 +302,14 @@ def _findings(result: ScanResult, most: int) -> Iterator[Block]:
     yield Heading("Findings", anchor="findings")
     listed = [group for group in found if group.severity != "note"]
     notes = [group for group in found if group.severity == "note"]
-    if listed:
+    if listed and all(run.status in ("ok", "skipped") for run in candidates(result.runs)):  # they are in the way then
+        for group in listed[:most]:
+            said = "; ".join(its.text for its in group.messages)
+            yield Say(
+                f"{said} ({group.where or 'model'})", role="item", lead=f"{group.code} {', '.join(group.short_runs)}"
+            )
+        yield Fold("Findings in full", [findings_table(listed)], detail="more")
+    elif listed:
         yield findings_table(listed, most)
     more = "--findings, " if len(listed) > most else ""
     see = f"see {more}lowprec-check explain {found[0].code}, --report FILE.html"
@@ -395,15 +405,14 @@ def _advice(result: ScanResult, said: _Said) -> Iterator[Block]:
     yield Say(f"{verdict.text}.", verdict.tone, "verdict")
     if basis:
         yield Say(basis)
-    weights = [its.text for its in said.about("weights") if its.tone == "warn"]
-    if weights and best is not None:
-        yield Say(sentences(weights), "warn")
+    against = [its for its in found if its.kind == "not-chosen"]
+    for its in against[:_SHOWN_OTHERS]:
+        yield Say(its.text, role="item", lead=f"{'Not ' if best is not None else ''}{', '.join(its.runs)}")
+    if len(against) > _SHOWN_OTHERS:
+        yield Say("The table of runs says why the others fail.", role="item")
     for its in found:
-        if its.kind in ("not-chosen", "also-faster"):
-            lead = (
-                f"Not {', '.join(its.runs)}" if its.kind == "not-chosen" and best is not None else ", ".join(its.runs)
-            )
-            yield Say(its.text, role="item", lead=lead)
+        if its.kind == "also-faster":
+            yield Say(its.text, role="item", lead=", ".join(its.runs))
     if best is None:
         return
     plan = result.plan
@@ -414,15 +423,3 @@ def _advice(result: ScanResult, said: _Said) -> Iterator[Block]:
         yield Fold(title, [Code(best.code)], detail="first" if is_gain(result) or best.gain else "more")
     elif best.code:
         yield Code(best.code)
-
-
-__all__ = [
-    "findings_table",
-    "format_count",
-    "machine",
-    "runs_table",
-    "scan_document",
-    "short_op",
-    "shown_status",
-    "title",
-]
