@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from training_loops import mean_square, sgd, trained, training
 
 from lowprec_check import scan
-from lowprec_check.analysis.training_status import nonfinite_text
+from lowprec_check.analysis.training_status import nonfinite
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.errors import UsageError
 
@@ -207,7 +207,7 @@ def test_a_loss_that_no_scale_makes_finite_is_named() -> None:
     _, figures = trained(result, "autocast-fp16")
     assert not [found for found in result.diagnostics if found.code == "LP509"]
     assert figures.ways[0].status == "nonfinite"
-    assert nonfinite_text(figures.ways[0]) == "NaN or Inf in the loss of the first step"
+    assert nonfinite(figures.ways[0]).text == "NaN or Inf in the loss of the first step"
     assert figures.loss_scale is None
 
 

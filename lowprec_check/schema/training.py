@@ -218,7 +218,7 @@ class TrainingRun(Struct, frozen=True, kw_only=True):
 WAYS = {
     "plain": "as it is",
     "grad-scaler": "GradScaler",
-    "grad-scaler-suggested": "GradScaler with the suggested scale",
+    "grad-scaler-suggested": "GradScaler at the suggested scale",
     "master-weights": "fp32 master weights",
     "master-weights-scaled": "fp32 master weights and GradScaler",
     "split-weights": "weights split into 16 + 16 bits",

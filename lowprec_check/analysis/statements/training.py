@@ -97,7 +97,7 @@ def scaling(run: Run, result: ScanResult) -> Made:
             else plain("no gradient underflows in the first step without it")
         )
     if way.initial_scale is None:
-        return chained(plain("it passes without GradScaler"), lost)
+        return chained(plain("it passes without GradScaler"), lost if underflow else None)
     skips = (
         say(
             "with GradScaler from {scale:scale}, {skipped:count step} skipped",
@@ -235,12 +235,13 @@ def loss_scale(run: Run, result: ScanResult) -> Made:
         return None
     default, suggested = training.way("grad-scaler"), training.way("grad-scaler-suggested")
     scale, skips = power_of_two(found.scale), default.skipped_steps if default is not None else 0
+    works = default is not None and default.status == "ok" and found.underflow_unscaled < FEW
     if default is not None and default.initial_scale == found.scale:
         start = say("keep the initial scale of GradScaler, {scale:text}", scale=scale)
+    elif works and skips <= (found.skipped_steps or 0):
+        start = say("the default scale of GradScaler will do; {scale:text} was tried", scale=scale)
     elif skips:
         start = say("start GradScaler at {scale:text}: its default skips {skips:count step}", scale=scale, skips=skips)
-    elif default is not None and default.status == "ok" and found.underflow_unscaled < FEW:
-        start = say("the default scale of GradScaler will do, and {scale:text} fits too", scale=scale)
     else:
         start = say("start GradScaler at {scale:text}", scale=scale)
     scaled, largest = found.largest * found.scale, (run.basis.format if run.basis is not None else FP16).largest
@@ -366,7 +367,7 @@ def zero_gradients(run: Run, result: ScanResult) -> Made:
     words = f"a step with gradients of zero makes {some} of the weights NaN or Inf with {{bad:text}}"
     found = say(words, share=shares[-1], bad=_implementations(bad))
     return Said(
-        chained(found, say("none with {fine:text}", fine=_implementations(fine)) if fine else None, between=", "),
+        chained(found, say("none with {fine:text}", fine=_implementations(fine)) if fine else None),
         "warn",
     )
 
