@@ -47,31 +47,10 @@ def opened(browser: Any, path: Path, **options: Any) -> Iterator[Any]:
     page.on("dialog", lambda dialog: (complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
     page.on("request", lambda request: complaints.append(request.url) if request.url != path.as_uri() else None)
     page.goto(path.as_uri())
-    ready = "html[data-ready=true]" if page.locator("#calls").count() else "html[data-theme], #body tr"
-    page.wait_for_selector(ready, state="attached", timeout=30_000)
-    if page.locator("#trajectories").count():
-        page.wait_for_selector("html[data-trained=true]", state="attached", timeout=30_000)
+    if options.get("java_script_enabled", True):
+        page.wait_for_selector("html.js, html[data-theme], #body tr", state="attached", timeout=30_000)
     try:
         yield page
     finally:
         context.close()
     assert complaints == []
-
-
-def hover(page: Any, chart: str, x: float, y: float) -> str:
-    """The tooltip at that place of the chart's data."""
-    place = page.evaluate(
-        """([chart, x, y]) => {
-            const host = document.getElementById(chart);
-            host.scrollIntoView({block: "center", behavior: "instant"});
-            const view = [...Bokeh.index].find((view) => host.contains(view.el));
-            const frame = view.frame, box = view.el.getBoundingClientRect();
-            return [box.left + frame.x_scale.compute(x), box.top + frame.y_scale.compute(y)];
-        }""",
-        [chart, x, y],
-    )
-    page.mouse.move(place[0] - 40, place[1] - 3)
-    page.mouse.move(*place, steps=4)
-    tip = page.locator(".bk-Tooltip .bk-tooltip-content").first
-    tip.wait_for(timeout=30_000)
-    return str(tip.inner_text())

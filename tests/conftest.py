@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from lowprec_check.cli.main import main
 from lowprec_check.engine.run import round_schedule, turns
 from lowprec_check.process import conditions
-from lowprec_check.report.html.scan_page import render
+from lowprec_check.report.registry import render
 from lowprec_check.schema.scan_result import ScanResult
 
 pytest_plugins = ["pytester"]
@@ -209,7 +209,7 @@ def page_of(tmp_path: Path) -> Callable[[ScanResult], Path]:
 
     def write_page(result: ScanResult) -> Path:
         path = tmp_path / "report.html"
-        path.write_text(render(result), encoding="utf-8")
+        path.write_text(render(result, "html"), encoding="utf-8")
         return path
 
     return write_page

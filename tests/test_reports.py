@@ -204,7 +204,7 @@ def test_no_string_breaks_a_format(nasty: str) -> None:
 @given(hostile)
 def test_no_string_breaks_the_page(nasty: str) -> None:
     page = render(budgeted_result(nasty), "html")
-    assert page.count("<script") == page.count("</script>") == 5
+    assert page.count("<script") == page.count("</script>") == 1
     assert "<script>alert" not in page
     assert page.rstrip().endswith("</html>")
 
@@ -305,24 +305,6 @@ def test_a_full_disk_is_a_user_error(tmp_path: Path, call: Call) -> None:
     done = call("report", str(tmp_path / "scan.json"), "-f", "md", "-o", "/dev/full")
     assert done.returncode == 2
     assert done.stderr.startswith("error: Cannot write /dev/full: No space left on device.\n")
-
-
-def test_an_old_bokeh_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowprec_check.report.html.bokeh_files.version", lambda name: "3.8.2")
-    with pytest.raises(UsageError, match=r"3\.9 or later"):
-        render(RESULT, "html")
-
-
-def test_html_without_bokeh_names_the_extra(tmp_path: Path) -> None:
-    scan = tmp_path / "scan.json"
-    RESULT.save(scan)
-    code = (
-        "import sys; sys.modules['bokeh'] = None; sys.argv = ['lowprec-check', 'report', sys.argv[1], '-f', 'html'];"
-        "from lowprec_check.cli.main import main; main()"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(scan)], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "lowprec-check[report]" in done.stderr
 
 
 # -- edge cases

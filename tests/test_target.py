@@ -163,12 +163,12 @@ def test_wrong_calls_exit_2_without_a_traceback(write: Write, options: list[str]
 
 
 SHADOWING = """
-import bokeh, jinja2, rich, tabulate
+import jinja2, markupsafe, rich, tabulate
 import torch
 class Model(torch.nn.Linear):
     def forward(self, x):
         import markdown_it, rich
-        return super().forward(x) * rich.ONE * bokeh.ONE * markdown_it.ONE
+        return super().forward(x) * rich.ONE * markupsafe.ONE * markdown_it.ONE
 model = Model(4, 4).eval()
 inputs = torch.ones(2, 4)
 """
@@ -177,7 +177,7 @@ inputs = torch.ones(2, 4)
 @pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["fork", "spawn"])
 def test_files_beside_the_model_do_not_replace_modules_of_this_program(tmp_path: Path, isolation: str) -> None:
-    for name in ("bokeh", "jinja2", "rich", "tabulate", "markdown_it", "random", "typer", "torch_helper"):
+    for name in ("markupsafe", "jinja2", "rich", "tabulate", "markdown_it", "random", "typer", "torch_helper"):
         (tmp_path / f"{name}.py").write_text("ONE = 1\nprint('imported', __name__)\n")
     (tmp_path / "model.py").write_text(SHADOWING)
     reports = [str(tmp_path / f"report.{suffix}") for suffix in ("html", "md", "xml", "sarif")]
@@ -187,7 +187,7 @@ def test_files_beside_the_model_do_not_replace_modules_of_this_program(tmp_path:
     )
     assert done.returncode == 0, done.stderr
     assert "Use bfloat16" in done.stdout
-    assert "imported bokeh" in done.stderr
+    assert "imported markupsafe" in done.stderr
     assert "imported random" not in done.stderr
     assert all(Path(report).stat().st_size for report in reports)
     done = run_command("compat", "model.py", "-p", "bfloat16", "-o", "out", cwd=tmp_path)

@@ -496,8 +496,6 @@ def test_a_prediction_cannot_be_saved_as_measured() -> None:
 
 @pytest.mark.parametrize("format", ["text", "md", "html"])
 def test_a_prediction_is_shown_as_predicted(format: str) -> None:
-    if format == "html":
-        pytest.importorskip("bokeh")
     shown = render(budgeted_result(), format)
     for entry in budgeted_result().what_if:
         lines = [

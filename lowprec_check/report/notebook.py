@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from html import escape
-
 from lowprec_check.analysis.statements.advice import BASIS, sentences, verdict
 from lowprec_check.analysis.statements.registry import statements
 from lowprec_check.report.blocks import cell_text
 from lowprec_check.report.escape import visible
+from lowprec_check.report.layout.html import fragment
 from lowprec_check.report.scan_document import machine, runs_table, scan_document, title
 from lowprec_check.schema.scan_result import ScanResult
 
@@ -36,6 +35,4 @@ def text(result: ScanResult) -> str:
 
 def html(result: ScanResult) -> str:
     """The first screen of the report, without scripts and styles of its own."""
-    from lowprec_check.report.layout import text as layout
-
-    return f"<pre>{escape(layout.text(scan_document(result)))}</pre>"
+    return fragment(scan_document(result))

@@ -44,6 +44,8 @@ SHOWN_FINDINGS = 12
 _SHOWN_OTHERS = 3
 """Reasons against other runs that follow the verdict; more of them are only in the table of runs."""
 
+CONDITIONS = "conditions"
+"""The anchor of the last section of a page."""
 _LEAST_SHARE = 0.0005
 _SHOWN_MODULES = 8
 
@@ -68,7 +70,8 @@ def scan_document(result: ScanResult, *, findings: int = SHOWN_FINDINGS) -> Docu
     blocks = [*_head(result, said), *_runs(result, said), *training_blocks(result, said.all)]
     blocks += [*_causes(result, said), *extra_blocks(result)]
     blocks += _findings(result, findings)
-    blocks += [*_shares(result), *_times(result), *_basis(said), *_environment(result)]
+    blocks += [*_shares(result), Heading("About this scan", anchor=CONDITIONS, detail="all")]
+    blocks += [*_times(result), *_basis(said), *_environment(result)]
     return Document(result.target, blocks, result.tool, tuple(_advice(result, said)))
 
 

@@ -69,10 +69,7 @@ def stays_near(run: Run, result: ScanResult) -> Made:
             near = chained(near, plain("which is not judged, as rounding at random is right on average"), between=", ")
         parts.append(near)
     says = say("it passes after {done:count step}", done=done or setup.steps)
-    told = chained(says, chained(*parts), between=": ") if parts else says
-    if setup.steps == 1:
-        told = chained(told, plain("one step shows little of a training: try --steps 20"))
-    return Said(told, "warn" if part >= NEAR or setup.steps == 1 else "none")
+    return Said(chained(says, chained(*parts), between=": ") if parts else says, "warn" if part >= NEAR else "none")
 
 
 def part_of_limit(run: Run, result: ScanResult) -> float:

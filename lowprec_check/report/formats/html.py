@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowprec_check.analysis.diff import ScanDiff
+from lowprec_check.report.blocks import Document
 from lowprec_check.report.registry import ReportFormat
 from lowprec_check.schema.scan_result import ScanResult
 
@@ -14,23 +14,21 @@ class HtmlFormat(ReportFormat):
     suffixes = (".html", ".htm")
     renders_diffs = True
 
-    def check_available(self) -> None:
-        """Check that Bokeh, which draws the charts, is installed."""
-        from lowprec_check.report.html.bokeh_files import folder
-
-        folder()
-
     def render(self, result: ScanResult) -> str:
         """Render the report of a scan."""
-        from lowprec_check.report.html.scan_page import render
+        from lowprec_check.report.page_blocks import scan_page
 
-        return render(result)
+        return self.lay_out(scan_page(result))
 
-    def render_diff(self, diff: ScanDiff) -> str:
-        """Render the differences between two scans."""
-        from lowprec_check.report.html.diff_page import render
+    def render_verbose(self, result: ScanResult) -> str:
+        """The same: a page has all details."""
+        return self.render(result)
 
-        return render(diff)
+    def lay_out(self, document: Document, *, verbose: bool = False) -> str:
+        """Render blocks."""
+        from lowprec_check.report.layout.html import html
+
+        return html(document)
 
 
 FORMAT = HtmlFormat()

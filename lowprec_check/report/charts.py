@@ -1,0 +1,380 @@
+"""Charts as SVG without scripts: colours are variables of the page, figures are native tooltips, and a table has them too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from markupsafe import Markup, escape
+
+from lowprec_check.analysis.degenerate_output import degenerate_output
+from lowprec_check.analysis.run_summary import candidates, is_plan_of, label, memory_ratio
+from lowprec_check.analysis.speed import speed
+from lowprec_check.analysis.training_status import first_way
+from lowprec_check.report.blocks import Chart, SpeedOf, ratio_text, speed_text
+from lowprec_check.report.escape import visible
+from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.schema.precisions import LOW_FORMATS
+from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.verdict import look
+from lowprec_check.schema.wording import error_figure, module_name, short_op
+
+MOST_POINTS = 1500
+"""Op calls drawn of a run; of a longer one, the worst of each segment."""
+MOST_TIPS = 240
+"""Tooltips of a line, each of the worst op call in a strip of the chart."""
+_WIDE, _HIGH = 760, 300
+_LEFT, _RIGHT, _TOP, _BOTTOM = 66, 742, 16, 258
+_LETTER = 6.6
+"""Width of a letter of a label."""
+
+
+class _Axis:
+    """Places values along one side of a chart."""
+
+    def __init__(self, low: float, high: float, start: float, end: float, *, log: bool) -> None:
+        self.log = log
+        self.low, self.high = (math.log10(low), math.log10(high)) if log else (low, high)
+        self.high = self.high if self.high > self.low else self.low + 1
+        self.start, self.end = start, end
+
+    def __call__(self, value: float) -> float:
+        at = math.log10(max(value, 1e-300)) if self.log else value
+        part = min(1.0, max(0.0, (at - self.low) / (self.high - self.low)))
+        return round(self.start + part * (self.end - self.start), 1)
+
+    def decades(self) -> list[float]:
+        """The powers of ten in the range, at most 8."""
+        found = range(math.ceil(self.low - 1e-9), math.floor(self.high + 1e-9) + 1)
+        return [10.0**exponent for exponent in found[:: max(1, -(-len(found) // 8))]]
+
+    def steps(self) -> list[float]:
+        """About six round values in the range."""
+        size = (self.high - self.low) / 6
+        unit = 10.0 ** math.floor(math.log10(size))
+        step = next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= size)
+        first = math.ceil(self.low / step)
+        return [number * step for number in range(first, math.floor(self.high / step + 1e-9) + 1)]
+
+
+def _tag(name: str, inside: object = "", **attributes: object) -> Markup:
+    shown = "".join(f' {key.rstrip("_").replace("_", "-")}="{escape(value)}"' for key, value in attributes.items())
+    return Markup(f"<{name}{shown}>{escape(inside)}</{name}>")
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, color: str = "line", **more: object) -> Markup:
+    return _tag("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=f"var(--{color})", **more)
+
+
+def _text(x: float, y: float, text: str, anchor: str = "middle", color: str = "dim", **more: object) -> Markup:
+    return _tag("text", text, x=round(x, 1), y=round(y, 1), text_anchor=anchor, fill=f"var(--{color})", **more)
+
+
+def _svg(name: str, parts: Iterable[Markup], high: int = _HIGH) -> str:
+    drawn = Markup("").join(parts)
+    return _tag("svg", drawn, viewBox=f"0 0 {_WIDE} {high}", role="img", aria_label=name)
+
+
+def _frame(x: _Axis, y: _Axis, x_ticks: Sequence[tuple[float, str]], y_name: str, x_name: str) -> Iterator[Markup]:
+    ticks = y.decades() if y.log else y.steps()
+    for value in ticks:
+        yield _line(_LEFT, y(value), _RIGHT, y(value))
+        yield _text(_LEFT - 6, y(value) + 4, f"{value:.0e}" if y.log else f"{value:.4g}", "end")
+    for value, shown in x_ticks:
+        yield _line(x(value), _BOTTOM, x(value), _BOTTOM + 4)
+        yield _text(x(value), _BOTTOM + 17, shown)
+    yield _line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, "dim")
+    yield _text((_LEFT + _RIGHT) / 2, _BOTTOM + 36, x_name)
+    middle = (_TOP + _BOTTOM) / 2
+    yield _text(14, middle, y_name, transform=f"rotate(-90 14 {middle})")
+
+
+def _limit(y: _Axis, value: float, text: str) -> Markup:
+    line = _line(_LEFT, y(value), _RIGHT, y(value), "bad", stroke_dasharray="6 4")
+    return line + _text(_RIGHT, y(value) - 5, text, "end", "bad")
+
+
+def _path(points: Iterable[tuple[float, float] | None], color: str, **more: object) -> Markup:
+    """A line, broken at ``None``."""
+    steps, pen = [], "M"
+    for point in points:
+        if point is None:
+            pen = "M"
+        else:
+            steps.append(f"{pen}{point[0]:g} {point[1]:g}")
+            pen = "L"
+    return _tag("path", d="".join(steps), fill="none", stroke=f"var(--{color})", **more) if steps else Markup()
+
+
+# -- speed and error of all runs
+
+
+class _Dot(NamedTuple):
+    run: Run
+    ratio: float
+    low: float
+    high: float
+    error: float
+    tone: str
+    tip: str
+
+
+def tradeoff(result: ScanResult) -> Chart | None:
+    """Speed against output error, a dot per run; ``None`` if fewer than two runs have both."""
+    dots = [dot for run in candidates(result.runs) if (dot := _dot(run, result)) is not None]
+    if len(dots) < 2 or result.prediction is not None or result.training is not None:
+        return None
+    name = "Speed and output error of each run. Area: peak memory; line: interval of the speed; dashed: tolerance."
+    return Chart(name, lambda: _svg(name, _tradeoff(dots, result)), detail="all")
+
+
+def _dot(run: Run, result: ScanResult) -> _Dot | None:
+    found, error = speed(run, result.runs), run.output_error.distance if run.output_error else None
+    if found.ratio is None or error is None or run.status not in ("ok", "unjudged", "inaccurate"):
+        return None
+    status = "unjudged" if degenerate_output(run, result) else run.status
+    memory = memory_ratio(run, result.runs)
+    size = f", {ratio_text(memory)} the memory" if memory else ""
+    told = speed_text(SpeedOf(found.told, found.ratio))
+    tip = f"{visible(label(run))}: {told}, error {error_figure(error)}{size}, {look(status).word}"
+    low, high = max(found.low, found.ratio / 4), min(found.high, found.ratio * 4)
+    return _Dot(run, found.ratio, low, high, error, look(status).tone, tip)
+
+
+def _tradeoff(dots: Sequence[_Dot], result: ScanResult) -> Iterator[Markup]:
+    limits = sorted({dot.run.tolerance for dot in dots if dot.run.tolerance})
+    errors = [max(dot.error, 1e-9) for dot in dots] + limits
+    x = _Axis(min(0.8, *(d.low for d in dots)) / 1.1, max(1.25, *(d.high for d in dots)) * 1.1, _LEFT, _RIGHT, log=True)
+    y = _Axis(min(errors) / 3, max(errors) * 3, _BOTTOM, _TOP, log=True)
+    shown = [(1.0, "fp32")]
+    for factor in (2, 4, 10, 30, 100, 300, 1.5, 1.2):
+        for value, text in ((float(factor), f"{factor} × as fast"), (1 / factor, f"{factor} × slower")):
+            if _LEFT + 40 < x(value) < _RIGHT - 40 and all(abs(x(value) - x(known)) > 85 for known, _ in shown):
+                shown.append((value, text))
+    yield from _frame(x, y, shown, "output error", "speed")
+    yield _line(x(1), _TOP, x(1), _BOTTOM, "dim", stroke_dasharray="2 3")
+    for limit in limits:
+        formats = {d.run.basis.format.short for d in dots if d.run.tolerance == limit and d.run.basis}
+        yield _limit(y, limit, f"tolerance of {' and '.join(sorted(formats))}")
+    places = {dot.run.key: (x(dot.ratio), y(dot.error)) for dot in dots}
+    for dot in dots:
+        for base in dots:
+            if is_plan_of(dot.run, base.run):
+                yield _line(*places[base.run.key], *places[dot.run.key], "dim", stroke_dasharray="1 3", stroke_width=2)
+    taken: list[tuple[float, ...]] = [(px - 11, py - 11, px + 11, py + 11) for px, py in places.values()]
+    taken += [(x(dot.low), y(dot.error) - 1, x(dot.high), y(dot.error) + 1) for dot in dots]
+    taken += [(_LEFT, y(limit) - 18, _RIGHT, y(limit) + 1) for limit in limits]
+    for dot in dots:
+        px, py = x(dot.ratio), y(dot.error)
+        color = f"var(--{'dim' if dot.tone == 'none' else dot.tone})"
+        yield _line(x(dot.low), py, x(dot.high), py, "dim", stroke_width=1.5)
+        radius = round(9 * math.sqrt(min(2.0, max(0.1, memory_ratio(dot.run, result.runs) or 1.0))), 1)
+        tip = _tag("title", dot.tip)
+        yield _tag("circle", tip, cx=px, cy=py, r=radius, fill=color, fill_opacity=0.55, stroke=color)
+        text = visible(label(dot.run), 40)
+        at = _free_place(px, py, len(text) * _LETTER, taken)
+        taken.append(at)
+        yield _text(at[0], at[3] - 3, text, "start", "ink")
+
+
+def _free_place(x: float, y: float, width: float, taken: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """A box of a label near a point that covers none of ``taken``; the first one if there is none."""
+    near = [(x + 14, y - 8), (x - 14 - width, y - 8), (x - width / 2, y - 28), (x - width / 2, y + 14)]
+    near += [(x + 14, y + step * 16 - 8) for step in (-1, 1, -2, 2, -3, 3, -4, 4)]
+    boxes = [(left, top, left + width, top + 15) for left, top in near]
+    fits = [box for box in boxes if box[0] >= _LEFT and box[2] <= _WIDE and box[1] >= 0 and box[3] <= _BOTTOM]
+    free = (box for box in fits if not any(_overlap(box, other) for other in taken))
+    return next(free, (fits or boxes)[0])
+
+
+def _overlap(one: Sequence[float], other: Sequence[float]) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+# -- the error along the network
+
+
+def error_along(run: Run) -> Chart | None:
+    """The accumulated and the local error of each op call; ``None`` if none was measured."""
+    rows = list(enumerate(run.op_calls.rows(), 1))
+    errors = [error for _, row in rows for error in (row.accumulated_error, row.local_error) if error]
+    if len(errors) < 3:
+        return None
+    name = f"{visible(label(run))}: error of each op call, in their order; a tooltip names the op"
+    return Chart(name, lambda: _svg(name, _along(run, rows, errors)), detail="all")
+
+
+def _along(run: Run, rows: Sequence[tuple[int, OpCall]], errors: Sequence[float]) -> Iterator[Markup]:
+    limit = run.tolerance
+    ends = [*errors, limit] if limit else errors
+    x = _Axis(1, len(rows), _LEFT + 6, _RIGHT - 6, log=False)
+    y = _Axis(max(min(ends), max(ends) * 1e-9) / 1.5, max(ends) * 2, _BOTTOM, _TOP, log=True)
+    kept = list(worst_of_segments(rows, MOST_POINTS))
+    yield from _frame(x, y, [(step, f"{step:g}") for step in x.steps() if step >= 1], "relative error", "op call")
+    yield from _bands(rows, x)
+    if limit:
+        yield _limit(y, limit, f"tolerance {limit:.0e}")
+    local = ((x(at), y(row.local_error)) for at, row in kept if row.local_error)
+    dots = "".join(f"M{px:g} {py:g}h0" for px, py in local)
+    yield _tag("path", d=dots, stroke="var(--s2)", stroke_width=3, stroke_linecap="round", stroke_opacity=0.55)
+    line = [
+        (x(at), y(row.accumulated_error)) if row.accumulated_error else None
+        for at, row in kept
+        if row.accumulated_error or _is_lost(row)
+    ]
+    yield _path(line, "s1", stroke_width=1.8)
+    for at, row in kept:
+        if _is_lost(row) or row.outcome == "rescued":
+            sign = "✕" if _is_lost(row) else "▲"
+            yield _text(
+                x(at), _TOP + 10 if _is_lost(row) else _BOTTOM - 4, sign, color="bad" if _is_lost(row) else "warn"
+            )
+    width = round((_RIGHT - _LEFT) / min(len(rows), MOST_TIPS), 1)
+    for at, row in worst_of_segments(rows, MOST_TIPS):
+        tip = _tag("title", _tip(at, row))
+        yield _tag(
+            "rect", tip, x=round(x(at) - width / 2, 1), y=_TOP, width=width, height=_BOTTOM - _TOP, fill="transparent"
+        )
+    yield _text(_LEFT + 4, 10, "— accumulated", "start", "s1") + _text(
+        _LEFT + 100, 10, "• of the op itself", "start", "s2"
+    )
+    yield _text(_LEFT + 210, 10, "✕ Inf or NaN", "start", "bad") + _text(
+        _LEFT + 300, 10, "▲ missing kernel", "start", "warn"
+    )
+
+
+def _is_lost(row: OpCall) -> bool:
+    return bool(row.introduced_inf or row.introduced_nan)
+
+
+def worst_of_segments(rows: Sequence[tuple[int, OpCall]], most: int) -> Iterator[tuple[int, OpCall]]:
+    """At most ``most`` of ``rows``, in order: of each segment the worst."""
+    size = -(-len(rows) // most) or 1
+    for start in range(0, len(rows), size):
+        yield max(rows[start : start + size], key=lambda pair: (_is_lost(pair[1]), pair[1].accumulated_error or 0.0))
+
+
+def _tip(at: int, row: OpCall) -> str:
+    lost = "Inf or NaN" if _is_lost(row) else ""
+    errors = [
+        f"{name} {error_figure(error)}"
+        for name, error in (("accumulated", row.accumulated_error), ("local", row.local_error))
+        if error is not None
+    ]
+    place = ", ".join(filter(None, (module_name(row.module), row.source)))
+    return visible(f"{at}: {short_op(row.op)} · {place} · {', '.join(filter(None, [lost, *errors]))}")
+
+
+def _bands(rows: Sequence[tuple[int, OpCall]], x: _Axis) -> Iterator[Markup]:
+    """Names of the largest modules below the chart's top, where they begin."""
+    first: dict[str, list[int]] = {}
+    depth = 1 if len({row.module.partition(".")[0] for _, row in rows}) > 2 else 2
+    for at, row in rows:
+        first.setdefault(".".join(row.module.split(".")[:depth]), []).append(at)
+    end = 0.0
+    for module, calls in first.items():
+        left, name = x(calls[0]), visible(module, 24)
+        if module and left >= end and x(calls[-1]) - left > len(name) * _LETTER:
+            yield _line(left, _TOP, left, _BOTTOM) + _text(left + 3, _BOTTOM - 6, name, "start")
+            end = left + len(name) * _LETTER
+
+
+# -- training
+
+
+def training(result: ScanResult) -> Chart | None:
+    """Loss by step, a line per precision, with the range of fp32 runs from other seeds; ``None`` for fewer than three steps."""
+    setup = result.training
+    if setup is None or setup.steps < 2 or len(setup.losses) < 2:
+        return None
+    ways = [(run, way) for run in candidates(result.runs) if (way := first_way(run)) is not None]
+    lines: list[tuple[str, str, Sequence[float | None]]] = [("fp32", "ink", setup.losses)]
+    lines += [(visible(label(run)), f"s{1 + i % 6}", way.losses) for i, (run, way) in enumerate(ways[:12])]
+    first = setup.losses[0]
+    band = [[first + bound for bound in bounds] for bounds in (setup.loss_low, setup.loss_high)]
+    loss = "Loss and distance of the weights from those of fp32, by step; grey: fp32 runs from other seeds"
+    apart = [(visible(label(run)), f"s{1 + i % 6}", [None, *way.distances]) for i, (run, way) in enumerate(ways[:12])]
+    apart.append(("other seeds", "dim", [None, *setup.distances]))
+    weights = "Distance of the weights from those of fp32 by step, a line per precision"
+
+    def draw() -> str:
+        parts = _svg(loss, _steps(lines, band, setup.steps, "loss", log=False))
+        has_distances = any(value for *_, values in apart for value in values)
+        return parts + (_svg(weights, _steps(apart, [], setup.steps, "distance", log=True)) if has_distances else "")
+
+    return Chart(loss, draw, detail="all")
+
+
+def _steps(
+    lines: Sequence[tuple[str, str, Sequence[float | None]]],
+    band: Sequence[Sequence[float]],
+    steps: int,
+    name: str,
+    *,
+    log: bool,
+) -> Iterator[Markup]:
+    values = [v for *_, line in lines for v in line if v is not None and (v > 0 or not log)]
+    values += [v for bounds in band for v in bounds]
+    low, high = min(values), max(values)
+    if not log and lines[0][2]:  # a line that explodes does not flatten the others
+        reference = [v for v in [*lines[0][2], *(v for bounds in band for v in bounds)] if v is not None]
+        room = max(max(reference) - min(reference), 1e-12)
+        low, high = max(low, min(reference) - 3 * room), min(high, max(reference) + 3 * room)
+        low, high = low - 0.06 * (high - low), high + 0.06 * (high - low)
+    x, y = _Axis(0, steps, _LEFT, _RIGHT - 110, log=False), _Axis(low, high, _BOTTOM, _TOP + 6, log=log)
+    ticks = [(step, f"{step:g}") for step in x.steps() if step == int(step)]
+    yield from _frame(x, y, ticks, name, "step")
+    every = max(1, steps // 500)
+    if band and band[0]:
+        there = [f"{x(step)},{y(value)}" for step, value in enumerate(band[0])]
+        back = [f"{x(step)},{y(value)}" for step, value in reversed(list(enumerate(band[1])))]
+        yield _tag("polygon", points=" ".join(there + back), fill="var(--dim)", fill_opacity=0.18)
+    taken: list[tuple[float, ...]] = []
+    for text, color, line in lines:
+        points = [
+            None if v is None else (x(s), y(v)) for s, v in enumerate(line) if s % every == 0 or s == len(line) - 1
+        ]
+        tip = _tag("title", text)
+        yield _tag("g", tip + _path(points, color, stroke_width=2))
+        last = next((point for point in reversed(points) if point is not None), None)
+        if last is not None:
+            at = _free_place(last[0] - 8, last[1], len(text) * _LETTER, taken)
+            taken.append(at)
+            yield _text(at[0], at[3] - 3, text[:24], "start", color)
+
+
+# -- magnitudes
+
+
+def magnitudes(run: Run) -> Chart | None:
+    """A histogram of the magnitudes of fp32's values against the range of fp16 and bf16; ``None`` if none were counted."""
+    counts: dict[int, int] = {}
+    for module in run.magnitudes:
+        for exponent, count in enumerate(module.counts, module.lowest):
+            counts[exponent] = counts.get(exponent, 0) + count
+    shown = {exponent: count for exponent, count in counts.items() if count and exponent > -160}
+    if not shown or run.basis is None:
+        return None
+    name = f"Magnitudes of fp32's values, and the range of {run.basis.format.short}"
+    return Chart(name, lambda: _svg(name, _histogram(shown)), detail="all")
+
+
+def _histogram(counts: dict[int, int]) -> Iterator[Markup]:
+    total, most = sum(counts.values()), max(counts.values())
+    low, high = min(-26, *counts) - 1, max(17, *counts) + 2
+    x, y = _Axis(low, high, _LEFT, _RIGHT, log=False), _Axis(0, most / total, _BOTTOM, _TOP + 40, log=False)
+    ticks = [(e * math.log2(10), f"1e{e:+d}") for e in range(-45, 40, 3) if low < e * math.log2(10) < high]
+    yield from _frame(x, y, ticks, "share of the values", "magnitude in fp32")
+    for exponent, count in sorted(counts.items()):
+        top = y(count / total)
+        outside = not -24 <= exponent < 16
+        tip = _tag("title", f"2^{exponent}: {count:,} of {total:,} sampled values")
+        size = {"width": round(x(exponent + 1) - x(exponent) - 0.5, 1), "height": round(_BOTTOM - top, 1)}
+        yield _tag("rect", tip, x=x(exponent), y=top, **size, fill=f"var(--{'bad-bar' if outside else 'bar'})")
+    for row, known in enumerate(LOW_FORMATS):
+        height = _TOP + 6 + 18 * row
+        ends = [x(math.log2(value)) for value in (known.smallest_subnormal, known.smallest_normal, known.largest)]
+        yield _line(ends[0], height, ends[1], height, "dim", stroke_width=2, stroke_dasharray="2 3")
+        yield _line(ends[1], height, ends[2], height, "dim", stroke_width=5)
+        yield _text(ends[1] + 4, height + 13, f"{known.short}: full precision; dashed: subnormal", "start")
