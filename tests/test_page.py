@@ -256,7 +256,7 @@ def test_shares_of_modules_are_those_of_the_budget() -> None:
     shares = dict(
         zip(
             column(table := module_table([failing]), "module"),
-            column(table, "bfloat16: share of the error"),
+            column(table, "bfloat16 share"),
             strict=True,
         )
     )
@@ -287,7 +287,7 @@ def test_the_deepest_of_very_many_modules_are_left_out() -> None:
 
 def test_an_error_in_a_run_that_passes_is_not_marked() -> None:
     passes = msgspec.structs.replace(calls_of(OpCall("aten.mm.default", "a", accumulated_error=0.9)), status="ok")
-    assert column(module_table([passes]), "half: worst error") == [ErrorOf(0.9, None)] * 2
+    assert column(module_table([passes]), "half error") == [ErrorOf(0.9, None)] * 2
 
 
 # -- the user's code
@@ -312,7 +312,7 @@ def test_the_code_shows_ops_shares_and_gaps_at_its_lines() -> None:
     assert "quantile: unsupported-dtype (half)" in rows["31"]["found"]
     calls = result.run("bfloat16").op_calls
     shares = [share for source, share in zip(calls.source, calls.share, strict=True) if source == "net.py:23"]
-    assert (line["bfloat16: share of the error"] or 0.0) == pytest.approx(sum(shares))
+    assert (line["bfloat16 share"] or 0.0) == pytest.approx(sum(shares))
 
 
 def test_without_the_text_of_a_line_there_is_no_code() -> None:

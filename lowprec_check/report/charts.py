@@ -154,17 +154,22 @@ def _tradeoff(dots: Sequence[_Dot], result: ScanResult) -> Iterator[Markup]:
                 shown.append((value, text))
     yield from _frame(x, y, shown, "output error", "speed")
     yield _line(x(1), _TOP, x(1), _BOTTOM, "dim", stroke_dasharray="2 3")
+    places = {dot.run.key: (x(dot.ratio), y(dot.error)) for dot in dots}
+    taken: list[tuple[float, ...]] = [(px - 11, py - 11, px + 11, py + 11) for px, py in places.values()]
+    taken += [(x(dot.low), y(dot.error) - 1, x(dot.high), y(dot.error) + 1) for dot in dots]
     for limit in limits:
         formats = {d.run.basis.format.short for d in dots if d.run.tolerance == limit and d.run.basis}
-        yield _limit(y, limit, f"tolerance of {' and '.join(sorted(formats))}")
-    places = {dot.run.key: (x(dot.ratio), y(dot.error)) for dot in dots}
+        text = f"tolerance of {' and '.join(sorted(formats))}"
+        width = len(text) * _LETTER
+        near = [(left, y(limit) + up) for up in (-17, 2) for left in (_RIGHT - width, _LEFT + 4, _RIGHT - 2 * width)]
+        at = _first_free(near, width, taken)
+        taken += [at, (_LEFT, y(limit) - 1, _RIGHT, y(limit) + 1)]
+        yield _line(_LEFT, y(limit), _RIGHT, y(limit), "bad", stroke_dasharray="6 4")
+        yield _text(at[0], at[3] - 3, text, "start", "bad")
     for dot in dots:
         for base in dots:
             if is_plan_of(dot.run, base.run):
                 yield _line(*places[base.run.key], *places[dot.run.key], "dim", stroke_dasharray="1 3", stroke_width=2)
-    taken: list[tuple[float, ...]] = [(px - 11, py - 11, px + 11, py + 11) for px, py in places.values()]
-    taken += [(x(dot.low), y(dot.error) - 1, x(dot.high), y(dot.error) + 1) for dot in dots]
-    taken += [(_LEFT, y(limit) - 18, _RIGHT, y(limit) + 1) for limit in limits]
     for dot in dots:
         px, py = x(dot.ratio), y(dot.error)
         color = f"var(--{'dim' if dot.tone == 'none' else dot.tone})"
@@ -179,10 +184,16 @@ def _tradeoff(dots: Sequence[_Dot], result: ScanResult) -> Iterator[Markup]:
 
 
 def _free_place(x: float, y: float, width: float, taken: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """A box of a label near a point that covers none of ``taken``; the first one if there is none."""
+    """A box of a label near a point."""
     near = [(x + 14, y - 8), (x - 14 - width, y - 8), (x - width / 2, y - 28), (x - width / 2, y + 14)]
-    near += [(x + 14, y + step * 16 - 8) for step in (-1, 1, -2, 2, -3, 3, -4, 4)]
-    boxes = [(left, top, left + width, top + 15) for left, top in near]
+    return _first_free(near + [(x + 14, y + step * 16 - 8) for step in (-1, 1, -2, 2, -3, 3, -4, 4)], width, taken)
+
+
+def _first_free(
+    places: Sequence[tuple[float, float]], width: float, taken: Sequence[tuple[float, ...]]
+) -> tuple[float, ...]:
+    """The first box at ``places`` that covers none of ``taken``; the first one if there is none."""
+    boxes = [(left, top, left + width, top + 15) for left, top in places]
     fits = [box for box in boxes if box[0] >= _LEFT and box[2] <= _WIDE and box[1] >= 0 and box[3] <= _BOTTOM]
     free = (box for box in fits if not any(_overlap(box, other) for other in taken))
     return next(free, (fits or boxes)[0])

@@ -173,11 +173,11 @@ def _has_shares(run: Run, runs: Sequence[Run]) -> bool:
 
 
 def _share_column(run: Run) -> Column:
-    return Column(f"{label(run)}: share of the error", "share", _SHARE)
+    return Column(f"{label(run)} share", "share", _SHARE)
 
 
 def _error_column(run: Run) -> Column:
-    return Column(f"{label(run)}: worst error", "error", _ACCUMULATED)
+    return Column(f"{label(run)} error", "error", _ACCUMULATED)
 
 
 def _by_line(run: Run) -> dict[str, Total]:

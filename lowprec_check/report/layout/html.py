@@ -237,6 +237,7 @@ class _Page:
 
 
 _FIGURE_OF = Markup('<figure class="chart">{}<figcaption>{}</figcaption></figure>\n')
+_LEGEND = Markup('<details class="legend"><summary>What the columns mean</summary><dl>{}</dl></details>\n')
 _GROUP = Markup('<tr{}><th colspan="{}" scope="rowgroup">{}</th></tr>\n')
 _FACT = Markup("<div><dt>{}</dt><dd>{}</dd></div>")
 
@@ -281,13 +282,12 @@ def _head(column: Column) -> Markup:
 
 
 def _legend(columns: Sequence[Column]) -> Markup:
-    known = [_FACT.format(visible(column.name), column.meaning) for column in columns if column.meaning]
-    if not known:
-        return Markup()
-    shown = Markup().join(known)
-    return Markup('<details class="legend"><summary>What the columns mean</summary><dl>{}</dl></details>\n').format(
-        shown
-    )
+    names: dict[str, list[str]] = {}
+    for column in columns:
+        if column.meaning:
+            names.setdefault(column.meaning, []).append(visible(column.name))
+    shown = Markup().join(_FACT.format(", ".join(its), meaning) for meaning, its in names.items())
+    return _LEGEND.format(shown) if names else Markup()
 
 
 def _cell(value: Any, column: Column, row: Row, block: Table, index: int, named: bool) -> Markup:
@@ -295,8 +295,10 @@ def _cell(value: Any, column: Column, row: Row, block: Table, index: int, named:
     attributes = Markup(' scope="row"') if index < block.headings else Markup()
     if named:
         attributes += Markup(' data-h="{}"').format(visible(column.name))
-    value = None if value == "" else value
+    value = None if value == "" and column.type != "module" else value
     text = cell_text(value, column.type)
+    if value is None and column.type in WIDE:
+        text = ""
     shown = _CELLS.get(column.type) if value is not None else None
     content, names, more = (
         shown(value, text, row) if shown is not None else _Shown(text, "" if value is not None else "none")
