@@ -12,7 +12,8 @@ from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.engine.load import TargetSpec
 from lowprec_check.engine.scan_options import ScanOptions
 from lowprec_check.engine.session import scan_file
-from lowprec_check.report.text import render
+from lowprec_check.report.layout.text import text
+from lowprec_check.report.scan_document import scan_document
 
 ROOT = Path(__file__).parent.parent
 WITHHELD = ("aten.dot:half",)
@@ -26,7 +27,7 @@ def save(name: str, spec: str, folder: Path, options: ScanOptions) -> None:
     *_, found = scan_file(TargetSpec(spec), options)
     result = conclude(found)
     result.save(folder / f"{name}.json")
-    (folder / f"{name}.txt").write_text(render(result, width=120), encoding="utf-8")
+    (folder / f"{name}.txt").write_text(text(scan_document(result), width=120), encoding="utf-8")
     print(name, result.recommendation and result.recommendation.precision, flush=True)
 
 

@@ -29,9 +29,10 @@ from lowprec_check.analysis.findings import groups, no_effect, tally
 from lowprec_check.analysis.recommend import recommend
 from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.analysis.run_summary import explain_status
-from lowprec_check.report import text
 from lowprec_check.report.error_budget import budget_lines, module_bars, tables, told_runs
+from lowprec_check.report.layout.text import text
 from lowprec_check.report.registry import render
+from lowprec_check.report.scan_document import scan_document
 from lowprec_check.schema.error_budget import ErrorBudget, Share
 from lowprec_check.schema.op_calls import OpCall, to_columns
 from lowprec_check.schema.scan_result import Diagnostic, ModelInfo, Run, ScanResult
@@ -380,7 +381,7 @@ def test_the_ratio_of_the_errors_is_that_of_the_saved_figures() -> None:
 
 def test_what_a_finding_causes_is_not_cut() -> None:
     row = OpCall("aten.sub.Tensor", "a", "model.py:4", local_error=0.4, accumulated_error=0.4, share=1.0)
-    shown = text.render(a_result(a_run(row, budget=a_budget(0.0))), width=100)
+    shown = render(a_result(a_run(row, budget=a_budget(0.0))), "text")
     assert "this op causes 100 % of the output error" in " ".join(shown.split())
 
 
@@ -433,11 +434,11 @@ def test_shares_of_another_error_than_the_one_that_fails_are_marked(changes: dic
 
 @pytest.mark.parametrize("width", [40, 60, 100, 200])
 def test_the_lines_fit_the_screen(width: int) -> None:
-    shown = text.render(budgeted_result(), width=width)
+    shown = text(scan_document(budgeted_result()), width=width)
     block = shown.partition("Where the error comes from\n")[2].partition("\n\n")[0]
     assert "12 % encoder.blocks.0.norm" in " ".join(block.split())
     assert max(map(len, block.splitlines())) <= width
-    assert "Where the error comes from" not in text.render(a_result(a_run(status="ok")))
+    assert "Where the error comes from" not in render(a_result(a_run(status="ok")), "text")
 
 
 # -- reports
@@ -447,11 +448,11 @@ def test_notes_without_an_effect_are_one_line() -> None:
     rows = [underflow(f"m{n}") for n in range(24)]
     result = a_result(a_run(*rows, status="ok"))
     assert tally(result.diagnostics) == "24 findings: 24 notes"
-    shown = text.render(result)
+    shown = render(result, "text")
     assert "24 findings for which no run fails · -v lists them" in shown
     assert "LP202" not in shown.replace("explain LP202", "")
-    assert "LP202 underflow" in text.render(result, verbose=True)
-    assert "24 findings for which no run fails: LP202 underflow (half) ×24" in render(result, "md")
+    assert "LP202 underflow" in text(scan_document(result), detail="more")
+    assert render(result, "md").count("24 findings for which no run fails") == 1
     assert render(result, "html").count("24 findings for which no run fails") == 1
     assert render(result, "concise").count("LP202 note") == 1, "one line of code, one finding"
 

@@ -489,7 +489,7 @@ def test_no_string_breaks_a_format(nasty: str) -> None:
     for screen in (render(result, "text"), verbose(result)):
         assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", screen + shown)
     page = render(result, "html")
-    assert page.count("<script") == page.count("</script>") == 5
+    assert page.count("<script") == page.count("</script>") == 1
     assert "<script>alert" not in page
 
 

@@ -19,10 +19,9 @@ from lowprec_check.analysis.run_summary import (
     status_reason,
 )
 from lowprec_check.analysis.speed import Speed, speed
-from lowprec_check.analysis.training_status import passing_ways
+from lowprec_check.analysis.training_status import passing_ways, remedies
 from lowprec_check.report import summary
 from lowprec_check.report.escape import visible
-from lowprec_check.report.training import remedies
 from lowprec_check.schema.registry import choices
 from lowprec_check.schema.scan_result import Run, ScanResult
 
@@ -166,7 +165,7 @@ def _right(result: ScanResult) -> Light:
     parts = [
         _with_closest(told, passed) if len(passed) == len(judged) and result.training is None else f"{told}.",
         *_reasons([run for run in judged if run not in passed]),
-        *(f"{summary.label(run)} does so only with {remedies(run)}." for run in changed),
+        *(f"{summary.label(run)} does so only with {some(remedies(run), most=2)}." for run in changed),
         *([_helped(plan)] if plan is not None else []),
         *([_cannot(odd)] if odd else []),
     ]
