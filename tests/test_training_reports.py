@@ -19,6 +19,7 @@ from lowprec_check.analysis.recommend import passes, recommended_run
 from lowprec_check.analysis.statements.advice import verdict
 from lowprec_check.analysis.statements.registry import statements
 from lowprec_check.analysis.training_status import remarks
+from lowprec_check.report import charts
 from lowprec_check.report.blocks import Fold, Say, Table, cell_text
 from lowprec_check.report.diff import diff_document
 from lowprec_check.report.layout.markdown import LONGEST
@@ -323,6 +324,14 @@ def test_steps_with_gradients_of_zero() -> None:
     assert "makes up to 50 % of the weights" in said(of_one(RESULT.run("half"), epsilon=checks), "zero-gradients")[0]
     harmless = of_one(RESULT.run("half"), epsilon=[EpsilonCheck(implementation="loop", nonfinite=0.0)])
     assert not said(harmless, "zero-gradients")
+
+
+def test_the_chart_shows_changes_of_the_loss_as_they_are_judged() -> None:
+    above = way("plain", losses=[loss + 1 for loss in FP32_LOSSES], distances=[])
+    chart = charts.training(of_one(RESULT.run("half"), ways=[above]))
+    assert chart is not None
+    drawn = re.findall(r'<(?:path|polyline)[^>]* (?:d|points)="([^"]+)"', chart.draw())
+    assert len(drawn) != len(set(drawn)), "the line of half is that of fp32"
 
 
 # -- gradients and the loss scale

@@ -295,16 +295,25 @@ def _bands(rows: Sequence[tuple[int, OpCall]], x: _Axis) -> Iterator[Markup]:
 
 
 def training(result: ScanResult) -> Chart | None:
-    """Loss by step, a line per precision, with the range of fp32 runs from other seeds; ``None`` for fewer than three steps."""
+    """Loss by step, a line per precision, with the range of fp32 runs from other seeds; ``None`` for fewer than three steps.
+
+    Changes of the loss are judged, so each line starts at the first loss of fp32, as the range does.
+    """
     setup = result.training
     if setup is None or setup.steps < 2 or len(setup.losses) < 2:
         return None
     ways = [(run, way) for run in candidates(result.runs) if (way := first_way(run)) is not None]
     lines: list[tuple[str, str, Sequence[float | None]]] = [("fp32", "ink", setup.losses)]
-    lines += [(visible(label(run)), f"s{1 + i % 6}", way.losses) for i, (run, way) in enumerate(ways[:12])]
     first = setup.losses[0]
+    for i, (run, way) in enumerate(ways[:12]):
+        shift = first - next((loss for loss in way.losses[:1] if loss is not None), first)
+        moved = [None if loss is None else loss + shift for loss in way.losses]
+        lines.append((visible(label(run)), f"s{1 + i % 6}", moved))
     band = [[first + bound for bound in bounds] for bounds in (setup.loss_low, setup.loss_high)]
-    loss = "Loss and distance of the weights from those of fp32, by step; grey: fp32 runs from other seeds"
+    loss = (
+        "Loss, each line from the first loss of fp32, and distance of the weights from those of fp32, by step; "
+        "grey: fp32 runs from other seeds"
+    )
     apart = [(visible(label(run)), f"s{1 + i % 6}", [None, *way.distances]) for i, (run, way) in enumerate(ways[:12])]
     apart.append(("other seeds", "dim", [None, *setup.distances]))
     weights = "Distance of the weights from those of fp32 by step, a line per precision"
