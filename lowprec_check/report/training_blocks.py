@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from lowprec_check.analysis.run_summary import label, reference_of
-from lowprec_check.analysis.statements.training import MATTERS, lost_kinds, tensor_name
+from lowprec_check.analysis.statements.training_findings import MATTERS, lost_kinds, tensor_name
 from lowprec_check.analysis.training_status import distance_limit, first_way, remarks, steps_of, way_name
 from lowprec_check.report.blocks import Block, Column, ErrorOf, Fold, Heading, Row, Say, Table
 from lowprec_check.schema.recommendation import Recommendation

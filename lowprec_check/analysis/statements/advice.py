@@ -10,7 +10,7 @@ from lowprec_check.analysis.run_summary import candidates, is_cast, label, memor
 from lowprec_check.analysis.speed import Speed, is_faster, speed
 from lowprec_check.analysis.statements.registry import Made, Said, per_run, per_scan, said, statements
 from lowprec_check.analysis.statements.status import NEAR, why
-from lowprec_check.analysis.statements.training import drawback, part_of_limit
+from lowprec_check.analysis.statements.training_findings import drawback, part_of_limit
 from lowprec_check.analysis.training_status import first_way, remedies, way_text
 from lowprec_check.schema.precisions import low_precisions
 from lowprec_check.schema.recommendation import Recommendation
