@@ -32,7 +32,7 @@ def render(result: ScanResult) -> str:
     """
     why, said = failure(result), statements(result)
     told = {found.kind: found.text for found in said}
-    failures = {name: found.text for found in said if found.kind == "failure" for name in found.runs}
+    failures = {name: found.text_of(name) for found in said if found.kind == "failure" for name in found.runs}
     root = Element("testsuites", name="lowprec-check")
     suite = SubElement(root, "testsuite", name=visible(without_folders(result.target)))
     properties = SubElement(suite, "properties")

@@ -59,9 +59,10 @@ class _Said:
     def about(self, *topics: About) -> list[Statement]:
         return [found for found in self.all if found.about in topics]
 
-    def of(self, run: Run, *topics: About) -> list[Statement]:
+    def alone(self, run: Run, *topics: About) -> str:
+        """What is said of a run, with its own figures, also where it shares a sentence with others."""
         name = label(run)
-        return [found for found in self.about(*topics) if name in found.runs]
+        return "; ".join(its.text_of(name) for its in self.about(*topics) if name in its.runs)
 
 
 def scan_document(result: ScanResult, *, findings: int = SHOWN_FINDINGS) -> Document:
@@ -146,11 +147,7 @@ def runs_table(result: ScanResult, said: _Said | None = None) -> Table:
         shown = [column for column in shown if column[0].name != "output error"]
     rows = []
     for run in result.runs:
-        why = (
-            _why_reference(run)
-            if run.is_reference
-            else "; ".join(found.text for found in said.of(run, "runs", "margin"))
-        )
+        why = _why_reference(run) if run.is_reference else said.alone(run, "runs", "margin")
         figures = [figure(run, result) for _, figure in shown]
         rows.append(Row([label(run), shown_status(run, result), *figures, why], tag(run, result)))
     columns = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from lowprec_check.schema.base import Struct
-from lowprec_check.schema.wording import Figure
+from lowprec_check.schema.wording import Figure, Sentence
 
 Evidence = Literal["measured", "derived", "predicted", "declared"]
 """``measured``: by running it; ``derived``: computed from what was measured, such as a share of an error; ``predicted``: emulated, for a
@@ -52,3 +52,7 @@ class Statement(Struct, frozen=True, kw_only=True):
     """What it rests on."""
     disproof: str = ""
     """What would disprove it."""
+
+    def text_of(self, run: str) -> str:
+        """The sentence with the figures of one of its ``runs`` alone, by its label."""
+        return Sentence(template=self.template, figures=self.figures[self.runs.index(run)]).text

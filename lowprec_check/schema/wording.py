@@ -125,7 +125,7 @@ _TYPES: dict[str, Callable[[Any], str]] = {
 }
 """What each type makes of a figure; ``count NOUN`` and ``of NOUN`` beside them."""
 
-_TEXTS = ("op", "module", "text", "names", "modules", "ops")
+_TEXTS = ("limit", "op", "module", "text", "names", "modules", "ops")
 """Types without an order: runs with different ones do not share a sentence."""
 
 
