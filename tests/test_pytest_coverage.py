@@ -26,7 +26,7 @@ from lowprec_check.pytest_plugin import coverage  # noqa: F401 - imported once f
 from lowprec_check.pytest_plugin.failure_text import no_support_text
 from lowprec_check.pytest_plugin.fixture import watch  # noqa: F401 - imported once for all projects
 from lowprec_check.pytest_plugin.op_support import support_of
-from lowprec_check.report.coverage_files import RENDERERS
+from lowprec_check.report.coverage import RENDERERS
 
 SUITE = """
 import unittest, warnings

@@ -17,7 +17,7 @@ from lowprec_check.analysis.suite_coverage import Coverage, OpUse, coverage_from
 from lowprec_check.catalog.aten import AtenSupport
 from lowprec_check.pytest_plugin import coverage  # noqa: F401 - imported once for all projects
 from lowprec_check.pytest_plugin.fixture import watch  # noqa: F401 - imported once for all projects
-from lowprec_check.report.coverage_github import LONGEST_SUMMARY, step_summary
+from lowprec_check.report.coverage import LONGEST_SUMMARY, step_summary
 
 OK, FAILED, USAGE = pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.USAGE_ERROR
 

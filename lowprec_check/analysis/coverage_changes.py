@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from lowprec_check.analysis.run_summary import counted, shorten
+from lowprec_check.analysis.run_summary import shorten
 from lowprec_check.analysis.suite_coverage import Cell, Coverage, OpUse, cell_of, precision_of
 from lowprec_check.catalog.aten import AtenSupport
 from lowprec_check.catalog.fixes import find_fix
@@ -215,8 +215,3 @@ def fix_of(op: str, key: str, found: Coverage) -> str:
     except UsageError:  # a release or a dtype that this catalog does not have
         return advice
     return f"{advice}; {fix}" if fix else advice
-
-
-def gaps_text(number: int) -> str:
-    """``1 new gap``, ``2 new gaps``."""
-    return counted(number, "new gap")

@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
+from lowprec_check.analysis.coverage_changes import CoverageDiff, diff_coverages
 from lowprec_check.analysis.diff import ERROR_FACTOR, TIME_FACTOR, ScanDiff, diff_scans
+from lowprec_check.analysis.suite_coverage import coverage_of, kind_of
 from lowprec_check.cli.app import (
     FINDINGS,
     SAVE_SCAN,
@@ -21,8 +23,7 @@ from lowprec_check.cli.app import (
     screen_size,
 )
 from lowprec_check.errors import UsageError
-from lowprec_check.report.diff import diff_document
-from lowprec_check.report.registry import FORMATS, ReportFormat, diff_formats, format_of, suffixes
+from lowprec_check.report.registry import FORMATS, ReportFormat, diff_formats, document_of, format_of, suffixes
 from lowprec_check.schema.files import write_file
 from lowprec_check.schema.registry import choices
 
@@ -75,29 +76,29 @@ def diff(
     for file in files:
         check_writable(file, "-o")
     data = read_saved(old, _SAVE), read_saved(new, _SAVE)
+    found: ScanDiff | CoverageDiff
     if _are_coverages((old, new), data):
-        raise typer.Exit(_diff_coverages((old, new), data, chosen, [*zip(files, formats, strict=True)]))
-    before, after = load_result(old, data[0]), load_result(new, data[1])
-    if (before.training is None) != (after.training is None):
-        kinds = ["inference" if result.training is None else "training" for result in (before, after)]
-        raise UsageError(
-            f"{old} is a scan of {kinds[0]} and {new} one of {kinds[1]}, which cannot be compared.",
-            "Scan both with --train, or both without.",
-        )
-    found = diff_scans(before, after, error_factor=error_factor, time_factor=time_factor)
+        found = diff_coverages(coverage_of(data[0], old), coverage_of(data[1], new))
+    else:
+        before, after = load_result(old, data[0]), load_result(new, data[1])
+        if (before.training is None) != (after.training is None):
+            kinds = ["inference" if result.training is None else "training" for result in (before, after)]
+            raise UsageError(
+                f"{old} is a scan of {kinds[0]} and {new} one of {kinds[1]}, which cannot be compared.",
+                "Scan both with --train, or both without.",
+            )
+        found = diff_scans(before, after, error_factor=error_factor, time_factor=time_factor)
     if not files:
         _print(found, chosen)
     for file, wanted in zip(files, formats, strict=True):
         write_file(file, wanted.render_diff(found))
     if files and found.warnings:
-        print_status(f"warning: the two scans ran under different conditions: {'; '.join(found.warnings)}")
+        print_status(f"warning: the two were recorded under different conditions: {'; '.join(found.warnings)}")
     raise typer.Exit(FINDINGS if found.regressions else 0)
 
 
 def _are_coverages(paths: tuple[Path, Path], data: tuple[bytes, bytes]) -> bool:
     """Whether both files are coverages; raises :class:`UsageError` if only one of them is."""
-    from lowprec_check.analysis.suite_coverage import kind_of
-
     kinds = [kind_of(content) for content in data]
     if kinds.count("coverage") == 1:
         at = kinds.index("coverage")
@@ -109,39 +110,11 @@ def _are_coverages(paths: tuple[Path, Path], data: tuple[bytes, bytes]) -> bool:
     return kinds.count("coverage") == 2
 
 
-def _diff_coverages(
-    paths: tuple[Path, Path],
-    data: tuple[bytes, bytes],
-    chosen: ReportFormat | None,
-    files: list[tuple[Path, ReportFormat]],
-) -> int:
-    """Compare two coverages, print or write the differences, and return the exit code."""
-    from lowprec_check.analysis.coverage_changes import diff_coverages
-    from lowprec_check.analysis.suite_coverage import coverage_of
-    from lowprec_check.report.coverage_diff import DIFF_RENDERERS, diff_text
-
-    names = [wanted.name for _, wanted in files] + ([chosen.name] if chosen else [])
-    unknown = next((name for name in names if name not in DIFF_RENDERERS), None)
-    if unknown is not None:
-        raise UsageError(f"diff cannot write coverages in the format {unknown}.", f"Use {choices([*DIFF_RENDERERS])}.")
-    found = diff_coverages(*(coverage_of(content, path) for content, path in zip(data, paths, strict=True)))
-    name = chosen.name if chosen else "text" if sys.stdout.isatty() else "md"
-    if not files and name == "text":
-        sys.stdout.write(diff_text(found, **screen_size()))
-    elif not files:
-        (sys.stdout.write if name == "md" else print_document)(DIFF_RENDERERS[name](found))
-    for file, wanted in files:
-        write_file(file, DIFF_RENDERERS[wanted.name](found))
-    if files and found.warnings:
-        print_status(f"warning: the two coverages differ in their conditions: {'; '.join(found.warnings)}")
-    return FINDINGS if found.regressions else 0
-
-
-def _print(found: ScanDiff, format: ReportFormat | None) -> None:
+def _print(found: ScanDiff | CoverageDiff, format: ReportFormat | None) -> None:
     if (format.name if format else "text" if sys.stdout.isatty() else "md") == "text":
         from lowprec_check.report.layout.text import text
 
-        sys.stdout.write(text(diff_document(found), **screen_size()))
+        sys.stdout.write(text(document_of(found), **screen_size()))
     else:
         chosen = format or FORMATS.get("md")
         (sys.stdout.write if chosen.for_terminals else print_document)(chosen.render_diff(found))

@@ -24,7 +24,7 @@ from lowprec_check.pytest_plugin.coverage_options import CoverageColumn, Coverag
 from lowprec_check.pytest_plugin.junit_properties import JunitProperties
 from lowprec_check.pytest_plugin.replayed_calls import KeptCalls
 from lowprec_check.pytest_plugin.shared_fixtures import Ops, Recorded, SharedFixtures, merge
-from lowprec_check.report.coverage_files import RENDERERS
+from lowprec_check.report.coverage import RENDERERS
 from lowprec_check.schema.files import write_file
 
 if TYPE_CHECKING:

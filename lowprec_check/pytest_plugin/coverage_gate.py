@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from lowprec_check.analysis.coverage_changes import CoverageDiff, diff_coverages, gaps_text
-from lowprec_check.analysis.run_summary import counted
+from lowprec_check.analysis.coverage_changes import CoverageDiff, diff_coverages
 from lowprec_check.analysis.suite_coverage import Coverage, coverage_of, precision_of
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.wording import counted
 
 NEVER = "never"
 FAIL_ON = (NEVER, "gaps", "new")
@@ -89,7 +89,7 @@ class CoverageGate:
     @property
     def _compared(self) -> str:
         number = len(self.new or ())
-        return f"{gaps_text(number) if number else 'No new gap'}, compared with {self.shown}"
+        return f"{counted(number, 'new gap') if number else 'No new gap'}, compared with {self.shown}"
 
     def notes(self) -> list[str]:
         """What the comparison leaves out, and the conditions that differ."""

@@ -14,7 +14,7 @@ from lowprec_check.catalog.records import Dtype
 from lowprec_check.errors import UsageError
 from lowprec_check.pytest_plugin import options
 from lowprec_check.pytest_plugin.coverage_gate import FAIL_ON, NEVER, CoverageGate, load_baseline
-from lowprec_check.report.coverage_files import RENDERERS
+from lowprec_check.report.coverage import RENDERERS
 from lowprec_check.schema.precisions import FP16, PRECISIONS, Precision, low_precisions
 from lowprec_check.schema.registry import choices, words_in
 

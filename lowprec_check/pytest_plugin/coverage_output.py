@@ -7,10 +7,16 @@ from pathlib import Path
 
 from lowprec_check.analysis.suite_coverage import Coverage
 from lowprec_check.pytest_plugin.coverage_gate import CoverageGate
-from lowprec_check.report.console import screen
-from lowprec_check.report.coverage import WIDTH, coverage_text
-from lowprec_check.report.coverage_diff import print_change
-from lowprec_check.report.coverage_github import LONGEST_SUMMARY, coverage_github, step_summary
+from lowprec_check.report.blocks import Document, Say
+from lowprec_check.report.coverage import (
+    LONGEST_SUMMARY,
+    WIDTH,
+    change_blocks,
+    coverage_document,
+    coverage_github,
+    step_summary,
+)
+from lowprec_check.report.layout.text import text
 
 _LIMIT = 2**20
 """Bytes. GitHub drops the summary of a step that has more."""
@@ -18,27 +24,14 @@ _LIMIT = 2**20
 
 def lines(found: Coverage, gate: CoverageGate, how: str, *, every: bool) -> list[str]:
     """The lines of the section: what is new comes first."""
-    text = _gate_text(gate) + coverage_text(found, every=every)
+    shown = text(coverage_document(found), width=WIDTH, detail="more" if every else "first")
+    if gate.verdict is not None:
+        new = change_blocks(gate.changes.new_gaps) if gate.changes else []
+        said = Document("", [Say(gate.verdict), *new, *map(Say, gate.notes())])
+        shown = f"{text(said, width=WIDTH)}\n{shown}"
     if how == "github":
-        text += coverage_github(found, gate.new)
-    return text.splitlines()
-
-
-def _gate_text(gate: CoverageGate) -> str:
-    if gate.verdict is None:
-        return ""
-    with screen(WIDTH, color=False) as (console, printed):
-        console.print(gate.verdict, markup=False, highlight=False)
-        for change in gate.changes.new_gaps if gate.changes else []:
-            console.print()
-            print_change(console, change)
-        notes = gate.notes()
-        if notes and gate.new:
-            console.print()
-        for note in notes:
-            console.print(note, markup=False, highlight=False)
-        console.print()
-    return printed.text
+        shown += coverage_github(found, gate.new)
+    return shown.splitlines()
 
 
 def write_summary(found: Coverage, gate: CoverageGate) -> str | None:
@@ -49,10 +42,10 @@ def write_summary(found: Coverage, gate: CoverageGate) -> str | None:
     try:
         with Path(path).open("a", encoding="utf-8") as stream:
             room = min(LONGEST_SUMMARY, _LIMIT - stream.tell())
-            text = step_summary(found, gate.changes, gate.verdict, room)
-            if len(text.encode()) > room:
+            summary = step_summary(found, gate.changes, gate.verdict, room)
+            if len(summary.encode()) > room:
                 return "The summary of the step has no room left for the coverage (GitHub allows 1 MiB)."
-            stream.write(text)
+            stream.write(summary)
     except OSError as error:
         return f"Cannot write GITHUB_STEP_SUMMARY, {path}: {error.strerror}."
     return None

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from lowprec_check.analysis.speed import judged
 from lowprec_check.report.escape import visible
 from lowprec_check.schema.statements import Tone
-from lowprec_check.schema.verdict import look
+from lowprec_check.schema.verdict import StatusLook, look
 from lowprec_check.schema.wording import (
     bytes_figure,
     error_figure,
@@ -48,6 +48,18 @@ class SpeedOf(NamedTuple):
 def speed_of(ratio: float | None) -> SpeedOf | None:
     """Of a ratio of which it is known that it could be told, such as a saved one; ``None`` if it could not."""
     return None if ratio is None else SpeedOf(*judged(ratio, ratio, ratio)[:2])
+
+
+class StatusOf(NamedTuple):
+    """A status and what is said in place of its word: ``1.2e-03 · 1.8 × as fast``."""
+
+    status: str
+    text: str
+
+
+def look_of(value: str | StatusOf) -> StatusLook:
+    """Colour and sign of a cell with a status."""
+    return look(value.status if isinstance(value, StatusOf) else value)
 
 
 class Link(NamedTuple):
@@ -91,7 +103,7 @@ Type = Literal[
 ]  # fmt: skip
 
 _SHOWN: dict[str, Callable[[Any], str]] = {
-    "status": lambda value: look(value).word,
+    "status": lambda value: value.text if isinstance(value, StatusOf) else look(value).word,
     "error": lambda value: (
         value.text or error_figure(value.error) if isinstance(value, ErrorOf) else error_figure(value)
     ),

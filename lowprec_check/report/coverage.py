@@ -1,136 +1,120 @@
-"""The operators that a test suite uses and their support in low precision as text; the words of all formats. Never imports torch."""
+"""The operators that a test suite uses and their support in low precision, as blocks and for GitHub; the difference of two such
+coverages. Never imports torch.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
-from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
-
-from lowprec_check.analysis.coverage_changes import reason_of
-from lowprec_check.analysis.run_summary import counted, some
+from lowprec_check.analysis.coverage_changes import (
+    CellBefore,
+    CellChange,
+    CoverageDiff,
+    CoverageSide,
+    GapChange,
+    reason_of,
+)
 from lowprec_check.analysis.suite_coverage import Cell, Coverage, OpUse, cell_of, precision_of
 from lowprec_check.catalog.declared import overload_name
-from lowprec_check.report.console import screen
+from lowprec_check.report.blocks import Block, Column, Document, Fold, Heading, Row, Say, Table
+from lowprec_check.report.diff import compared
+from lowprec_check.report.escape import workflow_command
+from lowprec_check.report.layout.html import html
+from lowprec_check.report.layout.markdown import markdown
 from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.wording import counted, some
 
 WIDTH = 110
-SHOWN_TESTS = 3
-_WORDS: dict[Cell, str] = {
-    "runs": "yes",
-    "low": "in {dtype}",
-    "fp32": "in fp32",
-    "inputs": "as its inputs",
-    "some": "in part",
-    "none": "no",
-    "unknown": "not known",
-    "inapplicable": "does not apply",
+LONGEST_SUMMARY = 200_000
+"""Bytes. GitHub drops the summary of a step of more than 1 MiB, which other commands of the step share, and shows 20 per job."""
+
+_TITLE = "Low precision in the tests"
+_SHOWN = 40
+"""Changes that are shown."""
+_SHOWN_TESTS = 3
+_SHOWN_NAMES = 8
+_CELLS: dict[Cell, tuple[str, str]] = {
+    "runs": ("yes", "run"),
+    "low": ("in {dtype}", "run in 16 bits"),
+    "fp32": ("in fp32", "run in fp32"),
+    "inputs": ("as its inputs", "run as their inputs"),
+    "some": ("in part", "run in part"),
+    "none": ("no", "do not run"),
+    "unknown": ("not known", "not known"),
+    "inapplicable": ("does not apply", "does not apply"),
 }
-_COUNTED: dict[Cell, str] = {
-    "runs": "run",
-    "low": "run in {dtype}",
-    "fp32": "run in fp32",
-    "inputs": "run in the dtype of their inputs",
-    "some": "run in part",
-    "none": "do not run",
-    "unknown": "not known",
+"""What is said of one operator, and above the number of them."""
+_NOW: dict[CellBefore, str] = {
+    "none": "does not run in {}",
+    "some": "does not always run in {}",
+    "unused": "no longer used",
+    "unknown": "no longer known to fail in {}",
+    "inapplicable": "{} no longer applies",
+}
+_BEFORE: dict[CellBefore, str] = {
+    "none": "did not run before",
+    "some": "ran in part before",
+    "unused": "not used before",
+    "unknown": "not known before",
+    "inapplicable": "did not apply before",
 }
 
 
-def coverage_text(found: Coverage, *, every: bool = False) -> str:
-    """The counts, a table of the operators with gaps (of all if ``every``), and the tests that use each gap."""
-    with screen(WIDTH, color=False) as (console, printed):
-        for line in head_lines(found):
-            console.print(line)
-        shown = sorted(found.ops, key=lambda use: (use.worst, use.op)) if every else found.gaps
-        if shown:
-            console.print()
-            console.print(_table(found, shown))
-        for use in found.gaps:
-            _print_use(console, found, use)
-        if found.unknown and not every:
-            names = [overload_name(use.op) for use in found.unknown]
-            console.print(f"Not known to the catalog: {some(names, 8)} (-v lists all)")
-        for line in _not_applicable(found):
-            console.print(Text(line))
-    return printed.text
+# -- one coverage
 
 
-def head_lines(found: Coverage) -> list[str]:
+def coverage_document(found: Coverage) -> Document:
+    """The counts, the operators (a terminal shows those with gaps), and the tests that use each gap."""
+    blocks = [Say(_TITLE, role="title", detail="more"), *_head(found)]
+    uses = sorted(found.ops, key=lambda use: (use.worst, use.op))
+    blocks.append(_uses(found, uses, "operators", most=len(found.gaps)))
+    for use in found.gaps:
+        tests = [Row([test]) for test in found.tests_of(use)]
+        listed = Table([Column("test")], tests, f"tests that use {overload_name(use.op)}", most=_SHOWN_TESTS)
+        blocks.append(Fold(f"{overload_name(use.op)}: used by {counted(len(tests), 'test')}", [listed]))
+    if found.unknown:
+        blocks.append(Say(f"Not known to the catalog: {some([overload_name(use.op) for use in found.unknown], 8)}"))
+    return Document(_TITLE, [*blocks, *map(Say, _not_applicable(found))], found.tool)
+
+
+def _head(found: Coverage) -> Iterator[Block]:
     """What was recorded and looked up, and the counts of each precision."""
     used = f"{counted(len(found.ops), 'operator')} used by {counted(len(found.tests), 'test')}"
-    lines = [f"{used} · {found.device}, torch {found.torch}, {found.evidence}"]
+    yield Say(f"{used} · {found.device}, torch {found.torch}, {found.evidence}")
     if not found.recorded_torch.startswith(f"{found.torch}."):
-        lines.append(f"The tests ran with torch {found.recorded_torch}, which the catalog lacks for this device.")
-    return lines + [_counts(found, dtype) for dtype in found.dtypes]
+        yield Say(f"The tests ran with torch {found.recorded_torch}, which the catalog lacks for this device.")
+    counts = {key: Counter(cell_of(use.support[key]) for use in found.ops) for key in found.dtypes}
+    shown = [cell for cell in _CELLS if cell in ("some", "none") or any(cells[cell] for cells in counts.values())]
+    columns = [Column("precision", "run"), *(Column(_CELLS[cell][1], "number") for cell in shown)]
+    rows = [Row([precision_of(key), *(counts[key][cell] for cell in shown)]) for key in found.dtypes]
+    yield Table(columns, rows, "operators by precision")
 
 
-def _counts(found: Coverage, dtype: str) -> str:
-    """How many operators of all run, and how many do not."""
-    cells = Counter(cell_of(use.support[dtype]) for use in found.ops)
-    running = {"low", "fp32", "inputs"} if dtype.startswith("autocast") else {"runs"}
-    shown = [cell for cell in _COUNTED if cells[cell] or cell in running | {"some", "none", "unknown"}]
-    counts = ", ".join(f"{cells[cell]} {_phrase(_COUNTED[cell], cell, dtype)}" for cell in shown)
-    rest = f"; does not apply to {cells['inapplicable']}" if cells["inapplicable"] else ""
-    return f"{precision_of(dtype)}: of {counted(len(found.ops), 'operator')}, {counts}{rest}"
-
-
-def _not_applicable(found: Coverage) -> list[str]:
-    """For each reason why precisions do not apply, a line with the operators."""
-    ops: dict[tuple[str, str], list[str]] = {}
-    for use in found.ops:
-        reasons: dict[str, list[str]] = {}
-        for dtype, support in use.support.items():
-            if not support.applies:
-                reasons.setdefault(support.message or "", []).append(precision_of(dtype))
-        for reason, names in reasons.items():
-            ops.setdefault((", ".join(names), reason), []).append(overload_name(use.op))
-    return [
-        f"{names} {'do' if ',' in names else 'does'} not apply to {some(uses, 8)}: {reason}"
-        for (names, reason), uses in ops.items()
+def _uses(found: Coverage, uses: Sequence[OpUse], name: str, most: int = 0) -> Table:
+    """A row per operator; at least ``most`` of them are shown."""
+    precisions = [Column(precision_of(key)) for key in found.dtypes]
+    columns = [
+        Column("operator", "op"),
+        *precisions,
+        Column("tests", "number"),
+        Column("line", "source"),
+        Column("why", "sentence"),
     ]
+    rows = [
+        Row([overload_name(use.op), *(_words(use, key) for key in found.dtypes), len(use.tests), next(iter(use.sources), None), why(use)])
+        for use in uses
+    ]  # fmt: skip
+    return Table(columns, rows, name, searchable=True, most=most, detail="first" if most else "more")
 
 
-def _phrase(words: str, cell: Cell, dtype: str) -> str:
-    """The words for a cell; under autocast, operators that fail were called with 16-bit inputs, and run on fp32 ones."""
-    low = _low(dtype)
-    on = f" on {low} inputs" if cell in ("some", "none") and dtype.startswith("autocast") else ""
-    return words.format(dtype=low) + on
-
-
-def _low(dtype: str) -> str:
-    """The 16-bit dtype of a precision, ``bfloat16`` for ``autocast-bf16``."""
-    precision = PRECISIONS.find(dtype)
-    return precision.format.short if precision else dtype
-
-
-def _table(found: Coverage, uses: Sequence[OpUse]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="")
-    for column in ("operator", *map(precision_of, found.dtypes), "tests"):
-        table.add_column(column, overflow="fold")
-    for use in uses:
-        table.add_row(overload_name(use.op), *(words_of(use, dtype) for dtype in found.dtypes), str(len(use.tests)))
-    return table
-
-
-def words_of(use: OpUse, dtype: str) -> str:
-    """What a precision does to an operator, in words."""
-    support = use.support[dtype]
-    cell = cell_of(support)
-    words = _phrase(_WORDS[cell], cell, dtype)
-    return words + (f", from torch {support.fixed_in}" if support.fixed_in else "")
-
-
-def _print_use(console: Console, found: Coverage, use: OpUse) -> None:
-    console.print()
-    console.print(Text(f"{overload_name(use.op)}: {why(use)}"))
-    for test in found.tests_of(use)[:SHOWN_TESTS]:
-        console.print(Padding(Text(test), (0, 0, 0, 6)))
-    if len(use.tests) > SHOWN_TESTS:
-        console.print(Padding(Text(f"and {len(use.tests) - SHOWN_TESTS} more"), (0, 0, 0, 6)))
+def _words(use: OpUse, key: str) -> str:
+    """What a precision does to an operator; one that fails under autocast was called with 16-bit inputs, and runs on fp32 ones."""
+    support, precision = use.support[key], PRECISIONS.find(key)
+    low, cell = precision.format.short if precision else key, cell_of(support)
+    words = _CELLS[cell][0].format(dtype=low)
+    on = f" on {low} inputs" if cell in ("some", "none") and key.startswith("autocast") else ""
+    return words + on + (f", from torch {support.fixed_in}" if support.fixed_in else "")
 
 
 def why(use: OpUse) -> str:
@@ -138,5 +122,129 @@ def why(use: OpUse) -> str:
     failing = [support for support in use.support.values() if support.state in ("none", "some")]
     if failing:
         return reason_of(failing[0])
-    messages = dict.fromkeys(support.message for support in use.support.values() if support.message)
-    return "; ".join(message for message in messages if message)
+    return "; ".join(dict.fromkeys(support.message for support in use.support.values() if support.message))
+
+
+def _not_applicable(found: Coverage) -> Iterator[str]:
+    """For each reason why precisions do not apply, a line with the operators."""
+    ops: dict[tuple[str, str], list[str]] = {}
+    for use in found.ops:
+        reasons: dict[str, list[str]] = {}
+        for key, support in use.support.items():
+            if not support.applies:
+                reasons.setdefault(support.message or "", []).append(precision_of(key))
+        for reason, names in reasons.items():
+            ops.setdefault((", ".join(names), reason), []).append(overload_name(use.op))
+    for (names, reason), uses in ops.items():
+        yield f"{names} {'do' if ',' in names else 'does'} not apply to {some(uses, _SHOWN_NAMES)}: {reason}"
+
+
+# -- the difference of two
+
+
+def coverage_diff_document(found: CoverageDiff) -> Document:
+    """The verdict, what was compared, the gaps, operators and tests that came and went."""
+    sides = [("old", _side(found.old)), ("new", _side(found.new))]
+    head = verdict(found)
+    blocks = list(compared(head, bool(found.regressions), sides, found.warnings, "coverages were recorded"))
+    for title, changes in (("New gaps", found.new_gaps), ("Gaps that are gone", found.gone_gaps)):
+        blocks += [Heading(title), *change_blocks(changes)]
+    for title, names in (
+        ("Operators only in the new one", [*map(overload_name, found.new_ops)]),
+        ("Operators only in the old one", [*map(overload_name, found.gone_ops)]),
+        ("Tests only in the new one", found.new_tests),
+        ("Tests only in the old one", found.gone_tests),
+    ):
+        listed = Table([Column("name")], [Row([name]) for name in names], title, most=_SHOWN_NAMES)
+        blocks += [Fold(f"{title} ({len(names):,})", [listed])] if names else []
+    return Document(f"{head} · low precision in the tests", blocks)
+
+
+def change_blocks(changes: Sequence[GapChange]) -> list[Block]:
+    """What changed of each gap; below a new one its lines, how it fails, what to do, and the tests."""
+    blocks: list[Block] = []
+    for change in changes[:_SHOWN]:
+        title = f"{overload_name(change.op)}: {_what_changed(change)}"
+        if change.fix is None:
+            blocks.append(Say(title, role="item"))
+            continue
+        where = [f"at {some(change.sources)}"] if change.sources else []
+        lines = [*where, change.reason, f"→ {change.fix}", f"used by {some(change.tests)}"]
+        blocks.append(Fold(title, [Say(line, role="item") for line in lines], open=True))
+    more = len(changes) - _SHOWN
+    return [*blocks, Say(f"{more:,} more are not shown; the JSON has all.")] if more > 0 else blocks
+
+
+def _what_changed(change: GapChange) -> str:
+    """``does not run in half, bfloat16 (not used before)``."""
+    groups: dict[CellChange, list[str]] = {}
+    for key, cell in change.precisions.items():
+        groups.setdefault(cell, []).append(precision_of(key))
+    parts = []
+    for cell, names in groups.items():
+        now = _NOW.get(cell.new, "runs in {}").format(", ".join(names))
+        parts.append(now if cell.new == "unused" else f"{now} ({_BEFORE.get(cell.old, 'ran before')})")
+    return "; ".join(parts)
+
+
+def verdict(found: CoverageDiff) -> str:
+    """The number of new gaps, and of those that are gone."""
+    new = counted(len(found.new_gaps), "new gap") if found.new_gaps else "No new gap"
+    return f"{new}, {counted(len(found.gone_gaps), 'gap')} gone" if found.gone_gaps else new
+
+
+def _side(side: CoverageSide) -> str:
+    precisions = ", ".join(map(precision_of, side.dtypes))
+    used = f"{counted(side.operators, 'operator')}, {counted(side.gaps, 'gap')}, {counted(side.tests, 'test')}"
+    return f"{precisions} on {side.device}, torch {side.torch}, {side.evidence}, {used}"
+
+
+# -- GitHub
+
+
+def coverage_github(found: Coverage, new: Collection[str] | None = None) -> str:
+    """A workflow command of GitHub for each gap, shown in a pull request at the first line that uses it.
+
+    GitHub shows 10 errors and 10 warnings of a step, so the message names further lines. With ``new``, the ops that are new
+    gaps, these come first and say so, and others are notices, which have 10 of their own.
+    """
+    gaps = found.gaps if new is None else sorted(found.gaps, key=lambda use: use.op not in new)
+    return "".join(_annotation(use, found, None if new is None else use.op in new) for use in gaps)
+
+
+def _annotation(use: OpUse, found: Coverage, is_new: bool | None) -> str:
+    path, _, line = use.sources[0].rpartition(":")
+    level = "notice" if is_new is False else "error" if use.worst == 0 else "warning"
+    verb = "does not run" if use.worst == 0 else "does not always run"
+    what = f"{overload_name(use.op)} {verb} in {', '.join(map(precision_of, use.failing))} on {found.device}"
+    message = f"{why(use)} ({found.evidence}, torch {found.torch}). Used by {counted(len(use.tests), 'test')}"
+    message += f"; also at {some(use.sources[1:])}" if len(use.sources) > 1 else ""
+    title = f"lowprec: {'new: ' if is_new else ''}{what}"
+    return workflow_command(level, message, file=path.replace("\\", "/"), line=line, title=title) + "\n"
+
+
+def step_summary(
+    found: Coverage, changes: CoverageDiff | None, head: str | None, longest: int = LONGEST_SUMMARY
+) -> str:
+    """The summary of a step as Markdown of at most ``longest`` bytes: new gaps, the counts, then the table of all gaps.
+
+    ``head`` is the verdict of the gate. Tests are left out: the report has them.
+    """
+    blocks: list[Block] = [Heading(_TITLE), *([Say(head, role="note")] if head else []), *_head(found)]
+    if changes is not None:
+        blocks += change_blocks(changes.new_gaps) or [Say(verdict(changes))]
+    if found.gaps:
+        gaps = _uses(found, found.gaps, "gaps", most=len(found.gaps))
+        blocks.append(Fold(f"All {counted(len(found.gaps), 'gap')}", [gaps]))
+    document, most = Document(_TITLE, blocks), longest
+    while len((text := f"{markdown(document, most)}\n").encode()) > longest and most:
+        most = most * 2 // 3
+    return text
+
+
+RENDERERS: dict[str, Callable[[Coverage], str]] = {
+    ".json": lambda found: found.to_json().decode(),
+    ".md": lambda found: markdown(coverage_document(found)),
+    ".html": lambda found: html(coverage_document(found)),
+}
+"""By the suffix of the file."""

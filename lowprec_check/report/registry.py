@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
+from lowprec_check.analysis.coverage_changes import CoverageDiff
 from lowprec_check.analysis.diff import ScanDiff
 from lowprec_check.errors import UsageError
 from lowprec_check.report.blocks import Document
@@ -48,9 +49,18 @@ class ReportFormat:
         """Render blocks; only if :attr:`renders_diffs`."""
         raise NotImplementedError
 
-    def render_diff(self, diff: ScanDiff) -> str:
-        """Render the differences between two scans; only if :attr:`renders_diffs`."""
-        return self.lay_out(diff_document(diff))
+    def render_diff(self, diff: ScanDiff | CoverageDiff) -> str:
+        """Render the differences between two scans or coverages; only if :attr:`renders_diffs`."""
+        return self.lay_out(document_of(diff))
+
+
+def document_of(diff: ScanDiff | CoverageDiff) -> Document:
+    """The differences between two scans or coverages as blocks."""
+    if isinstance(diff, ScanDiff):
+        return diff_document(diff)
+    from lowprec_check.report.coverage import coverage_diff_document  # reads the catalog
+
+    return coverage_diff_document(diff)
 
 
 def _built_in() -> Iterator[ReportFormat]:

@@ -22,11 +22,11 @@ from lowprec_check.report.blocks import (
     Say,
     Table,
     cell_text,
+    look_of,
 )
 from lowprec_check.report.escape import LONGEST as LONGEST_NAME
 from lowprec_check.report.escape import visible, visible_lines
 from lowprec_check.report.paths import without_folders
-from lowprec_check.schema.verdict import look
 
 LONGEST = 60_000
 """Characters; GitHub rejects comments of more than 65,536."""
@@ -122,7 +122,7 @@ def _cells(block: Table, row: Row) -> list[str]:
     for value, column in zip(row.cells, block.columns, strict=True):
         shown = visible(cell_text(value, column.type), _LONGEST_CELL)
         if column.type == "status" and value is not None:
-            shown = f"{look(value).emoji} {shown}".strip()
+            shown = f"{look_of(value).emoji} {shown}".strip()
         elif column.type == "severity":
             shown = _SEVERITIES.get(shown, shown)
         elif isinstance(value, Link):
@@ -140,7 +140,7 @@ _LAYOUTS: dict[type[Block], Callable[[Any, int], str]] = {
     Table: _table,
     Code: lambda block, _: fence(block.text, block.language),
     Facts: _facts,
-    Fold: lambda block, most: fold(block.title, _joined(block.blocks, most).rstrip("\n")),
+    Fold: lambda block, most: fold(block.title, _joined(block.blocks, most).rstrip("\n"), opened=block.open),
 }
 """By type of block; a chart is left out."""
 
@@ -173,10 +173,10 @@ def fence(text: str, language: str = "python") -> str:
     return f"{ticks}{language}\n{shown}\n{ticks}"
 
 
-def fold(title: str, body: str) -> str:
-    """Details that a click opens."""
+def fold(title: str, body: str, *, opened: bool = False) -> str:
+    """Details that a click opens; or closes, if they are ``opened``."""
     shown = visible(title).replace("&", "&amp;").replace("<", "&lt;")
-    return f"<details><summary>{shown}</summary>\n\n{body}\n\n</details>"
+    return f"<details{' open' * opened}><summary>{shown}</summary>\n\n{body}\n\n</details>"
 
 
 def table(rows: Sequence[Sequence[str]], headers: Sequence[str], align: str) -> str:

@@ -22,10 +22,10 @@ from lowprec_check.report.blocks import (
     Say,
     Table,
     cell_text,
+    look_of,
 )
 from lowprec_check.report.console import LEAST_TEXT, print_table, screen
 from lowprec_check.report.escape import visible, visible_lines
-from lowprec_check.schema.verdict import look
 
 _TONES = {"good": "green", "warn": "yellow", "bad": "red", "none": ""}
 _SEVERITIES = {"error": "red", "warning": "yellow", "note": "cyan"}
@@ -48,7 +48,7 @@ def print_blocks(console: Console, blocks: Iterable[Block], detail: Detail = "fi
         elif isinstance(block, Say):
             _print_sentence(console, block, indent)
         elif isinstance(block, Table):
-            _print_table(console, block, detail)
+            _print_table(console, block, detail, indent)
         elif isinstance(block, Code):
             console.print()
             for line in visible_lines(block.text):
@@ -71,8 +71,14 @@ def _print_sentence(console: Console, block: Say, indent: int) -> None:
     console.print(Padding(shown, (0, 0, 0, indent + (2 if block.role == "item" else 0))))
 
 
-def _print_table(console: Console, block: Table, detail: Detail) -> None:
+def _print_table(console: Console, block: Table, detail: Detail, indent: int) -> None:
     rows = block.rows[: block.most] if block.most and detail == "first" else block.rows
+    left_out = len(block.rows) - len(rows) + block.left_out
+    more = [f"{left_out:,} more rows are not shown; the JSON has all"] if left_out else []
+    if len(block.columns) == 1:  # a list
+        for line in [*(cell_text(row.cells[0], block.columns[0].type) for row in rows), *more]:
+            console.print(Padding(Text(line), (0, 0, 0, indent + 2)))
+        return
     sentences = bool(block.columns) and block.columns[-1].type in WIDE
     names = [column.name for column in block.columns]
     print_table(
@@ -84,9 +90,8 @@ def _print_table(console: Console, block: Table, detail: Detail) -> None:
         heading=block.headings,
         least=2 * LEAST_TEXT if block.headings > 1 or len(names) > 7 else LEAST_TEXT,
     )
-    left_out = len(block.rows) - len(rows) + block.left_out
-    if left_out:
-        console.print(Text(f"{left_out:,} more rows are not shown; the JSON has all", style="dim"))
+    for line in more:
+        console.print(Text(line, style="dim"))
 
 
 def _cells(block: Table, row: Row) -> list[str | Text]:
@@ -94,7 +99,7 @@ def _cells(block: Table, row: Row) -> list[str | Text]:
     for value, column in zip(row.cells, block.columns, strict=True):
         shown = cell_text(value, column.type)
         if column.type == "status":
-            cells.append(Text(shown, style=_TONES[look(value).tone]))
+            cells.append(Text(shown, style=_TONES[look_of(value).tone]))
         elif column.type == "severity":
             cells.append(Text(shown, style=_SEVERITIES.get(shown, "")))
         else:
