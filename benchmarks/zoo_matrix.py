@@ -30,7 +30,6 @@ from lowprec_check.compat.runner import scan_all
 from lowprec_check.compat.saved_files import saved_scan
 from lowprec_check.compat.target_list import Request, expand_requests, read_list
 from lowprec_check.report import matrix
-from lowprec_check.report.html.matrix_page import matrix_page
 from lowprec_check.schema.files import make_folder, write_file
 from lowprec_check.schema.matrix import Matrix, MatrixRow, load, save
 
@@ -105,8 +104,9 @@ def publish(folder: Path, title: str) -> Matrix:
     found = Matrix(rows=rows)
     save(found, folder / "matrix.json")
     note = (folder / "note.txt").read_text(encoding="utf-8").strip() if (folder / "note.txt").exists() else ""
-    write_file(folder / "index.md", matrix.markdown(found, title, linked=False, note=note))
-    write_file(folder / "index.html", matrix_page(found, title, linked=False, note=note))
+    document = matrix.matrix_document(found, title, pages=None, note=note)
+    for suffix in (".md", ".html"):
+        write_file(folder / f"index{suffix}", matrix.matrix_page(document, suffix))
     return found
 
 

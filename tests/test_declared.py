@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,9 @@ from lowprec_check.catalog.toml_tables import read_tables
 from lowprec_check.catalog.version_diff import difference
 from lowprec_check.errors import UsageError
 from lowprec_check.pytest_plugin.op_support import support_of
-from lowprec_check.report.op.document import render_report
-from lowprec_check.report.op.grid import columns, why
-from lowprec_check.report.op.text import render_answers, render_gaps
+from lowprec_check.report.layout.markdown import markdown
+from lowprec_check.report.layout.text import text as in_text
+from lowprec_check.report.op import answers_document, builds, catalog_document, gaps_document
 from lowprec_check.schema.base import encode
 from lowprec_check.schema.devices import DEVICES, Device
 from tools.xpu_declarations import claims, dtypes, kernels, registrations
@@ -454,19 +455,22 @@ def test_a_second_declared_device_needs_only_its_entry_and_its_file() -> None:
 
 @pytest.mark.usefixtures("npu")
 def test_reports_show_a_second_declared_device() -> None:
-    for shown in (render_answers(lookup("dot", device="npu")), render_gaps(gaps("npu", "half", "2.8"))):
+    for shown in (
+        in_text(answers_document(lookup("dot", device="npu"))),
+        in_text(gaps_document(gaps("npu", "half", "2.8"))),
+    ):
         assert "npu" in shown
         assert "xpu" not in shown
-    assert "npu: declared only for torch 2.8 to 2.15" in render_answers(lookup("dot", torch="2.1"))
-    labels = {device: [c.label for c in columns() if c.device == device] for device in ("npu", "xpu")}
+    assert "npu: declared only for torch 2.8 to 2.15" in in_text(answers_document(lookup("dot", torch="2.1")))
+    labels = {device: [one.label for one in builds() if one.device == device] for device in ("npu", "xpu")}
     assert labels["npu"] == labels["xpu"] == list(declared.releases("npu"))
-    assert why("linalg.svd", "float16", columns()).count("\nnpu 2.15: ") == 1
-    document = render_report()
+    document = markdown(catalog_document(), 10**9, "all")
+    assert re.search(r"^\| linalg.svd +\| half +\| npu .*\| 2.15: ", document, re.M)
     for title in ("Missing on {}", "Gained and lost by version on {}"):
         [on_npu, on_xpu] = (
             document.partition(f"## {title.format(device)}")[2].replace("npu", "xpu") for device in ("npu", "xpu")
         )
-        assert on_npu.partition("\n## ")[0] == on_xpu.partition("\n## ")[0]
+        assert on_npu.partition("\n### ")[0] == on_xpu.partition("\n### ")[0]
         assert on_npu
 
 

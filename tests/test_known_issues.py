@@ -17,7 +17,8 @@ from lowprec_check.catalog.measured import sweep_of
 from lowprec_check.catalog.names import function_name
 from lowprec_check.catalog.op_lookup import lookup
 from lowprec_check.errors import UsageError
-from lowprec_check.report.op.text import render_answers
+from lowprec_check.report.layout.text import text as in_text
+from lowprec_check.report.op import answers_document
 
 # The threads that the catalog must have.
 THREADS = {
@@ -143,7 +144,7 @@ def test_an_operator_shows_the_issues_about_it(op: str, issue: str) -> None:
     shown = {issue.id: answer for answer in lookup(op) for issue in answer.issues}
     assert issue in shown
     devices = next(known.devices for known in known_issues() if known.id == issue)
-    assert f"reported for {', '.join(devices)}: " in render_answers([shown[issue]])
+    assert f"reported for {', '.join(devices)}: " in in_text(answers_document([shown[issue]]))
 
 
 def test_an_operator_does_not_show_issues_of_similar_names() -> None:

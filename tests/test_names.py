@@ -17,7 +17,8 @@ from lowprec_check.catalog import measured
 from lowprec_check.catalog.aliases import why_unmeasured
 from lowprec_check.catalog.names import find, function_name
 from lowprec_check.errors import UsageError
-from lowprec_check.report.op.text import render_answers
+from lowprec_check.report.layout.text import text
+from lowprec_check.report.op import answers_document
 
 RECORDS = measured.sweep_of("cpu").records
 HALF = ["half", "fp16", "f16", "float16", "torch.float16", "torch.fp16", "HALF", torch.float16, torch.half]
@@ -131,7 +132,9 @@ def test_an_aten_op_finds_the_operators_that_dispatch_it(query: str, among: str)
     name = query.removeprefix("aten::").partition(".")[0]
     assert among in {answer.op for answer in answers}
     assert {answer.dispatching for answer in answers} == {name}
-    assert render_answers(answers).startswith(f"{name} is not an operator in the catalog; these operators dispatch it:")
+    assert text(answers_document(answers)).startswith(
+        f"{name} is not an operator in the catalog; these operators dispatch it:"
+    )
 
 
 def test_every_alias_in_torch_is_found() -> None:
@@ -252,9 +255,9 @@ def test_the_commands_show_one_name(spelling: str, call: Call) -> None:
 def test_devices_without_the_version_are_named() -> None:
     [answer] = catalog.lookup("dot", torch="2.13")
     assert answer.elsewhere == {"cuda": ["2.11"]}
-    assert "cuda: measured only for torch 2.11" in render_answers([answer])
+    assert "cuda: measured only for torch 2.11" in text(answers_document([answer]))
     [older] = catalog.lookup("dot", torch="2.1")
-    assert "xpu: declared only for torch 2.8 to 2.15" in render_answers([older])
+    assert "xpu: declared only for torch 2.8 to 2.15" in text(answers_document([older]))
     assert catalog.lookup("dot")[0].elsewhere == {}
     assert catalog.lookup("dot", torch="2.13", device="cpu")[0].elsewhere == {}
 

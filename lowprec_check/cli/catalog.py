@@ -61,9 +61,10 @@ def diff(
     if json:
         print_json(found)
         return
-    from lowprec_check.report.op.text import render_difference
+    from lowprec_check.report.layout.text import text
+    from lowprec_check.report.op import difference_document
 
-    print(render_difference(found, **screen_size()), end="")
+    print(text(difference_document(found), **screen_size()), end="")
 
 
 @catalog.command()
@@ -80,9 +81,10 @@ def gaps(
     if json:
         print_json(found)
         return
-    from lowprec_check.report.op.text import render_gaps
+    from lowprec_check.report.layout.text import text
+    from lowprec_check.report.op import gaps_document
 
-    print(render_gaps(found, **screen_size()), end="")
+    print(text(gaps_document(found), **screen_size()), end="")
 
 
 @catalog.command()
@@ -90,7 +92,7 @@ def report(
     out: Annotated[Path, typer.Option(help="Folder for op-support.md and op-support.html.")] = Path("reports"),
 ) -> None:
     """Write the catalog as a document and as a coloured grid of operators and torch releases."""
-    from lowprec_check.report.op.grid import write_reports
+    from lowprec_check.report.op import write_reports
 
     check_folder(out, "--out")
     for path in write_reports(out):

@@ -37,6 +37,7 @@ def op(
     if json:
         print_json(answers)
         return
-    from lowprec_check.report.op.text import render_answers
+    from lowprec_check.report.layout.text import text
+    from lowprec_check.report.op import answers_document
 
-    print(render_answers(answers, **screen_size()), end="")
+    print(text(answers_document(answers), **screen_size()), end="")

@@ -7,7 +7,7 @@ from types import TracebackType
 
 from lowprec_check.compat.folder_lock import FolderLock
 from lowprec_check.compat.saved_files import missing_pages, page_path, saved_scan
-from lowprec_check.report import matrix
+from lowprec_check.report.matrix import matrix_document, matrix_page
 from lowprec_check.report.registry import FORMATS, write
 from lowprec_check.schema.files import make_folder, write_file
 from lowprec_check.schema.matrix import Matrix, MatrixRow
@@ -51,14 +51,9 @@ class ReportFolder:
         self._prepare()
         without = [row for row in found.rows if not self._complete(row)]
         for suffix in self.suffixes:
-            text = matrix.markdown(found, self.title) if suffix == ".md" else self._page(found)
-            write_file(self.folder / f"index{suffix}", text)
+            document = matrix_document(found, self.title, pages=suffix)
+            write_file(self.folder / f"index{suffix}", matrix_page(document, suffix))
         return without
-
-    def _page(self, found: Matrix) -> str:
-        from lowprec_check.report.html.matrix_page import matrix_page  # only with --html
-
-        return matrix_page(found, self.title)
 
     def _complete(self, row: MatrixRow) -> bool:
         """Make the missing pages of a row; returns whether it has all."""

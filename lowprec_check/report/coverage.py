@@ -68,11 +68,12 @@ def coverage_document(found: Coverage) -> Document:
     """The counts, the operators (a terminal shows those with gaps), and the tests that use each gap."""
     blocks = [Say(_TITLE, role="title", detail="more"), *_head(found)]
     uses = sorted(found.ops, key=lambda use: (use.worst, use.op))
-    blocks.append(_uses(found, uses, "operators", most=len(found.gaps)))
+    blocks += [Heading("Operators"), _uses(found, uses, "operators", most=len(found.gaps)), Heading("Tests with gaps")]
     for use in found.gaps:
         tests = [Row([test]) for test in found.tests_of(use)]
         listed = Table([Column("test")], tests, f"tests that use {overload_name(use.op)}", most=_SHOWN_TESTS)
         blocks.append(Fold(f"{overload_name(use.op)}: used by {counted(len(tests), 'test')}", [listed]))
+    blocks.append(Heading("What was left out"))
     if found.unknown:
         blocks.append(Say(f"Not known to the catalog: {some([overload_name(use.op) for use in found.unknown], 8)}"))
     return Document(_TITLE, [*blocks, *map(Say, _not_applicable(found))], found.tool)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
+import sys
 from collections import Counter
 from collections.abc import Iterator
 
@@ -20,6 +21,8 @@ from lowprec_check.report.blocks import (
     cell_text,
     speed_of,
 )
+from lowprec_check.report.layout.html import html
+from lowprec_check.report.layout.markdown import markdown
 from lowprec_check.schema.matrix import Matrix, MatrixCell, MatrixRow
 from lowprec_check.schema.run_key import PLAN
 from lowprec_check.schema.verdict import LOOKS, look
@@ -75,6 +78,11 @@ def matrix_document(
         blocks += [Heading("Not scanned"), Table(columns_of_failed, rows, "models that could not be scanned")]
     tool = next((found for row in matrix.rows if (found := row.made_with.get("tool"))), "")
     return Document(title, blocks, f"lowprec-check {tool}".strip())
+
+
+def matrix_page(document: Document, suffix: str) -> str:
+    """The index as a file, in full: ``.md`` or ``.html``."""
+    return markdown(document, sys.maxsize) if suffix == ".md" else html(document)
 
 
 def precisions(matrix: Matrix) -> list[str]:

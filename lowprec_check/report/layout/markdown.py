@@ -122,7 +122,7 @@ def _cells(block: Table, row: Row) -> list[str]:
     for value, column in zip(row.cells, block.columns, strict=True):
         shown = visible(cell_text(value, column.type), _LONGEST_CELL)
         if column.type == "status" and value is not None:
-            shown = f"{look_of(value).emoji} {shown}".strip()
+            shown = f"{look_of(value).emoji} {escape(shown)}".strip()
         elif column.type == "severity":
             shown = _SEVERITIES.get(shown, shown)
         elif isinstance(value, Link):

@@ -1,1 +1,0 @@
-"""The catalog as text, as a document and as a grid."""
