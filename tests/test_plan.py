@@ -167,7 +167,7 @@ def test_several_faults_are_found_in_one_trial_and_the_error_is_as_predicted() -
     assert plan.predicted is not None
     assert plan.rel_l2 is not None
     assert plan.predicted / 2 <= plan.rel_l2 <= 2 * plan.predicted
-    assert f"the error is {plan.rel_l2:.1e}, the tolerance 5e-02; {plan.predicted:.1e} was predicted" in " ".join(
+    assert f"The error is {plan.rel_l2:.1e}, the tolerance 5e-02; {plan.predicted:.1e} was predicted" in " ".join(
         text(plan_document(planning)).split()
     )
     assert all(blame.why.startswith("causes ") for blame in plan.blame)

@@ -376,7 +376,7 @@ def test_a_notebook_says_so() -> None:
 def test_a_plan_says_so() -> None:
     planning = Planning(target="net.py", model="Net", device="xpu", attempts=[], plan=plan())
     shown = re.sub(r"\s+", " ", text(plan_document(planning)))
-    assert "the error is predicted to be 2.0e-03, the tolerance 1e-02; nothing ran on xpu" in shown
+    assert "The error is predicted to be 2.0e-03, the tolerance 1e-02; nothing ran on xpu" in shown
     assert "measured" not in shown
 
 

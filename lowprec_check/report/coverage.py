@@ -68,7 +68,7 @@ def coverage_document(found: Coverage) -> Document:
     """The counts, the operators (a terminal shows those with gaps), and the tests that use each gap."""
     blocks = [Say(_TITLE, role="title", detail="more"), *_head(found)]
     uses = sorted(found.ops, key=lambda use: (use.worst, use.op))
-    blocks += [Heading("Operators"), _uses(found, uses, "operators", most=len(found.gaps)), Heading("Tests with gaps")]
+    blocks += [Heading("Operators"), _uses(found, uses, "operators", most=len(found.gaps)), Heading("Tests that use them")]
     for use in found.gaps:
         tests = [Row([test]) for test in found.tests_of(use)]
         listed = Table([Column("test")], tests, f"tests that use {overload_name(use.op)}", most=_SHOWN_TESTS)

@@ -43,7 +43,8 @@ def _plan(plan: Plan) -> Iterator[Block]:
     total = max(len(plan.modules) - 1, len(plan.keep_fp32))
     kept = f"with {len(plan.keep_fp32)} of {counted(total, 'module')} in fp32" if plan.keep_fp32 else "as it is"
     yield Say(f"Use {qualified(plan.base, plan.backend, plan.memory_format)} {kept}", "good", "verdict")
-    yield Say(f"{chained(*_proof(plan)).text}.")
+    proof = chained(*_proof(plan)).text
+    yield Say(f"{proof[:1].upper()}{proof[1:]}.")
     yield from kept_modules(plan)
     yield Code(plan.code)
 
@@ -80,11 +81,11 @@ def _proof(plan: Plan) -> Iterator[Sentence]:
         yield say("the search stopped {why:text}, so fewer modules may be enough", why=plan.stopped)
     elif plan.unconfirmed:
         if tried:
-            yield say("without any one of {tried:number} of them it fails", tried=tried)
+            yield say("without any one of {tried:number} of them the model fails", tried=tried)
         words = "not tried alone, as predicted to be needed: {untried:count module}"
         yield say(words, untried=plan.unconfirmed)
     elif plan.keep_fp32:
-        yield plain("without any one of them it fails")
+        yield plain(f"without {'it' if tried == 1 else 'any one of them'} the model fails")
 
 
 def _constants(attempts: Sequence[Attempt]) -> Iterator[Block]:
