@@ -68,7 +68,11 @@ def coverage_document(found: Coverage) -> Document:
     """The counts, the operators (a terminal shows those with gaps), and the tests that use each gap."""
     blocks = [Say(_TITLE, role="title", detail="more"), *_head(found)]
     uses = sorted(found.ops, key=lambda use: (use.worst, use.op))
-    blocks += [Heading("Operators"), _uses(found, uses, "operators", most=len(found.gaps)), Heading("Tests that use them")]
+    blocks += [
+        Heading("Operators"),
+        _uses(found, uses, "operators", most=len(found.gaps)),
+        Heading("Tests that use them"),
+    ]
     for use in found.gaps:
         tests = [Row([test]) for test in found.tests_of(use)]
         listed = Table([Column("test")], tests, f"tests that use {overload_name(use.op)}", most=_SHOWN_TESTS)
@@ -136,8 +140,9 @@ def _not_applicable(found: Coverage) -> Iterator[str]:
                 reasons.setdefault(support.message or "", []).append(precision_of(key))
         for reason, names in reasons.items():
             ops.setdefault((", ".join(names), reason), []).append(overload_name(use.op))
-    for (names, reason), uses in ops.items():
-        yield f"{names} {'do' if ',' in names else 'does'} not apply to {some(uses, _SHOWN_NAMES)}: {reason}"
+    for (precisions, reason), uses in ops.items():
+        verb = "do" if "," in precisions else "does"
+        yield f"{precisions} {verb} not apply to {some(uses, _SHOWN_NAMES)}: {reason}"
 
 
 # -- the difference of two

@@ -33,9 +33,9 @@ from lowprec_check.report.blocks import (
     SpeedOf,
     Table,
     cell_text,
+    look_of,
 )
 from lowprec_check.report.escape import visible, visible_lines
-from lowprec_check.schema.verdict import look
 
 _HERE = Path(__file__).parent
 _CARDS = 40
@@ -351,9 +351,11 @@ def _module(path: str, text: str, row: Row) -> _Shown:
 
 
 def _status(value: str, _: str, __: Row) -> _Shown:
-    known = look(value)
+    known = look_of(value)
     sign = Markup('<span aria-hidden="true">{}</span> ').format(known.sign) if known.sign else ""
-    return _Shown(_BADGE.format(known.tone, Markup(' title="{}"').format(known.meaning), sign, visible(known.word)))
+    return _Shown(
+        _BADGE.format(known.tone, Markup(' title="{}"').format(known.meaning), sign, cell_text(value, "status"))
+    )
 
 
 _BADGE = Markup('<span class="badge {}"{}>{}{}</span>')
@@ -381,7 +383,7 @@ _ORDERED = (*FIGURES, "status", "severity")
 def _order(value: Any, kind: str) -> float:
     """What a column is sorted by; what is unknown comes last."""
     if kind == "status" and value is not None:
-        return look(value).rank
+        return look_of(value).rank
     if kind == "severity":
         return [*_SEVERITIES, value].index(value)
     number = (
