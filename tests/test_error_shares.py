@@ -170,9 +170,10 @@ def test_a_finding_is_a_warning_only_where_it_causes_the_error(share: float, sev
     result = a_result(a_run(underflow("a", share), OpCall("aten.mm.default", "b", share=0.3), budget=a_budget()))
     [finding] = found(result, "LP202")
     assert (finding.severity, finding.matters, finding.share) == (severity, matters, share)
-    caused = "; this op causes 46 % of the output error" if share == 0.46 else None
-    assert caused is None or finding.message.endswith(caused)
-    assert ("causes" in finding.message) == matters
+    told = "; its share of the output error is 46 %" if share == 0.46 else None
+    assert told is None or finding.message.endswith(told)
+    assert ("its share" in finding.message) == matters
+    assert "cause" not in finding.message, "nothing was tried"
 
 
 def test_the_calls_at_a_place_count_together() -> None:
@@ -266,15 +267,15 @@ def test_an_amplifier_is_a_note_that_names_the_share_of_what_it_may_magnify(
     rows.append(OpCall("aten.mm.default", "b", share=0.9 - before))
     [finding] = found(a_result(a_run(*rows, budget=a_budget(0.1))), "LP303")
     assert (finding.severity, finding.matters) == ("note", matters)
-    assert finding.message.startswith("the op magnifies the error of its inputs from 1.0e-03 to 5.0e-01")
-    assert finding.message.endswith("all ops up to it cause 90 % of the output error") == (matters is None)
+    assert finding.message.startswith("this op magnifies the relative error of its inputs from 1.0e-03 to 5.0e-01")
+    assert finding.message.endswith("the share of all ops up to it in the output error is 90 %") == (matters is None)
 
 
 def test_the_rounding_of_the_inputs_reaches_an_amplifier() -> None:
     rows = [msgspec.structs.replace(EVERY[4], share=0.0), OpCall("aten.mm.default", "b", share=0.1)]
     cast = Share(module="", op="cast input", share=0.8)
     [finding] = found(a_result(a_run(*rows, budget=a_budget(0.1, cast))), "LP303")
-    assert finding.message.endswith("all ops up to it cause 80 % of the output error")
+    assert finding.message.endswith("the share of all ops up to it in the output error is 80 %")
 
 
 @pytest.mark.parametrize(("decisions", "severity"), [(0.3, "warning"), (0.02, "note")])
@@ -284,7 +285,10 @@ def test_choices_that_cause_the_error_are_a_warning(decisions: float, severity: 
         result = a_result(a_run(*rows, budget=a_budget(0.4, decisions=decisions)))
         by_op = {d.op: d for d in found(result, "LP304")}
         assert by_op[op].severity == severity
-        assert ("such choices cause 30 % of the output error" in by_op[op].message) == (severity == "warning")
+        assert by_op[op].share == (0.3 if severity == "warning" else None)
+        assert ("the share of all such choices in the output error is 30 %" in by_op[op].message) == (
+            severity == "warning"
+        )
         assert op == pool.op or by_op[pool.op].severity == "note"
 
 
@@ -382,7 +386,7 @@ def test_the_ratio_of_the_errors_is_that_of_the_saved_figures() -> None:
 def test_what_a_finding_causes_is_not_cut() -> None:
     row = OpCall("aten.sub.Tensor", "a", "model.py:4", local_error=0.4, accumulated_error=0.4, share=1.0)
     shown = render(a_result(a_run(row, budget=a_budget(0.0))), "text")
-    assert "this op causes 100 % of the output error" in " ".join(shown.split())
+    assert "its share of the output error is 100 %" in " ".join(shown.split())
 
 
 def test_an_error_of_many_small_parts_is_spread() -> None:
@@ -474,7 +478,7 @@ def test_each_run_has_its_own_severity_and_figure() -> None:
     for runs in itertools.permutations([passes, fails]):
         lines = [line for line in render(a_result(*runs), "concise").splitlines() if "LP202" in line]
         assert [line.partition(" half: ")[0] for line in lines[:1]] == ["net.py:3: LP202 warning"]
-        assert "90 % of the output error" in lines[0]
+        assert "its share of the output error is 90 %" in lines[0]
         assert lines[1].startswith("net.py:3: LP202 note autocast-fp16: ")
         [placed] = [
             its

@@ -90,6 +90,7 @@ STEPS = {
     "LP204": Step("mask, x = x > 0, x * self.scale"),
     "LP205": Step("x = x * self.scale * 60"),
     "LP206": Step("x = x * self.scale"),
+    "LP207": Step("x = x.square() * 1e-9"),
     "LP303": Step(precision="bfloat16", inputs=draw(64, 64, offset=10.0)),
     "LP304": Step("pass", precision="autocast-bf16", inputs=draw(4096, 8)),
     "LP305": Step(NEARLY_SINGULAR, precision="bfloat16", inputs=draw(8, 4)),

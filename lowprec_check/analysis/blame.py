@@ -95,7 +95,7 @@ def _largest_cause(module: str, budgets: Iterable[ErrorBudget]) -> Blame | None:
     if index is None or sums[index] < LEAST_CAUSE:
         return None
     largest = max(shares[index], key=lambda share: share.share)
-    why = f"causes {percent(sums[index])} of the error{' that is left by the others' if index else ''}"
+    why = f"has {percent(sums[index])} of the error{' that is left by the others' if index else ''}"
     return Blame(module=module, why=why, op=largest.op, source=largest.source)
 
 

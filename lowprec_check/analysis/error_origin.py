@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from lowprec_check.analysis.error_shares import place_shares, share_text, trusted_budget
-from lowprec_check.analysis.run_summary import counted, out_of
+from lowprec_check.analysis.error_shares import leaving_shares, place_shares, share_sentence, trusted_budget
 from lowprec_check.schema.error_budget import MATTERS
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run
+from lowprec_check.schema.wording import Sentence, chained, say
 
 Kind = Literal["share", "nonfinite", "tolerance"]
 
@@ -20,10 +20,12 @@ class Origin(NamedTuple):
     """Of the call in the run, counted from 0."""
     op_call: OpCall
     kind: Kind
-    """``share``: at the place that causes the largest share of the output error; ``nonfinite``: the first Inf or NaN;
+    """``share``: at the place with the largest share of the output error; ``nonfinite``: the first Inf or NaN;
     ``tolerance``: the first whose output is over the tolerance."""
     share: float = 0.0
-    """Of all calls at its place."""
+    """Of all calls at its place, without ``leaving``."""
+    leaving: float = 0.0
+    """The share of the rounding of their results where these leave the module."""
     calls: int = 1
     """At its place."""
 
@@ -34,16 +36,17 @@ class Origin(NamedTuple):
             return "first NaN" if self.op_call.introduced_nan else "first Inf"
         return "largest share" if self.kind == "share" else "first to leave the tolerance"
 
-    def sentence(self) -> str:
+    def sentence(self) -> Sentence:
         """What happens there, without the place."""
         op_call = self.op_call
         if self.kind == "share":
-            calls = f" in {counted(self.calls, 'call')}" if self.calls > 1 else ""
-            return f"causes {share_text(self.share)} of the output error{calls}"
+            told = share_sentence(self.share, self.leaving)
+            return chained(told, say("{calls:count call}", calls=self.calls) if self.calls > 1 else None, between=", ")
         if self.kind == "nonfinite":
             number = op_call.introduced_inf + op_call.introduced_nan
-            return out_of(number, op_call.compared_values, "value")
-        return f"error grows from {op_call.input_error or 0.0:.1e} to {op_call.accumulated_error or 0.0:.1e}"
+            return say("{values:of value}", values=[number, op_call.compared_values])
+        grows = "the error grows from {before:error} to {after:error}"
+        return say(grows, before=op_call.input_error or 0.0, after=op_call.accumulated_error or 0.0)
 
 
 def origin(run: Run) -> Origin | None:
@@ -56,7 +59,7 @@ def origin(run: Run) -> Origin | None:
 def _largest_share(run: Run) -> Origin | None:
     if trusted_budget(run) is None:
         return None
-    shares = place_shares(run)
+    shares, leaving = place_shares(run), leaving_shares(run)
     called: dict[tuple[str, str, str | None], tuple[int, OpCall]] = {}
     for index, row in enumerate(run.op_calls.rows()):
         place = (row.module, row.op, row.source)
@@ -65,10 +68,11 @@ def _largest_share(run: Run) -> Origin | None:
             called[place] = (index, row)
     if not called:
         return None
-    place = max(called, key=lambda place: shares[place].share)
-    if shares[place].share < MATTERS:
+    place = max(called, key=lambda place: shares[place].share + leaving.get(place, 0.0))
+    own, rounding = shares[place].share, leaving.get(place, 0.0)
+    if own + rounding < MATTERS:
         return None
-    return Origin(*called[place], "share", shares[place].share, shares[place].calls)
+    return Origin(*called[place], "share", own, rounding, shares[place].calls)
 
 
 def _first_nonfinite(run: Run) -> Origin | None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from lowprec_check.schema.error_budget import MATTERS, ErrorBudget, Share
 from lowprec_check.schema.scan_result import Run
+from lowprec_check.schema.wording import Sentence, say
 
 TRUSTED = 0.5
 """The first order names causes only if what it does not explain is at most this part of the squared error."""
@@ -55,14 +56,17 @@ def trusted_budget(run: Run) -> ErrorBudget | None:
 
 
 def place_shares(run: Run) -> dict[Place, Share]:
-    """The share of each op where it ran, with the rounding of its results, as far as the op calls tell."""
+    """The share of each op where it ran, without the rounding of its results where they leave its module: those of a module add up to
+    its share in :func:`module_shares`.
+    """
     totals: dict[Place, float] = {}
     counts: dict[Place, int] = {}
     calls = run.op_calls
-    for module, op, source, share in zip(calls.module, calls.op, calls.source, calls.share, strict=True):
+    columns = (calls.module, calls.op, calls.source, calls.share, calls.leaving)
+    for module, op, source, share, leaving in zip(*columns, strict=True):
         if share is not None:
             place = module, op, source
-            totals[place] = totals.get(place, 0.0) + share
+            totals[place] = totals.get(place, 0.0) + share - (leaving or 0.0)
             counts[place] = counts.get(place, 0) + 1
     found = {
         (module, op, source): Share(module=module, op=op, source=source, share=total, calls=counts[module, op, source])
@@ -73,6 +77,26 @@ def place_shares(run: Run) -> dict[Place, Share]:
         if not listed.rounding and (listed.module, listed.op) not in counted:  # the rounding of the inputs
             found[(listed.module, listed.op, listed.source)] = listed
     return found
+
+
+def leaving_shares(run: Run) -> dict[Place, float]:
+    """The share of rounding the results of each op where they leave its module: part of :data:`BETWEEN`."""
+    found: dict[Place, float] = {}
+    calls = run.op_calls
+    for module, op, source, leaving in zip(calls.module, calls.op, calls.source, calls.leaving, strict=True):
+        if leaving is not None:
+            found[module, op, source] = found.get((module, op, source), 0.0) + leaving
+    return found
+
+
+def share_sentence(own: float, leaving: float) -> Sentence:
+    """What :func:`place_shares` and :func:`leaving_shares` say of an op, of which at least one matters."""
+    if abs(leaving) < MATTERS:
+        return say("its share of the output error is {share:share}", share=own)
+    if own < MATTERS:
+        return say("{share:share} of the output error is the rounding of its result", share=leaving)
+    both = "its share of the output error is {share:share}, that of the rounding of its result {leaving:share}"
+    return say(both, share=own, leaving=leaving)
 
 
 def unlisted(run: Run, shown: Iterable[PartShare]) -> float:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from lowprec_check.schema.findings import Diagnostic, Severity
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import qualified
-from lowprec_check.schema.wording import Sentence, counted, joined, module_name, words
+from lowprec_check.schema.wording import counted, joined, module_name, words
 
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 """The most severe first."""
@@ -131,11 +131,17 @@ def group_of(members: Sequence[Diagnostic]) -> FindingGroup:
 
 def _messages(members: Sequence[Diagnostic]) -> list[Message]:
     """One for all findings with the same words, advice and severity."""
-    said: dict[object, list[tuple[Diagnostic, Sentence]]] = {}
+    said: dict[object, list[Diagnostic]] = {}
     for d in members:
-        said.setdefault((words(d.sentence), d.help, d.severity), []).append((d, d.sentence))
+        advice = d.advice
+        said.setdefault((words(d.sentence), advice and words(advice), d.severity), []).append(d)
     return [
-        Message(_runs(d for d, _ in its), joined([sentence for _, sentence in its]), its[0][0].help, its[0][0].severity)
+        Message(
+            _runs(its),
+            joined([d.sentence for d in its]),
+            joined([d.advice for d in its if d.advice]) if its[0].advice else None,
+            its[0].severity,
+        )
         for its in said.values()
     ]
 

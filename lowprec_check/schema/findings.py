@@ -88,6 +88,10 @@ class Diagnostic(Struct, frozen=True, kw_only=True):
     """The figures of ``template``."""
     help: str | None = None
     """What to do."""
+    help_template: str = ""
+    """The words of ``help``, if figures or names in it are those of the run."""
+    help_figures: dict[str, Figure] = {}
+    """The figures of ``help_template``."""
     url: str | None = None
     """The reported issue of torch, if there is one."""
     rests_on: str | None = None
@@ -107,6 +111,13 @@ class Diagnostic(Struct, frozen=True, kw_only=True):
     def sentence(self) -> Sentence:
         """``message`` with its figures."""
         return Sentence(template=self.template, figures=self.figures) if self.template else plain(self.message)
+
+    @property
+    def advice(self) -> Sentence | None:
+        """``help`` with its figures."""
+        if self.help_template:
+            return Sentence(template=self.help_template, figures=self.help_figures)
+        return plain(self.help) if self.help else None
 
     @property
     def run_label(self) -> str | None:

@@ -74,7 +74,8 @@ class OpCall(msgspec.Struct, gc=False):
     compared_choices: int = 0
     """Number of indices and booleans among which ``flips`` were counted."""
     share: float | None = None
-    """Share of the squared output error that this call causes; ``None`` without an error budget."""
+    """Share of the squared output error, to first order, that this call adds with the rounding of its result; ``None`` without an error
+    budget."""
     phase: Phase | None = None
     """The part of a training step that it belongs to; ``None`` if only the forward pass was run."""
     vanished: float | None = None
@@ -86,6 +87,8 @@ class OpCall(msgspec.Struct, gc=False):
     reads: tuple[int, ...] = ()
     """For each op call that wrote a floating input, how many calls before this one it is: 1 is the call right before; 0 is an
     input of the model. Parameters are left out."""
+    leaving: float | None = None
+    """The part of ``share`` that is the rounding of the result where it leaves the module: it stays if the module is kept in fp32."""
 
     @property
     def is_forward(self) -> bool:

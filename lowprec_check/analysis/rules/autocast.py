@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, uses_autocast
-from lowprec_check.analysis.run_summary import counted
 from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.wording import chained, say
 
 
 @rule("LP401", "cast-churn", "note")
@@ -38,10 +38,9 @@ def cast_churn(result: ScanResult) -> Iterator[Finding]:
             continue
         [(source, most)] = lines.most_common(1)
         count = lines.total()
-        verb = "repeats or undoes" if count == 1 else "repeat or undo"
-        message = f"{count:,} of {counted(len(casts), 'cast')} {verb} an earlier cast of the same tensor"
-        here = f"; {most:,} of them here" if len(lines) > 1 else ""
-        yield Finding(message + here, run, "", _CAST, source, calls=count)
+        message = say("{casts:of cast} repeated or undid an earlier cast of the same tensor", casts=[count, len(casts)])
+        here = say("{here:number} of them here", here=most) if len(lines) > 1 else None
+        yield Finding(chained(message, here), run, "", _CAST, source, calls=count)
 
 
 _CAST = "aten._to_copy.default"
@@ -49,7 +48,7 @@ _CAST = "aten._to_copy.default"
 
 @rule("LP402", "vacuous-autocast", "note")
 def vacuous_autocast(result: ScanResult) -> Iterator[Finding]:
-    """The op passes under autocast only because its inputs are fp32.
+    """The op runs under autocast on fp32 inputs, and fails when the whole model is cast.
 
     Observed: the op has no kernel for this dtype when the whole model is cast, and runs under autocast on inputs that
     are fp32 already.
@@ -80,5 +79,5 @@ def _vacuous(cast: Run, autocast: Run) -> Iterator[Finding]:
         if key in gaps and not row.accumulated_error and row.dtypes.startswith("f32"):
             places[key] += 1
     for (op, module, source), count in places.items():
-        message = f"passes only because its inputs are fp32: there is no kernel for {cast.precision}"
+        message = say("it runs here on fp32 inputs; in {other:text} it fails", other=cast.key.label)
         yield Finding(message, autocast, module, op, source, help="call it on x.float() to be safe", calls=count)

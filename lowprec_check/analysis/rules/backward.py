@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lowprec_check.analysis.rules.alternatives import passing_elsewhere
+from lowprec_check.analysis.rules.advice import passing_elsewhere
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, uses_autocast
-from lowprec_check.analysis.run_summary import counted, out_of, percent, short_op, some
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run, ScanResult, Severity
 from lowprec_check.schema.training import WAYS, ParameterGradient, TrainingRun, TrainingWay
+from lowprec_check.schema.wording import Sentence, chained, counted, say
 
 UNDERFLOWS = 0.1
 """A share of the elements of a gradient that is worth a finding."""
@@ -58,11 +58,14 @@ def gradient_underflow(result: ScanResult) -> Iterator[Finding]:
                 modules.setdefault(gradient.parameter.rpartition(".")[0], []).append(gradient)
         way = _scaled_way(run, result)
         for module, found in sorted(modules.items(), key=lambda item: -_mean_underflow(item[1])):
-            names = [f"{gradient.parameter.rpartition('.')[2]} {percent(gradient.underflow)}" for gradient in found]
-            message = f"gradients that are non-zero in fp32 become zero: {some(names)} of the elements"
-            avoided = f"; {WAYS.get(way.name, way.name)} avoids it" if way is not None else ""
+            message = say(
+                "gradients that are non-zero in fp32 became zero: {share:percent} of the elements of {parameters:names}",
+                share=_mean_underflow(found),
+                parameters=[gradient.parameter.rpartition(".")[2] for gradient in found],
+            )
+            passes = say("training with {way:text} passes", way=WAYS.get(way.name, way.name)) if way else None
             yield Finding(
-                message + avoided,
+                chained(message, passes),
                 run,
                 module,
                 _GRADIENT,
@@ -88,15 +91,16 @@ def _scaled_way(run: Run, result: ScanResult) -> TrainingWay | None:
     return next((way for way in ways if way is not None and way.initial_scale and way.status == "ok"), None)
 
 
-def _scaling_advice(run: Run, training: TrainingRun, result: ScanResult) -> str:
+def _scaling_advice(run: Run, training: TrainingRun, result: ScanResult) -> Sentence:
     """How to scale the loss in this precision, and which other dtype needs no scaling."""
     scale = training.loss_scale
     suits = scale is not None and not scale.skipped_steps and (scale.underflow or 0.0) < UNDERFLOWS
     first = f", init_scale={scale.scale:g}" if scale is not None and suits else ""
-    advice = f'scale the loss: torch.amp.GradScaler("{run.key.device.partition(":")[0]}"{first})'
-    if not uses_autocast(run):
-        advice += ", with fp32 weights: under autocast, or as fp32 master weights"
-    return advice + passing_elsewhere(run, result)
+    code = f'torch.amp.GradScaler("{run.key.device.partition(":")[0]}"{first})'
+    needs = "" if uses_autocast(run) else ", with fp32 weights: under autocast, or as fp32 master weights"
+    return chained(
+        say(f"scale the loss: {{code:text}}{needs}", code=code), passing_elsewhere(run, result), between=", or "
+    )
 
 
 @rule("LP502", "gradient-not-finite", "error")
@@ -138,17 +142,21 @@ def _has_finite_loss(run: Run) -> bool:
 def _not_finite(run: Run, result: ScanResult, wrong: Sequence[ParameterGradient], first: OpCall | None) -> Finding:
     elements = sum(max(1, round(found.overflow * found.elements)) for found in wrong)
     total = sum(found.elements for found in wrong)
-    names = some([found.parameter for found in wrong])
-    message = f"{out_of(elements, total, 'element')} of the gradients of {names} are NaN or Inf and finite in fp32"
-    advice = f"compute the forward op in fp32, on x.float(){passing_elsewhere(run, result)}"
+    message = say(
+        "the gradients of {parameters:names} have NaN or Inf where those of fp32 are finite, in {values:of element}",
+        parameters=[found.parameter for found in wrong],
+        values=[elements, total],
+    )
+    advice = chained(say("try the forward op in fp32, on x.float()"), passing_elsewhere(run, result), between=", or ")
     severity: Severity | None = "warning" if run.status == "ok" else None
     if first is None:
         module = wrong[0].parameter.rpartition(".")[0]
-        message += "; no op of the analysis turns finite values into them"
+        message = chained(message, say("no op of the analysis turns finite values into them"))
         return Finding(message, run, module, _GRADIENT, help=advice, severity=severity)
     what = "NaN" if first.introduced_nan else "Inf"
-    op = "a cast" if first.op == "aten._to_copy.default" else short_op(first.op)
-    message += f"; {what} originates in {op}, whose inputs are finite"
+    message = chained(
+        message, say("{what:text} originates in {op:op}, whose inputs are finite", what=what, op=first.op)
+    )
     source = first.source or result.model.source
     return Finding(message, run, first.module, first.op, source, help=advice, severity=severity)
 
@@ -178,18 +186,23 @@ def scaler_skips(result: ScanResult) -> Iterator[Finding]:
         many = [way for way in many if way.skipped_steps > MANY_SKIPPED * steps and way.name != "one-autocast"]
         many = [way for way in many if way.status != "nonfinite"]  # no scale helps there: see LP507
         for way in many[:1]:
-            scale = f" with an initial loss scale of {way.initial_scale:g}" if way.initial_scale else ""
-            message = f"GradScaler skipped {counted(way.skipped_steps, 'step')}{scale}: gradients overflow"
             named = "" if way.name == "grad-scaler" else f"{WAYS.get(way.name, way.name)}: "
-            yield Finding(named + message, run, help=_smaller_scale(run.training, way))
+            scale = (
+                say(" with an initial loss scale of {scale:scale}", scale=way.initial_scale)
+                if way.initial_scale
+                else None
+            )
+            skipped = say("{way:text}GradScaler skipped {steps:count step}", way=named, steps=way.skipped_steps)
+            message = chained(skipped, scale, say(": gradients overflow"), between="")
+            yield Finding(message, run, help=_smaller_scale(run.training, way))
 
 
 def _smaller_scale(training: TrainingRun | None, way: TrainingWay) -> str:
     suggested = training.loss_scale if training else None
     smaller = suggested is not None and suggested.scale < (way.initial_scale or 0.0)
     if suggested is not None and smaller and suggested.skipped_steps is not None:
-        skips = f"skips {counted(suggested.skipped_steps, 'step')}" if suggested.skipped_steps else "skips no step"
-        return f"GradScaler(init_scale={suggested.scale:g}), which {skips}"
+        skipped = counted(suggested.skipped_steps, "step") if suggested.skipped_steps else "no step"
+        return f"use GradScaler(init_scale={suggested.scale:g}), which skipped {skipped}"
     if way.final_scale and way.final_scale < (way.initial_scale or 0.0):
-        return f"a smaller initial scale: it ended at {way.final_scale:g}"
-    return "a smaller initial scale"
+        return f"try a smaller initial scale: it ended at {way.final_scale:g}"
+    return "try a smaller initial scale"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lowprec_check.analysis.rules.registry import Finding, rule
-from lowprec_check.analysis.run_summary import counted, out_of
 from lowprec_check.schema.compiler_check import CompilerCheck
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Run, ScanResult, Severity
+from lowprec_check.schema.wording import Sentence, say
 
 
 @rule("LP306", "compiled-worse", "error")
@@ -42,25 +42,33 @@ def compiled_worse(result: ScanResult) -> Iterator[Finding]:
             yield Finding(_message(run, check), run, source=result.model.source, help=_help(check), severity=severity)
 
 
-def _message(run: Run, check: CompilerCheck) -> str:
+def _message(run: Run, check: CompilerCheck) -> Sentence:
     what = "the compiled model" if run.backend == EAGER else run.backend
     where = f" in tensor {check.tensor} of the output" if check.tensors > 1 else ""
+    about = {"what": what, "where": where, "exact": check.exact}
     if check.nonfinite:
-        return f"{what} gives {counted(check.nonfinite, 'NaN or Inf value')}{where} where eager and {check.exact} have numbers"
+        return say(
+            "{what:text} gives {values:count NaN or Inf value}{where:text} where eager and {exact:text} have numbers",
+            **about,
+            values=check.nonfinite,
+        )
     if check.decisions:
-        changed = out_of(check.compiled_changed, check.decisions, "decision")
-        return f"{what} changes {changed}{where} against {check.exact}; eager changes {check.eager_changed:,}"
-    ratio = (
-        f"{check.compiled_error / check.eager_error:.0f} times"
-        if check.compiled_error and check.eager_error
-        else "∞ times"
+        return say(
+            "{what:text} changes {compiled:of decision}{where:text} against {exact:text}; eager changes {eager:number}",
+            **about,
+            compiled=[check.compiled_changed, check.decisions],
+            eager=check.eager_changed,
+        )
+    return say(
+        "the error of {what:text} against {exact:text} is {compiled:error}{where:text}, that of eager {eager:error}",
+        **about,
+        compiled=check.compiled_error,
+        eager=check.eager_error or 0.0,
     )
-    errors = f"{check.compiled_error or float('inf'):.1e} and {check.eager_error or 0.0:.1e}"
-    return f"{what} is {ratio} as far from {check.exact} as eager{where} ({errors})"
 
 
 def _help(check: CompilerCheck) -> str:
     found = f"torch's bisection finds {check.culprit}; " if check.culprit else ""
     if check.emulated is not None and check.emulated != "worse":
         return f"{found}set torch._inductor.config.emulate_precision_casts = True, with which it was not worse"
-    return f"{found}run this model in eager mode, and report the fault to pytorch/pytorch"
+    return f"{found}use eager mode, and report the fault to pytorch/pytorch"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lowprec_check.analysis.rules.phases import advice_in, in_phase
+from lowprec_check.analysis.rules.advice import advice_in
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
-from lowprec_check.analysis.run_summary import short_op
+from lowprec_check.analysis.rules.relevance import say_in
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.precisions import FloatFormat, formats
 from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.wording import chained, say
 
 
 @rule("LP206", "vanishing-constant", "note")
@@ -64,11 +65,14 @@ def _finding(run: Run, result: ScanResult, calls: list[OpCall], after: OpCall | 
     first = calls[0]
     written = _format_of(first)
     name = written.short if written else "this dtype"
-    message = f"{in_phase(first.phase)}the constant {first.vanished:g} is 0 in {name}"
+    message = say_in(
+        first.phase, "the constant {constant:scale} is 0 in {dtype:text}", constant=first.vanished, dtype=name
+    )
     if after is not None:
         what = "NaN" if after.introduced_nan else "Inf"
         at = f" at {after.source}" if after.source and after.source != first.source else ""
-        message += f"; {short_op(after.op)} in the same module gives {what}{at}"
+        later = "{op:op} in the same module gives {what:text}{at:text}"
+        message = chained(message, say(later, op=after.op, what=what, at=at))
     smallest = f"{written.smallest_normal:.0e}" if written else "torch.finfo(x.dtype).tiny"
     return Finding(
         message,

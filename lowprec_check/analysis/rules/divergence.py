@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lowprec_check.analysis.rules.advice import recommended_instead
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.training import WAYS, Divergence, TrainingSetup, TrainingWay
+from lowprec_check.schema.wording import Sentence, chained, say
 
 _UNSCALE = "Attempting to unscale FP16 gradients"
 
@@ -42,7 +44,9 @@ def unscale_fp16(result: ScanResult) -> Iterator[Finding]:
         failed = next((way for way in ways if unscales_fp16(way)), None)
         if failed is None or failed.exception is None:
             continue
-        message = f"{failed.exception.text.rstrip('.')}: GradScaler needs gradients, and so weights, in fp32"
+        message = say(
+            "{error:text}: GradScaler needs gradients, and so weights, in fp32", error=failed.exception.text.rstrip(".")
+        )
         yield Finding(
             message,
             run,
@@ -60,7 +64,11 @@ def _with_fp32_weights(run: Run, result: ScanResult) -> str:
     advice = [f"{name} with GradScaler" for name in passed[:1]]
     if masters is not None and masters.status == "ok":
         advice.append(WAYS[masters.name])
-    return f"use {' or '.join(advice or ['autocast with GradScaler', 'fp32 master weights and GradScaler'])}"
+    return (
+        f"use {' or '.join(advice)}"
+        if advice
+        else "try autocast with GradScaler, or fp32 master weights and GradScaler"
+    )
 
 
 @rule("LP507", "training-diverges", "error")
@@ -97,44 +105,51 @@ def training_diverges(result: ScanResult) -> Iterator[Finding]:
         parameter = way.divergence.parameter if way.divergence else None
         message = _nonfinite(way, setup) if way.status == "nonfinite" else _outside(way.divergence)
         module = parameter.rpartition(".")[0] if parameter else None
-        yield Finding(message, run, module, help=_instead(result))
+        yield Finding(message, run, module, help=_instead(run, result))
 
 
-def _nonfinite(way: TrainingWay, setup: TrainingSetup) -> str:
+def _nonfinite(way: TrainingWay, setup: TrainingSetup) -> Sentence:
     """Where the loss, or else a weight, is not finite."""
     if way.skipped_steps and None not in way.losses and len(way.losses) <= setup.steps:
-        return f"GradScaler skips step {len(way.losses) + 1} with every scale: gradients are not finite"
+        scales = "GradScaler skips step {step:number} with every scale: gradients are not finite"
+        return say(scales, step=len(way.losses) + 1)
     if None in way.losses:
         step = way.losses.index(None)
-        when = f"in step {step + 1}" if step + 1 <= setup.steps else f"after step {step}"
-        return f"the loss is NaN or Inf {when}, where fp32 is finite"
-    return f"weights are NaN or Inf after step {way.failed_step or setup.steps}, where fp32 is finite"
+        if step + 1 > setup.steps:
+            return say("the loss is NaN or Inf after step {step:number}, where fp32 is finite", step=step)
+        return say("the loss is NaN or Inf in step {step:number}, where fp32 is finite", step=step + 1)
+    weights = "weights are NaN or Inf after step {step:number}, where fp32 is finite"
+    return say(weights, step=way.failed_step or setup.steps)
 
 
-def _outside(found: Divergence | None) -> str:
+def _outside(found: Divergence | None) -> Sentence:
     """In which step the run leaves the range, and by how much."""
     if found is None:
-        return "the trajectory leaves the range of fp32 runs from other seeds"
+        return say("the trajectory leaves the range of fp32 runs from other seeds")
     if not found.step:
-        return f"the loss is outside the range of fp32 runs before the first step: off by {found.value:+.3g}"
-    furthest = f"; furthest from fp32: {found.parameter}" if found.parameter else ""
-    limit = f"the limit is {found.limit:.3g}"
-    if found.what == "loss":
-        what = f"the loss is outside the range of fp32 runs: it has changed by {found.value:+.3g}, {limit}"
-    elif found.what == "weights":
-        what = f"the weights differ from those of fp32 by {found.value:.2g} of the way that these moved; {limit}"
-    else:
-        what = f"the weights have moved {found.value:.2g} times as far as in fp32; {limit}"
-    return f"from step {found.step} on, {what}{furthest}"
+        first = "the loss is outside the range of fp32 runs before the first step: off by {value:three}"
+        return say(first, value=found.value)
+    told = say(_OUTSIDE.get(found.what, _PROGRESS), step=found.step, value=found.value, limit=found.limit)
+    furthest = say("furthest from fp32: {parameter:text}", parameter=found.parameter) if found.parameter else None
+    return chained(told, furthest)
 
 
-def _instead(result: ScanResult) -> str:
-    """What the scan recommends."""
-    best = result.recommendation
+_OUTSIDE = {
+    "loss": "from step {step:number} on, the loss is outside the range of fp32 runs: it has changed by {value:three}, "
+    "the limit is {limit:three}",
+    "weights": "from step {step:number} on, the weights differ from those of fp32 by {value:figure} of the way that these moved; "
+    "the limit is {limit:three}",
+}
+_PROGRESS = "from step {step:number} on, the weights have moved {value:figure} times as far as in fp32; the limit is {limit:three}"
+
+
+def _instead(run: Run, result: ScanResult) -> str:
+    """What the scan recommends, if that is something else."""
+    best = recommended_instead(run, result)
     if best is not None:
         way = f" with {WAYS.get(best.way, best.way)}" if best.way not in (None, "plain") else ""
         return f"use {best.label}{way}"
-    return "fix the other findings of this precision, or keep the module in fp32"
+    return "fix the other findings of this run, or try the module in fp32"
 
 
 @rule("LP508", "stale-autocast-cache", "note")
@@ -169,14 +184,15 @@ def stale_autocast_cache(result: ScanResult) -> Iterator[Finding]:
         first, around = next(iter(ways), None), run.training.way("one-autocast") if run.training else None
         if first is None or around is None or first.status != "ok" or around.status not in ("inaccurate", "nonfinite"):
             continue
-        apart = f"; entered in each step, {_course(first)}" if _course(first) else ""
-        message = f"in one autocast block around all steps, {_course(around) or 'training fails'}{apart}"
+        courses = _course("in one autocast block around all steps", around), _course("entered in each step", first)
+        message = chained(*courses) if courses[0] else say("in one autocast block around all steps, training fails")
         yield Finding(message, run, help="enter autocast once per step, around the forward pass and the loss")
 
 
-def _course(way: TrainingWay) -> str:
-    """``the loss goes from 7.92 to 1.45``; ``the loss stays at 7.92``."""
+def _course(how: str, way: TrainingWay) -> Sentence | None:
+    """``…, the loss goes from 7.92 to 1.45``."""
     if len(way.losses) < 2 or way.losses[0] is None:
-        return ""
-    first, last = f"{way.losses[0]:.4g}", "NaN or Inf" if way.losses[-1] is None else f"{way.losses[-1]:.4g}"
-    return f"the loss stays at {first}" if first == last else f"the loss goes from {first} to {last}"
+        return None
+    if way.losses[0] == way.losses[-1]:
+        return say(f"{how}, the loss stays at {{loss:loss}}", loss=way.losses[0])
+    return say(f"{how}, the loss goes from {{first:loss}} to {{last:loss}}", first=way.losses[0], last=way.losses[-1])

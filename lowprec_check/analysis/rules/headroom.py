@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lowprec_check.analysis.place_ranges import ranges_by_place
-from lowprec_check.analysis.rules.alternatives import wider_range
+from lowprec_check.analysis.rules.advice import wider_range
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
-from lowprec_check.analysis.run_summary import counted, percent, short_op
 from lowprec_check.schema.precisions import FP32, FloatFormat, formats
 from lowprec_check.schema.scan_result import Run, ScanResult, Severity
+from lowprec_check.schema.wording import Figure, Sentence, chained, say
 
 LITTLE_ROOM = 4.0
 """A note if a value this many times as large would overflow."""
@@ -33,7 +33,7 @@ class _Growth(NamedTuple):
 
     rank: tuple[int, float]
     """Smaller for what is worse."""
-    text: str
+    sentence: Sentence
 
 
 class _Place(NamedTuple):
@@ -59,28 +59,22 @@ class _Place(NamedTuple):
         """The largest share of subnormal values."""
         return max(self.subnormal)
 
-    @property
-    def name(self) -> str:
-        """``mul of encoder.0``."""
-        return f"{short_op(self.op)} of {self.module or 'the model'}"
-
     def growth(self) -> _Growth | None:
         """How the values grow beyond the range from batch to batch; ``None`` if they do not."""
         first, most = self.largest[0], max(self.largest)
         overflowing = next((number for number, count in enumerate(self.overflows) if count), 0)
         if overflowing:
             count = self.overflows[overflowing]
-            verb = "overflows" if count == 1 else "overflow"
-            text = f"on batch {overflowing}, {counted(count, 'value')} {verb} to Inf where fp32 is finite"
-            return _Growth((0, -count), text)
+            text = "on batch {batch:number}, {values:count value} overflowed to Inf where fp32 is finite"
+            return _Growth((0, -count), say(text, batch=overflowing, values=count))
         if first and most >= GROWTH * first and self.room < USED_UP:
-            text = f"the largest value grows from {first:.2g} to {most:.2g} on batch {self.largest.index(most)}"
-            return _Growth((1, self.room), f"{text}: room for a factor of {self.room:.1f}")
+            text = "the largest value grows from {first:figure} to {most:figure} on batch {batch:number}: room for a factor of {room:figure}"
+            told = say(text, first=first, most=most, batch=self.largest.index(most), room=self.room)
+            return _Growth((1, self.room), told)
         lost, worst = self.flushed[0], max(self.flushed)
         if worst >= max(MOST_FLUSHED, GROWTH * lost):
-            number = self.flushed.index(worst)
-            text = f"the share of non-zeros that become zero grows from {percent(lost)} to {percent(worst)} on batch {number}"
-            return _Growth((2, -worst), text)
+            text = "the share of non-zeros that become zero grows from {first:percent} to {most:percent} on batch {batch:number}"
+            return _Growth((2, -worst), say(text, first=lost, most=worst, batch=self.flushed.index(worst)))
         return None
 
 
@@ -127,18 +121,20 @@ def little_headroom(result: ScanResult) -> Iterator[Finding]:
         )
         if growing:
             worst, growth = growing[0]
-            message = f"{growth.text}{_others(growing)}; the output passes"
-            yield _finding(run, result, worst, message, wider_range(run, result), "warning")
+            message = chained(_with_others(growth.sentence, growing), say("the output passes"))
+            yield _finding(run, result, worst, message, wider_range(run, result, worst.module), "warning")
         known = [place for place, _ in growing]
-        message, tightest = _summary([place for place in places if place not in known])
+        told, tightest = _summary([place for place in places if place not in known])
         if tightest is not None:
             tried = len(tightest.largest)
-            on_all = f"; the worst of {tried} batches" if tried > 1 else ""
-            advice = "keep the module in fp32 if it fails" if tried > 1 else "check it on more inputs: --batches 8"
-            yield _finding(run, result, tightest, f"{message}{on_all}", advice, "note")
+            on_all = say("the worst of {batches:count batch}", batches=tried) if tried > 1 else None
+            advice = "try the module in fp32 if it fails" if tried > 1 else "check it on more inputs: --batches 8"
+            yield _finding(run, result, tightest, chained(*told, on_all), advice, "note")
 
 
-def _finding(run: Run, result: ScanResult, place: _Place, message: str, help: str, severity: Severity) -> Finding:
+def _finding(
+    run: Run, result: ScanResult, place: _Place, message: Sentence, help: Sentence | str, severity: Severity
+) -> Finding:
     source = place.source or result.model.source
     return Finding(message, run, place.module, place.op, source, help=help, severity=severity)
 
@@ -172,27 +168,34 @@ def _output_format(dtypes: str) -> FloatFormat | None:
     return min(narrow, key=lambda known: known.largest, default=None)
 
 
-def _summary(places: Sequence[_Place]) -> tuple[str, _Place | None]:
-    """What is near the top and the bottom, in words, and the first op that they name."""
+def _summary(places: Sequence[_Place]) -> tuple[list[Sentence], _Place | None]:
+    """What is near the top and the bottom, and the first op that this is about."""
     near = sorted(
         (place for place in places if place.room < LITTLE_ROOM and not place.overflows[0]), key=lambda p: p.room
     )
     small = sorted((place for place in places if place.small >= MANY_SUBNORMAL), key=lambda p: -p.small)
-    texts = []
+    told: list[Sentence] = []
     if near:
         worst = near[0]
-        texts.append(
-            f"largest value {max(worst.largest):.2g}, room for a factor of {worst.room:.1f} in {worst.format.short}{_others(near)}"
-        )
+        top = "largest value {largest:figure}, room for a factor of {room:figure} in {dtype:text}"
+        told.append(_with_others(say(top, largest=max(worst.largest), room=worst.room, dtype=worst.format.short), near))
     if small:
         worst, lost = small[0], max(small[0].flushed)
-        of = f" of {worst.name}" if near and worst is not near[0] else ""
-        zero = f", {percent(lost)} become zero" if lost else ""
-        least = f"{worst.format.smallest_normal:.0e}, {worst.format.short}'s smallest normal number"
-        texts.append(f"{percent(worst.small)} of the non-zeros{of} are below {least}{zero}{_others(small)}")
-    return "; ".join(texts), next(iter([*near, *small]), None)
+        limit: dict[str, Figure] = {
+            "share": worst.small,
+            "smallest": worst.format.smallest_normal,
+            "dtype": worst.format.short,
+        }
+        least = "are below {smallest:limit}, the smallest normal number of {dtype:text}"
+        which = "of {op:op} in {module:module} " if near and worst is not near[0] else ""
+        named: dict[str, Figure] = {"op": worst.op, "module": worst.module} if which else {}
+        below = say(f"{{share:percent}} of the non-zeros {which}{least}", **limit, **named)
+        zero = say("{lost:percent} become zero", lost=lost) if lost else None
+        told.append(_with_others(chained(below, zero, between=", "), small))
+    return told, next(iter([*near, *small]), None)
 
 
-def _others(places: Sequence[object]) -> str:
-    """How many more places than the first there are."""
-    return f" (and {counted(len(places) - 1, 'more place')})" if len(places) > 1 else ""
+def _with_others(told: Sentence, places: Sequence[object]) -> Sentence:
+    """``told`` of the first, and how many more places there are."""
+    more = say(" (and {more:count more place})", more=len(places) - 1) if len(places) > 1 else None
+    return chained(told, more, between="")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from lowprec_check.analysis.rules.alternatives import faster, or_autocast
+from lowprec_check.analysis.rules.advice import faster, or_autocast
 from lowprec_check.analysis.rules.divergence import unscales_fp16
-from lowprec_check.analysis.rules.gaps import from_gaps
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
-from lowprec_check.analysis.run_summary import bytes_text, counted, on_which_call
+from lowprec_check.analysis.rules.relevance import from_gaps
+from lowprec_check.analysis.run_summary import on_which_call
 from lowprec_check.analysis.speed import cores_were_used
 from lowprec_check.schema.devices import DEVICES, device_type
 from lowprec_check.schema.fallbacks import fallback_of
@@ -17,6 +17,7 @@ from lowprec_check.schema.killed_ops import seconds_killed
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Gap, Run, ScanResult
+from lowprec_check.schema.wording import Sentence, chained, plain, say
 
 SLOW_RATIO = 5.0
 SLOW_MS = 5.0
@@ -151,7 +152,7 @@ def silent_fallback(result: ScanResult) -> Iterator[Finding]:
         for message in run.fallbacks:
             known = fallback_of(message)
             if known is None:
-                yield Finding(message, run=run, help=advice)
+                yield Finding(plain(message), run=run, help=advice)
             else:
                 sizes[known.op].append(known.size)
         for op, found in sizes.items():
@@ -177,12 +178,16 @@ def _calls_of(op: str, run: Run, result: ScanResult) -> list[OpCall]:
     return []
 
 
-def _fallback_cost(calls: int, sizes: list[int]) -> str:
+def _fallback_cost(calls: int, sizes: list[int]) -> Sentence:
     """What ``calls`` cost that copy inputs of these ``sizes``; 0 calls: their number is not known."""
-    most, alike = bytes_text(max(sizes)), min(sizes) == max(sizes)
-    each = f"each call waits for the device, copies its inputs ({most if alike else f'up to {most}'}) to the CPU, and its result back"
-    total = f", {bytes_text(calls * sizes[0])} in all" if alike else ""
-    return f"runs on the CPU: {each}" + (f"; {counted(calls, 'call')}{total}" if calls > 1 else "")
+    most, alike = max(sizes), min(sizes) == max(sizes)
+    waits = "runs on the CPU: each call waits for the device, copies its inputs ({most:bytes}) to the CPU, and its result back"
+    each = say(waits if alike else waits.replace("({", "(up to {"), most=most)
+    if calls <= 1:
+        return each
+    if not alike:
+        return chained(each, say("{calls:count call}", calls=calls))
+    return chained(each, say("{calls:count call}, {total:bytes} in all", calls=calls, total=calls * most))
 
 
 @rule("LP106", "slow-kernel", "warning", timed=True)
@@ -211,7 +216,7 @@ def slow_kernel(result: ScanResult) -> Iterator[Finding]:
         # after
         y = model.bfloat16()(x.bfloat16())
     """
-    eager = [run for run in low_runs(result) if run.is_eager or run.latency_ms is not None]
+    eager = [run for run in low_runs(result) if run.is_low and (run.is_eager or run.latency_ms is not None)]
     shortest = WAIT_MS if cores_were_used(result.timing_conditions) else SHORT_MS
     slow = [(run, _slow_ops(run, shortest) | _killed_ops(run, result)) for run in eager]
     for run, found in slow:
@@ -220,7 +225,7 @@ def slow_kernel(result: ScanResult) -> Iterator[Finding]:
             yield Finding(message, run=run, op=op, help=faster(run, result, formats), calls=calls)
 
 
-def _slow_ops(run: Run, shortest: float) -> dict[str, tuple[str, int]]:
+def _slow_ops(run: Run, shortest: float) -> dict[str, tuple[Sentence, int]]:
     """How much slower, and in how many calls, for each slow op; the one that takes the most time first.
 
     A typical call takes more than ``shortest`` ms.
@@ -230,17 +235,17 @@ def _slow_ops(run: Run, shortest: float) -> dict[str, tuple[str, int]]:
         if row.time_ms is not None and row.reference_ms is not None:
             times[row.op].append((row.time_ms, row.reference_ms))
     most = 2 * (run.latency_ms or float("inf")) if run.is_eager else run.latency_ms or 0.0
-    where = "" if run.is_eager else ", in eager mode"
+    where = None if run.is_eager else say("in eager mode")
     slow = {op: found for op, calls in times.items() if (found := _slow_total(calls, most, shortest)) is not None}
     answers = {}
     for op, (here, fp32) in sorted(slow.items(), key=lambda item: -item[1][0]):
-        figures = f"{here:.0f} ms instead of {fp32:.1f} ms"
-        message = f"{here / max(fp32, 1e-6):.0f} times slower than in fp32: {figures}{where}"
-        answers[op] = (message, len(times[op]))
+        slower = "{ratio:times} slower than in fp32: {here:ms} instead of {fp32:ms}"
+        message = say(slower, ratio=here / max(fp32, 1e-6), here=here, fp32=fp32)
+        answers[op] = (chained(message, where, between=", "), len(times[op]))
     return answers
 
 
-def _killed_ops(run: Run, result: ScanResult) -> dict[str, tuple[str, int]]:
+def _killed_ops(run: Run, result: ScanResult) -> dict[str, tuple[Sentence, int]]:
     """The same for ops with a call that was ended because it took too long, if what it took in fp32 was measured."""
     answers = {}
     for op, reason in run.emulated.items():
@@ -248,11 +253,12 @@ def _killed_ops(run: Run, result: ScanResult) -> dict[str, tuple[str, int]]:
         whole = next((other.latency_ms for other in result.runs if other.is_reference), None)
         most = fp32 if fp32 is not None else whole
         if most and here > SLOW_RATIO * most:
-            what = f"{most:.1f} ms" + ("" if fp32 is not None else ", the time of all of fp32")
-            message = (
-                f"more than {here / most:.0f} times slower than in fp32: over {here / 1e3:.1f} s instead of {what}"
+            slower = "more than {ratio:times} slower than in fp32: over {here:seconds} instead of {fp32:ms}"
+            message = say(slower, ratio=here / most, here=here / 1e3, fp32=most)
+            answers[op] = (
+                chained(message, None if fp32 is not None else say("the time of all of fp32"), between=", "),
+                1,
             )
-            answers[op] = (message, 1)
     return answers
 
 
@@ -317,7 +323,7 @@ def unexplained_error(result: ScanResult) -> Iterator[Finding]:
         if run.status == "error" and run.complete and not run.gaps and run.exception is not None:
             error = run.exception
             where = (run, error.module, None, error.source or result.model.source)
-            message = f"{on_which_call(run)}{error.text}"
+            message = say("{when:text}{error:text}", when=on_which_call(run), error=error.text)
             advice = "fix this exception" if run.backend == EAGER else "use the eager backend, or fix this exception"
             advice = "fix what the model keeps between calls" if run.failed_call else advice
             yield Finding(message, *where, help=advice)
@@ -348,8 +354,8 @@ def crash(result: ScanResult) -> Iterator[Finding]:
         # after
         y = torch.linalg.svdvals(x.float()).to(x.dtype)
     """
-    yield from from_gaps(result, "crash", "compute it in fp32, or try another torch release")
+    yield from from_gaps(result, "crash", "try it in fp32, or another torch release")
     advice = "try smaller inputs, another precision or another torch release"
     for run in low_runs(result):
         if run.status == "crashed" and not any(gap.kind == "crash" for gap in run.gaps):
-            yield Finding(run.reason or "the process died", run=run, help=advice)
+            yield Finding(plain(run.reason or "the process died"), run=run, help=advice)

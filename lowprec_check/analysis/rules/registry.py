@@ -11,14 +11,14 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lowprec_check.analysis.callers import Callers
 from lowprec_check.analysis.rules.catalogued import known_issue
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult, Severity
-from lowprec_check.schema.wording import Sentence, plain
+from lowprec_check.schema.wording import Sentence, chained, plain, say
 
 RAN_HERE = "code of torch that is the same on all devices, and ran here"
 """What a gap of a predicted run rests on, if not on the catalog."""
@@ -27,13 +27,14 @@ RAN_HERE = "code of torch that is the same on all devices, and ran here"
 class Finding(NamedTuple):
     """What a rule finds at one place; the registry adds code, name, default severity and the reported issue."""
 
-    message: Any
+    message: Sentence
     run: Run | None = None
     """The run that it is about; ``None`` for the whole scan."""
     module: str | None = None
     op: str | None = None
     source: str | None = None
-    help: str | None = None
+    help: Sentence | str | None = None
+    """A sentence if figures or names in it are those of the run."""
     calls: int = 1
     severity: Severity | None = None
     timed: bool = False
@@ -44,6 +45,10 @@ class Finding(NamedTuple):
     """Whether it affects the output of its run; ``None`` if that is not known, or it is not about the error."""
     rests_on: str | None = None
     """Of a predicted run: what this is known from, in words."""
+
+    def adding(self, *sentences: Sentence | None) -> Finding:
+        """The same, which says more."""
+        return self._replace(message=chained(self.message, *sentences))
 
 
 Check = Callable[[ScanResult], Iterator[Finding]]
@@ -72,11 +77,13 @@ class Rule(NamedTuple):
     def diagnose(self, result: ScanResult, callers: Callers) -> Iterator[Diagnostic]:
         """Yield the diagnostics of this rule; ``callers`` are those of ``result``."""
         for finding in self.check(result):
-            sentence = finding.message if isinstance(finding.message, Sentence) else plain(finding.message)
-            text = sentence.text
+            text = finding.message.text
             raised = text if finding.rests_on in (None, RAN_HERE) else None
             issue = known_issue(result, self.code, finding.op, finding.run, raised)
-            reported = f"reported in {issue.link}" if issue else None
+            advice = plain(finding.help) if isinstance(finding.help, str) else finding.help
+            if issue:
+                advice = chained(advice, say("reported in {issue:text}", issue=issue.link))
+            is_own = advice is not None and not isinstance(finding.help, str)
             key = finding.run.key if finding.run else None
             yield Diagnostic(
                 code=self.code,
@@ -90,9 +97,11 @@ class Rule(NamedTuple):
                 source=finding.source,
                 caller=callers.of(finding.module, finding.op, finding.source),
                 message=text,
-                template=sentence.template,
-                figures=sentence.figures,
-                help="; ".join(filter(None, (finding.help, reported))) or None,
+                template=finding.message.template,
+                figures=finding.message.figures,
+                help=advice.text if advice else None,
+                help_template=advice.template if advice and is_own else "",
+                help_figures=advice.figures if advice and is_own else {},
                 url=issue.link if issue else None,
                 calls=finding.calls,
                 timed=self.timed or finding.timed,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.schema.wording import chained, say
 
 
 @rule("LP901", "uncalled-module", "note")
@@ -29,9 +30,8 @@ def uncalled_module(result: ScanResult) -> Iterator[Finding]:
     complete = [run for run in result.runs if run.complete]
     if complete:
         for module in min((run.uncalled_modules for run in complete), key=len):
-            yield Finding(
-                "never ran on these inputs: not covered", module=module, help="scan with inputs that reach it"
-            )
+            message = say("never ran on these inputs: not covered")
+            yield Finding(message, module=module, help="scan with inputs that reach it")
 
 
 @rule("LP902", "nondeterministic-reference", "warning")
@@ -58,8 +58,8 @@ def nondeterministic_reference(result: ScanResult) -> Iterator[Finding]:
     advice = "make the model deterministic, e.g. with torch.use_deterministic_algorithms(True)"
     for run in result.runs:
         if run.nondeterministic:
-            raised = "" if run.training is not None else "; the tolerance was raised"
-            yield Finding(f"two fp32 runs with one seed differ{raised}", run=run, help=advice)
+            raised = None if run.training is not None else say("the tolerance was raised")
+            yield Finding(chained(say("two fp32 runs with one seed differ"), raised), run=run, help=advice)
 
 
 @rule("LP903", "emulated-op", "note")
@@ -83,7 +83,7 @@ def emulated_op(result: ScanResult) -> Iterator[Finding]:
         counts = Counter(row.op for row in run.op_calls.rows() if row.outcome == "emulated")
         for op, reason in run.emulated.items():
             if counts[op]:
-                message = f"computed in fp32 and rounded: {reason}"
+                message = say("computed in fp32 and rounded: {reason:text}", reason=reason)
                 crashes = any(gap.kind == "crash" and gap.op == op for gap in run.gaps)
                 advice = "see LP107 of this op" if crashes else "raise the time budget: --budget"
                 yield Finding(message, run=run, op=op, help=advice, calls=counts[op], timed=not crashes)
@@ -112,7 +112,7 @@ def instruments_perturb(result: ScanResult) -> Iterator[Finding]:
     advice = "check the op-by-op findings of this precision by hand"
     for run in low_runs(result):
         if run.perturbed:
-            yield Finding("the op-by-op analysis gave another output than the plain run", run=run, help=advice)
+            yield Finding(say("the op-by-op analysis gave another output than the plain run"), run=run, help=advice)
 
 
 _LARGER_BUDGET = "scan with a larger --budget or smaller inputs"
@@ -145,5 +145,5 @@ def incomplete_scan(result: ScanResult) -> Iterator[Finding]:
             module, source = (stop.module, stop.source) if stop else (None, None)
             timed = not stop and "budget" in ended
             advice = _LARGER_BUDGET if timed else "fix this and scan again"
-            message = f"later ops were not checked: {why}"
+            message = say("later ops were not checked: {why:text}", why=why)
             yield Finding(message, run=run, module=module, source=source, help=advice, timed=timed)

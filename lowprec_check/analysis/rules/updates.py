@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, uses_autocast
-from lowprec_check.analysis.run_summary import bytes_text, counted, percent
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.training import WAYS, EpsilonCheck, LostUpdates, TrainingWay, decay_lost_of, lost_of
+from lowprec_check.schema.wording import Figure, Sentence, bytes_figure, chained, percent, say
 
 LOST = 0.1
 """A share of lost updates of weights or averages that is worth a finding."""
@@ -68,28 +68,37 @@ def lost_update(result: ScanResult) -> Iterator[Finding]:
         for group in sorted({found.group or 0 for found in lost if found.values == "weight"}):
             found = _Loss([tensor for tensor in lost if tensor.values == "weight" and (tensor.group or 0) == group])
             several = len({tensor.group for tensor in lost if tensor.values == "weight"}) > 1
-            of = f" of parameter group {group}" if several else ""
+            of = " of parameter group {group:number}" if several else ""
             if max(found.share, found.decay or 0.0) >= LOST:
-                yield Finding(_lost(found, of), run, _module_of(found.worst), help=what_recovers(run, result))
+                yield Finding(_lost(found, of, group), run, _module_of(found.worst), help=what_recovers(run, result))
         averages = _Loss([tensor for tensor in lost if tensor.values == "average"])
         if averages.tensors and averages.share >= LOST:
-            message = f"{percent(averages.share)} of the updates of the average of the weights are lost to rounding"
+            message = say(
+                "{lost:percent} of the updates of the average of the weights are lost to rounding", lost=averages.share
+            )
             yield Finding(
                 message, run, _module_of(averages.worst), help="keep the average in fp32: AveragedModel(model.float())"
             )
 
 
-def _lost(found: _Loss, of: str) -> str:
-    """What a parameter group loses, in words; ``of`` names the group."""
-    decay = found.decay or 0.0
+def _lost(found: _Loss, of: str, group: int) -> Sentence:
+    """What a parameter group loses; ``of`` names the group, in a template."""
+    decay, which = found.decay or 0.0, {"group": group} if of else {}
     if found.share < LOST:
-        return (
-            f"{percent(decay)} of the updates of weights{of} by weight decay alone are lost to rounding, "
-            f"{percent(found.share) if found.share else 'none'} of those with gradients"
-        )
-    worst = f"; most in {found.worst.name}: {percent(found.worst.lost)}" if len(found.tensors) > 1 else ""
-    alone = f"; by weight decay alone: {percent(decay)}" if decay >= LOST else ""
-    return f"{percent(found.share)} of the updates of weights{of} are lost to rounding{alone}{worst}"
+        alone = f"{{decay:percent}} of the updates of weights{of} by weight decay alone are lost to rounding, {{lost:percent}} of those with gradients"
+        return say(alone, decay=decay, lost=found.share, **which)
+    return chained(
+        say(f"{{lost:percent}} of the updates of weights{of} are lost to rounding", lost=found.share, **which),
+        say("by weight decay alone: {decay:percent}", decay=decay) if decay >= LOST else None,
+        _most_in(found),
+    )
+
+
+def _most_in(found: _Loss) -> Sentence | None:
+    """The tensor that loses most, of several."""
+    if len(found.tensors) <= 1:
+        return None
+    return say("most in {tensor:text}: {most:percent}", tensor=found.worst.name, most=found.worst.lost)
 
 
 def _module_of(found: LostUpdates) -> str:
@@ -103,15 +112,15 @@ def what_recovers(run: Run, result: ScanResult) -> str:
     autocast = [
         other
         for other in low_runs(result)
-        if uses_autocast(other) and other.basis and run.basis and other.status == "ok"
+        if other.key != run.key and uses_autocast(other) and other.basis and run.basis and other.status == "ok"
     ]
     same = [other for other in autocast if other.basis and run.basis and other.basis.format == run.basis.format]
-    names = [f"{other.precision}, which keeps the weights in fp32" for other in (*same, *autocast)[:1]]
+    names = [f"{other.key.label}, which keeps the weights in fp32" for other in (*same, *autocast)[:1]]
     names += [_with_memory(way) for way in passed]
     if not names:
-        return "keep the weights in fp32: autocast, or fp32 master weights"
+        return "try autocast or fp32 master weights, which keep the weights in fp32"
     plain = run.training.ways[0].state_bytes if run.training else None
-    here = f" (weights and optimizer state as it is: {bytes_text(plain)})" if plain and passed else ""
+    here = f" (weights and optimizer state as it is: {bytes_figure(plain)})" if plain and passed else ""
     return f"use {'; or '.join(names)}{here}"
 
 
@@ -122,7 +131,7 @@ def _way(run: Run, name: str) -> TrainingWay | None:
 def _with_memory(way: TrainingWay) -> str:
     """``Kahan summation (0.4 % lost, 93 MiB)``."""
     lost = f"{percent(way.lost_updates)} lost" if way.lost_updates else ""
-    size = bytes_text(way.state_bytes) if way.state_bytes else ""
+    size = bytes_figure(way.state_bytes) if way.state_bytes else ""
     figures = ", ".join(filter(None, (lost, size)))
     return WAYS.get(way.name, way.name) + (f" ({figures})" if figures else "")
 
@@ -156,11 +165,13 @@ def stalled_state(result: ScanResult) -> Iterator[Finding]:
                 kinds.setdefault((found.values, key), []).append(found)
         for (values, key), stalled in kinds.items():
             loss = _Loss(stalled)
-            of = f" of {counted(len(stalled), 'tensor')}" if len(stalled) > 1 else ""
-            message = f"{percent(loss.share)} of the updates of {key}{of} are lost to rounding"
-            most = f"; most in {loss.worst.name}: {percent(loss.worst.lost)}" if len(stalled) > 1 else ""
-            advice = "keep the module in fp32, or use autocast" if values == "buffer" else what_recovers(run, result)
-            yield Finding(f"{values}: {message}{most}", run, _module_of(loss.worst), help=advice)
+            of: dict[str, Figure] = {"tensors": len(stalled)} if len(stalled) > 1 else {}
+            lost = "{values:text}: {lost:percent} of the updates of {name:text}" + (
+                " of {tensors:count tensor}" if of else ""
+            )
+            message = say(f"{lost} are lost to rounding", values=values, lost=loss.share, name=key, **of)
+            advice = "try the module in fp32, or autocast" if values == "buffer" else what_recovers(run, result)
+            yield Finding(chained(message, _most_in(loss)), run, _module_of(loss.worst), help=advice)
 
 
 @rule("LP506", "zero-epsilon", "warning")
@@ -189,13 +200,14 @@ def zero_epsilon(result: ScanResult) -> Iterator[Finding]:
             yield Finding(_epsilon_message(wrong, checks), run, help=_epsilon_advice(run, result, checks))
 
 
-def _epsilon_message(wrong: Sequence[EpsilonCheck], checks: Sequence[EpsilonCheck]) -> str:
-    share = percent(max(check.nonfinite for check in wrong))
-    message = f"a step with zero gradients makes {share} of the weights NaN or Inf: eps is zero in the dtype"
+def _epsilon_message(wrong: Sequence[EpsilonCheck], checks: Sequence[EpsilonCheck]) -> Sentence:
+    made = "a step with zero gradients makes {share:percent} of the weights NaN or Inf: eps is zero in the dtype"
+    message = say(made, share=max(check.nonfinite for check in wrong))
     fails = [check.implementation for check in wrong if check.implementation != "as given"]
     works = [check.implementation for check in checks if not check.nonfinite and check.implementation != "as given"]
     if fails and works:
-        message += f"; with {' and '.join(fails)}, not with {' and '.join(works)}"
+        told = say("with {fails:text}, not with {works:text}", fails=" and ".join(fails), works=" and ".join(works))
+        return chained(message, told)
     return message
 
 

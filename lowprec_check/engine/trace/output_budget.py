@@ -129,8 +129,10 @@ class _Budget:
         total = along.sum(0)
         explained = float(total[0]) / self.error_norm
         shares = self._shares(along, explained)
-        for (row, *_), share in zip(entries, shares, strict=True):
+        for (row, _, leaves, _), share in zip(entries, shares, strict=True):
             row.share = (row.share or 0.0) + share
+            if leaves:
+                row.leaving = (row.leaving or 0.0) + share
         listed, others = by_place(
             [
                 ((module, row.op, row.source, rounds), share)

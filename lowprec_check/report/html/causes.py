@@ -155,7 +155,7 @@ def _origin_place(run: Run, result: ScanResult) -> list[CausePlace]:
     if found is None:
         return []
     row = found.op_call
-    remark = f"{found.title}: {found.sentence()}"
+    remark = f"{found.title}: {found.sentence().text}"
     return [CausePlace(visible(short_op(row.op)), *_where(row.module, row.source, result), visible(remark, 300))]
 
 
