@@ -80,11 +80,14 @@ class FindingGroup(NamedTuple):
         return f"{self.places[0].text}{more}" if self.places else ""
 
     @property
-    def what(self) -> list[str]:
-        """Message and advice; each with its runs, if there are several."""
-        if len(self.messages) == 1:
-            return [self.messages[0].full]
-        return [f"{', '.join(its.runs)}: {its.full}" if its.runs else its.full for its in self.messages]
+    def what(self) -> str:
+        """The messages with their advice, each with its runs if there are several; advice that is the same for all is at the end."""
+        several, alike = len(self.messages) > 1, len({its.help for its in self.messages}) == 1
+        said = "; ".join(
+            (f"{', '.join(its.runs)}: " if several and its.runs else "") + (its.text if alike else its.full)
+            for its in self.messages
+        )
+        return f"{said} → {self.messages[0].help}" if alike and self.messages[0].help else said
 
 
 def groups(diagnostics: Iterable[Diagnostic]) -> list[FindingGroup]:

@@ -335,15 +335,11 @@ def findings_table(found: Sequence[FindingGroup], most: int = 0) -> Table:
 
 
 def _finding(group: FindingGroup) -> Row:
-    several = len(group.messages) > 1
-    said = [f"{', '.join(its.runs)}: {its.text}" if several and its.runs else its.text for its in group.messages]
-    said += [f"predicted from: {known}" for known in group.rests_on]
-    advice = dict.fromkeys(f"→ {its.help}" for its in group.messages if its.help)
+    said = "; ".join([group.what, *(f"predicted from: {known}" for known in group.rests_on)])
     below = [Say(place.text, role="item", lead=", ".join(place.runs)) for place in group.places[:100]]
     module = next((place.module for place in group.places), None)
-    runs, what = ", ".join(group.short_runs), " ".join(["; ".join(said), *advice])
-    name = f"{group.code} {group.name}"
-    return Row([group.severity, name, runs, group.op, group.where or "model", what], below=below, module=module)
+    runs, name = ", ".join(group.short_runs), f"{group.code} {group.name}"
+    return Row([group.severity, name, runs, group.op, group.where or "model", said], below=below, module=module)
 
 
 # -- details

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lowprec_check.analysis.rules.advice import passing_elsewhere
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, uses_autocast
+from lowprec_check.analysis.rules.what_to_do import passing_elsewhere
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run, ScanResult, Severity
 from lowprec_check.schema.training import WAYS, ParameterGradient, TrainingRun, TrainingWay

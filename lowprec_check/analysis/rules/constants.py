@@ -1,16 +1,23 @@
-"""LP206: constants that are zero in the dtype of the run."""
+"""LP206, LP207: what is zero in the dtype of the run and not in fp32."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lowprec_check.analysis.rules.advice import advice_in
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
-from lowprec_check.analysis.rules.relevance import say_in
+from lowprec_check.analysis.rules.relevance import by_place, gives_inf, place_finding, say_in, weighed
+from lowprec_check.analysis.rules.what_to_do import advice_in, wider_range
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.precisions import FloatFormat, formats
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.wording import chained, say
+from lowprec_check.schema.wording import chained, say, short_op
+
+POLES = {
+    **dict.fromkeys(("log", "log2", "log10"), "0"),
+    **dict.fromkeys(("log1p", "atanh", "erfinv", "logit"), "the end of its range"),
+    "rsqrt": "0",
+}
+"""Functions whose result is Inf for a finite input only at one point, by short name: no result of theirs is too large for a dtype."""
 
 
 @rule("LP206", "vanishing-constant", "note")
@@ -90,3 +97,46 @@ def _format_of(row: OpCall) -> FloatFormat | None:
     """The narrowest format among the dtypes of an op: the one that its number is rounded to."""
     marks = row.dtypes.replace("→", "+").split("+")
     return min((known for known in formats() if known.mark in marks), key=lambda known: known.largest, default=None)
+
+
+@rule("LP207", "division-by-zero", "error")
+def division_by_zero(result: ScanResult) -> Iterator[Finding]:
+    """A logarithm or `rsqrt` of a value that is zero here and not in fp32 gives Inf.
+
+    Observed: the input of `log`, `log2`, `log10` or `rsqrt` is zero (that of `log1p`, `atanh`, `logit` or
+    `erfinv` is at the end of its range), so that the result is infinite. In the fp32 reference, which the scan
+    computes alongside each op, it is finite. IEEE 754 calls this a division by zero: nothing is too large for the
+    dtype.
+
+    It is a note in a run that passes. If the output is not finite, only the first op with Inf or NaN is an error.
+
+    Usual causes: an epsilon for fp32 that is zero in fp16, as in `log(x + 1e-8)` (LP206); values that are too
+    small for the dtype and become zero in an earlier op (LP202).
+
+    What to do: keep the input away from zero with a number that the dtype holds, or compute this part in fp32:
+
+        # before: 1e-8 is 0 in fp16
+        y = (x + 1e-8).log()
+        # after
+        y = x.clamp(min=torch.finfo(x.dtype).tiny).log()
+    """
+
+    def finding(run: Run, row: OpCall, count: int) -> Finding:
+        message = say_in(
+            row.phase,
+            "{op:op} of {pole:text} is infinite in {values:of value}, which are finite in fp32",
+            op=row.op,
+            pole=POLES[short_op(row.op)],
+            values=[row.introduced_inf, row.compared_values],
+        )
+        clamp = say("clamp its input with a number that the dtype holds")
+        advice = chained(clamp, wider_range(run, result, row.module), between=", or ")
+        return place_finding(run, result, row, count, message, advice)
+
+    for run in low_runs(result):
+        found = by_place(
+            run,
+            lambda row: gives_inf(row) and short_op(row.op) in POLES and row.phase != "backward",
+            lambda row: row.introduced_inf,
+        )
+        yield from weighed(run, ((finding(run, row, count), row) for row, count in found))

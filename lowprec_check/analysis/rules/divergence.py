@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lowprec_check.analysis.rules.advice import recommended_instead
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
+from lowprec_check.analysis.rules.what_to_do import recommended_instead
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.training import WAYS, Divergence, TrainingSetup, TrainingWay
 from lowprec_check.schema.wording import Sentence, chained, say

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lowprec_check.analysis.place_ranges import ranges_by_place
-from lowprec_check.analysis.rules.advice import wider_range
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
+from lowprec_check.analysis.rules.what_to_do import wider_range
 from lowprec_check.schema.precisions import FP32, FloatFormat, formats
 from lowprec_check.schema.scan_result import Run, ScanResult, Severity
 from lowprec_check.schema.wording import Figure, Sentence, chained, say

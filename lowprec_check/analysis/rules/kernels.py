@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from lowprec_check.analysis.rules.advice import faster, or_autocast
 from lowprec_check.analysis.rules.divergence import unscales_fp16
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.analysis.rules.relevance import from_gaps
+from lowprec_check.analysis.rules.what_to_do import faster, or_autocast
 from lowprec_check.analysis.run_summary import on_which_call
 from lowprec_check.analysis.speed import cores_were_used
 from lowprec_check.schema.devices import DEVICES, device_type

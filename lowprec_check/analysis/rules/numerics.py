@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lowprec_check.analysis.rules.advice import (
-    keep_in_fp32,
-    passing_elsewhere,
-    planning_command,
-    recommended_instead,
-    wider_range,
-)
+from lowprec_check.analysis.rules.constants import POLES
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.analysis.rules.relevance import (
     Relevance,
@@ -21,6 +15,13 @@ from lowprec_check.analysis.rules.relevance import (
     place_finding,
     say_in,
     weighed,
+)
+from lowprec_check.analysis.rules.what_to_do import (
+    keep_in_fp32,
+    passing_elsewhere,
+    planning_command,
+    recommended_instead,
+    wider_range,
 )
 from lowprec_check.analysis.run_summary import on_which_call
 from lowprec_check.schema.error_budget import MATTERS
@@ -33,21 +34,9 @@ OUTLIER_ROUNDOFFS = 8
 JUMP = 4
 
 
-POLES = {
-    **dict.fromkeys(("log", "log2", "log10"), "0"),
-    **dict.fromkeys(("log1p", "atanh", "erfinv", "logit"), "the end of its range"),
-    "rsqrt": "0",
-}
-"""Functions whose result is Inf for a finite input only at one point, by short name: no result of theirs is too large for a dtype."""
-
-
 def _range_advice(run: Run, result: ScanResult, module: str) -> Sentence | str:
     """What to do about values out of range."""
     return "ignore this, or try the module in fp32" if run.status == "ok" else wider_range(run, result, module)
-
-
-def _at_pole(row: OpCall) -> bool:
-    return short_op(row.op) in POLES
 
 
 @rule("LP201", "overflow", "error")
@@ -74,7 +63,7 @@ def overflow(result: ScanResult) -> Iterator[Finding]:
     """
 
     def overflows_here(row: OpCall) -> bool:
-        return gives_inf(row) and not _at_pole(row) and row.phase != "backward"  # those are LP502
+        return gives_inf(row) and short_op(row.op) not in POLES and row.phase != "backward"  # those are LP502
 
     def finding(run: Run, row: OpCall, count: int) -> Finding:
         what = "{values:of value} overflowed to Inf where fp32 is finite"
@@ -179,49 +168,6 @@ def scalar_overflow(result: ScanResult) -> Iterator[Finding]:
         y = x.masked_fill(mask, torch.finfo(x.dtype).min)
     """
     yield from from_gaps(result, "scalar-overflow", "use torch.finfo(x.dtype).min or .max instead of the number")
-
-
-@rule("LP207", "division-by-zero", "error")
-def division_by_zero(result: ScanResult) -> Iterator[Finding]:
-    """A logarithm or `rsqrt` of a value that is zero here and not in fp32 gives Inf.
-
-    Observed: the input of `log`, `log2`, `log10` or `rsqrt` is zero (that of `log1p`, `atanh`, `logit` or
-    `erfinv` is at the end of its range), so that the result is infinite. In the fp32 reference, which the scan
-    computes alongside each op, it is finite. IEEE 754 calls this a division by zero: nothing is too large for the
-    dtype.
-
-    It is a note in a run that passes. If the output is not finite, only the first op with Inf or NaN is an error.
-
-    Usual causes: an epsilon for fp32 that is zero in fp16, as in `log(x + 1e-8)` (LP206); values that are too
-    small for the dtype and become zero in an earlier op (LP202).
-
-    What to do: keep the input away from zero with a number that the dtype holds, or compute this part in fp32:
-
-        # before: 1e-8 is 0 in fp16
-        y = (x + 1e-8).log()
-        # after
-        y = x.clamp(min=torch.finfo(x.dtype).tiny).log()
-    """
-
-    def finding(run: Run, row: OpCall, count: int) -> Finding:
-        message = say_in(
-            row.phase,
-            "{op:op} of {pole:text} is infinite in {values:of value}, which are finite in fp32",
-            op=row.op,
-            pole=POLES[short_op(row.op)],
-            values=[row.introduced_inf, row.compared_values],
-        )
-        clamp = say("clamp its input with a number that the dtype holds")
-        advice = chained(clamp, wider_range(run, result, row.module), between=", or ")
-        return place_finding(run, result, row, count, message, advice)
-
-    for run in low_runs(result):
-        found = by_place(
-            run,
-            lambda row: gives_inf(row) and _at_pole(row) and row.phase != "backward",
-            lambda row: row.introduced_inf,
-        )
-        yield from weighed(run, ((finding(run, row, count), row) for row, count in found))
 
 
 @rule("LP301", "output-mismatch", "error")

@@ -15,9 +15,9 @@ from lowprec_check.analysis.error_shares import (
     share_sentence,
     trusted_budget,
 )
-from lowprec_check.analysis.rules.advice import advice_in, disproof, or_autocast
 from lowprec_check.analysis.rules.catalogued import fixed_since
 from lowprec_check.analysis.rules.registry import RAN_HERE, Finding, low_runs
+from lowprec_check.analysis.rules.what_to_do import advice_in, disproof, or_autocast
 from lowprec_check.schema.error_budget import MATTERS
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.run_key import EAGER, Phase
