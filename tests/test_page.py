@@ -38,6 +38,7 @@ from lowprec_check.report.page_blocks import (
     by_module,
     module_table,
     operator_table,
+    page_blocks,
     range_blocks,
     scan_page,
     source_table,
@@ -288,6 +289,18 @@ def test_the_deepest_of_very_many_modules_are_left_out() -> None:
 def test_an_error_in_a_run_that_passes_is_not_marked() -> None:
     passes = msgspec.structs.replace(calls_of(OpCall("aten.mm.default", "a", accumulated_error=0.9)), status="ok")
     assert column(module_table([passes]), "half error") == [ErrorOf(0.9, None)] * 2
+
+
+def test_the_recommended_run_is_among_those_with_columns() -> None:
+    calls = op_calls(9)
+    runs = [run("fp32", tolerance=None)]
+    runs += [run("half", "inaccurate", 0.5, backend=f"b{i}", op_calls=calls) for i in range(4)]
+    plan = msgspec.structs.replace(RESULT.runs[-1], op_calls=calls)
+    blocks = list(page_blocks(msgspec.structs.replace(RESULT, runs=[*runs, plan])))
+    [modules] = [block for block in blocks if isinstance(block, Table) and block.name == "modules"]
+    names = [known.name for known in modules.columns]
+    assert names == ["module", "half · b0 error", "half · b1 error", "half · b2 error", "plan (half) error"]
+    assert any(isinstance(block, Say) and "4 of 5 runs" in block.text for block in blocks)
 
 
 # -- the user's code

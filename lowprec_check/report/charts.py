@@ -342,6 +342,7 @@ def _steps(
         room = max(max(reference) - min(reference), 1e-12)
         low, high = max(low, min(reference) - 3 * room), min(high, max(reference) + 3 * room)
         low, high = low - 0.06 * (high - low), high + 0.06 * (high - low)
+    low, high = (low / 1.2, high * 1.2) if log else (low, high)
     x, y = _Axis(0, steps, _LEFT, _RIGHT - 110, log=False), _Axis(low, high, _BOTTOM, _TOP + 6, log=log)
     ticks = [(step, f"{step:g}") for step in x.steps() if step == int(step)]
     yield from _frame(x, y, ticks, name, "step")
@@ -359,7 +360,8 @@ def _steps(
         yield _tag("g", tip + _path(points, color, stroke_width=2))
         last = next((point for point in reversed(points) if point is not None), None)
         if last is not None:
-            at = _free_place(last[0] - 8, last[1], len(text) * _LETTER, taken)
+            near = [(last[0] + 8, last[1] + 14 * step - 8) for step in (0, -1, 1, -2, 2, -3, 3, -4, -5, -6, -7)]
+            at = _first_free(near, 0.9 * len(text) * _LETTER, taken)
             taken.append(at)
             yield _text(at[0], at[3] - 3, text[:24], "start", color)
 

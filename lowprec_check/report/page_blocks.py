@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lowprec_check.analysis.error_shares import BETWEEN, fails_by_error, line_shares, module_shares, trusted_budget
+from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.run_summary import label
 from lowprec_check.report import charts
-from lowprec_check.report.blocks import Block, Column, Document, ErrorOf, Fold, Heading, Row, Table
+from lowprec_check.report.blocks import Block, Column, Document, ErrorOf, Fold, Heading, Row, Say, Table
 from lowprec_check.report.scan_document import CONDITIONS, scan_document
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.run_key import EAGER
@@ -52,9 +53,14 @@ def page_blocks(result: ScanResult) -> Iterator[Block]:
     runs = analyzed(result)
     if not runs:
         return
-    calm = all(run.status == "ok" for run in runs)
+    calm, best = all(run.status == "ok" for run in runs), recommended_run(result)
     shown = runs[:MOST_RUNS]
+    if best in runs and best not in shown:
+        shown = [*runs[: MOST_RUNS - 1], best]
     yield Heading("Op by op", anchor="details", detail="all")
+    if len(shown) < len(runs):
+        hint = f"Lines and modules are shown for {len(shown)} of {len(runs)} runs, those that fail first; operators for all."
+        yield Say(hint, role="hint", detail="all")
     code = source_table(result, shown)
     parts: dict[str, Iterable[Block]] = {
         "Code: what happens at each line": [code] if code else [],

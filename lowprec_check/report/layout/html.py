@@ -358,6 +358,7 @@ def _status(value: str, _: str, __: Row) -> _Shown:
     )
 
 
+_TIGHT = Markup("<span class=tight>{}</span>")
 _BADGE = Markup('<span class="badge {}"{}>{}{}</span>')
 _MODULE = Markup('<a class="module" href="#m={}"><code>{}</code></a>')
 _CELLS: dict[str, Callable[[Any, str, Row], _Shown]] = {
@@ -373,9 +374,10 @@ _CELLS: dict[str, Callable[[Any, str, Row], _Shown]] = {
     "code": _name,
     "module": _module,
     "sentence": lambda _, text, __: _Shown(_text(text)),
-    "run": lambda _, text, __: _Shown(text, "tight" if len(text) < _SHORT else ""),
+    "run": lambda _, text, __: _Shown(_TIGHT.format(text) if len(text) < _SHORT else text),
+    "text": lambda _, text, __: _Shown(_text(text)),
 }
-"""What a cell of each type shows; the others are texts."""
+"""What a cell of each type shows; the others as they are."""
 _ORDERED = (*FIGURES, "status", "severity")
 """Types that are not sorted by their text."""
 
