@@ -363,7 +363,8 @@ def _steps(
             near = [(last[0] + 8, last[1] + 14 * step - 8) for step in (0, -1, 1, -2, 2, -3, 3, -4, -5, -6, -7)]
             at = _first_free(near, 0.9 * len(text) * _LETTER, taken)
             taken.append(at)
-            yield _text(at[0], at[3] - 3, text[:24], "start", color)
+            ended = " ✕ Inf/NaN" if line[-1] is None else ""
+            yield _text(at[0], at[3] - 3, f"{text[:24]}{ended}", "start", color)
 
 
 # -- magnitudes
