@@ -470,7 +470,7 @@ def test_reports_show_a_second_declared_device() -> None:
         [on_npu, on_xpu] = (
             document.partition(f"## {title.format(device)}")[2].replace("npu", "xpu") for device in ("npu", "xpu")
         )
-        assert on_npu.partition("\n### ")[0] == on_xpu.partition("\n### ")[0]
+        assert on_npu.partition("\n###")[0] == on_xpu.partition("\n###")[0]
         assert on_npu
 
 

@@ -9,8 +9,10 @@ import msgspec
 
 from lowprec_check.analysis.baseline import file_of, stable_path
 from lowprec_check.analysis.fail_on import OPTION, WITH_BASELINE
-from lowprec_check.analysis.run_summary import explain_status, in_fp32, label, memory_ratio
+from lowprec_check.analysis.run_summary import label, memory_ratio
 from lowprec_check.analysis.speed import SHORT_MS, is_faster, speed
+from lowprec_check.analysis.statements.advice import in_fp32
+from lowprec_check.analysis.statements.status import why
 from lowprec_check.analysis.training_status import way_text
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.run_key import EAGER, RunKey
@@ -191,7 +193,7 @@ def _status(before: Run, after: Run) -> Iterator[ScanChange]:
     if before.status != after.status:
         was, is_now = look(before.status).rank, look(after.status).rank
         direction: Direction = "worse" if is_now > was else "better" if is_now < was else "other"
-        what = explain_status(after) if after.status != "ok" else "passes now"
+        what = why(after).text if after.status != "ok" else "passes now"
         yield ScanChange(
             kind="status", direction=direction, run=label(after), what=what, old=before.status, new=after.status
         )

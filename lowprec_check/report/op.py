@@ -233,11 +233,14 @@ def catalog_document() -> Document:
         *_counts(),
         *_history(),
     ]
+    blocks.append(Heading("Missing operators"))
     for device in dict.fromkeys([*(sweep.header.device for sweep in sweeps()), *_declared()]):
         blocks += _missing(device)
+    blocks.append(Heading("Changes by version"))
     blocks += _gained("cpu", [sweep.version for sweep in history("cpu")])
     for device in _declared():
         blocks += _gained(device, declared.releases(device))
+    blocks.append(Heading("Speed and accuracy"))
     for sweep in {sweep.header.device: sweep for sweep in sweeps() if not sweep.header.extension}.values():
         blocks += [*_slow(sweep), *_inaccurate(sweep)]
     return Document(title, blocks)
@@ -377,16 +380,18 @@ def _history_row(op: str, dtype: Dtype, device: str, builds: Sequence[Build]) ->
     return Row([op, SHORT[dtype], device, *map(_over_time, modes), f"{builds[-1].label}: {why}" if why else ""])
 
 
-def _over_time(words: Sequence[tuple[str, str]]) -> str:
-    """``no, from 2.3 in part, from 2.4 yes``."""
-    parts = [next(group) for _, group in itertools.groupby(words, lambda pair: pair[1])]
-    return ", ".join([parts[0][1], *(f"from {release} {word}" for release, word in parts[1:])])
+def _over_time(words: Sequence[tuple[str, str]]) -> str | None:
+    """``no, from 2.3 in part, from 2.4 yes``; nothing of releases for which it is not known."""
+    known = [pair for pair in words if pair[1] != _WORDS[None]]
+    first = [next(group) for _, group in itertools.groupby(known, lambda pair: pair[1])]
+    parts = [f"from {release} {word}" if (release, word) != words[0] else word for release, word in first]
+    return ", ".join(parts) or None
 
 
 def _missing(device: str) -> Iterator[Block]:
     found = {dtype: find_gaps(device, dtype) for dtype in LOW}
     newest = next(iter(found.values()))
-    yield Heading(f"Missing on {device}, torch {newest.torch} ({newest.evidence})")
+    yield Heading(f"Missing on {device}, torch {newest.torch} ({newest.evidence})", 3)
     if is_declared(device):
         text = f"These are declarations, not measurements; catalog/declared-{device}.jsonl names the source of each."
         yield Say(text, role="hint")
@@ -404,7 +409,7 @@ def _missing(device: str) -> Iterator[Block]:
 
 
 def _gained(device: str, versions: Sequence[str]) -> Iterator[Block]:
-    yield Heading(f"Gained and lost by version on {device}{' (declared)' if is_declared(device) else ''}")
+    yield Heading(f"Gained and lost by version on {device}{' (declared)' if is_declared(device) else ''}", 3)
     for before, after in itertools.pairwise(versions):
         found = difference(before, after, device)
         parts = []
@@ -422,7 +427,7 @@ def _gained(device: str, versions: Sequence[str]) -> Iterator[Block]:
 
 
 def _slow(sweep: Sweep) -> Iterator[Block]:
-    yield Heading(f"Slowest relative to fp32: {sweep.header.device}, torch {sweep.label} on {sweep.header.hardware}")
+    yield Heading(f"Slowest relative to fp32: {sweep.header.device}, torch {sweep.label} on {sweep.header.hardware}", 3)
     features = ", ".join(sweep.header.features) or "none"
     yield Say(f"Forward call of the largest sample, in one thread. CPU features: {features}.", role="hint")
     found = [
@@ -438,7 +443,7 @@ def _slow(sweep: Sweep) -> Iterator[Block]:
 
 
 def _inaccurate(sweep: Sweep) -> Iterator[Block]:
-    yield Heading(f"Least accurate: {sweep.header.device}, torch {sweep.label}")
+    yield Heading(f"Least accurate: {sweep.header.device}, torch {sweep.label}", 3)
     yield Say(
         "Error of the output in units in the last place (ulp) of the dtype; a kernel that computes exactly and rounds once has at "
         "most 0.5.",

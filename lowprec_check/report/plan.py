@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from lowprec_check.analysis.blame import kept_because
 from lowprec_check.analysis.speed import ratio_text
+from lowprec_check.analysis.statements.advice import in_fp32
 from lowprec_check.report.blocks import Block, Code, Column, Document, Row, Say, Table, speed_of
 from lowprec_check.schema.plan import Attempt, Constant, Plan, Planning
 from lowprec_check.schema.run_key import qualified
-from lowprec_check.schema.wording import Sentence, chained, counted, plain, say
+from lowprec_check.schema.wording import Sentence, chained, plain, say
 
 _COLUMNS = [
     Column("base", "run"),
@@ -40,8 +41,7 @@ def plan_document(planning: Planning) -> Document:
 
 
 def _plan(plan: Plan) -> Iterator[Block]:
-    total = max(len(plan.modules) - 1, len(plan.keep_fp32))
-    kept = f"with {len(plan.keep_fp32)} of {counted(total, 'module')} in fp32" if plan.keep_fp32 else "as it is"
+    kept = f"with {in_fp32(plan.keep_fp32, len(plan.modules))}" if plan.keep_fp32 else "as it is"
     yield Say(f"Use {qualified(plan.base, plan.backend, plan.memory_format)} {kept}", "good", "verdict")
     proof = chained(*_proof(plan)).text
     yield Say(f"{proof[:1].upper()}{proof[1:]}.")
