@@ -91,7 +91,7 @@ def gaps(
 def report(
     out: Annotated[Path, typer.Option(help="Folder for op-support.md and op-support.html.")] = Path("reports"),
 ) -> None:
-    """Write the catalog as a document and as a coloured grid of operators and torch releases."""
+    """Write the catalog as a document and as a page with the history of each operator."""
     from lowprec_check.report.op import write_reports
 
     check_folder(out, "--out")
