@@ -374,6 +374,24 @@ def test_the_trade_off_has_a_dot_for_each_run_that_was_timed_and_compared() -> N
     assert {one.text for one in found.iter("text")} >= {"bfloat16", "half", "fp32", "tolerance of bf16 and fp16"}
 
 
+def test_an_interval_without_ends_goes_from_edge_to_edge() -> None:
+    runs = [
+        run("fp32", latency_ms=0.2),
+        run("half", "ok", 1e-3, latency_ms=0.1),
+        run("bfloat16", "ok", 1e-2, latency_ms=0.1),
+    ]
+    found = svg(charts.tradeoff(msgspec.structs.replace(RESULT, runs=runs)))
+    whiskers = [one.attrib for one in found.iter("line") if one.attrib.get("stroke-width") == "1.5"]
+    frame = next(
+        one.attrib
+        for one in found.iter("line")
+        if one.attrib["stroke"] == "var(--dim)" and one.attrib["y1"] == one.attrib["y2"]
+    )
+    assert [(one["x1"], float(one["x2"])) for one in whiskers] == [
+        (f"{float(frame['x1']):.1f}", float(frame["x2"]))
+    ] * 2
+
+
 def test_names_in_the_trade_off_do_not_overlap() -> None:
     runs = [run("fp32", latency_ms=10.0)]
     runs += [

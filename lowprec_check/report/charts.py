@@ -138,14 +138,15 @@ def _dot(run: Run, result: ScanResult) -> _Dot | None:
     size = f", {ratio_text(memory)} the memory" if memory else ""
     told = speed_text(SpeedOf(found.told, found.ratio))
     tip = f"{visible(label(run))}: {told}, error {error_figure(error)}{size}, {look(status).word}"
-    low, high = max(found.low, found.ratio / 4), min(found.high, found.ratio * 4)
-    return _Dot(run, found.ratio, low, high, error, look(status).tone, tip)
+    return _Dot(run, found.ratio, found.low, found.high, error, look(status).tone, tip)
 
 
 def _tradeoff(dots: Sequence[_Dot], result: ScanResult) -> Iterator[Markup]:
     limits = sorted({dot.run.tolerance for dot in dots if dot.run.tolerance})
     errors = [max(dot.error, 1e-9) for dot in dots] + limits
-    x = _Axis(min(0.8, *(d.low for d in dots)) / 1.1, max(1.25, *(d.high for d in dots)) * 1.1, _LEFT, _RIGHT, log=True)
+    slowest = min(0.8, *(max(dot.low, dot.ratio / 4) for dot in dots)) / 1.1
+    fastest = max(1.25, *(min(dot.high, dot.ratio * 4) for dot in dots)) * 1.1
+    x = _Axis(slowest, fastest, _LEFT, _RIGHT, log=True)  # a wider interval ends at the edge
     y = _Axis(min(errors) / 3, max(errors) * 3, _BOTTOM, _TOP, log=True)
     shown = [(1.0, "fp32")]
     for factor in (2, 4, 10, 30, 100, 300, 1.5, 1.2):
