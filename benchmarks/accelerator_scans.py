@@ -1,6 +1,6 @@
 """Whole scans on an accelerator: how long they take and where, how much memory, and what the death of a worker costs.
 
-    python benchmarks/accelerator_scans.py --device cuda --json reports/accelerator-scans.json
+    python benchmarks/accelerator_scans.py --device cuda --output reports/accelerator-scans
     python benchmarks/accelerator_scans.py --device cpu --cases small,llama,kill --hidden 256 --layers 2
 
 Cases: ``small``, a small model in five rows; ``llama``, a Llama made from a configuration, with random fp32 weights; ``kill``, a model
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from report_files import head, made, save
 from tabulate import tabulate
 
 SMALL = """
@@ -92,9 +93,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for case in options.cases.split(","):
             results += measure(case, Path(folder), options)
-    print(tabulate([row_of(found) for found in results], headers="keys", disable_numparse=True))
-    if options.json is not None:
-        options.json.write_text(json.dumps({"device": options.device, "results": results}, indent=1), encoding="utf-8")
+    save(options.output, {"made": made(options.device), "results": results}, render)
+
+
+def render(data: dict[str, Any]) -> str:
+    """The report as Markdown."""
+    table = tabulate([row_of(found) for found in data["results"]], "keys", tablefmt="github", disable_numparse=True)
+    return "\n".join([*head("Whole scans on an accelerator", data), table, ""])
 
 
 def parse() -> argparse.Namespace:
@@ -110,7 +115,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--made-on", help="where the weights of the Llama are made; default: the device")
     parser.add_argument("--errors", default="both")
     parser.add_argument("--budget", type=float)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", type=Path, help="path of the report without its suffix")
     parser.add_argument("--child", nargs=3, metavar=("FILE", "PRECISIONS", "ISOLATION"), help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -1,24 +1,25 @@
 """How fast, accurate and large models are on every backend, as ratios to eager fp32 in the same scan.
 
-``python benchmarks/backend_table.py [--device cuda] [--models resnet50,bert] [--json FILE]`` prints a Markdown table for each
+``python benchmarks/backend_table.py [--device cuda] [--models resnet50,bert] [--output FILE]`` makes a Markdown table for each
 model, with random weights. In the environment of Intel's extension it has that extension's rows. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from report_files import head, made, save
 from tabulate import tabulate
 
-from lowprec_check.analysis.run_summary import error_text, memory_ratio, speedup
+from lowprec_check.analysis.run_summary import memory_ratio
+from lowprec_check.analysis.speed import speed
 from lowprec_check.engine.load import TargetSpec
 from lowprec_check.engine.scan_options import ScanOptions
 from lowprec_check.engine.session import scan_file
 from lowprec_check.engine.stack.intel_extension import extension_problem
+from lowprec_check.report.blocks import SpeedOf, speed_of, speed_text
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 MODELS = {
@@ -52,44 +53,64 @@ def scans(model: str, device: str, chosen: list[str], precisions: str | None) ->
     return [list(scan_file(MODELS[model], option))[-1] for option in options]
 
 
-def row(run: Run, runs: list[Run]) -> list[str]:
-    """One run as strings."""
-    ratio, memory = speedup(run, runs), memory_ratio(run, runs)
-    return [
-        run.key.label,
-        run.status if run.status != "skipped" else f"skipped: {run.reason}",
-        error_text(run.output_error) if run.output_error else "–",
-        f"{run.timing.median_ms:.1f}" if run.timing else "–",
-        f"{ratio:.2f}" if ratio else "–",
-        f"{memory:.2f}" if memory else "–",
-        f"{run.setup_seconds:.0f} s" if run.setup_seconds is not None else "–",
-        run.compiler.verdict if run.compiler else "–",
-    ]
+def row(run: Run, runs: list[Run]) -> dict[str, Any]:
+    """The figures of one run."""
+    return {
+        "run": run.key.label,
+        "status": run.status if run.status != "skipped" else f"skipped: {run.reason}",
+        "error": run.output_error.rel_l2 if run.output_error else None,
+        "ms": run.timing.median_ms if run.timing else None,
+        "speed": speed(run, runs).ratio,
+        "memory": memory_ratio(run, runs),
+        "setup_s": run.setup_seconds,
+        "compiler": run.compiler.verdict if run.compiler else None,
+    }
+
+
+FIGURES = {"error": "{:.1e}", "ms": "{:.1f}", "memory": "{:.2f} ×", "setup_s": "{:.0f} s"}
+ABOUT = (
+    "A row is a run of its own; ms is the median of 3 seconds of calls (`--scenario offline`), speed and memory are those of the eager fp32 run",
+    "of the same scan as 1, compiler is the verdict of [LP306](../docs/backends.md#is-the-compiler-to-blame). Where another fp32 row follows, it is",
+    "the reference of the rows below it. Random weights, batch 1.",
+)
+
+
+def render(data: dict[str, Any]) -> str:
+    """The report as Markdown."""
+    lines = [*head("Models on every backend", data), *ABOUT]
+    for model in data["models"]:
+        rows = [[cell(key, value) for key, value in found.items()] for found in model["rows"]]
+        heads = ["run", "status", "error", "ms", "speed", "memory", "set-up", "compiler"]
+        table = tabulate(rows, heads, tablefmt="pipe", disable_numparse=True)
+        lines += ["", f"## {model['model']} · {model['inputs']}", "", table]
+    return "\n".join(lines) + "\n"
+
+
+def cell(key: str, value: Any) -> str:
+    """A figure as text; a speed as times as fast or slower."""
+    if value is None:
+        return "–"
+    if key == "speed":
+        return "1" if value == 1 else speed_text(speed_of(value) or SpeedOf("unknown"))
+    return FIGURES.get(key, "{}").format(value)
 
 
 def main() -> None:
-    """Print the tables, each as soon as it is known."""
+    """Scan the models, and save the tables after each."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--device", default="cpu")
     options.add_argument("--models", default=",".join(MODELS))
     options.add_argument("--backends")
     options.add_argument("--precisions")
-    options.add_argument("--json", type=Path)
+    options.add_argument("--output", type=Path, help="path of the report without its suffix")
     given = options.parse_args()
     chosen = given.backends.split(",") if given.backends else backends(given.device)
-    saved: dict[str, list[ScanResult]] = {}
+    models: list[dict[str, Any]] = []
     for model in given.models.split(","):
-        saved[model] = scans(model, given.device, chosen, given.precisions)
-        first = saved[model][0]
-        keys = ("torch", "device_name", "cpu", "cpu_capability", "threads")
-        shown = [f"{key} {first.environment[key]}" for key in keys if first.environment.get(key)]
-        print(f"\n### {model} · {', '.join(first.model.inputs)} · {' · '.join(shown)}\n")
-        rows = [row(run, found.runs) for found in saved[model] for run in found.runs]
-        heads = ["run", "status", "error", "ms", "times as fast", "memory", "set-up", "compiler"]
-        print(tabulate(rows, heads, tablefmt="pipe", disable_numparse=True))
-        sys.stdout.flush()
-        if given.json:
-            given.json.write_bytes(msgspec.json.format(msgspec.json.encode(saved), indent=1))
+        found = scans(model, given.device, chosen, given.precisions)
+        rows = [row(run, result.runs) for result in found for run in result.runs]
+        models.append({"model": model, "inputs": ", ".join(found[0].model.inputs), "rows": rows})
+        save(given.output, {"made": made(given.device), "models": models}, render)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from report_files import head, made, save
 
 from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.engine.core.pytree import leaves, map_tensors
 from lowprec_check.engine.load import TargetSpec
-from lowprec_check.engine.machine import environment
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.torchvision_zoo import import_torchvision
@@ -142,13 +142,13 @@ def collect(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def merged(paths: list[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The environment and the rows of several reports, sorted by model."""
+def merged(paths: list[Path]) -> dict[str, Any]:
+    """The rows of several reports, sorted by model."""
     parts = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     rows = [record for part in parts for record in part["rows"]]
     order = {name: index for index, name in enumerate(PRECISIONS.names())}
     rows.sort(key=lambda record: (record["model"], order.get(record["precision"], len(order))))
-    return parts[0]["environment"], rows
+    return parts[0] | {"rows": rows}
 
 
 def cell(record: dict[str, Any]) -> str:
@@ -161,18 +161,16 @@ def cell(record: dict[str, Any]) -> str:
     return f"{mark}{record['status']} {error} {ratio}{mark}"
 
 
-def markdown(rows: list[dict[str, Any]], found: dict[str, Any], options: argparse.Namespace) -> str:
+def render(data: dict[str, Any]) -> str:
     """The report: a table with one row per model and one column per precision."""
+    rows = data["rows"]
     names = [precision.name for precision in low_precisions()]
     checked = [record for record in rows if record.get("by_hand")]
     agree = sum(record["by_hand"] == record["status"] for record in checked)
     compared = [record for record in rows if record.get("perturbed") is not None]
     lines = [
-        f"# Breadth on {found['device']} ({found['device_name']}), torch {found['torch']}",
-        "",
-        f"Made by `python benchmarks/breadth.py --device {found['device']} --size {options.size} --verify`. Each cell:",
-        "status, rel_l2 of the output against fp32, time divided by fp32's; bold: the recommended precision. Random weights.",
-        *([options.note] if options.note else []),
+        *head("Statuses and plain runs of torchvision's classifiers", data),
+        "Each cell: status, rel_l2 of the output against fp32, time divided by fp32's; bold: the recommended precision. Random weights.",
         "",
         f"- models: {len({record['model'] for record in rows})}, runs: {len(rows)}",
         f"- status equal to that of running the cast model without the tool: {agree} of {len(checked)} checked",
@@ -211,22 +209,16 @@ def main() -> None:
         help="only every N-th model, starting at the K-th",
     )
     parser.add_argument("--merge", type=Path, nargs="*", help="merge the JSON files of several parts into one report")
-    parser.add_argument("--note", help="a line for the top of the report")
+    parser.add_argument("--note", default="", help="a line for the top of the report")
     parser.add_argument("--verify", action="store_true", help="check each status against running the cast model")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if options.merge:
-        found, rows = merged(options.merge)
+        data = merged(options.merge)
     else:
-        found, rows = isolated(lambda: environment(options.device), "fork", dict[str, Any]), collect(options)
-    text = markdown(rows, found, options)
-    print(text)
-    if options.output:
-        options.output.with_suffix(".md").write_text(text, encoding="utf-8")
-        lines = ",\n".join(json.dumps(record) for record in rows)
-        options.output.with_suffix(".json").write_text(
-            f'{{"environment": {json.dumps(found)},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8"
-        )
+        how = isolated(lambda: made(options.device, options.note), "fork", dict[str, Any])
+        data = {"made": how, "rows": collect(options)}
+    save(options.output, data, render)
 
 
 if __name__ == "__main__":

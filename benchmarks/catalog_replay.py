@@ -12,7 +12,6 @@ Each operator has a process of its own, since calls may crash. Writes reports/ca
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import signal
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from report_files import head, made, save
 from tabulate import tabulate
 
 from lowprec_check.catalog.aten import AtenCatalog
@@ -155,16 +155,16 @@ def compare(outcomes: Outcomes) -> list[dict[str, Any]]:
     return rows
 
 
-def report(rows: list[dict[str, Any]], lost: list[str]) -> str:
+def render(data: dict[str, Any]) -> str:
     """The report as Markdown."""
+    rows, lost = data["rows"], data["lost"]
     differ = [row for row in rows if row["catalog"] not in (row["calls"], None)]
     unknown = [row for row in rows if row["catalog"] is None]
     counts = Counter((row["dtype"], row["catalog"] or "not known", row["calls"]) for row in rows)
     table = [(*key, number) for key, number in sorted(counts.items())]
     lines = [
-        "# The catalog's aten ops against bare calls",
-        "",
-        f"`python benchmarks/catalog_replay.py`, torch {torch.__version__}, CPU: {sum(row['of'] for row in rows) // 2} calls of",
+        *head("The catalog's aten ops and bare calls", data),
+        f"{sum(row['of'] for row in rows) // 2} calls of",
         f"{len({row['op'] for row in rows})} aten ops that the samples of OpInfo dispatch in fp32, each made again alone in half and in",
         f"bfloat16. {len(differ)} of {len(rows) - len(unknown)} derived states differ from what the calls show;",
         f"{len(unknown)} are not known to the catalog. Operators whose process crashed or hung: {', '.join(lost) or 'none'}.",
@@ -190,9 +190,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     outcomes, lost = measure(options.samples, options.only)
     rows = compare(outcomes)
-    options.out.with_suffix(".json").write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
-    options.out.with_suffix(".md").write_text(report(rows, lost))
-    print(report(rows, lost))
+    save(options.out, {"made": made(), "lost": lost, "rows": rows}, render)
 
 
 if __name__ == "__main__":

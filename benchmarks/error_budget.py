@@ -21,7 +21,6 @@ Writes OUTPUT.md and OUTPUT.json.
 from __future__ import annotations
 
 import functools
-import json
 import math
 import statistics
 import sys
@@ -29,11 +28,11 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from breadth import classification_models, shape_for
+from report_files import head, made, save
 from tabulate import tabulate
 from verdict_breadth import PRECISIONS, Case, arguments, cases, in_processes, in_this_process, noise
 
@@ -213,16 +212,14 @@ def ratio_of(row: Mapping[str, Any]) -> float | None:
     return (row["predicted"] or 0.0) / row["rel_l2"]
 
 
-def markdown(
-    rows: Sequence[Mapping[str, Any]], ablations: Sequence[Mapping[str, Any]], costs: Sequence[Mapping[str, Any]]
-) -> str:
+def render(data: Mapping[str, Any]) -> str:
     """The report: totals first."""
+    rows, ablations = data["rows"], data["ablations"]
     ratios = {(row["model"], row["precision"]): ratio_of(row) for row in rows}
     counted = [ratio for ratio in ratios.values() if ratio is not None]
     passing = [row["warnings"] for row in rows if row["status"] == "ok"]
     lines = [
-        f"# Error budget, torch {torch.__version__}",
-        "",
+        *head("Predicted and measured errors of outputs", data),
         f"- models: {len({row['model'] for row in rows})}, runs: {len(rows)}; that complete with rel_l2 under {LARGEST}: {len(counted)}",
         f"- predicted / measured within [0.5, 2]: **{within(counted, 2)}**",
         f"- within [0.67, 1.5]: **{within(counted, 1.5)}**; median {statistics.median(counted or [0]):.3f}",
@@ -238,7 +235,7 @@ def markdown(
         if one["predicted"] <= LARGE_EFFECT * one["before"]
     ]
     lines.append(f"- of these, predicted to remove at least {1 - LARGE_EFFECT:.0%}: **{within(large, 1.5)}**")
-    for one in costs:
+    for one in data["costs"]:
         lines.append(
             f"- cost, {one['model']}: {one['more_s']:.2f} s more than {one['off_s']:.2f} s, "
             f"{one['more_s'] / one['gradients_s']:.1f} fp32 forwards with gradients"
@@ -322,19 +319,10 @@ def main() -> None:
         rows = [row for its in ordered for row in its["rows"]]
         ablations = [its["ablation"] for its in ordered if its.get("ablation")]
         costs = [its["cost"] for its in ordered if its.get("cost")]
-        text = markdown(rows, ablations, costs)
-        if options.output is not None:
-            Path(options.output).with_suffix(".md").write_text(text, encoding="utf-8")
-            data = {
-                "torch": torch.__version__,
-                "problems": [p for p in problems if p],
-                "rows": rows,
-                "ablations": ablations,
-                "costs": costs,
-            }
-            Path(options.output).with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    print(text)
-    print("\n".join(p for p in problems if p))
+        found_problems = [problem for problem in problems if problem]
+        figures = {"rows": rows, "ablations": ablations, "costs": costs}
+        save(options.output, {"made": made(options.device), "problems": found_problems, **figures}, render)
+    print("\n".join(found_problems))
 
 
 if __name__ == "__main__":

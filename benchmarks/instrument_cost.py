@@ -1,4 +1,4 @@
-"""Measure what the instruments cost: ``python benchmarks/instrument_cost.py [--device cuda] [--json FILE] [--markdown FILE]``.
+"""Measure what the instruments cost: ``python benchmarks/instrument_cost.py [--device cuda] [--output FILE]``.
 
 For each model: time of an instrumented bf16 run / (plain fp32 forward + plain bf16 forward), the medians of interleaved
 rounds, for four settings: both errors, both with the error budget, only accumulated errors, none. And the peak of memory
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import cProfile
 import gc
-import json
 import pstats
 import statistics
 import time
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scan_overhead import BertLike
+from report_files import head, made, save
 from tabulate import tabulate
 from torch import Tensor, nn
 
@@ -48,6 +47,19 @@ GOALS_OF_MODELS = {"resnet50": 3.0, "vit_b_16": 3.0, "llama-1.1b": 6.0, "llama-6
 """For both errors on a GPU."""
 
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
+
+
+class BertLike(nn.Module):
+    """A 12-layer encoder of BERT-base's size over token ids, on the plain (not fused) path."""
+
+    def __init__(self, width: int = 768, depth: int = 12) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1000, width)
+        layer = nn.TransformerEncoderLayer(width, 12, 4 * width, activation="gelu", batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.encoder(self.embed(ids))
 
 
 class Logits(nn.Module):
@@ -224,8 +236,9 @@ def goal(device: str, model: str, setting: str) -> float | None:
     return GOALS_OF_MODELS.get(model) if setting == "both" else None
 
 
-def markdown(found: list[dict[str, Any]], where: str, device: str, rounds: int) -> str:
+def render(data: dict[str, Any]) -> str:
     """The report."""
+    found, device = data["models"], data["device"]
     settings = list(found[0]["ratios"])
     body = []
     for its in found:
@@ -244,18 +257,12 @@ def markdown(found: list[dict[str, Any]], where: str, device: str, rounds: int) 
                 *(f"{ratio:.2f}" for ratio in its["memory"].values()),
             ]
         )
-    head = ["model", "op calls", "fp32 + bf16, ms", *settings, "µs per op more, both"]
-    head += [f"memory, {setting}" for setting in found[0]["memory"]]
-    table = tabulate(body, head, tablefmt="github")
-    return f"""# What the instruments cost
-
-Made by `benchmarks/instrument_cost.py` on {where}, torch {torch.__version__}, {rounds} rounds.
-
-Time of an instrumented bf16 run / (plain fp32 + plain bf16 forward), medians of the ratios of interleaved rounds; peak of
-memory / that of the fp32 forward, weights included.
-
-{table}
-"""
+    columns = ["model", "op calls", "fp32 + bf16, ms", *settings, "µs per op more, both"]
+    columns += [f"memory, {setting}" for setting in found[0]["memory"]]
+    table = tabulate(body, columns, tablefmt="github")
+    about = """Time of an instrumented bf16 run / (plain fp32 + plain bf16 forward), medians of the ratios of interleaved rounds; peak of
+memory / that of the fp32 forward, weights included."""
+    return "\n".join([*head("What the instruments cost", data), about, "", table, ""])
 
 
 def main() -> None:
@@ -267,13 +274,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--profile", action="store_true", help="profile one run of the first setting")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--output", type=Path, help="path of the report without its suffix")
     options = parser.parse_args()
     device = torch.device(options.device)
     kind = "cpu" if device.type == "cpu" else "cuda"
     settings = options.setting or list(SETTINGS)
-    where = torch.get_device_module(device).get_device_name(device) if kind == "cuda" else _processor()
     found = []
     for name in options.model or MODELS[kind]:
         bench = Bench(name, device)
@@ -282,24 +287,11 @@ def main() -> None:
         found.append(its)
         shown = "  ".join(f"{key}: {ratio:.2f}" for key, ratio in its["ratios"].items())
         print(f"{name:<12} {shown}  memory: { {k: round(v, 2) for k, v in its['memory'].items()} }", flush=True)
-        if options.json is not None:
-            data = {"device": where, "torch": torch.__version__, "rounds": options.rounds, "models": found}
-            options.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         if options.profile:
             bench.profile(settings[0])
         del bench
         gc.collect()
-    text = markdown(found, where, kind, options.rounds)
-    print(text)
-    if options.markdown is not None:
-        options.markdown.write_text(text, encoding="utf-8")
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="ascii").splitlines()
-    name = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "a CPU")
-    amx = any("amx_bf16" in line for line in lines if line.startswith("flags"))
-    return f"{name}, {torch.get_num_threads()} threads, {'with' if amx else 'without'} AMX"
+    save(options.output, {"made": made(options.device), "device": kind, "models": found}, render)
 
 
 if __name__ == "__main__":

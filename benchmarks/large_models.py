@@ -1,6 +1,6 @@
-"""Measure the memory of a scan of large models: ``python benchmarks/large_models.py llama``. Linux only.
+"""Measure the memory of a scan of large models: ``python benchmarks/large_models.py llama few``. Linux only.
 
-Prints the peak memory of a whole scan (PSS, where shared pages are divided among the processes, summed over the process tree;
+Reports the peak memory of a whole scan (PSS, where shared pages are divided among the processes, summed over the process tree;
 on an accelerator the memory that it reports as used) over that of a process that calls the model three times in fp32, with the
 run and the part in which each peak was, next to what the scan expected.
 
@@ -20,10 +20,12 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from report_files import head, made, save
 from torch import Tensor, nn
 
 import lowprec_check
@@ -186,9 +188,9 @@ def in_fresh_process(work: Callable[[argparse.Namespace, Any], None], options: a
 
 
 def main() -> None:
-    """Measure one model."""
+    """Measure the models."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=["layers", "few", "pointwise", "resnet50", "bert", *LLAMA])
+    parser.add_argument("models", nargs="+", choices=["layers", "few", "pointwise", "resnet50", "bert", *LLAMA])
     parser.add_argument("-p", "--precision", default=None)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tokens", type=int, default=64)
@@ -196,19 +198,40 @@ def main() -> None:
     parser.add_argument("--budget-error", default="auto")
     parser.add_argument("--budget", type=float, default=None)
     parser.add_argument("--isolation", default=None)
+    parser.add_argument("--output", type=Path, help="path of the report without its suffix")
     options = parser.parse_args()
-    bare, call_seconds = in_fresh_process(plain, options)
-    peaks, seconds, rows = in_fresh_process(scanned, options)
-    gib = 2**30
-    print(f"{options.model}: plain fp32 {bare / gib:.2f} GiB, {call_seconds:.2f} s per call")
-    peak = max(peaks.values())
-    print(f"  scan {peak / gib:.2f} GiB = {peak / bare:.2f} x, {seconds:.1f} s")
-    for step, size in peaks.items():
-        print(f"    {size / bare:5.2f} x  {step}")
-    for label, status, size, complete, notes in rows:
-        print(f"  {label}: {status}, peak {(size or 0) / gib:.2f} GiB{'' if complete else ', incomplete'}")
-        for note in notes:
-            print(f"    {note}")
+    found = []
+    for name in options.models:
+        options.model = name
+        bare, call_seconds = in_fresh_process(plain, options)
+        peaks, seconds, runs = in_fresh_process(scanned, options)
+        figures = {"fp32_bytes": bare, "call_s": call_seconds, "scan_s": seconds, "peaks": peaks, "runs": runs}
+        found.append({"model": name, **figures})
+        save(options.output, {"made": made(options.device), "models": found}, render)
+
+
+def render(data: dict[str, Any]) -> str:
+    """The report as Markdown."""
+    lines = [
+        *head("Memory of scans of large models", data),
+        "Peak memory of a whole scan (all processes; pages that they share count once) over that of a process that calls the model three times in",
+        "fp32. Both include Python and torch.",
+        "",
+        "| model | plain fp32 | scan | times as much | seconds | runs |",
+        "|---|---|---|---|---|---|",
+    ]
+    for found in data["models"]:
+        peak, bare = max(found["peaks"].values()), found["fp32_bytes"]
+        runs = ", ".join(
+            f"{label} {status}{'' if complete else ' (incomplete)'}" for label, status, _, complete, _ in found["runs"]
+        )
+        sizes = f"{bare / 2**30:.2f} GiB | {peak / 2**30:.2f} GiB | {peak / bare:.2f} ×"
+        lines.append(f"| {found['model']} | {sizes} | {found['scan_s']:.0f} | {runs} |")
+    for found in data["models"]:
+        lines += ["", f"## {found['model']}, by part", ""]
+        lines += [f"- {part}: {size / found['fp32_bytes']:.2f} ×" for part, size in found["peaks"].items()]
+        lines += [f"- {label}: {note}" for label, _, _, _, notes in found["runs"] for note in notes]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

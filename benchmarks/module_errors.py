@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from report_files import head, made, save
 from torch import Tensor, nn
 from verdict_breadth import (
     Case,
@@ -38,7 +39,6 @@ from verdict_breadth import (
     leaf_error,
     seed_all,
     tensors_in,
-    write,
 )
 
 from lowprec_check import UsageError, scan
@@ -202,11 +202,6 @@ def module_rows(case: Case) -> list[dict[str, Any]]:
     return rows
 
 
-def finite(value: Any) -> Any:
-    """``value``, or ``None`` for an infinite one, which JSON lacks."""
-    return value if not isinstance(value, float) or math.isfinite(value) else None
-
-
 def entry(row: Mapping[str, Any]) -> str:
     """One mismatch as a table row."""
     cells = (row["model"], row["precision"], row["module"], row["op"], f"{row['ours']:.2e}", f"{row['truth']:.2e}")
@@ -216,43 +211,55 @@ def entry(row: Mapping[str, Any]) -> str:
 HEAD = ["| model | precision | module | op | scan | hooks | factor | flips | calls |", f"|{'---|' * 9}"]
 
 
-def markdown(rows: Sequence[Mapping[str, Any]], problems: Sequence[str]) -> str:
+def summary_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the report is rendered from: totals by run, and the modules that are not alike."""
+    runs: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        if "factor" in row:
+            start = {"model": row["model"], "precision": row["precision"], "modules": 0, "within 1 %": 0}
+            run = runs.setdefault((row["model"], row["precision"]), start | {"largest": 0.0, "farthest": 1.0})
+            run["modules"] += 1
+            run["largest"] = max(run["largest"], row["truth"])
+            factor = row["factor"] or 1.0
+            run["within 1 %"] += bool(row["factor"]) and abs(factor - 1) <= 0.01
+            if row["kind"] != "small" and abs(math.log(factor)) > abs(math.log(run["farthest"])):
+                run["farthest"] = factor
+    return {
+        "models": len({row["model"] for row in rows}),
+        "runs": list(runs.values()),
+        "not compared": Counter(row["why"] for row in rows if row["kind"] == "not compared"),
+        "rows": [row for row in rows if row["kind"] not in ("equal within 2", "not compared")],
+    }
+
+
+def render(data: Mapping[str, Any]) -> str:
     """The report: totals first."""
     kinds = {
-        kind: [row for row in rows if row["kind"] == kind]
-        for kind in (
-            "equal within 2",
-            "small",
-            "after flips",
-            "unexplained",
-            "not compared",
-            "not run",
-            "scan incomplete",
-        )
+        kind: [row for row in data["rows"] if row["kind"] == kind]
+        for kind in ("small", "after flips", "unexplained", "not run", "scan incomplete")
     }
-    number = {kind: len(found) for kind, found in kinds.items()}
-    total = sum(number[kind] for kind in ("equal within 2", "small", "after flips", "unexplained"))
-    runs = {(row["model"], row["precision"]) for row in rows if "factor" in row}
-    closest = [row for row in rows if row.get("factor") is not None and abs(row["factor"] - 1) <= 0.01]
-    reasons = Counter(row["why"] for row in kinds["not compared"])
+    runs, problems = data["runs"], data["problems"]
+    total = sum(run["modules"] for run in runs)
+    farther = sum(len(kinds[kind]) for kind in ("small", "after flips", "unexplained"))
+    reasons = ", ".join(f"{count}: {why}" for why, count in data["not compared"].items())
     lines = [
-        f"# Accumulated errors of leaf modules, from scans and from hooks, torch {torch.__version__}, CPU",
-        "",
-        f"- models: {len({row['model'] for row in rows})}; runs compared: {len(runs)}",
+        *head("Accumulated errors of leaf modules, from scans and from hooks", data),
+        f"- models: {data['models']}; runs compared: {len(runs)}",
         f"- modules compared: {total}",
-        f"- within a factor of 2: {number['equal within 2']}; within 1 %: {len(closest)}",
-        f"- farther, but at most 2e-3 apart: {number['small']}",
-        f"- mismatches after an op whose decisions differ from fp64: {number['after flips']}",
-        f"- **unexplained mismatches: {number['unexplained']}**",
-        f"- modules not compared: {', '.join(f'{count}: {why}' for why, count in reasons.items()) or 'none'}",
-        f"- **scans that ended early, although the model runs in fp64 and in 16 bits: {number['scan incomplete']}**",
+        f"- within a factor of 2: {total - farther}; within 1 %: {sum(run['within 1 %'] for run in runs)}",
+        f"- farther, but at most 2e-3 apart: {len(kinds['small'])}",
+        f"- mismatches after an op whose decisions differ from fp64: {len(kinds['after flips'])}",
+        f"- **unexplained mismatches: {len(kinds['unexplained'])}**",
+        f"- modules not compared: {reasons or 'none'}",
+        f"- **scans that ended early, although the model runs in fp64 and in 16 bits: {len(kinds['scan incomplete'])}**",
         *(f"  - {row['model']}, {row['precision']}: {row['why']}" for row in kinds["scan incomplete"]),
-        f"- runs not compared: {number['not run'] + len(problems)}",
+        f"- runs not compared: {len(kinds['not run']) + len(problems)}",
         *(f"  - {row['model']}, {row['precision']}: {row['why']}" for row in kinds["not run"]),
         *(f"  - {problem}" for problem in problems),
     ]
     for kind in ("unexplained", "after flips"):
-        lines += ["", f"## Mismatches: {kind}", "", *([*HEAD, *map(entry, kinds[kind])] if kinds[kind] else ["None."])]
+        if kinds[kind]:
+            lines += ["", f"## Mismatches: {kind}", "", *HEAD, *map(entry, kinds[kind])]
     lines += [
         "",
         "## Runs",
@@ -260,23 +267,21 @@ def markdown(rows: Sequence[Mapping[str, Any]], problems: Sequence[str]) -> str:
         "| model | precision | modules | largest error | farthest factor |",
         "|---|---|---|---|---|",
     ]
-    for model, precision in dict.fromkeys((row["model"], row["precision"]) for row in rows if "factor" in row):
-        found = [row for row in rows if (row["model"], row["precision"]) == (model, precision) and "factor" in row]
-        factors = [row["factor"] for row in found if row["kind"] != "small" and row["factor"]]
-        farthest = max(factors, key=lambda factor: abs(math.log(factor)), default=1.0)
-        largest = max(row["truth"] for row in found)
-        lines.append(f"| {model} | {precision} | {len(found)} | {largest:.1e} | {farthest:.3g} |")
+    for run in runs:
+        figures = f"{run['modules']} | {run['largest']:.1e} | {run['farthest']:.3g}"
+        lines.append(f"| {run['model']} | {run['precision']} | {figures} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     """Run all models, print the report, and write it."""
     options = arguments(__doc__ or "").parse_args()
+    torch.set_num_threads(1)  # processes that are forked cannot use a pool of threads
     available, missing = cases(options.only)
     chosen = [case for case in available if case.name in NAMES][: options.limit]
     started = time.monotonic()
     rows: list[dict[str, Any]] = []
-    problems = [f"{name}: not installed" for name in missing]
+    problems = [f"{name}: not installed" for name in missing if any(chosen.startswith(name) for chosen in NAMES)]
     for index, (case, found, problem) in enumerate(in_processes(module_rows, chosen, options.jobs), 1):
         rows += found or []
         problems += [f"{case.name}: {problem}"] if problem else []
@@ -285,10 +290,7 @@ def main() -> None:
         print(f"[{index}/{len(chosen)}] {time.monotonic() - started:.0f} s {case.name}: {summary}", file=sys.stderr)
     order = {case.name: index for index, case in enumerate(chosen)}
     rows.sort(key=lambda row: order[row["model"]])
-    plain_rows = [{key: finite(value) for key, value in row.items()} for row in rows]
-    write(
-        options.output, markdown(rows, problems), {"torch": torch.__version__, "problems": problems, "rows": plain_rows}
-    )
+    save(options.output, {"made": made(), "problems": problems, **summary_of(rows)}, render)
     failed = any(row["kind"] in ("unexplained", "scan incomplete") for row in rows)
     raise SystemExit(1 if failed or problems or not rows else 0)
 

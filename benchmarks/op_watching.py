@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from report_files import head, made, save
 from suite_plugins import Empty
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
 
@@ -25,7 +26,7 @@ from lowprec_check.pytest_plugin.fixture.watch import Watch
 
 OPS = 1600
 LOOPS = 10
-DTYPES = (torch.float32, torch.float64)
+DTYPES = ("float32", "float64")
 
 
 def work(dtype: torch.dtype) -> None:
@@ -109,17 +110,21 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    found: dict[str, dict[torch.dtype, list[float]]] = {name: {dtype: [] for dtype in DTYPES} for name in MEANS}
+    found: dict[str, dict[str, list[float]]] = {name: {dtype: [] for dtype in DTYPES} for name in MEANS}
     for _ in range(given.rounds):
         for name, means in MEANS.items():
-            for dtype in DTYPES:
-                found[name][dtype].append(microseconds(means, dtype))
+            for dtype, taken in found[name].items():
+                taken.append(microseconds(means, getattr(torch, dtype)))
+    save(given.output, {"made": made(note=f"One thread, medians of {given.rounds} rounds."), "us": found}, render)
+
+
+def render(data: dict[str, Any]) -> str:
+    """The report as Markdown."""
+    found = data["us"]
+    heads = [text for dtype in found["plain"] for text in (f"{dtype}: µs an op", "× plain")]
     lines = [
-        "# What it costs to see every operator",
-        "",
-        f"torch {torch.__version__}, one thread, CPU; medians of {given.rounds} rounds. `python benchmarks/op_watching.py`",
-        "",
-        "| means | float32: µs an op | × plain | float64: µs an op | × plain |",
+        *head("What it costs to see every operator", data),
+        f"| means | {' | '.join(heads)} |",
         "|---|---|---|---|---|",
     ]
     for name, by_dtype in found.items():
@@ -128,9 +133,7 @@ def main() -> None:
             ratio = statistics.median(there / here for here, there in zip(found["plain"][dtype], times, strict=True))
             cells += [f"{statistics.median(times):.2f}", f"{ratio:.2f}"]
         lines.append(f"| {' | '.join([name, *cells])} |")
-    print("\n".join(lines))
-    if given.output:
-        given.output.write_text("\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,12 +1,9 @@
-"""The models of :mod:`page_conclusions`, each a file that a user could scan, with the code that the page prints pasted behind it."""
+"""Models of :mod:`saved_results`, each a file that a user could scan."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from torch import nn
+from typing import NamedTuple
 
 EXAMPLES = ("whitening", "t5_feed_forward", "masked_attention", "fourier_mixer", "spade_decoder")
 
@@ -101,14 +98,3 @@ def page_cases() -> list[PageCase]:
     ]
     others = [PageCase(name, _OTHERS.format(name=name, folder=str(here))) for name in OTHERS]
     return examples + images + others
-
-
-def loaded(path: Path) -> tuple[nn.Module, Any]:
-    """The model and the inputs of a file, as positional arguments or a dictionary."""
-    spec = importlib.util.spec_from_file_location("page_case", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    inputs = module.inputs() if callable(module.inputs) else module.inputs
-    return module.model(), inputs if isinstance(inputs, (dict, tuple)) else (inputs,)

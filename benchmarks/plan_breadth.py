@@ -1,6 +1,6 @@
 """Search a plan for every torchvision classification model and precision that fails.
 
-    python benchmarks/plan_breadth.py --from reports/breadth-cpu.json --device cpu --output reports/plans-cpu
+    python benchmarks/plan_breadth.py --from reports/breadth-cuda.json --device cuda --output reports/plans-cuda
 
 The failing rows come from ``benchmarks/breadth.py``. Every plan is applied to a newly loaded model, which is run once
 more; the plan is *proven* if the output is within the tolerance of the fp32 output.
@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 from breadth import shape_for
+from report_files import head, made, save
 from tabulate import tabulate
 
 from lowprec_check import UsageError, apply
 from lowprec_check.engine.load import TargetSpec
-from lowprec_check.engine.machine import environment
 from lowprec_check.engine.plan.planner import PlanOptions, plan_target
+from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.schema.plan import Plan
 
 KINDS = {
@@ -53,7 +54,7 @@ def plan_one(model: str, precision: str, options: dict[str, Any]) -> dict[str, A
         target = TargetSpec(model, inputs).load(0)
         isolation = "fork" if options["device"] == "cpu" else "none"
         choice: dict[str, Any] = {"dtype": dtype, "base": base, "device": options["device"], **limits}
-        found = plan_target(target, lambda: target, isolation, PlanOptions(**choice))
+        found = plan_target(TargetSource(target), isolation, PlanOptions(**choice))
     except UsageError as error:
         return {"model": model, "base": precision, "outcome": f"no reference: {error.message}"}
     [attempt] = found.attempts
@@ -97,6 +98,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="Stem of the .md and .json to write.")
     options = parser.parse_args()
     wanted = [(model, base) for model, base in failing(options.source) if options.only in model]
+    how = made(options.device)
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(options.jobs, context, max_tasks_per_child=1) as pool:
         pending = {pool.submit(plan_one, model, base, vars(options)): (model, base) for model, base in wanted}
@@ -104,29 +106,25 @@ def main() -> None:
         for done in concurrent.futures.as_completed(pending):
             rows.append(done.result())
             print(json.dumps(rows[-1]), flush=True)
-            write(sorted(rows, key=lambda row: (row["model"], row["base"])), options)
+            save(
+                options.output, {"made": how, "rows": sorted(rows, key=lambda row: (row["model"], row["base"]))}, render
+            )
 
 
-def write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    """Write the table and its data."""
-    options.output.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+def render(data: dict[str, Any]) -> str:
+    """The report as Markdown."""
     columns = ("model", "base", "as it is", "kept", "leaves", "minimal", "proven", "rel_l2", "trials", "s", "outcome")
-    cells = [[_cell(row.get(column)) for column in columns] for row in rows]
-    found = environment(options.device)
-    planned = [row for row in rows if "kept" in row]
-    text = [
-        f"# Plans on {options.device}, torch {found['torch']}",
-        "",
-        f"Made by `python benchmarks/plan_breadth.py --from {options.source} --device {options.device} --size {options.size}"
-        f" --max-trials {options.max_trials} --seconds {options.seconds:.0f}`. Random weights.",
-        "",
-        f"- failing rows: {len(rows)}, with a plan: {len(planned)}, of these proven on a newly loaded model: "
+    cells = [[_cell(row.get(column)) for column in columns] for row in data["rows"]]
+    planned = [row for row in data["rows"] if "kept" in row]
+    lines = [
+        *head("Plans for classifiers that fail", data),
+        f"- failing rows: {len(cells)}, with a plan: {len(planned)}, of these proven on a newly loaded model: "
         f"{sum(row['proven'] for row in planned)}, 1-minimal: {sum(row['minimal'] for row in planned)}",
         "",
         tabulate(cells, columns, tablefmt="github"),
         "",
     ]
-    options.output.with_suffix(".md").write_text("\n".join(text), encoding="utf-8")
+    return "\n".join(lines)
 
 
 def _cell(value: object) -> str:

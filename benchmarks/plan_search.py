@@ -1,38 +1,30 @@
-"""Compare plans by prediction with the search without predictions, and with two simple searches: trials and time.
+"""Compare the plan search with the same search without predicted errors: trials, time and the size of the plan.
 
     pip install hypothesis   # tests/generated.py imports it
-    python benchmarks/plan_search.py [--simple] [--output reports/plan-search]
+    python benchmarks/plan_search.py --output reports/plan-search
 
-*first* is the number of the trial that first passed, *all* counts the trials that look for fewer modules too. *predicted* is the error
-that the error budget predicted for the plan before it was tried, *proven* what the plain run then gave. *without* is the search of
-lowprec-check without the error budget. With ``--simple``, *bisection*: find the shortest prefix of the leaf modules, in order of
-execution, that passes if kept in fp32; then remove as many modules from its start as possible. *greedy*: keep all leaf modules in
-fp32, then remove them one by one. A trial is the same plain run for all. The seconds do not include the analyzed run at the start.
+The seconds do not include the analyzed run at the start.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from report_files import head, made, save
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from lowprec_check.analysis.module_tree import ModuleTree
 from lowprec_check.engine.load import TargetSpec
 from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.model.torchvision_zoo import import_torchvision
 from lowprec_check.engine.plan.planner import PlanOptions, plan_target
-from lowprec_check.engine.plan.trials import called_modules
-from lowprec_check.engine.run.target_runs import RunOptions, TargetRuns, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -110,64 +102,6 @@ def generated_cases(count: int) -> Iterator[Case]:
         yield Case(f"generated {seed}", make_target(build(kinds), inputs()), *bases[rng.choice(fault.precisions)])
 
 
-class Counted:
-    """Runs trials and counts them; each set of kept modules is run once."""
-
-    def __init__(self, session: TargetRuns, precision: str, tree: ModuleTree) -> None:
-        self.session, self.precision, self.tree = session, precision, tree
-        self.known: dict[tuple[str, ...], bool] = {}
-
-    def __call__(self, keep_fp32: Sequence[str]) -> bool:
-        """Whether the model passes with these modules in fp32."""
-        normal = self.tree.normalized(keep_fp32)
-        if normal not in self.known:
-            run = self.session.run(self.precision, keep_fp32=normal, measured=False, instrumented=False)
-            self.known[normal] = run.status == "ok"
-        return self.known[normal]
-
-
-def bisection(leaves: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> int | None:
-    """Number of modules kept, found by bisecting the end, then the start, of one range."""
-    if not passes(leaves):
-        return None
-    low, high = 0, len(leaves)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if passes(leaves[:middle]) else (middle, high)
-    low, end = 0, high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if passes(leaves[middle:end]) else (low, middle)
-    return end - low
-
-
-def greedy(leaves: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> int | None:
-    """Number of modules kept after trying to remove each leaf."""
-    if not passes(leaves):
-        return None
-    kept = list(leaves)
-    for leaf in leaves:
-        rest = [other for other in kept if other != leaf]
-        if passes(rest):
-            kept = rest
-    return len(kept)
-
-
-def run_search(case: Case, search: Callable[..., int | None]) -> Result:
-    """The result of a search."""
-    options = RunOptions(without_kernel=case.without_kernel)
-    with open_runs(TargetSource(case.target), options, "fork") as session:
-        tree = ModuleTree(called_modules(case.target.model, [session.reference()]))
-        passes = Counted(session, PRECISION[case.dtype, case.base], tree)
-        started = time.perf_counter()
-        kept = search(_leaves(tree), passes)
-        return Result(len(passes.known), time.perf_counter() - started, kept)
-
-
-def _leaves(tree: ModuleTree) -> list[str]:
-    return [path for path in tree.types if not tree.children(path)]
-
-
 def plan_search(case: Case, *, predict: bool = True) -> Result:
     """The result of ``lowprec-check plan``."""
     choice: dict[str, Any] = {"dtype": case.dtype, "base": case.base, "max_trials": 1000}
@@ -179,66 +113,69 @@ def plan_search(case: Case, *, predict: bool = True) -> Result:
     return Result(attempt.trials, attempt.seconds, attempt.kept, *figures)
 
 
-HEAD = ["model", "leaves", "first", "all", "kept", "predicted", "proven", "1-minimal", "s"]
-
-
-def row_of(case: Case, searches: Sequence[Callable[..., int | None]]) -> tuple[list[object], list[Result]]:
-    """The cells of one model, and the results of each search."""
-    planned, without = plan_search(case), plan_search(case, predict=False)
-    simple = [run_search(case, search) for search in searches]
+def row_of(case: Case) -> dict[str, Any]:
+    """Both searches of one model."""
     leaves = sum(not list(module.children()) for module in case.target.model.modules())
-    errors = ("–" if error is None else f"{error:.1e}" for error in (planned.predicted, planned.proven))
-    minimal = "yes" if planned.minimal else "no"
-    figures = [planned.first or "–", planned.trials, "–" if planned.kept is None else planned.kept, *errors, minimal]
-    cells = [case.name, leaves, *figures, f"{planned.seconds:.1f}", *map(_cell, [without, *simple])]
-    return cells, [planned, without, *simple]
+    found = {"planned": plan_search(case)._asdict(), "without": plan_search(case, predict=False)._asdict()}
+    return {"model": case.name, "leaves": leaves, **found}
 
 
-def generated_lines(count: int) -> list[str]:
-    """What the searches of generated models with one planted fault cost."""
-    found = [(plan_search(case), plan_search(case, predict=False)) for case in generated_cases(count)]
-    planned = [(new, old) for new, old in found if new.kept]
-    return [
-        f"- generated models with one planted fault that need a plan: {len(planned)}; trials, median and largest: "
-        f"{statistics.median(new.trials for new, _ in planned):g} and {max(new.trials for new, _ in planned)}, "
-        f"without predictions {statistics.median(old.trials for _, old in planned):g} and "
-        f"{max(old.trials for _, old in planned)}",
-        f"- of these, plans larger than without predictions: {sum((new.kept or 0) > (old.kept or 0) for new, old in planned)}, "
-        f"smaller: {sum((new.kept or 0) < (old.kept or 0) for new, old in planned)}",
-        f"- models for which only one of the two searches finds a plan: {sum(bool(new.kept) != bool(old.kept) for new, old in found)}",
+def render(data: dict[str, Any]) -> str:
+    """The report as Markdown."""
+    heads = ["model", "leaves", "first", "all", "kept", "predicted", "proven", "1-minimal", "s", "without predictions"]
+    table = []
+    for row in data["models"]:
+        new, old = row["planned"], row["without"]
+        errors = ("–" if error is None else f"{error:.1e}" for error in (new["predicted"], new["proven"]))
+        kept = "none passes" if old["kept"] is None else f"{old['kept']} kept"
+        cells = [new["first"] or "–", new["trials"], "–" if new["kept"] is None else new["kept"], *errors]
+        cells += ["yes" if new["minimal"] else "no", f"{new['seconds']:.1f}"]
+        table.append([row["model"], row["leaves"], *cells, f"{old['trials']} · {kept} · {old['seconds']:.1f} s"])
+    both = [(row["planned"], row["without"]) for row in data["models"]]
+    medians = (statistics.median(found["trials"] for found in column) for column in zip(*both, strict=True))
+    generated = data["generated"]
+    lines = [
+        *head("Plan search with and without predicted errors", data),
+        "first: the number of the trial that first passed. all: trials, with those that look for fewer modules. predicted: the error that the",
+        "error budget predicted for the plan before it was tried. proven: what the plain run then gave.",
+        "",
+        tabulate(table, heads, tablefmt="github", disable_numparse=True),
+        "",
+        "- median of all trials: {:g}, without predictions {:g}".format(*medians),
+        f"- generated models with one planted fault that need a plan: {generated['need a plan']}; trials, median and largest: "
+        "{:g} and {}, without predictions {:g} and {}".format(*generated["trials"], *generated["trials without"]),
+        f"- of these, plans larger than without predictions: {generated['larger']}, smaller: {generated['smaller']}",
+        f"- models for which only one of the two searches finds a plan: {generated['only one']}",
     ]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    """Measure, print the table, and write it if requested."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, help="Stem of the .md to write.")
-    parser.add_argument("--simple", action="store_true", help="Compare with bisection and the greedy search too.")
+    """Search, and save the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="path of the report without its suffix")
     parser.add_argument("--generated", type=int, default=60, help="How many generated models to try.")
     options = parser.parse_args()
-    names = ["without", *(["bisection", "greedy"] if options.simple else [])]
-    rows, results = [], []
+    found = [(plan_search(case), plan_search(case, predict=False)) for case in generated_cases(options.generated)]
+    totals, rows = totals_of(found), []
     for case in cases():
-        cells, found = row_of(case, [bisection, greedy] if options.simple else [])
-        rows.append(cells)
-        results.append(found)
-        print(cells, flush=True)
-    first = statistics.median(found[0].first or math.inf for found in results)
-    medians = [statistics.median(result.trials for result in column) for column in zip(*results, strict=True)]
-    rows.append(["**median of trials**", "", first, medians[0], *[""] * 5, *medians[1:]])
-    table = tabulate(rows, [*HEAD, *names], tablefmt="github", disable_numparse=True)
-    lines = generated_lines(options.generated)
-    print(table, *lines, sep="\n")
-    if options.output is not None:
-        about = (__doc__ or "").split("\n\n")[2].replace("\n", " ")
-        note = f"{about}\n\nTorch {torch.__version__}; made by `python benchmarks/plan_search.py`."
-        text = "\n\n".join([f"# Plan search\n\n{note}", table, "\n".join(lines)])
-        options.output.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+        rows.append(row_of(case))
+        print(rows[-1], file=sys.stderr, flush=True)
+    save(options.output, {"made": made(), "models": rows, "generated": totals}, render)
 
 
-def _cell(result: Result) -> str:
-    kept = "none passes" if result.kept is None else f"{result.kept} kept"
-    return f"{result.trials} · {kept} · {result.seconds:.1f} s"
+def totals_of(found: list[tuple[Result, Result]]) -> dict[str, Any]:
+    """What the searches of generated models cost."""
+    needed = [(new, old) for new, old in found if new.kept]
+    trials, without = ([one.trials for one in column] for column in zip(*needed, strict=True))
+    return {
+        "need a plan": len(needed),
+        "trials": [statistics.median(trials), max(trials)],
+        "trials without": [statistics.median(without), max(without)],
+        "larger": sum((new.kept or 0) > (old.kept or 0) for new, old in needed),
+        "smaller": sum((new.kept or 0) < (old.kept or 0) for new, old in needed),
+        "only one": sum(bool(new.kept) != bool(old.kept) for new, old in found),
+    }
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+from report_files import head, made, save
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -203,15 +203,11 @@ def _watched(device: str) -> list[str]:
     return ["--lowprec-coverage", "half", "--lowprec-device", device]
 
 
-def text(results: dict[str, dict[str, Any]], device: str) -> str:
+def render(data: dict[str, Any]) -> str:
     """The figures as Markdown."""
-    where = f" on an {torch.cuda.get_device_name()}" if device == "cuda" else ""
-    command = "python benchmarks/plugin_on_suites.py --sources FOLDER" + (f" --device {device}" if where else "")
+    results = data["suites"]
     lines = [
-        "# The plugin on other projects' test suites",
-        "",
-        f"torch {torch.__version__}{where}, one thread. `{command}`",
-        "",
+        *head("The plugin on other projects' test suites", data),
         "| suite | tests | changed by coverage | yes: confirmed by bare calls | no | in part, replayed | "
         "not known that fail | time × plain (empty mode) | slowest ÷ fastest plain run | JSON |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -224,6 +220,12 @@ def text(results: dict[str, dict[str, Any]], device: str) -> str:
             f"| {some[0]} | {len(found['unknown_that_fail'])} | {found['ratio']:.2f} "
             f"({found['empty_ratio']:.2f}) | {found['plain_spread']:.2f} | {found['bytes'] / 1000:.0f} kB |"
         )
+    for repeated in data.get("repeated", ()):
+        ways = list(repeated["failed"][0]["ways"])
+        lines += ["", f"`{repeated['command']}`: {repeated['text']}", ""]
+        lines += [f"| Python collects garbage | {' | '.join(ways)} |", f"|---|{'---|' * len(ways)}"]
+        for row in repeated["failed"]:
+            lines.append(f"| {row['collects']} | {' | '.join(', '.join(map(str, row['ways'][way])) for way in ways)} |")
     for name, found in results.items():
         wrong = [op for _, _, ops in found["cells"].values() for op in ops]
         for title, entries in (
@@ -263,13 +265,10 @@ def main() -> None:
             count_failures(name, given.sources.resolve(), given.device, given.rounds, given.repeat, given.times)
         return
     saved = given.output and given.output.with_suffix(".json")
-    results: dict[str, dict[str, Any]] = json.loads(saved.read_text()) if saved and saved.exists() else {}
+    results: dict[str, Any] = json.loads(saved.read_text())["suites"] if saved and saved.exists() else {}
     for name in given.suite or SUITES:
         results[name] = measure(name, given.sources.resolve(), given.device, given.rounds)
-        print(json.dumps({name: results[name]}), flush=True)
-        if saved:
-            saved.write_text(json.dumps(results, indent=1) + "\n")
-            given.output.with_suffix(".md").write_text(text(results, given.device))
+        save(given.output, {"made": made(given.device, "One thread."), "suites": results}, render)
 
 
 if __name__ == "__main__":

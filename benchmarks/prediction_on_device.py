@@ -38,12 +38,12 @@ from prediction_fidelity import (
     Outcome,
     Outcomes,
     breadth_cases,
+    comparison,
     measured_case,
     predicted_case,
-    state_of,
-    summary_of_models,
-    write,
+    render,
 )
+from report_files import head, made, save
 from verdict_breadth import Case, cases, in_processes
 
 from lowprec_check.catalog.measured import sweep_of
@@ -275,9 +275,14 @@ class Pool:
 # -- the comparison
 
 
-def summary_of_ops(found: dict[str, Any], options: argparse.Namespace, *, sampled: int) -> list[str]:
-    """The report on operators, and on each sample."""
-    rows: list[str] = []
+def state_of(passed: int, tried: int) -> str | None:
+    """``all``, ``some`` or ``none`` of the samples run."""
+    return None if not tried else "all" if passed == tried else "some" if passed else "none"
+
+
+def comparison_of_ops(found: dict[str, Any]) -> dict[str, Any]:
+    """What the report on operators is rendered from: totals, and the operators that differ."""
+    rows: list[dict[str, str]] = []
     states: Counter[bool] = Counter()
     samples: Counter[str] = Counter()
     messages: Counter[bool] = Counter()
@@ -302,24 +307,43 @@ def summary_of_ops(found: dict[str, Any], options: argparse.Namespace, *, sample
             messages.update(one == two for one, two in pairs if True not in (one, two))
             if state != truth or other:
                 error = next((text for side in of_each[::-1] for text in side if text is not True), "")
-                cells = (name, dtype, truth, state, f"{len(other)} of {len(pairs)}", error.replace("|", "¦")[:100])
-                rows.append(f"| {' | '.join(cells)} |")
-    return [
-        f"# Do operators run in 16 bits on {options.device}? Samples that were run there",
+                row = {"operator": name, "dtype": dtype, "measured": truth, "predicted": state}
+                rows.append(row | {"samples that differ": f"{len(other)} of {len(pairs)}", "error": error[:100]})
+    return {
+        "states": {"equal": states[True], "all": states.total()},
+        "samples": samples,
+        "messages": {"equal": messages[True], "all": messages.total()},
+        "by_device": by_device,
+        "rows": rows,
+    }
+
+
+def render_ops(data: dict[str, Any]) -> str:
+    """The report on operators, and on each sample."""
+    states, samples, messages = data["states"], data["samples"], data["messages"]
+    total = sum(samples.values())
+    keys = ("operator", "dtype", "measured", "predicted", "samples that differ", "error")
+    lines = [
+        *head("Do operators run in 16 bits?", data),
+        f"Predicted on a CPU {data['predicted']}. Measured: {data['measured']}. OpInfo's samples, at most {data['most_samples']} of each operator, and",
+        "larger ones, forward, in half and bfloat16. The predictions rest on the catalog's sweep, which has at most "
+        f"{data['sampled']} samples of each operator.",
         "",
-        f"Predicted {options.where}, measured {options.source}. OpInfo's samples, at most {MAX_GENERATED} of each operator, and larger ones, forward, in "
-        f"half and bfloat16. The predictions rest on the catalog's sweep, which has at most {sampled} samples of each operator.",
+        f"- all, some or none of the samples run: **{states['equal']} of {states['all']}** equal ({_share(states['equal'], states['all'])})",
+        f"- sample by sample: **{samples['equal']} of {total}** equal ({_share(samples['equal'], total)}); predicted to run but fail: "
+        f"{samples.get('only predicted', 0)}; predicted to fail but run: {samples.get('only measured', 0)}",
+        f"- of those that fail in both, the first line of the message is the same in {messages['equal']} of {messages['all']}",
+        f"- operators whose samples differ by device, which are not compared sample by sample: {data['by_device']}",
         "",
-        f"- all, some or none of the samples run: **{states[True]} of {states.total()}** equal ({_share(states[True], states.total())})",
-        f"- sample by sample: **{samples['equal']} of {samples.total()}** equal ({_share(samples['equal'], samples.total())}); predicted to run but fail: "
-        f"{samples['only predicted']}; predicted to fail but run: {samples['only measured']}",
-        f"- of those that fail in both, the first line of the message is the same in {messages[True]} of {messages.total()}",
-        f"- operators whose samples differ by device, which are not compared sample by sample: {by_device}",
-        "",
-        "| operator | dtype | measured | predicted | samples that differ | error |",
+        f"| {' | '.join(keys)} |",
         "|---|---|---|---|---|---|",
-        *rows,
+        *(f"| {' | '.join(row[key].replace('|', '¦') for key in keys)} |" for row in data["rows"]),
+        "",
+        "## Not compared",
+        "",
+        *(f"- {entry}" for entry in data["not_compared"]),
     ]
+    return "\n".join(lines) + "\n"
 
 
 def _share(some: int, of: int) -> str:
@@ -349,26 +373,23 @@ def merged(paths: list[Path]) -> dict[str, Any]:
 
 def compare(details: dict[str, Any], options: argparse.Namespace) -> None:
     """Write the reports."""
-    options.source = f"on {details['device']}, torch {details['torch']}"
-    options.where = f"on a CPU with torch {torch.__version__}, for torch {options.torch or 'installed'}"
+    how = made("cpu") | {"machine": details["device"]}
+    about = {
+        "predicted": f"for {options.device} with torch {torch.__version__}{f', as torch {options.torch}' * bool(options.torch)}",
+        "measured": f"on {details['device']}, torch {details['torch']}",
+    }
     for suite in SUITES:
         predicted, measured = (outcomes(details[kind], suite) for kind in ("predict", "measure"))
         predicted = {model: predicted[model] for model in sorted(predicted) if model in measured}
-        data = {
-            model: {
-                precision: {"predicted": list(outcome[:3]), "measured": list(measured[model][precision][:3])}
-                for precision, outcome in of_model.items()
-            }
-            for model, of_model in predicted.items()
-        }
-        lines = summary_of_models(predicted, measured, options)
-        write(Path(f"{options.output}-{suite}"), [*lines, *not_compared(details, POOLS[:2], suite)], data)
+        data = comparison(predicted, measured) | {"not_compared": not_compared(details, POOLS[:2], suite)}
+        save(Path(f"{options.output}-{suite}"), {"made": how, **about, **data}, render)
     predicted_ops, measured_ops = (
         {name: answer for _, name, answer, *_ in details[kind] if answer} for kind in POOLS[2:]
     )
     both = {name: (predicted_ops[name], measured_ops[name]) for name in predicted_ops if name in measured_ops}
-    lines = summary_of_ops(both, options, sampled=sweep_of(options.device).header.samples)
-    write(Path(f"{options.output}-ops"), [*lines, *not_compared(details, POOLS[2:], "ops")], None)
+    limits = {"most_samples": MAX_GENERATED, "sampled": sweep_of(options.device).header.samples}
+    data = comparison_of_ops(both) | {"not_compared": not_compared(details, POOLS[2:], "ops")}
+    save(Path(f"{options.output}-ops"), {"made": how, **about, **limits, **data}, render_ops)
 
 
 def outcomes(rows: list[Any], suite: str) -> Outcomes:
@@ -386,12 +407,7 @@ def outcomes(rows: list[Any], suite: str) -> Outcomes:
 def not_compared(details: dict[str, Any], kinds: tuple[str, ...], suite: str) -> list[str]:
     """What has no figures, and why."""
     rows = [(kind, row) for kind in kinds for row in details[kind] if row[0] == suite and row[3]]
-    return [
-        "",
-        "## Not compared",
-        "",
-        *(f"- {name}, {kind}: {problem.splitlines()[0]}" for kind, (_, name, _, problem, _) in rows),
-    ]
+    return [f"{name}, {kind}: {problem.splitlines()[0]}" for kind, (_, name, _, problem, _) in rows]
 
 
 def main() -> None:

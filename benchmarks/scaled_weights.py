@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
 import re
 import statistics
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from report_files import head, made, save
 from torch import Tensor
 
 from lowprec_check import UsageError
@@ -118,9 +118,10 @@ def shown(name: str, found: dict[str, Found]) -> str:
     return f"| {name.partition(',')[0]} | {' | '.join(cells)} |"
 
 
-def report(rows: dict[str, dict[str, Found]]) -> str:
+def render(data: dict[str, Any]) -> str:
     """The report: what the figures say, then all of them."""
-    lines = [f"# Initial weights and their errors, torch {torch.__version__}", "", f"{len(rows)} models.", ""]
+    rows = {name: {way: Found(**one) for way, one in found.items()} for name, found in data["models"].items()}
+    lines = [*head("Initial weights and their errors", data), f"{len(rows)} models.", ""]
     for dtype in ("bfloat16", "float16"):
         for way in WAYS:
             errors = [error for found in rows.values() if (error := judged(found[way], dtype)) is not None]
@@ -159,12 +160,8 @@ def main() -> None:
             print(f"{name}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr, flush=True)
             continue
         print(shown(name, rows[name]), flush=True)
-    text = report(rows)
-    print(text)
-    if options.output is not None:
-        options.output.with_suffix(".md").write_text(text, encoding="utf-8")
-        data = {name: {way: each._asdict() for way, each in found.items()} for name, found in rows.items()}
-        options.output.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    plain = {name: {way: each._asdict() for way, each in found.items()} for name, found in rows.items()}
+    save(options.output, {"made": made(), "models": plain}, render)
 
 
 if __name__ == "__main__":

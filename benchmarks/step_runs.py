@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from report_files import head, made, save
 from torch import Tensor, nn
-from verdict_breadth import described, fp32_calls, in_processes, judge_plain, write
+from verdict_breadth import described, fp32_calls, in_processes, judge_plain
 
 from lowprec_check import UsageError, scan
 
@@ -292,8 +293,9 @@ def disagreement(row: Mapping[str, Any]) -> str:
     return f"- {row['chain']}, {row['precision']}: {'; '.join(parts)}{detail}"
 
 
-def markdown(rows: Sequence[Mapping[str, Any]], problems: Sequence[str], options: argparse.Namespace) -> str:
+def render(data: Mapping[str, Any]) -> str:
     """The report: totals first."""
+    rows, problems = data["rows"], data["problems"]
     counted = [row for row in rows if not row["apart"]]
     apart = Counter(row["apart"] for row in rows if row["apart"])
     casts = [row for row in rows if row["precision"] in CASTS and row["scan"] != "refused"]
@@ -302,8 +304,7 @@ def markdown(rows: Sequence[Mapping[str, Any]], problems: Sequence[str], options
     both = [row for row in rows if row in wrong_gaps or row in wrong_status]
     statuses = Counter(row["plain"] for row in counted)
     lines = [
-        f"# Step-runs, seed {options.seed}, torch {torch.__version__}, CPU",
-        "",
+        *head("Statuses and gaps of generated models", data),
         f"- step-runs: {len(rows)}, of {len({row['chain'] for row in rows})} chains",
         f"- statuses compared: {len(counted)} ({', '.join(f'{name} {n}' for name, n in sorted(statuses.items()))}); "
         f"**different: {len(wrong_status)}**",
@@ -329,8 +330,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time, each with one thread")
     parser.add_argument("--output", type=Path, help="path of the report without its suffix")
     options = parser.parse_args()
-    made = chains(-(-options.count // len(PRECISIONS)), options.seed)
-    batches = [made[start : start + BATCH] for start in range(0, len(made), BATCH)]
+    chosen = chains(-(-options.count // len(PRECISIONS)), options.seed)
+    batches = [chosen[start : start + BATCH] for start in range(0, len(chosen), BATCH)]
     started = time.monotonic()
     rows: list[dict[str, Any]] = []
     problems: list[str] = []
@@ -341,10 +342,9 @@ def main() -> None:
         print(f"[{index}/{len(batches)}] {seconds:.0f} s, {len(rows)} step-runs", file=sys.stderr)
     problems += [f"{row['chain']}: {row['problem']}" for row in rows if "problem" in row]
     rows = [row for row in rows if "problem" not in row]
-    order = {chain.name: chain.number for chain in made}
+    order = {chain.name: chain.number for chain in chosen}
     rows.sort(key=lambda row: (order[row["chain"]], PRECISIONS.index(row["precision"])))
-    data = {"torch": torch.__version__, "seed": options.seed, "problems": problems, "rows": rows}
-    write(options.output, markdown(rows, problems, options), data)
+    save(options.output, {"made": made(), "problems": problems, "rows": rows}, render)
     wrong = any(row["gaps"] or (row["scan"] != row["plain"] and not row["apart"]) for row in rows)
     raise SystemExit(1 if wrong or problems or not rows else 0)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import json
 import math
 import time
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from report_files import head, made, save
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -131,8 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", nargs="*", choices=list(MODELS))
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--output", type=Path, help="path of the report without its suffix")
     options = parser.parse_args()
     torch.set_num_threads(1)  # forks
     rows: list[dict[str, Any]] = []
@@ -144,19 +143,22 @@ def main() -> None:
             continue
         for precision, row in rows[-1]["precisions"].items():
             print(name, precision, row, flush=True)
-        if options.json is not None:
-            options.json.write_text(json.dumps(rows, indent=1))
+    save(options.output, {"made": made(options.device), "models": rows}, render)
+
+
+def render(data: dict[str, Any]) -> str:
+    """The report as Markdown."""
+    rows = data["models"]
     table = [
         [row["model"], *(_cell(row["precisions"][precision]) for precision in WAYS), f"{row['seconds']:.0f} s"]
         for row in rows
     ]
     cells = [cell for row in rows for cell in row["precisions"].values()]
-    text = tabulate(table, ["model", *WAYS, "scan"], tablefmt="github")
     agree, changed = sum(cell["agrees"] for cell in cells), sum(cell["perturbed"] is True for cell in cells)
-    text += f"\n\n{agree} of {len(cells)} runs agree with a plain loop; {changed} instrumented steps differ from plain ones.\n"
-    print(text)
-    if options.markdown is not None:
-        options.markdown.write_text(text)
+    totals = f"{agree} of {len(cells)} runs agree with a plain loop, bit for bit; {changed} instrumented steps differ from plain ones."
+    about = "Three steps of SGD with momentum; `≠`: the losses differ from those of a plain loop."
+    lines = [*head("Scans of training and plain loops", data), about, ""]
+    return "\n".join([*lines, tabulate(table, ["model", *WAYS, "scan"], tablefmt="github"), "", totals, ""])
 
 
 def _cell(row: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from report_files import head, made, save
 from tabulate import tabulate
 from torch import Tensor, nn
 
@@ -117,19 +118,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--output", type=Path, help="path of the report without its suffix")
     options = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, build in MODELS.items():
         bench = Bench(build(), torch.device(options.device))
         for precision in LOW:
             ratios = bench.ratios(precision, options.rounds)
-            rows.append([name, precision, *(f"{ratios[errors]:.2f}" for errors in ERRORS)])
-            print(rows[-1], flush=True)
-    table = tabulate(rows, ["model", "precision", *ERRORS], tablefmt="github")
-    print(f"\n{table}\n\nGoal with both errors: {GOAL}")
-    if options.markdown is not None:
-        options.markdown.write_text(f"{table}\n")
+            rows.append({"model": name, "precision": precision, "ratios": ratios})
+            save(options.output, {"made": made(options.device), "rows": rows}, render)
+
+
+def render(data: dict[str, Any]) -> str:
+    """The report as Markdown."""
+    about = (
+        "Time of an instrumented step / (plain fp32 step + plain step in low precision), medians of interleaved rounds, for each kind\n"
+        f"of errors. The goal with both errors is {GOAL}."
+    )
+    rows = [[row["model"], row["precision"], *(f"{row['ratios'][e]:.2f}" for e in ERRORS)] for row in data["rows"]]
+    table = tabulate(rows, ["model", "precision", *ERRORS], tablefmt="github", disable_numparse=True)
+    return "\n".join([*head("What the instruments cost in training", data), about, "", table, ""])
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ import contextlib
 import copy
 import functools
 import importlib
-import json
 import math
 import multiprocessing
 import multiprocessing.connection
@@ -43,6 +42,7 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
+from report_files import head, made, save
 from torch import Tensor, nn
 
 from lowprec_check import UsageError, scan
@@ -691,15 +691,15 @@ def described_row(row: Mapping[str, Any]) -> str:
     )
 
 
-def markdown(rows: Sequence[Mapping[str, Any]], problems: Sequence[str], missing: Sequence[str]) -> str:
+def render(data: Mapping[str, Any]) -> str:
     """The report: totals first."""
+    rows, problems, missing = data["rows"], data["problems"], data["missing"]
     counted = [row for row in rows if not row["apart"]]
     different = [row for row in counted if row["scan"] != row["plain"]]
     apart = [row for row in rows if row["apart"]]
     statuses = Counter(row["plain"] for row in counted)
     lines = [
-        f"# Statuses of scans and of three plain calls, torch {torch.__version__}",
-        "",
+        *head("Statuses of scans and of three plain calls", data),
         f"- models: {len({row['model'] for row in rows})}, runs: {len(rows)}",
         f"- compared: {len(counted)}; equal: {len(counted) - len(different)}; **different: {len(different)}**",
         f"- plain statuses of the compared runs: {', '.join(f'{name} {statuses[name]}' for name in SEVERITY)}",
@@ -725,14 +725,6 @@ def markdown(rows: Sequence[Mapping[str, Any]], problems: Sequence[str], missing
         cells.setdefault(row["model"], []).append(row["scan"] if same else f"{row['scan']} ≠ {row['plain']}")
     lines += [f"| {model} | {' | '.join(found)} |" for model, found in cells.items()]
     return "\n".join(lines) + "\n"
-
-
-def write(output: Path | None, text: str, data: Mapping[str, Any]) -> None:
-    """Print the report, and write it as OUTPUT.md and OUTPUT.json."""
-    print(text)
-    if output is not None:
-        output.with_suffix(".md").write_text(text, encoding="utf-8")
-        output.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
@@ -763,11 +755,9 @@ def main() -> None:
         problems += [f"{case.name}: {problem}"] if problem else []
         statuses = problem or " ".join(f"{row['precision']}={row['scan']}/{row['plain']}" for row in found)
         print(f"[{index}/{len(chosen)}] {time.monotonic() - started:.0f} s {case.name} {statuses}", file=sys.stderr)
-        write(options.output, markdown(rows, problems, missing), {"rows": rows})
     order = {case.name: index for index, case in enumerate(chosen)}
     rows.sort(key=lambda row: (order[row["model"]], PRECISIONS.index(row["precision"])))
-    text = markdown(rows, problems, missing)
-    write(options.output, text, {"torch": torch.__version__, "missing": missing, "problems": problems, "rows": rows})
+    save(options.output, {"made": made(options.device), "missing": missing, "problems": problems, "rows": rows}, render)
     failed = problems or not rows or any(row["scan"] != row["plain"] for row in rows if not row["apart"])
     raise SystemExit(1 if failed else 0)
 

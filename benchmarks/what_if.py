@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import json
 import statistics
 import sys
 import time
@@ -33,6 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from report_files import head, made, save
 from tabulate import tabulate
 from torch import Tensor, nn
 
@@ -253,15 +253,9 @@ def ratios(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
     return [row["predicted"] / row[key] for row in rows if row["predicted"] and row[key]]
 
 
-def markdown(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> str:
+def render(data: dict[str, Any]) -> str:
     """The report: totals first."""
-    name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-    lines = [
-        f"# What if, torch {torch.__version__}, {name}",
-        "",
-        f"Made by `python benchmarks/what_if.py --device {options.device}{' --full' if options.full else ''}`. Random weights.",
-        "",
-    ]
+    rows, lines = data["rows"], head("Predicted errors of other formats", data)
     for key in ("emulated", "hardware"):
         found = ratios(rows, key)
         if found:
@@ -315,11 +309,7 @@ def main() -> None:
     for case in cases(full=options.full):
         if not options.only or case.name in options.only:
             rows += examine(case, formats, options.device)
-            if options.output is not None:
-                options.output.with_suffix(".md").write_text(markdown(rows, options), encoding="utf-8")
-                data = {"torch": torch.__version__, "rows": rows}
-                options.output.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    print(markdown(rows, options))
+            save(options.output, {"made": made(options.device, "Random weights."), "rows": rows}, render)
 
 
 if __name__ == "__main__":
