@@ -207,7 +207,9 @@ def _found(source: str, runs: Sequence[Run], findings: dict[str, list[Diagnostic
             if gap.source == source:
                 by_gap.setdefault(f"{short_op(gap.op)}: {gap.kind}", []).append(label(run))
     gaps = [f"{text} ({', '.join(dict.fromkeys(names))})" for text, names in by_gap.items()]
-    codes = sorted({f"{one.code} {one.name}" for one in findings.get(source, ()) if one.matters is not False})
+    kinds = {gap.kind for run in runs for gap in run.gaps if gap.source == source}
+    known = [one for one in findings.get(source, ()) if one.matters is not False and one.name not in kinds]
+    codes = sorted({f"{one.code} {one.name}" for one in known})
     return "; ".join([*gaps, *codes])
 
 
