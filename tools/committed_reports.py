@@ -85,13 +85,14 @@ def _compat(folder: str, device: str, jobs: int) -> str:
     return f'{lists} -o reports/{folder} --device {device} --jobs {jobs} {options} --title "{TITLES[folder]}"'
 
 
-_EXAMPLES = ("2026-11-24", "2.13.0+cpu", "AMD EPYC, 2 cores", "")
+_EXAMPLES = "python benchmarks/example_scans.py --only"
+_ON_CPU = ("2.13.0+cpu", "AMD EPYC, 2 cores")
 _XEON = "Xeon with AMX and avx512_fp16"
 _AT_ONCE = "Small inputs, random weights; several scans at once, so times are approximate."
 _CATALOG = ("lowprec-check catalog report", "from catalog/", "2.1 to 2.15", "those of the catalog", "")
 MADE = {
-    "scans/": ("python benchmarks/example_scans.py --only scans/", *_EXAMPLES),
-    "training/": ("python benchmarks/example_scans.py --only training/", *_EXAMPLES),
+    "scans/": (f"{_EXAMPLES} scans/", "2026-11-24", *_ON_CPU, "Without `dot`: 2026-11-21."),
+    "training/": (f"{_EXAMPLES} training/", "2026-11-22", *_ON_CPU, "train_classifier: 2026-11-24."),
     "torchvision/index.md": (_compat("torchvision", "cpu", 4), "2026-11-22", "2.11.0+cu130", _XEON, _AT_ONCE),
     "torchvision-cuda/index.md": (
         _compat("torchvision-cuda", "cuda", 14),
