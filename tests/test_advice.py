@@ -217,10 +217,10 @@ def test_a_wrong_output_is_answered_with_the_recommendation() -> None:
         (
             0.1,
             False,
-            "It cannot be told faster or slower than fp32: calls are too short, or their times varied too much; this device does not accelerate fp16.",
+            "Its calls are too short to compare its speed with fp32; this device does not accelerate fp16.",
         ),
-        (0.1, True, "calls are too short, or their times varied too much."),
-        (0.1, None, "calls are too short, or their times varied too much."),
+        (0.1, True, "Its calls are too short to compare its speed with fp32."),
+        (0.1, None, "Its calls are too short to compare its speed with fp32."),
         (20.0, False, "It is 2.0 times slower than fp32 on this machine; this device does not accelerate fp16."),
         (10.0, False, "It is about as fast as fp32; this device does not accelerate fp16."),
         (5.0, False, "It is 2.0 times as fast as fp32."),

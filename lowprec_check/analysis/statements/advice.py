@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 from lowprec_check.analysis.degenerate_output import degenerate_output
@@ -165,11 +166,7 @@ def gain(run: Run, result: ScanResult) -> Made:
         and result.environment.get(f"{run.basis.format.short}_accelerated") is False
     ):
         slow = say("this device does not accelerate {format:text}", format=run.basis.format.short)
-    return chained(
-        plain("it "),
-        chained(_speed(found, run), _memory(memory_ratio(run, result.runs)), slow, between="; "),
-        between="",
-    )
+    return chained(_speed(found, run), _memory(memory_ratio(run, result.runs)), slow, between="; ")
 
 
 @per_run("setup", "advice")
@@ -209,29 +206,32 @@ def _speed(found: Speed, run: Run) -> Sentence | None:
         interval = {"low": found.low, "high": found.high}
         if rounds > 1:
             return say(
-                "is {ratio:times} as fast as fp32 ({low:three} – {high:three} in {rounds:count round})",
+                "it is {ratio:times} as fast as fp32 ({low:three} – {high:three} in {rounds:count round})",
                 ratio=found.ratio,
                 rounds=rounds,
                 **interval,
             )
-        return say("is {ratio:times} as fast as fp32", ratio=found.ratio)
+        return say("it is {ratio:times} as fast as fp32", ratio=found.ratio)
     if found.told == "slower" and found.ratio:
-        return say("is {ratio:times} slower than fp32 on this machine", ratio=1 / found.ratio)
+        return say("it is {ratio:times} slower than fp32 on this machine", ratio=1 / found.ratio)
     if found.told == "same":
-        return plain("is about as fast as fp32")
+        return plain("it is about as fast as fp32")
     if found.told == "noisy":
-        return plain("cannot be told faster or slower than fp32: calls are too short, or their times varied too much")
-    return plain("was not timed")
+        is_short = found.ratio is not None and math.isinf(found.high)
+        return plain(
+            f"its {'calls are too short' if is_short else 'times varied too much'} to compare its speed with fp32"
+        )
+    return plain("it was not timed")
 
 
 def _memory(ratio: float | None) -> Sentence | None:
     if ratio is None:
         return None
     if ratio <= 1 / SAME_MEMORY:
-        return say("saves {share:share} of the peak memory", share=1 - ratio)
+        return say("it saves {share:share} of the peak memory", share=1 - ratio)
     if ratio >= SAME_MEMORY:
-        return say("takes {share:share} more memory", share=ratio - 1)
-    return plain("takes about as much memory")
+        return say("it takes {share:share} more memory", share=ratio - 1)
+    return plain("it takes about as much memory")
 
 
 # -- the others
