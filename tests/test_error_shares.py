@@ -16,18 +16,16 @@ from lowprec_check.analysis.diff import diff_scans
 from lowprec_check.analysis.error_origin import origin
 from lowprec_check.analysis.error_shares import (
     BETWEEN,
-    cumulative,
     fails_by_error,
     line_shares,
     module_shares,
     place_shares,
     trusted_budget,
-    unlisted,
 )
 from lowprec_check.analysis.findings import groups, no_effect, tally
 from lowprec_check.analysis.recommend import recommend
 from lowprec_check.analysis.rules.registry import diagnose
-from lowprec_check.analysis.statements.registry import statements
+from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.analysis.statements.status import why
 from lowprec_check.report.blocks import Fold, Table
 from lowprec_check.report.layout.text import text
@@ -123,11 +121,9 @@ def test_shares_are_summed_by_module_and_line() -> None:
         ("a", 0.6, 3), ("", 0.25, 1), ("b", -0.05, 1),
     ]  # fmt: skip
     assert (modules[0].largest.op, modules[0].largest.calls) == ("aten.mm.default", 2)
-    assert cumulative(modules) == pytest.approx([0.6, 0.85, 0.8])
     assert [(part.name, pytest.approx(part.share)) for part in line_shares(shown)] == [
         ("net.py:1", 0.45), ("net.py:2", 0.1),
     ]  # fmt: skip
-    assert unlisted(shown, modules) == pytest.approx(0.0)
 
 
 def test_without_shares_of_calls_the_listed_ones_count() -> None:

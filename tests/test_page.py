@@ -18,26 +18,25 @@ from lowprec_check.report import charts
 from lowprec_check.report.blocks import (
     Bar,
     Chart,
-    Code,
+    CodeBlock,
     Column,
     Document,
     ErrorOf,
-    Facts,
     Fold,
     Heading,
     Link,
+    Pairs,
     Row,
     Say,
     SpeedOf,
     Table,
 )
 from lowprec_check.report.layout.html import fragment, html
+from lowprec_check.report.operator_blocks import MOST_CALLS, operator_table
 from lowprec_check.report.page_blocks import (
-    MOST_CALLS,
     MOST_ROWS,
     by_module,
     module_table,
-    operator_table,
     page_blocks,
     range_blocks,
     scan_page,
@@ -86,10 +85,10 @@ def every_block() -> Document:
             Say("Use half.", "good", "verdict"),
             Say("It passes: 1.0e-03.", role="hint"),
             Say("one", "bad", "item", "half"),
-            Code("model.half()"),
+            CodeBlock("model.half()"),
             Heading("Runs", anchor="runs"),
             Table(columns, rows, "runs", searchable=True, left_out=3),
-            Fold("More", [Facts([("torch", "2.13")], "environment")], detail="more"),
+            Fold("More", [Pairs([("torch", "2.13")], "environment")], detail="more"),
             Chart("A chart", lambda: "<svg role='img' aria-label='a'></svg>", detail="all"),
         ],
         "tool 1",
@@ -158,8 +157,8 @@ def test_no_text_becomes_markup(text: str) -> None:
         Say(text, lead=text),
         Heading(text),
         Table(columns, [Row([text] * 7, text, module=text)], text),
-        Code(text),
-        Facts([(text, text)], text),
+        CodeBlock(text),
+        Pairs([(text, text)], text),
         Fold(text, []),
     ]
     plain = [word if not isinstance(word, str) else "x" for word in parts(html(Document(text, blocks, text)))]

@@ -20,7 +20,7 @@ from shared_result import op_calls, shared_result
 from lowprec_check.analysis.diff import diff_scans
 from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.analysis.snippet import snippet
-from lowprec_check.analysis.statements.registry import said
+from lowprec_check.analysis.statements.kinds import said
 from lowprec_check.compat.rows import row_of
 from lowprec_check.compat.target_list import Request
 from lowprec_check.report import notebook

@@ -16,7 +16,7 @@ from training_cases import LOSSES, MODEL, SETUP, STEPS, UNSCALE, a_result, a_tra
 from lowprec_check import scan
 from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.analysis.rules.registry import diagnose
-from lowprec_check.analysis.statements.registry import statements
+from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.analysis.training_code import PASTED, training_code
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.recommendation import Recommendation

@@ -17,7 +17,7 @@ from training_result import FP32_LOSSES, STEPS, distances, losses, setup, traini
 from lowprec_check.analysis.diff import diff_scans
 from lowprec_check.analysis.recommend import passes, recommended_run
 from lowprec_check.analysis.statements.advice import verdict
-from lowprec_check.analysis.statements.registry import statements
+from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.analysis.training_status import remarks
 from lowprec_check.report import charts
 from lowprec_check.report.blocks import Fold, Say, Table, cell_text
@@ -25,7 +25,8 @@ from lowprec_check.report.diff import diff_document
 from lowprec_check.report.layout.markdown import LONGEST
 from lowprec_check.report.layout.text import text as laid_out
 from lowprec_check.report.registry import FORMATS, render
-from lowprec_check.report.scan_document import runs_table, scan_document
+from lowprec_check.report.runs_table import runs_table
+from lowprec_check.report.scan_document import scan_document
 from lowprec_check.report.training_blocks import training_blocks
 from lowprec_check.schema.recommendation import Recommendation
 from lowprec_check.schema.scan_result import Run, ScanResult

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowprec_check import render, scan
-from lowprec_check.analysis.run_summary import explain_status
 from lowprec_check.analysis.statements.advice import verdict
+from lowprec_check.analysis.statements.status import why
 from lowprec_check.engine.plan.apply import apply
 from lowprec_check.engine.plan.planner import find_plan
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
@@ -260,7 +260,7 @@ def test_a_death_in_a_later_call_is_a_crash_on_that_call(number: int, how: str) 
     found = scan(Exits(number, how), X, precisions=["half"]).run("half")
     assert found.status == "crashed"
     assert (found.reason or "").endswith(f"on call {number}")
-    assert explain_status(found).count("on call") == 1
+    assert why(found).text.count("on call") == 1
 
 
 class Drifts(Wrapped):

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from lowprec_check.analysis.statements.registry import kinds
+from lowprec_check.analysis.statements.kinds import kinds
 from lowprec_check.schema.op_calls import OpCall, OpCalls
 from lowprec_check.schema.saved_keys import ENVIRONMENT, OPTIONS
 from lowprec_check.schema.scan_result import ScanResult

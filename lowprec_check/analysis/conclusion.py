@@ -7,7 +7,7 @@ import msgspec
 from lowprec_check.analysis.recommend import recommend
 from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.analysis.statements.advice import reason
-from lowprec_check.analysis.statements.registry import statements
+from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.analysis.training_advice import recommend_training
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, RunKey
 from lowprec_check.schema.scan_result import ScanResult, skipped

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 from lowprec_check.schema.error_budget import MATTERS, ErrorBudget, Share
@@ -99,13 +98,6 @@ def share_sentence(own: float, leaving: float) -> Sentence:
     return say(both, share=own, leaving=leaving)
 
 
-def unlisted(run: Run, shown: Iterable[PartShare]) -> float:
-    """What is explained, but not by ``shown``."""
-    budget = run.budget
-    explained = 1.0 - (budget.unexplained or 0.0) if budget and budget.known else 0.0
-    return explained - sum(part.share for part in shown)
-
-
 def module_shares(run: Run) -> list[PartShare]:
     """A share per module, submodules apart, the largest first: what goes if the module is kept in fp32 with all inside."""
     listed = run.budget.shares if run.budget else []
@@ -130,11 +122,6 @@ def _parts(shares: Iterable[Share], name_of: Callable[[Share], str | None]) -> l
     return sorted(parts, key=lambda part: -part.share)
 
 
-def cumulative(parts: Sequence[PartShare]) -> list[float]:
-    """What the parts up to each one cause together."""
-    return list(accumulate(part.share for part in parts))
-
-
 def main_causes(modules: Sequence[PartShare], most: int) -> list[PartShare]:
     """At most ``most`` of ``modules``, of :func:`module_shares`, that matter."""
     return [part for part in modules[:most] if part.share >= MATTERS]
@@ -148,15 +135,3 @@ def share_text(share: float) -> str:
 def module_name(path: str) -> str:
     """The path, or words for the model."""
     return path or THE_MODEL
-
-
-def causes_in_brief(run: Run) -> str:
-    """``46 % from lm_head, 12 % from ln_f``; empty if nothing is known, or no part of the model stands out."""
-    budget = run.budget
-    if budget is None or run.status != "inaccurate" or not is_over_tolerance(run):
-        return ""
-    modules = module_shares(run) if trusted_budget(run) else []
-    parts = [f"{share_text(part.share)} from {module_name(part.name)}" for part in main_causes(modules, 2)]
-    if budget.decisions >= MATTERS:
-        parts.append(f"{share_text(budget.decisions)} from choices that differ")
-    return ", ".join(parts)

@@ -14,7 +14,8 @@ from lowprec_check.catalog.records import SHORT, in_samples
 from lowprec_check.report.blocks import Block, Document, Say
 from lowprec_check.report.console import screen
 from lowprec_check.report.layout import text as layout
-from lowprec_check.report.scan_document import findings_table, runs_table
+from lowprec_check.report.runs_table import runs_table
+from lowprec_check.report.scan_document import findings_table
 from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.verdict import ExceptionInfo
 from lowprec_check.schema.wording import counted

@@ -207,7 +207,7 @@ class Table(Block):
 
 
 @dataclass(frozen=True)
-class Code(Block):
+class CodeBlock(Block):
     """Code to paste, or lines of a terminal."""
 
     text: str
@@ -215,7 +215,7 @@ class Code(Block):
 
 
 @dataclass(frozen=True)
-class Facts(Block):
+class Pairs(Block):
     """Names with their values: the environment."""
 
     pairs: Sequence[tuple[str, str]]

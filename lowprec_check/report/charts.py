@@ -224,7 +224,6 @@ def _along(run: Run, rows: Sequence[tuple[int, OpCall]], errors: Sequence[float]
     y = _Axis(max(min(ends), max(ends) * 1e-9) / 1.5, max(ends) * 2, _BOTTOM, _TOP, log=True)
     kept = list(worst_of_segments(rows, MOST_POINTS))
     yield from _frame(x, y, [(step, f"{step:g}") for step in x.steps() if step >= 1], "relative error", "op call")
-    yield from _bands(rows, x)
     if limit:
         yield _limit(y, limit, f"tolerance {limit:.0e}")
     local = ((x(at), y(row.local_error)) for at, row in kept if row.local_error)
@@ -276,20 +275,6 @@ def _tip(at: int, row: OpCall) -> str:
     ]
     place = ", ".join(filter(None, (module_name(row.module), row.source)))
     return visible(f"{at}: {short_op(row.op)} · {place} · {', '.join(filter(None, [lost, *errors]))}")
-
-
-def _bands(rows: Sequence[tuple[int, OpCall]], x: _Axis) -> Iterator[Markup]:
-    """Names of the largest modules below the chart's top, where they begin."""
-    first: dict[str, list[int]] = {}
-    depth = 1 if len({row.module.partition(".")[0] for _, row in rows}) > 2 else 2
-    for at, row in rows:
-        first.setdefault(".".join(row.module.split(".")[:depth]), []).append(at)
-    end = 0.0
-    for module, calls in first.items():
-        left, name = x(calls[0]), visible(module, 24)
-        if module and left >= end and x(calls[-1]) - left > len(name) * _LETTER:
-            yield _line(left, _TOP, left, _BOTTOM) + _text(left + 3, _BOTTOM - 6, name, "start")
-            end = left + len(name) * _LETTER
 
 
 # -- training

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowprec_check.report.blocks import Document, Facts
+from lowprec_check.report.blocks import Document, Pairs
 from lowprec_check.schema.precisions import LOW_FORMATS
 
 _ANSWERS = {True: "yes", False: "no", None: "unknown"}
@@ -26,7 +26,7 @@ def environment_document(environment: dict[str, Any]) -> Document:
         ("torchvision", environment["torchvision"] or "not installed"),
         ("Intel extension", _ipex(environment)),
     ]
-    return Document("Environment", [Facts([(name, str(value)) for name, value in rows])])
+    return Document("Environment", [Pairs([(name, str(value)) for name, value in rows])])
 
 
 def _ipex(environment: dict[str, Any]) -> str:

@@ -9,11 +9,12 @@ from xml.etree.ElementTree import Element, SubElement
 
 from lowprec_check.analysis.fail_on import ScanFailure, failure
 from lowprec_check.analysis.run_summary import label
-from lowprec_check.analysis.statements.registry import statements
+from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.report.escape import visible
 from lowprec_check.report.paths import without_folders
 from lowprec_check.report.places import places
-from lowprec_check.report.scan_document import machine, shown_status, title
+from lowprec_check.report.runs_table import shown_status
+from lowprec_check.report.scan_document import machine, title
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
 from lowprec_check.schema.wording import counted
 

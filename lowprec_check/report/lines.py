@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lowprec_check.analysis.findings import SEVERITIES, Message, tally
 from lowprec_check.analysis.statements.advice import verdict
-from lowprec_check.analysis.statements.registry import said
+from lowprec_check.analysis.statements.kinds import said
 from lowprec_check.report.escape import visible, workflow_command
 from lowprec_check.report.paths import without_folders
 from lowprec_check.report.places import Place, places

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from lowprec_check.analysis.statements.advice import BASIS, sentences, verdict
-from lowprec_check.analysis.statements.registry import statements
+from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.report.blocks import cell_text
 from lowprec_check.report.escape import visible
 from lowprec_check.report.layout.html import fragment
-from lowprec_check.report.scan_document import machine, runs_table, scan_document, title
+from lowprec_check.report.runs_table import runs_table
+from lowprec_check.report.scan_document import machine, scan_document, title
 from lowprec_check.schema.scan_result import ScanResult
 
 _LONGEST = 400

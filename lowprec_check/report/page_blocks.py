@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from lowprec_check.analysis.error_shares import BETWEEN, fails_by_error, line_shares, module_shares, trusted_budget
 from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.run_summary import label
 from lowprec_check.report import charts
-from lowprec_check.report.blocks import Block, Column, Document, ErrorOf, Fold, Heading, Row, Say, Table
+from lowprec_check.report.blocks import Block, Column, Document, Fold, Heading, Row, Say, Table
+from lowprec_check.report.operator_blocks import ACCUMULATED, SHARE, Total, larger, operator_folds, with_content
 from lowprec_check.report.scan_document import CONDITIONS, scan_document
-from lowprec_check.schema.op_calls import OpCall
-from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
 from lowprec_check.schema.verdict import look
 from lowprec_check.schema.wording import counted, short_op, some
 
 MOST_ROWS = 1200
 """Modules shown; the deepest beyond this number are left out, so that the page stays small."""
-MOST_CALLS = 20
-"""The worst calls of an op that its row unfolds."""
-_ALL_CALLS = 300
-"""Such calls in one run."""
 MOST_RUNS = 4
 """Runs that have columns of their own, those to look at first."""
 RANGES = ("LP201", "LP202", "LP205")
 """Findings about values at the ends of the range."""
-
-_ACCUMULATED = "Error of the result against fp32, with everything that earlier ops added."
-_LOCAL = "Error of the op alone: on the same inputs, against the op in fp32."
-_SHARE = "Part of the squared error of the output that is caused here."
 
 
 def scan_page(result: ScanResult) -> Document:
@@ -87,45 +77,6 @@ def analyzed(result: ScanResult) -> list[Run]:
     return sorted(runs, key=lambda run: wrong.get(run.status, 1) if look(run.status).tone == "bad" else 2)
 
 
-class Total:
-    """What happens in a group of op calls: of a line, a module or an op."""
-
-    __slots__ = ("accumulated", "calls", "dtypes", "gaps", "local", "lost", "lost_calls", "ops", "recast", "share")
-
-    def __init__(self) -> None:
-        self.calls = self.gaps = self.lost = self.lost_calls = self.recast = 0
-        self.local: float | None = None
-        self.accumulated: float | None = None
-        self.share: float | None = None
-        self.dtypes: Counter[str] = Counter()
-        self.ops: dict[str, None] = {}
-
-    def add(self, row: OpCall) -> None:
-        """Count one call."""
-        self.calls += 1
-        self.local = larger(self.local, row.local_error)
-        self.accumulated = larger(self.accumulated, row.accumulated_error)
-        lost = row.introduced_inf + row.introduced_nan
-        self.lost, self.lost_calls = self.lost + lost, self.lost_calls + (lost > 0)
-        self.recast += row.recast
-        self.dtypes[row.dtypes] += 1
-        self.ops[row.op] = None
-        if row.share is not None:
-            self.share = (self.share or 0.0) + row.share
-
-    def worst(self, run: Run) -> ErrorOf | None:
-        """The largest accumulated error, beside the tolerance of a run that fails; infinite if values became Inf or NaN."""
-        tolerance = None if run.status == "ok" else run.tolerance
-        if self.lost:
-            return ErrorOf(None, tolerance, "Inf/NaN")
-        return None if self.accumulated is None else ErrorOf(self.accumulated, tolerance)
-
-
-def larger(known: float | None, value: float | None) -> float | None:
-    """The larger of those that are known."""
-    return value if known is None else known if value is None else max(known, value)
-
-
 def _charts(runs: Sequence[Run]) -> Iterator[Block]:
     """The error along the network, a fold per run; the first is open."""
     for run in runs:
@@ -170,7 +121,7 @@ def source_table(result: ScanResult, runs: Sequence[Run]) -> Table | None:
             ]
             remark = _found(source, runs, findings) or None
             rows.append(Row([str(line), result.source_lines[source], some([*ops]), *figures, remark], depth=1))
-    return _with_content(Table(columns, rows, "lines of code", headings=2, searchable=True))
+    return with_content(Table(columns, rows, "lines of code", headings=2, searchable=True))
 
 
 def _has_shares(run: Run, runs: Sequence[Run]) -> bool:
@@ -179,11 +130,11 @@ def _has_shares(run: Run, runs: Sequence[Run]) -> bool:
 
 
 def _share_column(run: Run) -> Column:
-    return Column(f"{label(run)} share", "share", _SHARE)
+    return Column(f"{label(run)} share", "share", SHARE)
 
 
 def _error_column(run: Run) -> Column:
-    return Column(f"{label(run)} error", "error", _ACCUMULATED)
+    return Column(f"{label(run)} error", "error", ACCUMULATED)
 
 
 def _by_line(run: Run) -> dict[str, Total]:
@@ -213,13 +164,6 @@ def _found(source: str, runs: Sequence[Run], findings: dict[str, list[Diagnostic
     return "; ".join([*gaps, *codes])
 
 
-def _with_content(table: Table) -> Table:
-    """The table without the columns in which no row has anything."""
-    kept = [index for index in range(len(table.columns)) if any(row.cells[index] is not None for row in table.rows)]
-    rows = [row._replace(cells=[row.cells[index] for index in kept]) for row in table.rows]
-    return replace(table, columns=[table.columns[index] for index in kept], rows=rows)
-
-
 # -- modules
 
 
@@ -238,7 +182,7 @@ def module_table(runs: Sequence[Run]) -> Table:
         parts = [by_run[label(run)].get(path, nothing).share for run in shares]
         gaps = max(found.get(path, nothing).gaps for found in totals)
         rows.append(Row([path, *errors, *parts, gaps or None], depth=path.count(".") + 1 if path else 0, module=path))
-    return _with_content(Table(columns, rows, "modules", searchable=True, left_out=left_out))
+    return with_content(Table(columns, rows, "modules", searchable=True, left_out=left_out))
 
 
 def by_module(run: Run) -> dict[str, Total]:
@@ -289,110 +233,6 @@ def _shallowest(paths: list[str]) -> tuple[list[str], int]:
     return [path for path in paths if path in kept], len(paths) - len(kept)
 
 
-# -- operators
-
-
-def operator_folds(runs: Sequence[Run]) -> Iterator[Block]:
-    """The sums over the calls of each op, a fold per run; the run to look at first is open."""
-    for run in runs:
-        if run.backend != EAGER and run.explained_by:
-            continue
-        table = operator_table(run)
-        if table is not None:
-            failing = look(run.status).tone == "bad"
-            yield Fold(
-                f"{label(run)}: {counted(len(table.rows), 'operator')}", [table], open=failing and run is runs[0]
-            )
-
-
-class OpTotal(NamedTuple):
-    """The calls of one op."""
-
-    total: Total
-    calls: list[OpCall]
-
-
-def by_op(run: Run) -> dict[str, OpTotal]:
-    """The sums of each op, and its calls."""
-    found: dict[str, OpTotal] = {}
-    for row in run.op_calls.rows():
-        known = found.setdefault(row.op, OpTotal(Total(), []))
-        known.total.add(row)
-        known.calls.append(row)
-    for gap in run.gaps:
-        found.setdefault(gap.op, OpTotal(Total(), [])).total.gaps += gap.calls
-    return found
-
-
-def operator_table(run: Run) -> Table | None:
-    """A row per op, those that cause or have the largest error first."""
-    found, trusted = by_op(run), trusted_budget(run) is not None
-    if not found:
-        return None
-    columns = [
-        Column("op", "op"),
-        Column("calls", "number"),
-        Column("share of the error", "share", _SHARE),
-        Column("worst error", "error", _ACCUMULATED),
-        Column("worst of the op itself", "error", _LOCAL),
-        Column("dtypes", "text", "Of the inputs and the output, in most of the calls."),
-        Column("without a kernel", "number", "Calls that fail in this precision and succeed in fp32."),
-        Column("repeated casts", "number", "Casts that repeat or undo another of the same tensor."),
-        Column("Inf or NaN", "number", "Values that become Inf or NaN here and are finite in fp32."),
-    ]
-    most = max(3, min(MOST_CALLS, _ALL_CALLS // len(found)))
-    rows = []
-    for op, (total, calls) in sorted(found.items(), key=lambda item: _first(item[1].total)):
-        cells = [
-            op,
-            total.calls,
-            total.share if trusted else None,
-            total.worst(run),
-            total.local,
-            _dtypes(total),
-            total.gaps or None,
-            total.recast or None,
-            total.lost or None,
-        ]
-        rows.append(Row(cells, below=[_worst_calls(calls, most, trusted)] if calls else ()))
-    return _with_content(Table(columns, rows, f"operators of {label(run)}", searchable=True))
-
-
-def _first(total: Total) -> tuple[float, ...]:
-    """What is missing, lost, and the largest share or error come first."""
-    return (-total.gaps, -total.lost, -(total.share or 0.0), -(total.accumulated or 0.0))
-
-
-def _dtypes(total: Total) -> str | None:
-    known = [name for name, _ in total.dtypes.most_common() if name]
-    return None if not known else known[0] + (f" and {len(known) - 1} more" if len(known) > 1 else "")
-
-
-def _worst_calls(calls: Sequence[OpCall], most: int, trusted: bool) -> Table:
-    def rank(row: OpCall) -> tuple[float, ...]:
-        return (-(row.introduced_inf + row.introduced_nan), -(row.share or 0.0), -(row.accumulated_error or 0.0))
-
-    columns = [
-        Column("module", "module"),
-        Column("line", "source"),
-        Column("shape"),
-        Column("share", "share"),
-        Column("error", "error"),
-        Column("of the op itself", "error"),
-    ]
-    rows = []
-    for row in sorted(calls, key=rank)[:most]:
-        lost = row.introduced_inf + row.introduced_nan
-        error = ErrorOf(None, None, "Inf/NaN") if lost else row.accumulated_error
-        rows.append(
-            Row(
-                [row.module, row.source, row.shape, row.share if trusted else None, error, row.local_error],
-                module=row.module,
-            )
-        )
-    return _with_content(Table(columns, rows, "the worst calls", left_out=len(calls) - len(rows)))
-
-
 # -- value ranges
 
 
@@ -434,5 +274,5 @@ def range_blocks(result: ScanResult, runs: Sequence[Run]) -> Iterator[Block]:
         chart = charts.magnitudes(run)
         if rows:
             name = f"{counted(len(rows), 'op')} at the ends of the range of {run.basis.format.short}"
-            table = _with_content(Table(columns, rows[:40], name, left_out=max(0, len(rows) - 40)))
+            table = with_content(Table(columns, rows[:40], name, left_out=max(0, len(rows) - 40)))
             yield Fold(f"{label(run)}: {name}", [chart, table] if chart else [table])

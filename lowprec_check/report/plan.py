@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from lowprec_check.analysis.blame import kept_because
 from lowprec_check.analysis.speed import ratio_text
 from lowprec_check.analysis.statements.advice import in_fp32
-from lowprec_check.report.blocks import Block, Code, Column, Document, Row, Say, Table, speed_of
+from lowprec_check.report.blocks import Block, CodeBlock, Column, Document, Row, Say, Table, speed_of
 from lowprec_check.schema.plan import Attempt, Constant, Plan, Planning
 from lowprec_check.schema.run_key import qualified
 from lowprec_check.schema.wording import Sentence, chained, plain, say
@@ -46,7 +46,7 @@ def _plan(plan: Plan) -> Iterator[Block]:
     proof = chained(*_proof(plan)).text
     yield Say(f"{proof[:1].upper()}{proof[1:]}.")
     yield from kept_modules(plan)
-    yield Code(plan.code)
+    yield CodeBlock(plan.code)
 
 
 def kept_modules(plan: Plan) -> list[Block]:

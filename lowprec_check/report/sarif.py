@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from lowprec_check.analysis.rules.registry import rules
 from lowprec_check.analysis.statements.advice import verdict
-from lowprec_check.analysis.statements.registry import said
+from lowprec_check.analysis.statements.kinds import said
 from lowprec_check.errors import encodable
 from lowprec_check.report.escape import visible
 from lowprec_check.report.paths import without_folders

@@ -9,7 +9,7 @@ from lowprec_check.analysis.degenerate_output import degenerate_output
 from lowprec_check.analysis.recommend import SAME_MEMORY, is_gain, passes, recommended_run
 from lowprec_check.analysis.run_summary import candidates, is_cast, label, memory_ratio, missing_kernels
 from lowprec_check.analysis.speed import Speed, is_faster, speed
-from lowprec_check.analysis.statements.registry import Made, Said, per_run, per_scan, said, statements
+from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_scan, said, statements
 from lowprec_check.analysis.statements.status import NEAR, why
 from lowprec_check.analysis.statements.training_findings import drawback, part_of_limit
 from lowprec_check.analysis.training_status import first_way, remedies, way_text

@@ -16,7 +16,7 @@ from lowprec_check.analysis.error_shares import (
     trusted_budget,
 )
 from lowprec_check.analysis.run_summary import is_plan_of
-from lowprec_check.analysis.statements.registry import Made, Said, per_run
+from lowprec_check.analysis.statements.kinds import Made, Said, per_run
 from lowprec_check.schema.error_budget import MATTERS, ErrorBudget
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.wording import Sentence, chained, plain, say

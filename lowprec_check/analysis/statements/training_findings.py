@@ -7,7 +7,7 @@ from math import frexp
 
 from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.run_summary import reference_of
-from lowprec_check.analysis.statements.registry import Made, Said, per_run
+from lowprec_check.analysis.statements.kinds import Made, Said, per_run
 from lowprec_check.analysis.statements.status import why
 from lowprec_check.analysis.training_advice import FEW, keeps_weights
 from lowprec_check.analysis.training_status import distance_limit, first_way, remedies, steps_of, way_name

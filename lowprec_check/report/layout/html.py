@@ -20,14 +20,14 @@ from lowprec_check.report.blocks import (
     Bar,
     Block,
     Chart,
-    Code,
+    CodeBlock,
     Column,
     Document,
     ErrorOf,
-    Facts,
     Fold,
     Heading,
     Link,
+    Pairs,
     Row,
     Say,
     SpeedOf,
@@ -51,30 +51,7 @@ _FIGURE = re.compile(r"\d(?:\.\d+)?e-\d+")
 _SAFE = re.compile(r"https://|#|(?![a-zA-Z][a-zA-Z0-9+.-]*:|//)[\w./%-]+(?:#|$)")
 """Targets of links: the web, this page, files beside it; never a script."""
 
-_PAGE = Markup(
-    """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src '{policy}'; style-src 'unsafe-inline'; \
-base-uri 'none'; form-action 'none'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<a class="skip" href="#main">Skip to the report</a>
-<header><b>lowprec-check</b><nav aria-label="Sections">{nav}</nav>
-<label id="themes" hidden>Theme <select id="theme"><option value="">system</option><option>light</option><option>dark</option></select></label>
-</header>
-<main id="main">
-{body}</main>
-<footer>{tool}</footer>
-<script>{script}</script>
-</body>
-</html>
-"""
-)
+_PAGE = Markup((_HERE / "page.html").read_text(encoding="utf-8"))
 
 
 def html(document: Document) -> str:
@@ -143,8 +120,8 @@ class _Page:
             Heading: self._heading,
             Say: self._say,
             Table: self._table,
-            Code: _code,
-            Facts: _facts,
+            CodeBlock: _code,
+            Pairs: _facts,
             Fold: self._fold,
             Chart: _chart,
         }
@@ -242,12 +219,12 @@ _GROUP = Markup('<tr{}><th colspan="{}" scope="rowgroup">{}</th></tr>\n')
 _FACT = Markup("<div><dt>{}</dt><dd>{}</dd></div>")
 
 
-def _code(block: Code) -> Markup:
+def _code(block: CodeBlock) -> Markup:
     shown = "\n".join(visible_lines(block.text, 2000))
     return Markup('<div class="code"><pre tabindex="0"><code>{}</code></pre></div>\n').format(shown)
 
 
-def _facts(block: Facts) -> Markup:
+def _facts(block: Pairs) -> Markup:
     pairs = Markup().join(_FACT.format(visible(name, 80), visible(value, 1000)) for name, value in block.pairs)
     return Markup('<dl class="facts" aria-label="{}">{}</dl>\n').format(visible(block.name), pairs)
 

@@ -11,13 +11,13 @@ from tabulate import tabulate
 from lowprec_check.report.blocks import (
     FIGURES,
     Block,
-    Code,
+    CodeBlock,
     Detail,
     Document,
-    Facts,
     Fold,
     Heading,
     Link,
+    Pairs,
     Row,
     Say,
     Table,
@@ -80,7 +80,7 @@ def _block(block: Block, most: int) -> str:
     return lay_out(block, most) if lay_out else ""
 
 
-def _facts(block: Facts, _: int) -> str:
+def _facts(block: Pairs, _: int) -> str:
     rows = [[escape(visible(name, 80)), code(visible(value, 200))] for name, value in block.pairs]
     return table(rows, ["", ""], "ll")
 
@@ -138,8 +138,8 @@ _LAYOUTS: dict[type[Block], Callable[[Any, int], str]] = {
     Heading: lambda block, _: f"{'#' * (block.level + 1)} {escape(visible(block.text))}",
     Say: lambda block, _: _sentence(block),
     Table: _table,
-    Code: lambda block, _: fence(block.text, block.language),
-    Facts: _facts,
+    CodeBlock: lambda block, _: fence(block.text, block.language),
+    Pairs: _facts,
     Fold: lambda block, most: fold(block.title, _joined(block.blocks, most).rstrip("\n"), opened=block.open),
 }
 """By type of block; a chart is left out."""

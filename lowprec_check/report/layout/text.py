@@ -12,12 +12,12 @@ from lowprec_check.report.blocks import (
     FIGURES,
     WIDE,
     Block,
-    Code,
+    CodeBlock,
     Detail,
     Document,
-    Facts,
     Fold,
     Heading,
+    Pairs,
     Row,
     Say,
     Table,
@@ -29,8 +29,6 @@ from lowprec_check.report.escape import visible, visible_lines
 
 _TONES = {"good": "green", "warn": "yellow", "bad": "red", "none": ""}
 _SEVERITIES = {"error": "red", "warning": "yellow", "note": "cyan"}
-_DETAILS_IN_TEXT = 2
-"""Columns that details are indented by."""
 
 
 def text(document: Document, *, width: int = 100, color: bool = False, detail: Detail = "first") -> str:
@@ -49,11 +47,11 @@ def print_blocks(console: Console, blocks: Iterable[Block], detail: Detail = "fi
             _print_sentence(console, block, indent)
         elif isinstance(block, Table):
             _print_table(console, block, detail, indent)
-        elif isinstance(block, Code):
+        elif isinstance(block, CodeBlock):
             console.print()
             for line in visible_lines(block.text):
                 console.print(Text(f"    {line}"), soft_wrap=True)
-        elif isinstance(block, Facts):
+        elif isinstance(block, Pairs):
             print_table(
                 console, ["", ""], [[visible(name), visible(value)] for name, value in block.pairs], sentences=True
             )
