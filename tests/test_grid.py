@@ -12,8 +12,8 @@ from lowprec_check.catalog.missing_ops import gaps
 from lowprec_check.catalog.records import LOW, MODES, Mode
 from lowprec_check.catalog.version_diff import difference
 from lowprec_check.report.blocks import Document, Table
+from lowprec_check.report.catalog_document import Build, builds, catalog_document
 from lowprec_check.report.layout.markdown import markdown
-from lowprec_check.report.op import Build, builds, catalog_document
 
 FORWARD = 3
 """The column of the forward pass."""

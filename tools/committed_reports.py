@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from lowprec_check.report.catalog_document import catalog_document
 from lowprec_check.report.matrix import matrix_document, matrix_page
-from lowprec_check.report.op import catalog_document
 from lowprec_check.report.registry import render
 from lowprec_check.schema.matrix import load
 from lowprec_check.schema.scan_result import ScanResult

@@ -92,7 +92,7 @@ def report(
     out: Annotated[Path, typer.Option(help="Folder for op-support.md and op-support.html.")] = Path("reports"),
 ) -> None:
     """Write the catalog as a document and as a page with the history of each operator."""
-    from lowprec_check.report.op import write_reports
+    from lowprec_check.report.catalog_document import write_reports
 
     check_folder(out, "--out")
     for path in write_reports(out):
