@@ -59,7 +59,7 @@ def _verdict(result: ScanResult) -> Iterator[Made]:
                 fp32=fp32,
                 name=name,
                 kept=kept,
-                gain=_no_gain(best),
+                gain=_no_gain(best, recommended_run(result), result),
             ),
             "none",
         )
@@ -69,11 +69,13 @@ def _verdict(result: ScanResult) -> Iterator[Made]:
     yield Said(say(words, fp32=fp32, prefer=best.prefer, name=name, kept=kept, gain=gain), "none")
 
 
-def _no_gain(best: Recommendation) -> str:
-    slower = best.speedup is not None and best.speedup < 1
+def _no_gain(best: Recommendation, run: Run | None, result: ScanResult) -> str:
     if best.worth == "unknown":
         return "is slower"
-    return "is slower and saves no memory" if slower else "is not faster and saves no memory"
+    ratio = memory_ratio(run, result.runs) if run is not None else None
+    saves = "little" if ratio is not None and ratio <= 1 / SAME_MEMORY else "no"
+    slower = best.speedup is not None and best.speedup < 1
+    return f"is {'slower' if slower else 'not faster'} and saves {saves} memory"
 
 
 def _no_pass(result: ScanResult) -> Sentence:
@@ -201,7 +203,8 @@ def sentences(texts: Iterable[str]) -> str:
 
 
 def _speed(found: Speed, run: Run) -> Sentence | None:
-    rounds = run.latency.speedup.rounds if run.latency and run.latency.speedup else 0
+    in_rounds = run.latency.speedup if run.latency is not None and run.timing is None else None
+    rounds = in_rounds.rounds if in_rounds is not None else 0
     if found.told == "faster":
         interval = {"low": found.low, "high": found.high}
         if rounds > 1:

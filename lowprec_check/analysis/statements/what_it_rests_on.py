@@ -132,14 +132,13 @@ def rounds(result: ScanResult) -> Iterator[Made]:
     if result.prediction is not None or reference is None:
         return
     counts = [run.latency.speedup.rounds for run in result.runs if run.latency and run.latency.speedup]
-    if reference.latency is None or not counts:
+    if not counts:
         yield plain("times were not compared in rounds")
         return
-    yield say(
-        "times of {rounds:count round}, in which fp32 varied by ±{spread:share}",
-        rounds=min(counts),
-        spread=spread_of(reference.latency),
-    )
+    found = say("times of {rounds:count round}", rounds=min(counts))
+    words = "in which fp32 varied by ±{spread:share}"
+    spread = say(words, spread=spread_of(reference.latency)) if reference.latency is not None else None
+    yield chained(found, spread, between=", ")
 
 
 @per_scan("other-programs", "times", disproof="another scan on a quiet machine")
