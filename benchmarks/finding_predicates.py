@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from statement_predicates import WAYS, Case, Claim, Raw, _lost_kinds, _total, label, reads, same, short
+from statement_predicates import WAYS, Case, Claim, Raw, label, lost_kinds, reads, same, short, total
 
 from lowprec_check.schema.precisions import FP32, PRECISIONS, FloatFormat
 
@@ -44,9 +44,9 @@ def _share(c: Case, share: float, column: str = "share") -> bool:
 
 
 def _first_bad(c: Case) -> bool:
-    rows = c.rows(outcome="ok") if False else c.rows(**{})
-    first = next((row for row in _all(c) if row["introduced_nan"] or (row["introduced_inf"] and row["outcome"] != "rescued")), None)
-    return rows is not None and first is not None and (first["module"], first["op"]) == (c.d["module"], c.d["op"])
+    bad = (row for row in _all(c) if row["introduced_nan"] or (row["introduced_inf"] and row["outcome"] != "rescued"))
+    first = next(bad, {})
+    return (first.get("module"), first.get("op")) == (c.d["module"], c.d["op"])
 
 
 def _all(c: Case) -> Sequence[Raw]:
@@ -120,18 +120,18 @@ def _way_of(c: Case, words: str) -> Raw:
 
 
 def _lost(c: Case, lost: float | None = None, decay: float | None = None, group: int | None = None) -> bool:
-    kinds = _lost_kinds(c)
+    kinds = lost_kinds(c)
     mine = [its for name, its in kinds.items() if name == f"weights of group {group}"] if group is not None else [kinds.get("weights", []), *(its for name, its in kinds.items() if name.startswith("weights of group"))]
-    return any((lost is None or same(lost, _total(its))) and (decay is None or same(decay, _total(its, "decay_lost"))) for its in mine if its)
+    return any((lost is None or same(lost, total(its))) and (decay is None or same(decay, total(its, "decay_lost"))) for its in mine if its)
 
 
 def _most_in(c: Case, tensor: str, most: float) -> bool:
     return any(its["name"] == tensor and same(its["lost"], most) for its in c.run["training"]["lost_updates"])
 
 
-def _stalled(c: Case, values: str, lost: float, name: str, tensors: int) -> bool:
+def _stalled(c: Case, values: str, lost: float, name: str, tensors: int = 1) -> bool:
     found = [its for its in c.run["training"]["lost_updates"] if its["values"] == values and its["lost"] >= 0.5 and its["name"].rpartition(" · ")[2].rpartition(".")[2] == name]
-    return tensors == len(found) and same(lost, _total(found))
+    return tensors == len(found) and same(lost, total(found))
 
 
 def _epsilon(c: Case, share: float) -> bool:
@@ -148,9 +148,9 @@ def _loss_at(after: int) -> Claim:
 
 
 def _course(name: str) -> Claim:
-    def claim(c: Case, first: float, last: float | None) -> bool:
-        way = c.way(name) if name else c.first
-        return same([first, last], [way["losses"][0], way["losses"][-1]])
+    def claim(c: Case, first: float | None = None, last: float | None = None, loss: float | None = None) -> bool:
+        losses = (c.way(name) if name else c.first)["losses"]
+        return {*losses} == {loss} if loss is not None else same([first, last], [losses[0], losses[-1]])
 
     return claim
 
@@ -261,7 +261,7 @@ FINDINGS: dict[str, dict[str, Claim]] = {
         "{share} of the non-zeros are below {smallest}, the smallest normal number of {dtype}": _below,
         "{share} of the non-zeros of {op} in {module} are below {smallest}, the smallest normal number of {dtype}": _below,
         "{lost} become zero": lambda c, lost: True,
-        "{more} like this": lambda c, more: more > 0,
+        "and {more}": lambda c, more: more > 0,
         "the worst of {batches}": lambda c, batches: batches == len(c.run["batches"]["statuses"]),
         "on batch {batch}, {values} overflowed to Inf where fp32 is finite": lambda c, batch, values: any(its["overflows"][batch] == values for its in _ranges(c)),
         "the largest value grows from {first} to {most} on batch {batch}: room for a factor of {room}": lambda c, first, most, batch, room: any(same([first, most], [its["largest"][0], its["largest"][batch]]) for its in _ranges(c)) and _room(c, room),
@@ -316,9 +316,9 @@ FINDINGS: dict[str, dict[str, Claim]] = {
         "{decay} of the updates of weights of parameter group {group} by weight decay alone are lost to rounding, {lost} of those with gradients": _lost,
         "by weight decay alone: {decay}": _lost,
         "most in {tensor}: {most}": _most_in,
-        "{lost} of the updates of the average of the weights are lost to rounding": lambda c, lost: same(lost, _total(_lost_kinds(c)["averages of weights"])),
+        "{lost} of the updates of the average of the weights are lost to rounding": lambda c, lost: same(lost, total(lost_kinds(c)["averages of weights"])),
     },
-    "LP504": {"{values}: {lost} of the updates of {name} are lost to rounding, in {tensors}": _stalled, "most in {tensor}: {most}": _most_in},
+    "LP504": {"{values}: {lost} of the updates of {name} are lost to rounding": _stalled, "{values}: {lost} of the updates of {name} of {tensors} are lost to rounding": _stalled, "most in {tensor}: {most}": _most_in},
     "LP505": {"{error}: GradScaler needs gradients, and so weights, in fp32": _raised},
     "LP506": {"a step with zero gradients makes {share} of the weights NaN or Inf: eps is zero in the dtype": _epsilon, "with {fails}, not with {works}": lambda c, fails, works: all(bool(check["nonfinite"]) == (check["implementation"] in fails) for check in c.run["training"]["epsilon"] if check["error"] is None and check["implementation"] != "as given")},
     "LP507": {
@@ -333,8 +333,15 @@ FINDINGS: dict[str, dict[str, Claim]] = {
         "from step {step} on, the weights have moved {value} times as far as in fp32; the limit is {limit}": _outside,
         "furthest from fp32: {parameter}": _outside,
     },
-    "LP508": {"in one autocast block around all steps, the loss goes from {first} to {last}": _course("one-autocast"), "entered in each step, the loss goes from {first} to {last}": _course(""), "in one autocast block around all steps, training fails": lambda c: c.way("one-autocast")["status"] not in ("ok", "")},
-    "LP509": {"with {way}, GradScaler skipped {steps}": lambda c, way, steps: _way_of(c, way)["skipped_steps"] == steps, "in which gradients overflowed": lambda c: True, "the initial loss scale was {scale}": lambda c, scale: any(way["initial_scale"] == scale for way in c.ways)},
+    "LP508": {
+        **{f"{how}, {what}": _course(name) for how, name in (("in one autocast block around all steps", "one-autocast"), ("entered in each step", "")) for what in ("the loss goes from {first} to {last}", "the loss stays at {loss}")},
+        "in one autocast block around all steps, training fails": lambda c: c.way("one-autocast")["status"] != "ok",
+    },
+    "LP509": {
+        "{way}GradScaler skipped {steps}": lambda c, way, steps: any(its["skipped_steps"] == steps and way in ("", f"{WAYS[its['name']]}: ") for its in c.ways),
+        "with an initial loss scale of {scale}": lambda c, scale: any(way["initial_scale"] == scale for way in c.ways),
+        "gradients overflow": lambda c: True,
+    },
     "LP901": {"never ran on these inputs: not covered": lambda c: any(c.d["module"] in run["uncalled_modules"] for run in c.runs)},
     "LP902": {"two fp32 runs with one seed differ": lambda c: c.run["nondeterministic"], "the tolerance was raised": lambda c: c.setup is None},
     "LP903": {"computed in fp32 and rounded: {reason}": lambda c, reason: c.run["emulated"].get(c.d["op"]) == reason},
@@ -351,7 +358,7 @@ def false_advice(case: Case, help: str | None) -> list[str]:
     """What advice names that did not pass in this scan, or that is the run itself."""
     wrong = []
     names = sorted({name for run in case.runs for name in (label(run), run["precision"])}, key=len, reverse=True)
-    for part in re.split(r"; |, or (?=use|try|keep|find|calibrate|replace)", help or ""):
+    for part in filter(None, re.split(r"; |, or (?=use|try|keep|find|calibrate|replace)", help or "")):
         named = re.match(r"use ([^,;(]+)", part)
         if named:
             for alternative in re.split(r" or (?!GradScaler)", named[1]):

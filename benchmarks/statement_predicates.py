@@ -468,13 +468,13 @@ def _plain_lost(c: Case, lost: float) -> bool:
     return same(lost, c.way("plain").get("lost_updates"))
 
 
-def _total(tensors: Sequence[Raw], key: str = "lost") -> float:
+def total(tensors: Sequence[Raw], key: str = "lost") -> float:
     """The share of all updates of ``tensors`` together."""
     weighed = [(one[key] or 0.0, (one["updates"] if key == "lost" else 0) or one["elements"]) for one in tensors if key == "lost" or one[key] is not None]
     return sum(share * count for share, count in weighed) / (sum(count for _, count in weighed) or 1)
 
 
-def _lost_kinds(c: Case) -> dict[str, list[Raw]]:
+def lost_kinds(c: Case) -> dict[str, list[Raw]]:
     """Tensors by the words that name their kind."""
     words = {"weight": "weights", "buffer": "buffers", "optimizer state": "optimizer state", "average": "averages of weights"}
     kinds: dict[str, list[Raw]] = {}
@@ -490,6 +490,7 @@ _TRAINING: dict[str, Claim] = {
     "its loss goes from {first} to {last}": _stays,
     "in fp32 from {fp32_first} to {fp32_last}": _stays,
     "its weights end {distance} from those of fp32": _stays,
+    "relative to how far these moved": lambda c: True,
     "{part} of the limit from {seeds} with other seeds": _distance_part,
     "no GradScaler is needed: {format} has the range of fp32": lambda c, format: c.format is not None and c.format.short == format == "bf16",
     "{underflow} of the elements of gradients underflow in the first step without it": lambda c, underflow: same(underflow, c.run["training"]["underflow"]),
@@ -559,10 +560,10 @@ _LOSS_SCALE: dict[str, Claim] = {
     "{text}": lambda c, text: text.startswith("no element of the gradients underflows") and not c.run["training"]["loss_scale"]["underflow_unscaled"],
 }
 _LOST: dict[str, Claim] = {
-    "{values} {lost}": lambda c, values, lost: values in _lost_kinds(c) and same(lost, _total(_lost_kinds(c)[values])),
+    "{values} {lost}": lambda c, values, lost: values in lost_kinds(c) and same(lost, total(lost_kinds(c)[values])),
     " ({tensor})": lambda c, tensor: any(tensor in one["name"] for one in c.run["training"]["lost_updates"]),
     " (most in {tensor}, {most})": lambda c, tensor, most: any(tensor in one["name"] and same(most, one["lost"]) for one in c.run["training"]["lost_updates"]),
-    "their weight decay {decay}": lambda c, decay: any(same(decay, _total(its, "decay_lost")) for its in _lost_kinds(c).values()),
+    "their weight decay {decay}": lambda c, decay: any(same(decay, total(its, "decay_lost")) for its in lost_kinds(c).values()),
 }
 
 
@@ -717,7 +718,7 @@ CLAIMS: dict[str, dict[str, Claim]] = {
 
 
 _FIELD = re.compile(r"\{(\w+?)(?:_\d+)*(?::[^}]*)?\}")
-_BETWEEN = ("; ", ", ", ": ", " (", ") ", " and ", ")", " ", "")
+_BETWEEN = ("; ", ", ", ": ", " (", "), ", ")", " and ", " ", "")
 
 
 def clauses(template: str, names: Sequence[str]) -> list[tuple[str, list[str]]] | None:
@@ -815,9 +816,9 @@ def misread(template: str, figures: Sequence[Raw], text: str) -> list[str]:
             continue
         name, kind, noun = field[1], *(field[2].partition(" ")[::2])
         if kind == "count":
-            token = r"[\d,]+ (?:– [\d,]+ )?" + re.escape(noun)[:-1] + r"\w*"
+            token = r"[\d,]+ (?:– [\d,]+ )?" + _noun(noun)
         elif kind == "of":
-            token = r"[\d,]+(?: – [\d,]+)?(?: of [\d,]+(?: – [\d,]+)?)? " + re.escape(noun)[:-1] + r"\w*(?: \([^)]*\))?"
+            token = r"[\d,]+(?: – [\d,]+)?(?: of [\d,]+(?: – [\d,]+)?)? " + _noun(noun) + r"(?: \([^)]*\))?"
         elif kind in ("op", "module", "text", "names", "modules", "ops"):
             pattern += re.escape(_names(figures[0][name], kind))
             continue
@@ -825,28 +826,31 @@ def misread(template: str, figures: Sequence[Raw], text: str) -> list[str]:
             one = _TOKENS.get(kind, r"-?[\d.,]+(?:e[+-]\d+)?")
             token = f"(?:{one})(?: – (?:{one}))?"
         pattern += f"({token})"
-        names.append((name, kind))
+        names.append((name, kind, noun))
     found = re.fullmatch(pattern, text, re.S)
     if not found:
         return [f"the text is not what the template says: {text!r}"]
     wrong = []
-    for (name, kind), token in zip(names, found.groups(), strict=True):
+    for (name, kind, noun), token in zip(names, found.groups(), strict=True):
         for each in figures:
-            if not _shows(token, each[name], kind):
+            bare = re.sub(rf" {_noun(noun)}(?= \(|$)", "", token) if noun else token
+            if not _shows(bare, each[name], kind):
                 wrong.append(f"{name}: {token!r} is not {each[name]!r}")
     return wrong
+
+
+def _noun(noun: str) -> str:
+    return re.escape(noun) + "(?:es|s)?"
 
 
 def _shows(token: str, value: Any, kind: str) -> bool:
     if kind == "of":
         numbers, _, rest = token.partition(" of ")
         if not rest:
-            return _shows(re.sub(r" [a-zA-Z ]+$", "", numbers), value[0], "number")
-        totals, share = re.sub(r" [a-zA-Z ]+.*$", "", re.sub(r" \(.*", "", rest)), re.search(r"\((.*)\)", rest)
-        right = _shows(numbers, value[0], "number") and _shows(totals, value[1], "number")
-        return right and (share is None or _shows(share[1], value[0] / value[1], "percent"))
-    if kind == "count":
-        token = re.sub(r" [a-zA-Z ]+$", "", token)
+            return _shows(numbers, value[0], "number")
+        total, _, share = rest.partition(" (")
+        right = _shows(numbers, value[0], "number") and _shows(total, value[1], "number")
+        return right and (not share or _shows(share.rstrip(")"), value[0] / value[1], "percent"))
     low, dash, high = token.partition(" – ")
     if not dash:
         return reads(token, value)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from finding_predicates import FINDINGS, false_advice
-from statement_predicates import CLAIMS, Case, Raw, is_reference, label, misread, problems, same
+from statement_predicates import CLAIMS, Case, Raw, is_reference, label, lost_kinds, misread, problems, same, total
 
 from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.analysis.findings import groups
@@ -192,6 +192,11 @@ def _explained(value: float, row: Row, table: Table, raw: Raw, numbers: set[floa
     """Whether a number is one of the JSON, or a sum or a ratio that its table is about."""
     if value in numbers or round(value, 9) in numbers:
         return True
+    if table.name == "lost updates":
+        case = Case(raw, next(run for run in raw["runs"] if label(run) == row.cells[0]))
+        its = lost_kinds(case).get(row.cells[1], [])
+        sums = [len(its), sum(one["elements"] for one in its), total(its), total(its, "decay_lost")]
+        return any(same(value, one) for one in sums)
     if table.name.startswith("Shares of the squared output error"):
         name = table.name.partition(": ")[2]
         case = Case(raw, next(run for run in raw["runs"] if label(run) == name))
