@@ -544,9 +544,9 @@ def _scale(c: Case, scale: str | float | None = None, skips: int | None = None) 
 _LOSS_SCALE: dict[str, Claim] = {
     "keep the initial scale of GradScaler": lambda c: c.way("grad-scaler")["initial_scale"] == c.run["training"]["loss_scale"]["scale"],
     "the default scale of GradScaler will do": lambda c: c.way("grad-scaler")["status"] == "ok",
+    "{scale} was tried": _scale,
     "start GradScaler at {scale}: its default skips {skips}": _scale,
     "start GradScaler at {scale}": _scale,
-    "and {scale} fits too": _scale,
     "{scale}": _scale,
     "the largest 16-bit gradient of the backward pass is {largest}{where}": lambda c, largest, where: same(largest, c.run["training"]["loss_scale"]["largest"]),
     "{scaled} with this scale": lambda c, scaled: same(scaled, c.run["training"]["loss_scale"]["largest"] * c.run["training"]["loss_scale"]["scale"]),

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import html
-import importlib.util
 import json
 import re
 import sys
@@ -25,16 +24,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from finding_predicates import FINDINGS, false_advice
-from statement_predicates import CLAIMS, Case, Raw, is_reference, label, lost_kinds, misread, problems, same, total
+from statement_predicates import BETWEEN, CLAIMS, Case, Raw, is_reference, label, lost_kinds, misread, problems, same, total
 
 from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.analysis.findings import groups
 from lowprec_check.analysis.rules.registry import rules
 from lowprec_check.analysis.statements.registry import kinds
-from lowprec_check.errors import UsageError
-from lowprec_check.report.blocks import Fold, Row, Say, Table, cell_text
+from lowprec_check.report.blocks import Column, Fold, Row, Say, Table, cell_text
+from lowprec_check.report.page_blocks import scan_page
 from lowprec_check.report.registry import FORMATS
 from lowprec_check.report.scan_document import scan_document
+from lowprec_check.schema.precisions import formats
 from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.verdict import look
 
@@ -117,27 +117,71 @@ def _findings(raw: Raw, result: ScanResult) -> Checked:
 def _cells(raw: Raw, result: ScanResult) -> Checked:
     numbers = set(_numbers({key: value for key, value in raw.items() if key not in ("statements", "diagnostics")}))
     runs = {label(run): run for run in raw["runs"]}
-    for table in _tables(scan_document(result).blocks):
+    for table in _tables(scan_page(result).blocks):
+        head = ""
         for row in table.rows:
+            head = row.cells[0] if not row.depth else head  # of the lines of code: their file
             for column, value in zip(table.columns, row.cells, strict=True):
-                run = runs.get(row.cells[0])
-                known = _RUNS.get(column.name) if run is not None and table.name in ("runs", "times") else None
-                if known is not None and run is not None:
-                    right, expected = _cell_is(value, known(Case(raw, run)))
-                elif isinstance(value, (int, float)) and not isinstance(value, bool) and table.name not in ("findings",):
+                if value is None and table.name not in ("runs", "times"):
+                    continue
+                known = _cell(table, column, row, head, runs, raw)
+                if known is not None:
+                    right, expected = _cell_is(value, known()), known()
+                elif isinstance(value, (int, float)) and not isinstance(value, bool) and table.name != "findings":
                     right, expected = _explained(value, row, table, raw, numbers), "a number of the JSON"
                 else:
                     continue
-                kind = f"cell {table.name.partition(':')[0]} · {column.name}"
-                yield kind, [] if right else [False_(kind, f"{row.cells[0]}: {value!r}", f"expected {expected!r}")]
+                kind = f"cell {re.sub(r' of .*|:.*', '', re.sub(r'[0-9]+', 'N', table.name))} · {column.name.rpartition(': ')[2]}"
+                yield kind, [] if right else [False_(kind, f"{row.cells[0]}, {column.name}: {value!r}", f"expected {expected!r}")]
 
 
 def _tables(blocks: Any) -> Iterator[Table]:
     for block in blocks:
         if isinstance(block, Table):
             yield block
+            yield from _tables(inner for row in block.rows for inner in row.below)
         elif isinstance(block, Fold):
             yield from _tables(block.blocks)
+
+
+def _cell(table: Table, column: Column, row: Row, head: str, runs: dict[str, Raw], raw: Raw) -> Callable[[], Any] | None:
+    """What a cell must hold; ``None`` if it is enough that its number is in the JSON."""
+    first, (name, _, figure) = row.cells[0], column.name.rpartition(": ")
+    if table.name in ("runs", "times"):
+        known = _RUNS.get(column.name)
+        return None if known is None or first not in runs else lambda: known(Case(raw, runs[first]))
+    if table.name.startswith("operators of "):
+        case = Case(raw, runs[table.name.removeprefix("operators of ")])
+        return _sum(case, figure, [its for its in case.rows(op=first)], [gap for gap in case.run["gaps"] if gap["op"] == first])
+    if table.name in ("modules", "lines of code") and name in runs:
+        case = Case(raw, runs[name])
+        if table.name == "lines of code":
+            return _sum(case, figure, list(case.rows(source=f"{head}:{first}")), [])
+        if figure == "share of the error":
+            return lambda: sum(share for part, share, _ in case.shares() if _is_inside("" if part == BETWEEN else part, first))
+        every = case.rows(phase=None) if case.setup is None else (its for phase in ("forward", "backward", "optimizer") for its in case.rows(phase=phase))
+        return _sum(case, figure, [its for its in every if _is_inside(its["module"], first)], [])
+    return None
+
+
+def _is_inside(path: str, above: str) -> bool:
+    return not above or path == above or path.startswith(f"{above}.")
+
+
+def _sum(case: Case, figure: str, rows: list[Raw], gaps: list[Raw]) -> Callable[[], Any] | None:
+    """A figure of some op calls together."""
+    lost = sum(its["introduced_inf"] + its["introduced_nan"] for its in rows)
+    worst = None if lost else max((its["accumulated_error"] for its in rows if its["accumulated_error"] is not None), default=None)
+    known: dict[str, Any] = {
+        "calls": len(rows),
+        "share of the error": sum(its["share"] or 0.0 for its in rows),
+        "worst error": (worst, None if case.run["status"] == "ok" else case.run["tolerance"]),
+        "worst of the op itself": max((its["local_error"] for its in rows if its["local_error"] is not None), default=None),
+        "without a kernel": sum(gap["calls"] for gap in gaps),
+        "repeated casts": sum(its["recast"] for its in rows),
+        "Inf or NaN": lost,
+    }
+    return (lambda: known[figure]) if figure in known else None
 
 
 def _status(c: Case) -> str:
@@ -182,10 +226,8 @@ _RUNS: dict[str, Callable[[Case], Any]] = {
 """What the columns of the tables with a row per run show."""
 
 
-def _cell_is(value: Any, expected: Any) -> tuple[bool, Any]:
-    if isinstance(value, tuple) and isinstance(expected, tuple):
-        return same(list(value[:2]), list(expected)), expected
-    return same(value, expected), expected
+def _cell_is(value: Any, expected: Any) -> bool:
+    return same(list(value[:2]), list(expected)) if isinstance(value, tuple) and isinstance(expected, tuple) else same(value, expected)
 
 
 def _explained(value: float, row: Row, table: Table, raw: Raw, numbers: set[float]) -> bool:
@@ -197,6 +239,10 @@ def _explained(value: float, row: Row, table: Table, raw: Raw, numbers: set[floa
         its = lost_kinds(case).get(row.cells[1], [])
         sums = [len(its), sum(one["elements"] for one in its), total(its), total(its, "decay_lost")]
         return any(same(value, one) for one in sums)
+    if "at the ends of the range of" in table.name:
+        module, op, line, largest = row.cells[:4]
+        lost = [sum(its["introduced_inf"] for its in Case(raw, run).rows(module=module, op=op, source=line)) for run in raw["runs"]]
+        return value in lost or any(largest is not None and same(value, largest / known.largest) for known in formats())
     if table.name.startswith("Shares of the squared output error"):
         name = table.name.partition(": ")[2]
         case = Case(raw, next(run for run in raw["runs"] if label(run) == name))
@@ -232,16 +278,10 @@ def rendered(result: ScanResult) -> dict[str, str]:
     from lowprec_check.report.notebook import text as notebook
 
     shown = {"text": layout.text(scan_document(result), width=20_000, detail="more"), "notebook": notebook(result)}
-    page = ["html"] if importlib.util.find_spec("lowprec_check.report.layout.html") else []
-    for name in ("md", *page, "sarif", "junit", "github", "concise"):
-        try:
-            shown[name] = FORMATS.get(name).render(result)
-        except UsageError:  # the format needs a package that is not here
-            continue
+    shown |= {name: FORMATS.get(name).render(result) for name in ("md", "html", "sarif", "junit", "github", "concise")}
     shown["md"] = re.sub(r"\\([\\`*_\[\]<>#~&$|])", r"\1", re.sub(r"```.*?```", "", shown["md"], flags=re.S)).replace("`", "").replace("**", "")
-    if "html" in shown:
-        page = re.sub(r"(?s)<(script|style|pre|svg|template)\b.*?</\1>", " ", shown["html"])
-        shown["html"] = html.unescape(re.sub(r"<[^>]+>", " ", page))
+    page = re.sub(r"(?s)<(script|style|pre|svg|template)\b.*?</\1>", " ", shown["html"])
+    shown["html"] = html.unescape(re.sub(r"<[^>]+>", " ", page))
     shown["junit"] = html.unescape(shown["junit"])
     return {name: re.sub(r"\s+", " ", text) for name, text in shown.items()}
 
@@ -255,7 +295,7 @@ def _formats(raw: Raw, result: ScanResult) -> Checked:
         others = {found for found in re.findall(r"(?:Use|Stay in) [^.:;\"]*", text) if found.startswith(("Use half", "Use bf", "Use autocast", "Stay in"))}
         wrong += [False_(kind, found, f"the verdict is {verdict}") for found in others if _plain(found) not in _plain(verdict)]
         yield kind, wrong
-    documents = {name: _plain(shown[name]) for name in DOCUMENTS if name in shown}
+    documents = {name: _plain(shown[name]) for name in DOCUMENTS}
     for run in raw["runs"]:
         word = look(_status(Case(raw, run))).word
         for name, text in {name: shown[name] for name in documents}.items():
@@ -279,13 +319,25 @@ def _plain(text: str) -> str:
 
 def _known_numbers(raw: Raw, result: ScanResult) -> set[str]:
     """The number tokens of statements, findings, cells, and texts of the JSON."""
-    document = scan_document(result)
-    texts = [*_texts(raw)]
+    texts = [*_texts(raw), *_shown(scan_page(result).blocks)]
     texts += [message.full for group in groups(result.diagnostics) for message in group.messages]
     texts += [group.where for group in groups(result.diagnostics)]
-    texts += [cell_text(value, column.type) for table in _tables(document.blocks) for row in table.rows for value, column in zip(row.cells, table.columns, strict=True)]
-    texts += [block.text for block in document.blocks if isinstance(block, Say)]
     return {token for text in texts for token in _NUMBER.findall(text)}
+
+
+def _shown(blocks: Any) -> Iterator[str]:
+    """The texts of cells and of what stands beside tables."""
+    for block in blocks:
+        if isinstance(block, Fold):
+            yield block.title
+            yield from _shown(block.blocks)
+        elif isinstance(block, Say):
+            yield block.text
+        elif isinstance(block, Table):
+            yield from (column.meaning for column in block.columns)
+            yield from ("" if value is None else cell_text(value, column.type) for row in block.rows for value, column in zip(row.cells, block.columns, strict=True))
+            yield from _shown(inner for row in block.rows for inner in row.below)
+            yield f"{block.name} {len(block.rows)} {block.left_out:,} {len(block.rows) + block.left_out:,}"
 
 
 def _texts(value: Any) -> Iterator[str]:
