@@ -18,6 +18,9 @@ THE_MODEL = "the model itself"
 BETWEEN = "rounding between modules"
 """How the rounding of results that one submodule of the model passes to another is named: no submodule in fp32 avoids it."""
 
+CAST_INPUT = "cast input"
+"""What stands for the op in the share of rounding the inputs."""
+
 Place = tuple[str, str, str | None]
 """Module, op and line."""
 
@@ -71,9 +74,11 @@ def place_shares(run: Run) -> dict[Place, Share]:
         (module, op, source): Share(module=module, op=op, source=source, share=total, calls=counts[module, op, source])
         for (module, op, source), total in totals.items()
     }
-    counted = {(module, op) for module, op, _ in found}
+    has_calls = bool(
+        found
+    )  # their shares are listed for the modules that avoid them in fp32, which need not be their own
     for listed in run.budget.shares if run.budget else ():
-        if not listed.rounding and (listed.module, listed.op) not in counted:  # the rounding of the inputs
+        if not listed.rounding and (listed.op == CAST_INPUT or not has_calls):
             found[(listed.module, listed.op, listed.source)] = listed
     return found
 

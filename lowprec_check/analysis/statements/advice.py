@@ -74,7 +74,7 @@ def _no_gain(best: Recommendation, run: Run | None, result: ScanResult) -> str:
         return "is slower"
     ratio = memory_ratio(run, result.runs) if run is not None else None
     saves = "little" if ratio is not None and ratio <= 1 / SAME_MEMORY else "no"
-    slower = best.speedup is not None and best.speedup < 1
+    slower = run is not None and speed(run, result.runs).told == "slower"
     return f"is {'slower' if slower else 'not faster'} and saves {saves} memory"
 
 

@@ -24,7 +24,7 @@ from lowprec_check.schema.training import (
     decay_lost_of,
     lost_of,
 )
-from lowprec_check.schema.wording import Sentence, chained, plain, say
+from lowprec_check.schema.wording import Sentence, chained, module_name, plain, say
 
 MATTERS = 0.001
 """Smaller shares of elements that underflow, and of updates that are lost, are not mentioned."""
@@ -245,7 +245,7 @@ def loss_scale(run: Run, result: ScanResult) -> Made:
     else:
         start = say("start GradScaler at {scale:text}", scale=scale)
     scaled, largest = found.largest * found.scale, (run.basis.format if run.basis is not None else FP16).largest
-    where = f" ({found.largest_at})" if found.largest_at else ""
+    where = f" ({module_name(found.largest_at)})" if found.largest_at else ""
     parts = [
         say(
             "the largest 16-bit gradient of the backward pass is {largest:figure}{where:text}",
