@@ -1,5 +1,7 @@
 """What each finding claims, recomputed from the raw JSON, and what its advice may name: :data:`FINDINGS`, by code."""
 
+# fmt: off
+# ruff: noqa: ARG001, ARG005
 from __future__ import annotations
 
 import re

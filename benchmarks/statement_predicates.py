@@ -5,6 +5,8 @@ of the clause: whether it is true of the run. :func:`problems` takes a template 
 :func:`misread` holds what is printed against the figures, ranges included.
 """
 
+# fmt: off
+# ruff: noqa: ARG001, ARG005, A006
 from __future__ import annotations
 
 import math
@@ -28,7 +30,7 @@ LEAST_SHARE = 0.03
 
 
 def label(run: Raw) -> str:
-    """As reports name the run."""
+    """Its name in reports."""
     name = run["precision"] if run.get("base") is None else f"{run['precision']} ({run['base']})"
     parts = [name, *([run["backend"]] if run["backend"] != "eager" else [])]
     parts += [run["memory_format"]] if run["memory_format"] != "contiguous" else []
@@ -36,10 +38,12 @@ def label(run: Raw) -> str:
 
 
 def is_reference(run: Raw) -> bool:
+    """Whether it is the fp32 run that all others are compared with."""
     return (run["precision"], run["backend"], run["memory_format"]) == ("fp32", "eager", "contiguous")
 
 
 def short(op: str) -> str:
+    """The name of an op in reports."""
     parts = op.split(".")
     return parts[1].removeprefix("_") if len(parts) == 3 and parts[0] != "torch" else op
 
@@ -208,6 +212,7 @@ class Case:
 
 
 def told(ratio: float, low: float, high: float) -> str:
+    """What a ratio with this interval tells."""
     if low > 1 and ratio >= 1.05:
         return "faster"
     if high < 1 and ratio <= 1 / 1.05:
@@ -376,6 +381,11 @@ def _says(c: Case, claims: Mapping[str, Claim], text: str) -> bool:
     return any(text.startswith(words) and claim(c) for words, claim in claims.items())
 
 
+def _constants(c: Case, constants: list[str], format: str) -> bool:
+    known = {f"{gap['constant']:g} in {short(gap['op'])}": gap["constant"] for gap in c.run["gaps"] if gap["constant"] is not None}
+    return c.format is not None and c.format.short == format and list(known) == constants and all(abs(value) > c.format.largest for value in known.values())
+
+
 _GAIN: dict[str, Claim] = {
     "is {ratio} as fast as fp32 ({low} – {high} in {rounds})": _rounds,
     "is {ratio} as fast as fp32": _rounds,
@@ -421,8 +431,8 @@ _FAILURE: dict[str, Claim] = {
     "it cannot be judged: {odd}": _odd,
     "runs": lambda c: c.run["status"] == "unjudged",
     "but {reason}": lambda c, reason: reason == "; ".join(c.run["notes"]) or "nothing to compare" in reason,
-    "the constant {constants} is outside the range of {format}": lambda c, constants, format: _constants(c, constants, format),
-    "the constants {constants} are outside the range of {format}": lambda c, constants, format: _constants(c, constants, format),
+    "the constant {constants} is outside the range of {format}": _constants,
+    "the constants {constants} are outside the range of {format}": _constants,
     "{what}": lambda c, what: _why(c, what) or what.startswith("NaN or Inf"),
     "first in {op}{phase} of {module}": _first_bad,
     "NaN or Inf in the loss after step {step}": lambda c, step: c.first["losses"].index(None) == step,
@@ -444,11 +454,6 @@ _FAILURE: dict[str, Claim] = {
 def _where(c: Case) -> str:
     parameter = c.first["divergence"]["parameter"]
     return f" ({parameter})" if parameter else ""
-
-
-def _constants(c: Case, constants: list[str], format: str) -> bool:
-    known = {f"{gap['constant']:g} in {short(gap['op'])}": gap["constant"] for gap in c.run["gaps"] if gap["constant"] is not None}
-    return c.format is not None and c.format.short == format and list(known) == constants and all(abs(value) > c.format.largest for value in known.values())
 
 
 def _stays(c: Case, **figures: float | None) -> bool:
@@ -761,7 +766,7 @@ def problems(kind: str, template: str, figures: Raw, case: Case) -> list[str]:
         try:
             right = claims[clause](case, **wanted)
         except (KeyError, TypeError, ValueError, IndexError, AssertionError, ZeroDivisionError) as error:
-            right, clause = False, f"{clause} ({type(error).__name__}: {error})"
+            right, wanted = False, {**wanted, "raised": repr(error)}
         if not right:
             wrong.append(f"{clause} {wanted}")
     return wrong
@@ -796,7 +801,7 @@ def reads(token: str, value: float | None, unit: str = "", side: int = 0) -> boo
     scale = _UNITS.get(found[5] or unit, 1) * 10.0 ** int(found[4] or 0)
     number = float(found[3].replace(",", "")) * (-1 if found[2] else 1)
     if found[1]:
-        return (0 < abs(value) + (side == 1) and abs(value) < number * scale or side == -1) if found[1] == "< " else (value > number * scale or side == 1)
+        return ((abs(value) + (side == 1) > 0 and abs(value) < number * scale) or side == -1) if found[1] == "< " else (value > number * scale or side == 1)
     digits = len(found[3].partition(".")[2])
     significant = len(found[3].replace(".", "").replace(",", "").lstrip("0"))
     half = 0.5000001 * 10.0**-digits * scale
@@ -869,5 +874,3 @@ def _names(value: Any, kind: str) -> str:
     shown = [{"ops": short, "modules": module}.get(kind, str)(name) for name in value]
     most = 4 if kind == "ops" else 3
     return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
-
-

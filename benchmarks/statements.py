@@ -24,7 +24,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from finding_predicates import FINDINGS, false_advice
-from statement_predicates import BETWEEN, CLAIMS, Case, Raw, is_reference, label, lost_kinds, misread, problems, same, total
+from statement_predicates import (
+    BETWEEN,
+    CLAIMS,
+    Case,
+    Raw,
+    is_reference,
+    label,
+    lost_kinds,
+    misread,
+    problems,
+    same,
+    total,
+)
 
 from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.analysis.findings import groups
@@ -84,7 +96,11 @@ def _contradicted(raw: Raw, its: Raw) -> list[str]:
     if its["kind"] != "gain" or not raw["statements"]:
         return []
     verdict = next(one["text"] for one in raw["statements"] if one["kind"] == "verdict")
-    pairs = (("saves no memory", "saves "), ("is slower", "as fast as fp32 ("), ("is not faster", "times as fast as fp32 ("))
+    pairs = (
+        ("saves no memory", "saves "),
+        ("is slower", "as fast as fp32 ("),
+        ("is not faster", "times as fast as fp32 ("),
+    )
     return [f"the verdict says {said!r}" for said, other in pairs if said in verdict and other in its["text"]]
 
 
@@ -97,18 +113,40 @@ def _findings(raw: Raw, result: ScanResult) -> Checked:
         wrong = [] if not d["template"] else misread(template, [d["figures"]], d["message"])
         wrong += problems(d["code"], template, d["figures"] if d["template"] else {"text": d["message"]}, case)
         wrong += false_advice(case, d["help"])
-        yield d["code"], [False_(d["code"], f"{label(run) if run else 'scan'}: {d['message']} → {d['help']}", one) for one in wrong]
+        yield (
+            d["code"],
+            [False_(d["code"], f"{label(run) if run else 'scan'}: {d['message']} → {d['help']}", one) for one in wrong],
+        )
     found = groups(result.diagnostics)
     for d in result.diagnostics:
-        its = [one for group in found for one in group.messages if (group.code, group.op) == (d.code, d.op) and (one.severity, one.help) == (d.severity, d.help)]
-        shown = any((not d.run_label or d.run_label in one.runs) and not misread(d.sentence.template, [d.sentence.figures], one.text) for one in its)
-        yield f"{d.code} shown", [] if shown or d.accepted else [False_(f"{d.code} shown", d.message, "in no message of its group")]
+        its = [
+            one
+            for group in found
+            for one in group.messages
+            if (group.code, group.op) == (d.code, d.op) and (one.severity, one.help) == (d.severity, d.help)
+        ]
+        shown = any(
+            (not d.run_label or d.run_label in one.runs)
+            and not misread(d.sentence.template, [d.sentence.figures], one.text)
+            for one in its
+        )
+        yield (
+            f"{d.code} shown",
+            [] if shown or d.accepted else [False_(f"{d.code} shown", d.message, "in no message of its group")],
+        )
     for group in found:
         for message in group.messages:
-            mine = [d for d in result.diagnostics if (d.code, d.op, d.severity, d.help) == (group.code, group.op, message.severity, message.help)]
+            mine = [
+                d
+                for d in result.diagnostics
+                if (d.code, d.op, d.severity, d.help) == (group.code, group.op, message.severity, message.help)
+            ]
             true = {d.run_label for d in mine if not misread(d.sentence.template, [d.sentence.figures], message.text)}
             wrong = sorted({*message.runs} - true)
-            yield f"{group.code} joined", [False_(f"{group.code} joined", message.full, f"not true of {name}") for name in wrong]
+            yield (
+                f"{group.code} joined",
+                [False_(f"{group.code} joined", message.full, f"not true of {name}") for name in wrong],
+            )
 
 
 # -- cells
@@ -132,7 +170,12 @@ def _cells(raw: Raw, result: ScanResult) -> Checked:
                 else:
                     continue
                 kind = f"cell {re.sub(r' of .*|:.*', '', re.sub(r'[0-9]+', 'N', table.name))} · {column.name.rpartition(': ')[2]}"
-                yield kind, [] if right else [False_(kind, f"{row.cells[0]}, {column.name}: {value!r}", f"expected {expected!r}")]
+                yield (
+                    kind,
+                    []
+                    if right
+                    else [False_(kind, f"{row.cells[0]}, {column.name}: {value!r}", f"expected {expected!r}")],
+                )
 
 
 def _tables(blocks: Any) -> Iterator[Table]:
@@ -144,7 +187,9 @@ def _tables(blocks: Any) -> Iterator[Table]:
             yield from _tables(block.blocks)
 
 
-def _cell(table: Table, column: Column, row: Row, head: str, runs: dict[str, Raw], raw: Raw) -> Callable[[], Any] | None:
+def _cell(
+    table: Table, column: Column, row: Row, head: str, runs: dict[str, Raw], raw: Raw
+) -> Callable[[], Any] | None:
     """What a cell must hold; ``None`` if it is enough that its number is in the JSON."""
     first, (name, _, figure) = row.cells[0], column.name.rpartition(": ")
     if table.name in ("runs", "times"):
@@ -152,14 +197,20 @@ def _cell(table: Table, column: Column, row: Row, head: str, runs: dict[str, Raw
         return None if known is None or first not in runs else lambda: known(Case(raw, runs[first]))
     if table.name.startswith("operators of "):
         case = Case(raw, runs[table.name.removeprefix("operators of ")])
-        return _sum(case, figure, [its for its in case.rows(op=first)], [gap for gap in case.run["gaps"] if gap["op"] == first])
+        return _sum(case, figure, list(case.rows(op=first)), [gap for gap in case.run["gaps"] if gap["op"] == first])
     if table.name in ("modules", "lines of code") and name in runs:
         case = Case(raw, runs[name])
         if table.name == "lines of code":
             return _sum(case, figure, list(case.rows(source=f"{head}:{first}")), [])
         if figure == "share of the error":
-            return lambda: sum(share for part, share, _ in case.shares() if _is_inside("" if part == BETWEEN else part, first))
-        every = case.rows(phase=None) if case.setup is None else (its for phase in ("forward", "backward", "optimizer") for its in case.rows(phase=phase))
+            return lambda: sum(
+                share for part, share, _ in case.shares() if _is_inside("" if part == BETWEEN else part, first)
+            )
+        every = (
+            case.rows(phase=None)
+            if case.setup is None
+            else (its for phase in ("forward", "backward", "optimizer") for its in case.rows(phase=phase))
+        )
         return _sum(case, figure, [its for its in every if _is_inside(its["module"], first)], [])
     return None
 
@@ -171,12 +222,18 @@ def _is_inside(path: str, above: str) -> bool:
 def _sum(case: Case, figure: str, rows: list[Raw], gaps: list[Raw]) -> Callable[[], Any] | None:
     """A figure of some op calls together."""
     lost = sum(its["introduced_inf"] + its["introduced_nan"] for its in rows)
-    worst = None if lost else max((its["accumulated_error"] for its in rows if its["accumulated_error"] is not None), default=None)
+    worst = (
+        None
+        if lost
+        else max((its["accumulated_error"] for its in rows if its["accumulated_error"] is not None), default=None)
+    )
     known: dict[str, Any] = {
         "calls": len(rows),
         "share of the error": sum(its["share"] or 0.0 for its in rows),
         "worst error": (worst, None if case.run["status"] == "ok" else case.run["tolerance"]),
-        "worst of the op itself": max((its["local_error"] for its in rows if its["local_error"] is not None), default=None),
+        "worst of the op itself": max(
+            (its["local_error"] for its in rows if its["local_error"] is not None), default=None
+        ),
         "without a kernel": sum(gap["calls"] for gap in gaps),
         "repeated casts": sum(its["recast"] for its in rows),
         "Inf or NaN": lost,
@@ -185,7 +242,14 @@ def _sum(case: Case, figure: str, rows: list[Raw], gaps: list[Raw]) -> Callable[
 
 
 def _status(c: Case) -> str:
-    odd = next((its for its in c.result["statements"] if its["kind"] == "failure" and label(c.run) in its["runs"] and its["text"].startswith("cannot be judged")), None)
+    odd = next(
+        (
+            its
+            for its in c.result["statements"]
+            if its["kind"] == "failure" and label(c.run) in its["runs"] and its["text"].startswith("cannot be judged")
+        ),
+        None,
+    )
     return "reference" if is_reference(c.run) and c.run["status"] == "ok" else "unjudged" if odd else c.run["status"]
 
 
@@ -227,7 +291,11 @@ _RUNS: dict[str, Callable[[Case], Any]] = {
 
 
 def _cell_is(value: Any, expected: Any) -> bool:
-    return same(list(value[:2]), list(expected)) if isinstance(value, tuple) and isinstance(expected, tuple) else same(value, expected)
+    return (
+        same(list(value[:2]), list(expected))
+        if isinstance(value, tuple) and isinstance(expected, tuple)
+        else same(value, expected)
+    )
 
 
 def _explained(value: float, row: Row, table: Table, raw: Raw, numbers: set[float]) -> bool:
@@ -241,7 +309,10 @@ def _explained(value: float, row: Row, table: Table, raw: Raw, numbers: set[floa
         return any(same(value, one) for one in sums)
     if "at the ends of the range of" in table.name:
         module, op, line, largest = row.cells[:4]
-        lost = [sum(its["introduced_inf"] for its in Case(raw, run).rows(module=module, op=op, source=line)) for run in raw["runs"]]
+        lost = [
+            sum(its["introduced_inf"] for its in Case(raw, run).rows(module=module, op=op, source=line))
+            for run in raw["runs"]
+        ]
         return value in lost or any(largest is not None and same(value, largest / known.largest) for known in formats())
     if table.name.startswith("Shares of the squared output error"):
         name = table.name.partition(": ")[2]
@@ -279,7 +350,11 @@ def rendered(result: ScanResult) -> dict[str, str]:
 
     shown = {"text": layout.text(scan_document(result), width=20_000, detail="more"), "notebook": notebook(result)}
     shown |= {name: FORMATS.get(name).render(result) for name in ("md", "html", "sarif", "junit", "github", "concise")}
-    shown["md"] = re.sub(r"\\([\\`*_\[\]<>#~&$|])", r"\1", re.sub(r"```.*?```", "", shown["md"], flags=re.S)).replace("`", "").replace("**", "")
+    shown["md"] = (
+        re.sub(r"\\([\\`*_\[\]<>#~&$|])", r"\1", re.sub(r"```.*?```", "", shown["md"], flags=re.S))
+        .replace("`", "")
+        .replace("**", "")
+    )
     page = re.sub(r"(?s)<(script|style|pre|svg|template)\b.*?</\1>", " ", shown["html"])
     shown["html"] = html.unescape(re.sub(r"<[^>]+>", " ", page))
     shown["junit"] = html.unescape(shown["junit"])
@@ -292,8 +367,14 @@ def _formats(raw: Raw, result: ScanResult) -> Checked:
     for name, text in shown.items():
         kind = f"format {name}"
         wrong = [] if _plain(verdict) in _plain(text) else [False_(kind, verdict, "another verdict, or none")]
-        others = {found for found in re.findall(r"(?:Use|Stay in) [^.:;\"]*", text) if found.startswith(("Use half", "Use bf", "Use autocast", "Stay in"))}
-        wrong += [False_(kind, found, f"the verdict is {verdict}") for found in others if _plain(found) not in _plain(verdict)]
+        others = {
+            found
+            for found in re.findall(r"(?:Use|Stay in) [^.:;\"]*", text)
+            if found.startswith(("Use half", "Use bf", "Use autocast", "Stay in"))
+        }
+        wrong += [
+            False_(kind, found, f"the verdict is {verdict}") for found in others if _plain(found) not in _plain(verdict)
+        ]
         yield kind, wrong
     documents = {name: _plain(shown[name]) for name in DOCUMENTS}
     for run in raw["runs"]:
@@ -305,12 +386,23 @@ def _formats(raw: Raw, result: ScanResult) -> Checked:
         text = _plain(its["text"])[:150]
         where = [name for name, whole in documents.items() if text in whole]
         missing = sorted(set(documents) - {*where})
-        hidden = not where or its["kind"] in ("failure", "margin") and len(text) > 120
-        yield "statement in formats", [] if hidden or not missing else [False_("statement in formats", its["text"], f"in {where}, not in {missing}")]
+        hidden = not where or (its["kind"] in ("failure", "margin") and len(text) > 120)
+        yield (
+            "statement in formats",
+            []
+            if hidden or not missing
+            else [False_("statement in formats", its["text"], f"in {where}, not in {missing}")],
+        )
     known = _known_numbers(raw, result)
     for name in documents:
         unknown = Counter(token for token in _NUMBER.findall(shown[name]) if token not in known)
-        yield f"numbers of {name}", [False_(f"numbers of {name}", token, f"×{count}, not of a statement, a finding or a cell") for token, count in unknown.items()]
+        yield (
+            f"numbers of {name}",
+            [
+                False_(f"numbers of {name}", token, f"×{count}, not of a statement, a finding or a cell")
+                for token, count in unknown.items()
+            ],
+        )
 
 
 def _plain(text: str) -> str:
@@ -335,7 +427,11 @@ def _shown(blocks: Any) -> Iterator[str]:
             yield block.text
         elif isinstance(block, Table):
             yield from (column.meaning for column in block.columns)
-            yield from ("" if value is None else cell_text(value, column.type) for row in block.rows for value, column in zip(row.cells, block.columns, strict=True))
+            yield from (
+                "" if value is None else cell_text(value, column.type)
+                for row in block.rows
+                for value, column in zip(row.cells, block.columns, strict=True)
+            )
             yield from _shown(inner for row in block.rows for inner in row.below)
             yield f"{block.name} {len(block.rows)} {block.left_out:,} {len(block.rows) + block.left_out:,}"
 
@@ -355,7 +451,9 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _results(folders: list[Path]) -> Iterator[tuple[Path, ScanResult]]:
-    for path in sorted({path for folder in folders for path in ([folder] if folder.is_file() else folder.rglob("*.json"))}):
+    for path in sorted(
+        {path for folder in folders for path in ([folder] if folder.is_file() else folder.rglob("*.json"))}
+    ):
         try:
             yield path, ScanResult.load(path)
         except ValueError as error:
@@ -380,15 +478,26 @@ def main() -> int:
         for kind, wrong in checked(conclude(result)):
             counts[kind] += 1
             false[kind] += [(path.name, one) for one in wrong]
-    lines = [f"{sum(sorts.values())} results: {', '.join(f'{count} {name}' for name, count in sorts.most_common())}", ""]
-    lines += ["| kind | checked | false |", "|:--|--:|--:|", *(f"| {kind} | {counts[kind]:,} | {len(false[kind])} |" for kind in sorted({*counts, *missing}))]
+    lines = [
+        f"{sum(sorts.values())} results: {', '.join(f'{count} {name}' for name, count in sorts.most_common())}",
+        "",
+    ]
+    lines += [
+        "| kind | checked | false |",
+        "|:--|--:|--:|",
+        *(f"| {kind} | {counts[kind]:,} | {len(false[kind])} |" for kind in sorted({*counts, *missing})),
+    ]
     lines += ["", f"{sum(counts.values()):,} checked, {sum(map(len, false.values()))} false."]
     print("\n".join(lines))
     for kind, found in sorted(false.items()):
         for name, one in found[: args.most]:
             print(f"\n{kind}: {name}\n  {one.what[:500]}\n  {one.wrong[:500]}")
     if args.output:
-        saved = {"results": sorts, "checked": counts, "false": {kind: [[name, *one] for name, one in found] for kind, found in false.items() if found}}
+        saved = {
+            "results": sorts,
+            "checked": counts,
+            "false": {kind: [[name, *one] for name, one in found] for kind, found in false.items() if found},
+        }
         args.output.with_suffix(".json").write_text(json.dumps(saved, indent=2, ensure_ascii=False) + "\n")
         args.output.with_suffix(".md").write_text("\n".join(["# Statements, held against the JSON", "", *lines]) + "\n")
     return int(any(false.values()))
