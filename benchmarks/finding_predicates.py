@@ -64,8 +64,7 @@ def _up_to(c: Case, share: float) -> bool:
     for index in range(len(rows) - 1, -1, -1):
         if places[index][:2] == (c.d["module"], c.d["op"]) and places[index][2] in sources:
             before = sum(row["share"] or 0.0 for row in rows[: index + 1])
-            seen = {(module, op) for module, op, _ in places}
-            inputs = sum(its["share"] for its in c.budget["shares"] if not its["rounding"] and (its["module"], its["op"]) not in seen)
+            inputs = sum(its["share"] for its in c.budget["shares"] if its["op"] == "cast input" and not its["rounding"])
             if same(share, before + inputs):
                 return True
     return False
@@ -152,7 +151,7 @@ def _loss_at(after: int) -> Claim:
 def _course(name: str) -> Claim:
     def claim(c: Case, first: float | None = None, last: float | None = None, loss: float | None = None) -> bool:
         losses = (c.way(name) if name else c.first)["losses"]
-        return {*losses} == {loss} if loss is not None else same([first, last], [losses[0], losses[-1]])
+        return losses[0] == losses[-1] == loss if loss is not None else same([first, last], [losses[0], losses[-1]])
 
     return claim
 
@@ -336,7 +335,7 @@ FINDINGS: dict[str, dict[str, Claim]] = {
         "furthest from fp32: {parameter}": _outside,
     },
     "LP508": {
-        **{f"{how}, {what}": _course(name) for how, name in (("in one autocast block around all steps", "one-autocast"), ("entered in each step", "")) for what in ("the loss goes from {first} to {last}", "the loss stays at {loss}")},
+        **{f"{how}, {what}": _course(name) for how, name in (("in one autocast block around all steps", "one-autocast"), ("entered in each step", "")) for what in ("the loss goes from {first} to {last}", "the loss is still {loss} after the last step")},
         "in one autocast block around all steps, training fails": lambda c: c.way("one-autocast")["status"] != "ok",
     },
     "LP509": {

@@ -262,7 +262,7 @@ def test_training_that_passes_or_raises_does_not_diverge() -> None:
 def test_one_autocast_around_all_steps() -> None:
     stale = a_way("one-autocast", "inaccurate", losses=[2.0] * (STEPS + 1), divergence=OUTSIDE)
     finding = one("LP508", a_trained("autocast-bf16", a_way(), stale))
-    assert "the loss stays at 2; entered in each step, the loss goes from 2 to 1" in finding.message
+    assert "the loss is still 2 after the last step; entered in each step, the loss goes from 2 to 1" in finding.message
     assert finding.severity == "note"
     assert not found("LP508", a_trained("autocast-bf16", a_way(), a_way("one-autocast")))
     failed = a_way(status="inaccurate", divergence=OUTSIDE)

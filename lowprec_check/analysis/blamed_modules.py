@@ -51,10 +51,15 @@ def is_confirmed(run: Run) -> bool:
 
 
 def is_disproved(run: Run) -> bool:
-    """Whether keeping the blamed modules in fp32 left the error as it was: their shares, derived to first order, do not hold."""
+    """Whether keeping the blamed modules in fp32 left the error as it was: their shares, derived to first order, do not hold.
+
+    Not of a run that passes then: a little was enough.
+    """
     found = run.ablation
     before = run.output_error.rel_l2 if run.output_error else None
-    return found is not None and found.rel_l2 is not None and before is not None and found.rel_l2 >= UNCHANGED * before
+    if found is None or found.status == "ok" or found.rel_l2 is None or before is None:
+        return False
+    return found.rel_l2 >= UNCHANGED * before
 
 
 def _by_share(run: Run) -> BlamedModules | None:

@@ -148,6 +148,8 @@ def _instead(run: Run, result: ScanResult) -> str:
     best = recommended_instead(run, result)
     if best is not None:
         way = f" with {WAYS.get(best.way, best.way)}" if best.way not in (None, "plain") else ""
+        if best.keep_fp32 and best.label == run.key.label:
+            return f"keep the modules in fp32 that the recommendation names{f', and train{way}' if way else ''}"
         return f"use {best.label}{way}"
     return "fix the other findings of this run, or try the module in fp32"
 
@@ -194,5 +196,5 @@ def _course(how: str, way: TrainingWay) -> Sentence | None:
     if len(way.losses) < 2 or way.losses[0] is None:
         return None
     if way.losses[0] == way.losses[-1]:
-        return say(f"{how}, the loss stays at {{loss:loss}}", loss=way.losses[0])
+        return say(f"{how}, the loss is still {{loss:loss}} after the last step", loss=way.losses[0])
     return say(f"{how}, the loss goes from {{first:loss}} to {{last:loss}}", first=way.losses[0], last=way.losses[-1])
