@@ -41,7 +41,7 @@ from statement_predicates import (
 from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.analysis.findings import groups
 from lowprec_check.analysis.rules.registry import rules
-from lowprec_check.analysis.statements.registry import kinds
+from lowprec_check.analysis.statements.kinds import kinds
 from lowprec_check.report.blocks import Column, Fold, Row, Say, Table, cell_text
 from lowprec_check.report.page_blocks import scan_page
 from lowprec_check.report.registry import FORMATS
@@ -191,7 +191,9 @@ def _cell(
     table: Table, column: Column, row: Row, head: str, runs: dict[str, Raw], raw: Raw
 ) -> Callable[[], Any] | None:
     """What a cell must hold; ``None`` if it is enough that its number is in the JSON."""
-    first, (name, _, figure) = row.cells[0], column.name.rpartition(": ")
+    first = row.cells[0]
+    short = re.fullmatch(r"(.+?):? (worst error|share(?: of the error)?|error)", column.name)
+    name, figure = (short[1], _FIGURES.get(short[2], short[2])) if short and short[1] in runs else ("", column.name)
     if table.name in ("runs", "times"):
         known = _RUNS.get(column.name)
         return None if known is None or first not in runs else lambda: known(Case(raw, runs[first]))
@@ -213,6 +215,10 @@ def _cell(
         )
         return _sum(case, figure, [its for its in every if _is_inside(its["module"], first)], [])
     return None
+
+
+_FIGURES = {"share": "share of the error", "error": "worst error"}
+"""Heads of columns in short."""
 
 
 def _is_inside(path: str, above: str) -> bool:
@@ -308,7 +314,8 @@ def _explained(value: float, row: Row, table: Table, raw: Raw, numbers: set[floa
         sums = [len(its), sum(one["elements"] for one in its), total(its), total(its, "decay_lost")]
         return any(same(value, one) for one in sums)
     if "at the ends of the range of" in table.name:
-        module, op, line, largest = row.cells[:4]
+        cells = dict(zip((column.name for column in table.columns), row.cells, strict=True))
+        module, op, line, largest = map(cells.get, ("module", "op", "line", "largest"))
         lost = [
             sum(its["introduced_inf"] for its in Case(raw, run).rows(module=module, op=op, source=line))
             for run in raw["runs"]
