@@ -453,7 +453,7 @@ def test_notes_without_an_effect_are_one_line() -> None:
     result = a_result(a_run(*rows, status="ok"))
     assert tally(result.diagnostics) == "24 findings: 24 notes"
     shown = render(result, "text")
-    assert "24 findings for which no run fails · -v lists them" in shown
+    assert "24 findings: 24 notes · 24 findings for which no run fails" in shown
     assert "LP202" not in shown.replace("explain LP202", "")
     assert "LP202 underflow" in text(scan_document(result), detail="more")
     assert render(result, "md").count("24 findings for which no run fails") == 1

@@ -292,7 +292,7 @@ def test_notes_are_one_line_unless_they_are_asked_for(scan: Path, call: Call) ->
     folded, listed = call("report", scan).stdout, call("report", scan, "-v").stdout
     line = "LP304 decision-flip (bf16, half, ac-fp16)"
     assert " ".join(words(folded)).count(line) == 1
-    assert "-v lists them" in folded
+    assert "-v lists the notes" in folded
     assert "13 findings: 6 errors, 2 warnings, 5 notes" in folded
     assert not re.search(r"^note +LP304", folded, re.M)
     assert re.search(r"^note +LP304 decision-flip +bf16", listed, re.M)
@@ -307,7 +307,7 @@ def test_notes_in_a_file(scan: Path, tmp_path: Path, call: Call) -> None:
 def test_the_number_of_groups_left_out_has_a_total() -> None:
     shown = " ".join(words(screen_of(RESULT, findings=3)))
     assert "more rows are not shown; the JSON has all" in shown
-    assert "see --findings, lowprec-check explain" in shown
+    assert "More: --findings, lowprec-check explain" in shown
 
 
 def test_without_notes_there_is_no_line() -> None:

@@ -182,8 +182,9 @@ class Say(Block):
 
     text: str
     tone: Tone = "none"
-    role: Literal["title", "verdict", "hint", "note", "text", "item"] = "text"
-    """``title``: the first line; ``hint``: how to read what follows; ``note``: what the reader should know; ``item``: of a list."""
+    role: Literal["title", "verdict", "hint", "note", "text", "item", "prompt"] = "text"
+    """``title``: the first line; ``hint``: how to read what follows; ``note``: what the reader should know; ``item``: of a list;
+    ``prompt``: what to type next, which only a terminal shows."""
     lead: str = ""
     """What it is about, before it and emphasized: ``half, bfloat16``."""
 
@@ -264,7 +265,7 @@ class Document:
             "last": [*before, *after, *self.advice],
         }
         for block in orders[advice]:
-            if block.detail not in allowed:
+            if block.detail not in allowed or (advice != "last" and isinstance(block, Say) and block.role == "prompt"):
                 continue
             if isinstance(block, Heading):
                 pending = [known for known in pending if known.level < block.level] + [block]

@@ -181,13 +181,17 @@ def _findings(result: ScanResult, most: int) -> Iterator[Block]:
         yield Fold("Findings in full", [findings_table(listed)], detail="more")
     elif listed:
         yield findings_table(listed, most)
-    more = "--findings, " if len(listed) > most else ""
-    see = f"see {more}lowprec-check explain {found[0].code}, --report FILE.html"
-    yield Say(f"{tally(result.diagnostics)} · {see}", role="hint")
+    shown = [group for group in notes if not group.harmless]
+    parts = [tally(result.diagnostics), no_effect(found), f"Notes: {folded(shown)}" if shown else ""]
+    yield Say(" · ".join(filter(None, parts)), role="hint")
+    options = ["--findings"] if len(listed) > most else []
+    options += [
+        f"lowprec-check explain {found[0].code}",
+        "--report FILE.html",
+        *(["-v lists the notes"] if notes else []),
+    ]
+    yield Say(f"More: {', '.join(options)}", role="prompt")
     if notes:
-        shown = [group for group in notes if not group.harmless]
-        parts = [no_effect(found), f"Notes: {folded(shown)}" if shown else ""]
-        yield Say(" · ".join([*filter(None, parts), "-v lists them"]), role="hint")
         yield Fold("Notes", [findings_table(notes, 0)], detail="more")
 
 

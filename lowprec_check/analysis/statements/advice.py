@@ -39,11 +39,11 @@ def _verdict(result: ScanResult) -> Iterator[Made]:
     if best is None:
         yield Said(_no_pass(result), "bad")
         return
-    if not passes(result):
-        yield Said(say("{name:text} could not be judged", name=best.label), "none")
-        return
     name = f"{best.label}{way_text(best.way)}"
     kept = f" with {in_fp32(best.keep_fp32, result.model.modules)}" if best.keep_fp32 else ""
+    if not passes(result):
+        yield Said(say("{name:text}{kept:text} could not be judged", name=name, kept=kept), "none")
+        return
     predicted = " (predicted)" if result.prediction is not None else ""
     if not best.stay_in_fp32:
         run = recommended_run(result)

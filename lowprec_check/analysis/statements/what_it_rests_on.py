@@ -133,7 +133,8 @@ def rounds(result: ScanResult) -> Iterator[Made]:
         return
     counts = [run.latency.speedup.rounds for run in result.runs if run.latency and run.latency.speedup]
     if not counts:
-        yield plain("times were not compared in rounds")
+        timed = reference.latency_ms is not None
+        yield plain("times were not compared in rounds" if timed else "no times were taken")
         return
     found = say("times of {rounds:count round}", rounds=min(counts))
     words = "in which fp32 varied by ±{spread:share}"

@@ -61,7 +61,13 @@ def print_blocks(console: Console, blocks: Iterable[Block], detail: Detail = "fi
 
 
 def _print_sentence(console: Console, block: Say, indent: int) -> None:
-    style = {"title": "bold", "verdict": f"bold {_TONES[block.tone]}".strip(), "hint": "dim", "note": "yellow"}
+    style = {
+        "title": "bold",
+        "verdict": f"bold {_TONES[block.tone]}".strip(),
+        "hint": "dim",
+        "prompt": "dim",
+        "note": "yellow",
+    }
     lead = (f"{visible(block.lead, 1000)}: ", "bold" if block.role == "verdict" else "") if block.lead else ""
     if block.role == "verdict":
         console.print()
