@@ -12,7 +12,7 @@ TRANSLITERATE = "lowprec_check.transliterate"
 _WRITTEN = """
 ·- –- —- −- ‐- ‑- ⁻- ×x →-> ←<- …... ≤<= ≥>= ≠!= ≈~ ±+- ∞inf ‖|| µu Δd
 ‘' ’' ‚' “" ”" „" «" »" •* ─- ━- ╸- ╺- │| ┃|
-✅[ok] ➖[-] ❌[x] ⚠[!] ❔[?] ⏭[>] 🔴[x] 🟡[!] 🔵[i] 🟢[+] ⚪[=] ✓+ ✕x ✗x \ufe0f
+✅[ok] ➖[-] ❌[x] ⚠[!] ❔[?] ⏭[>] 🔴[x] 🟡[!] 🔵[i] 🟢[+] ⚪[=] ✓+ ✕x ✗x ▲! \ufe0f
 """
 """Each character of our texts, and of what other programs put into messages, followed by what is written for it."""
 
