@@ -19,11 +19,12 @@ import json
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from finding_predicates import FINDINGS, false_advice
+from report_files import head, made, save
 from statement_predicates import (
     BETWEEN,
     CLAIMS,
@@ -485,29 +486,41 @@ def main() -> int:
         for kind, wrong in checked(conclude(result)):
             counts[kind] += 1
             false[kind] += [(path.name, one) for one in wrong]
-    lines = [
-        f"{sum(sorts.values())} results: {', '.join(f'{count} {name}' for name, count in sorts.most_common())}",
-        "",
-    ]
-    lines += [
-        "| kind | checked | false |",
-        "|:--|--:|--:|",
-        *(f"| {kind} | {counts[kind]:,} | {len(false[kind])} |" for kind in sorted({*counts, *missing})),
-    ]
-    lines += ["", f"{sum(counts.values()):,} checked, {sum(map(len, false.values()))} false."]
-    print("\n".join(lines))
-    for kind, found in sorted(false.items()):
-        for name, one in found[: args.most]:
-            print(f"\n{kind}: {name}\n  {one.what[:500]}\n  {one.wrong[:500]}")
-    if args.output:
-        saved = {
-            "results": sorts,
-            "checked": counts,
-            "false": {kind: [[name, *one] for name, one in found] for kind, found in false.items() if found},
-        }
-        args.output.with_suffix(".json").write_text(json.dumps(saved, indent=2, ensure_ascii=False) + "\n")
-        args.output.with_suffix(".md").write_text("\n".join(["# Statements, held against the JSON", "", *lines]) + "\n")
+    data = {
+        "made": made(
+            note="The folders hold saved scans of a CPU and of an H200; benchmarks/saved_results.py makes them."
+        ),
+        "results": dict(sorts.most_common()),
+        "checked": dict(sorted(counts.items())),
+        "false": {kind: [[name, *one] for name, one in found] for kind, found in sorted(false.items()) if found},
+    }
+    save(args.output, data, render)
+    for kind, found in data["false"].items():
+        for name, _, what, wrong in found[: args.most]:
+            print(f"\n{kind}: {name}\n  {what[:500]}\n  {wrong[:500]}")
     return int(any(false.values()))
+
+
+def render(data: Mapping[str, Any]) -> str:
+    """The report: how many results, and what was checked of them."""
+    results, checked_of, false = data["results"], data["checked"], data["false"]
+    sums = sum(checked_of.values()), sum(map(len, false.values()))
+    return "\n".join(
+        [
+            *head("Every sentence and figure against the saved JSON", data),
+            f"{sum(results.values())} results: {', '.join(f'{count} {name}' for name, count in results.items())}.",
+            "",
+            f"**{sums[0]:,} checked, {sums[1]} false.**",
+            "",
+            "| kind | checked | false |",
+            "|:--|--:|--:|",
+            *(
+                f"| {kind} | {checked_of.get(kind, 0):,} | {len(false.get(kind, ()))} |"
+                for kind in sorted({*checked_of, *false})
+            ),
+            "",
+        ]
+    )
 
 
 def _sort(path: Path, result: ScanResult) -> str:

@@ -127,6 +127,7 @@ PARTS = {
         ),
     ],
     "Whether it is right": [
+        Report("statements.md", "Is every sentence and figure of every report that of the saved JSON?", "statements"),
         Report(
             "verdict-breadth.md verdict-breadth-cuda.md",
             "Is the status of a scan that of plain calls, on real architectures?",
