@@ -453,11 +453,11 @@ def test_notes_without_an_effect_are_one_line() -> None:
     result = a_result(a_run(*rows, status="ok"))
     assert tally(result.diagnostics) == "24 findings: 24 notes"
     shown = render(result, "text")
-    assert "24 findings: 24 notes · 24 findings for which no run fails" in shown
+    assert "24 findings: 24 notes · 24 of them make no run fail" in shown
     assert "LP202" not in shown.replace("explain LP202", "")
     assert "LP202 underflow" in text(scan_document(result), detail="more")
-    assert render(result, "md").count("24 findings for which no run fails") == 1
-    assert render(result, "html").count("24 findings for which no run fails") == 1
+    assert render(result, "md").count("24 of them make no run fail") == 1
+    assert render(result, "html").count("24 of them make no run fail") == 1
     assert render(result, "concise").count("LP202 note") == 1, "one line of code, one finding"
 
 
@@ -469,7 +469,7 @@ def test_findings_that_matter_are_not_merged_with_those_that_do_not() -> None:
         ("warning", ["a"]),
         ("note", ["b", "c"]),
     ]
-    assert no_effect(groups(result.diagnostics)) == "2 more for which no run fails"
+    assert no_effect(groups(result.diagnostics)) == "2 of them make no run fail"
 
 
 def test_each_run_has_its_own_severity_and_figure() -> None:

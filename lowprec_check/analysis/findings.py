@@ -165,12 +165,9 @@ def is_harmless(diagnostic: Diagnostic) -> bool:
 
 
 def no_effect(found: Sequence[FindingGroup]) -> str:
-    """``24 more for which no run fails``; empty if that is not known of any."""
+    """``24 of them make no run fail``; empty if that is not known of any."""
     count = sum(group.size for group in found if group.harmless)
-    if not count:
-        return ""
-    more = f"{count:,} more" if any(not group.harmless for group in found) else counted(count, "finding")
-    return f"{more} for which no run fails"
+    return f"{count:,} of them {'makes' if count == 1 else 'make'} no run fail" if count else ""
 
 
 def folded(found: Iterable[FindingGroup]) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from textwrap import dedent
 
 from lowprec_check.analysis.degenerate_output import degenerate_output
 from lowprec_check.analysis.error_shares import module_shares, trusted_budget
 from lowprec_check.analysis.findings import FindingGroup, folded, groups, no_effect, tally
 from lowprec_check.analysis.recommend import is_gain, recommended_run
+from lowprec_check.analysis.rules.registry import Rule, rules
 from lowprec_check.analysis.run_summary import candidates, label
 from lowprec_check.analysis.statements.advice import BASIS, sentences
 from lowprec_check.analysis.statements.kinds import statements
@@ -193,6 +195,14 @@ def _findings(result: ScanResult, most: int) -> Iterator[Block]:
     yield Say(f"More: {', '.join(options)}", role="prompt")
     if notes:
         yield Fold("Notes", [findings_table(notes, 0)], detail="more")
+    for code in sorted({group.code for group in found} & rules().keys()):
+        yield Fold(f"What {code} means, and what to do", list(_manual(rules()[code])), detail="all")
+
+
+def _manual(rule: Rule) -> Iterator[Block]:
+    """The manual page of a code."""
+    for paragraph in rule.manual.split("\n\n"):
+        yield CodeBlock(dedent(paragraph)) if paragraph.startswith("    ") else Say(" ".join(paragraph.split()))
 
 
 def findings_table(found: Sequence[FindingGroup], most: int = 0) -> Table:
