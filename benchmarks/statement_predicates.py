@@ -600,6 +600,15 @@ def _waited(c: Case) -> float:
     return (c.result["timing_conditions"] or {}).get("waited") or 0.0
 
 
+def _all_rounds(c: Case) -> set[int]:
+    return {run["latency"]["speedup"]["rounds"] for run in c.runs if (run["latency"] or {}).get("speedup")}
+
+
+def _equal(c: Case, what: str, batches: int) -> bool:
+    """All integers of the output are those of fp32."""
+    return c.run["status"] == "ok" and c.rel_l2 is None and c.error == 0 and (not what or c.run["compared_module"] in what) and batches == (len(c.run["batches"]["statuses"]) if c.run["batches"] else 1)
+
+
 CLAIMS: dict[str, dict[str, Claim]] = {
     "verdict": {
         "Use {name}{kept}{predicted}": _verdict,
@@ -608,11 +617,12 @@ CLAIMS: dict[str, dict[str, Claim]] = {
         "Stay in fp32: no low precision {here}": _all_fail,
         "Stay in fp32: {none} {here}": _all_fail,
         "Stay in fp32: {name} {fails}": lambda c, name, fails: _all_fail(c, fails, name=name),
-        "{name} could not be judged": lambda c, name: not any(run["status"] == "ok" and not (c.reference or {}).get("output_is_zero") for run in c.low),
+        "{name}{kept} could not be judged": lambda c, name, kept: not any(run["status"] == "ok" and not (c.reference or {}).get("output_is_zero") for run in c.low),
         "{text}": lambda c, text: text == "Stay in fp32: nothing else could be run" and all(run["status"] == "skipped" for run in c.low),
     },
     "passes": {
         **{f"{said}: {figure}{{what}}, {{part}} of the tolerance {{limit}}, on {on}": _part for said in ("it passes", "it is predicted to pass") for figure in ("error {error}", "{error} of the integers differ") for on in ("{batches} of inputs", "each of {batches} of inputs")},
+        **{f"{said}: all integers are equal{{what}}, on {on}": _equal for said in ("it passes", "it is predicted to pass") for on in ("{batches} of inputs", "each of {batches} of inputs")},
         "other inputs can exceed it: try --batches 8": lambda c: c.run["batches"] is None,
         "it cannot be judged: {odd}": _odd,
         "{text}{reason}": lambda c, text, reason: text == "it " and reason == "; ".join(c.run["notes"]),
@@ -657,6 +667,10 @@ CLAIMS: dict[str, dict[str, Claim]] = {
         "with {kept} in fp32 the output has NaN or Inf": lambda c, kept: kept == c.ablation["keep_fp32"] and c.ablation["status"] == "nonfinite",
         "with {kept} in fp32 the run ends as {status}": lambda c, kept, status: kept == c.ablation["keep_fp32"] and status == c.ablation["status"],
     },
+    "way-out": {
+        "passes with {kept} in fp32, error {after}": lambda c, **m: c.result["recommendation"] is None and _kept(c, **m, before=c.rel_l2, ends=("ok",)),
+        "lowprec-check plan verifies it and prints the code": lambda c: True,
+    },
     "plan-passes": {
         "with {kept} in fp32 (the plan) it passes": lambda c, kept: c.plan is not None and kept == c.plan["keep_fp32"],
         "error {error}": lambda c, error: c.plan is not None and same(error, c.of(c.plan).rel_l2),
@@ -692,9 +706,10 @@ CLAIMS: dict[str, dict[str, Claim]] = {
         "{text}": lambda c, text: text == "no op ran in 16 bits" and _covered(c, total=0),
     },
     "rounds": {
-        "times of {rounds}": lambda c, rounds: rounds == min(run["latency"]["speedup"]["rounds"] for run in c.runs if (run["latency"] or {}).get("speedup")),
+        "times of {rounds}": lambda c, rounds: {rounds} == _all_rounds(c),
+        "times of {least} – {rounds}": lambda c, least, rounds: (least, rounds) == (min(_all_rounds(c)), max(_all_rounds(c))) and least < rounds,
         "in which fp32 varied by ±{spread}": lambda c, spread: same(spread, _fp32_spread(c)),
-        "{text}": lambda c, text: text == "times were not compared in rounds" and not any((run["latency"] or {}).get("speedup") for run in c.runs),
+        "{text}": lambda c, text: not _all_rounds(c) and c.reference is not None and text == ("times were not compared in rounds" if c.reference["latency_ms"] is not None else "no times were taken"),
     },
     "other-programs": {
         "other programs used these cores while times were taken: the model's threads waited {share} of the time": lambda c, share: same(share, _waited(c)) and share > 0.1,

@@ -195,11 +195,11 @@ def is_gain(result: ScanResult) -> bool:
 
 
 def tag(run: Run, result: ScanResult) -> str:
-    """``recommended`` beside the name of a run; ``best in low precision`` where fp32 is better in what is preferred."""
+    """``recommended`` beside the name of a run; ``the alternative`` where fp32 is better in what is preferred."""
     best = result.recommendation
     if best is None or not passes(result):
         return ""
     is_best = run is recommended_run(result)
     if best.stay_in_fp32:
-        return "recommended" if run.is_reference else "best in low precision" if is_best else ""
+        return "recommended" if run.is_reference else "the alternative" if is_best else ""
     return "recommended" if is_best else ""

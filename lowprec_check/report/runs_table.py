@@ -98,7 +98,14 @@ def _lost(run: Run) -> float | None:
 
 
 _FIGURES = (
-    (Column("output error", "error", "Relative L2 error of the output against fp32, ‖y − r‖ / ‖r‖."), _error),
+    (
+        Column(
+            "output error",
+            "error",
+            "Relative L2 error of the output against fp32, ‖y − r‖ / ‖r‖. The bar is on a log scale from 1e-6 to 1; its tick is the tolerance.",
+        ),
+        _error,
+    ),
     (Column("loss", "text", "The loss after the last step."), _loss),
     (
         Column("gradient error", "text", "Relative L2 error of all gradients of the first step against fp32."),

@@ -285,6 +285,9 @@ def _advice(result: ScanResult, said: _Said) -> Iterator[Block]:
     yield Say(f"{verdict.text}.", verdict.tone, "verdict")
     if basis:
         yield Say(basis)
+    for its in found:
+        if its.kind == "way-out":
+            yield Say(its.text, its.tone, "text", ", ".join(its.runs))
     against = [its for its in found if its.kind == "not-chosen"]
     for its in against[:_SHOWN_OTHERS]:
         yield Say(its.text, role="item", lead=f"{'Not ' if best is not None else ''}{', '.join(its.runs)}")

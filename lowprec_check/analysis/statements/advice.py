@@ -37,7 +37,7 @@ def _verdict(result: ScanResult) -> Iterator[Made]:
     """What to do, in a few words."""
     best = result.recommendation
     if best is None:
-        yield Said(_no_pass(result), "bad")
+        yield Said(_no_pass(result), "warn" if any(map(_passes_ablated, result.runs)) else "bad")
         return
     name = f"{best.label}{way_text(best.way)}"
     kept = f" with {in_fp32(best.keep_fp32, result.model.modules)}" if best.keep_fp32 else ""
@@ -102,6 +102,22 @@ def _no_pass(result: ScanResult) -> Sentence:
     )
 
 
+def _passes_ablated(run: Run) -> bool:
+    return run.ablation is not None and run.ablation.status == "ok"
+
+
+@per_run("way-out", "advice", disproof="the same plain run with these modules in fp32")
+def way_out(run: Run, result: ScanResult) -> Made:
+    """Modules with which in fp32 a run passes, where nothing passes as it is."""
+    found = run.ablation
+    if result.recommendation is not None or found is None or not _passes_ablated(run):
+        return None
+    words = (
+        "passes with {kept:modules} in fp32, error {after:error}; lowprec-check plan verifies it and prints the code"
+    )
+    return Said(say(words, kept=found.keep_fp32, after=found.rel_l2), "warn")
+
+
 def in_fp32(kept: list[str], modules: int) -> str:
     """``2 of 6 modules in fp32`` of a model with 7 ``modules``, itself included."""
     total = max(0, modules - 1)
@@ -146,6 +162,8 @@ def judged(run: Run, result: ScanResult) -> Made:
         "part": error.distance / run.tolerance,
         "limit": run.tolerance,
     }
+    if error.rel_l2 is None and not error.distance:
+        return say(f"{passes_}: all integers are equal{{what:text}}, on {on}", what=what, batches=batches)
     kind = "{error:percent} of the integers differ" if error.rel_l2 is None else "error {error:error}"
     words = f"{passes_}: {kind}{{what:text}}, {{part:percent}} of the tolerance {{limit:limit}}, on {on}{more}"
     return Said(say(words, batches=batches, **figures), "warn" if is_near else "none")

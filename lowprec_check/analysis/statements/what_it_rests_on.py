@@ -136,7 +136,10 @@ def rounds(result: ScanResult) -> Iterator[Made]:
         timed = reference.latency_ms is not None
         yield plain("times were not compared in rounds" if timed else "no times were taken")
         return
-    found = say("times of {rounds:count round}", rounds=min(counts))
+    least, most = min(counts), max(counts)
+    found = say("times of {rounds:count round}", rounds=most)
+    if least < most:
+        found = say("times of {least:number} – {rounds:count round}", least=least, rounds=most)
     words = "in which fp32 varied by ±{spread:share}"
     spread = say(words, spread=spread_of(reference.latency)) if reference.latency is not None else None
     yield chained(found, spread, between=", ")
