@@ -440,6 +440,7 @@ def _shown(blocks: Any) -> Iterator[str]:
                 for row in block.rows
                 for value, column in zip(row.cells, block.columns, strict=True)
             )
+            yield from (row.module.rpartition(".")[2] for row in block.rows if row.module)  # as a tree shows it
             yield from _shown(inner for row in block.rows for inner in row.below)
             yield f"{block.name} {len(block.rows)} {block.left_out:,} {len(block.rows) + block.left_out:,}"
 
