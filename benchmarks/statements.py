@@ -201,20 +201,23 @@ def _cell(
     if table.name.startswith("operators of "):
         case = Case(raw, runs[table.name.removeprefix("operators of ")])
         return _sum(case, figure, list(case.rows(op=first)), [gap for gap in case.run["gaps"] if gap["op"] == first])
+    if table.name == "modules" and column.name == "calls without a kernel":
+        return lambda: max(
+            sum(gap["calls"] for gap in run["gaps"] if _is_inside(gap["module"], first)) for run in runs.values()
+        )
     if table.name in ("modules", "lines of code") and name in runs:
         case = Case(raw, runs[name])
-        if table.name == "lines of code":
-            return _sum(case, figure, list(case.rows(source=f"{head}:{first}")), [])
-        if figure == "share of the error":
+        if table.name == "modules" and figure == "share of the error":
             return lambda: sum(
                 share for part, share, _ in case.shares() if _is_inside("" if part == BETWEEN else part, first)
             )
-        every = (
-            case.rows(phase=None)
-            if case.setup is None
-            else (its for phase in ("forward", "backward", "optimizer") for its in case.rows(phase=phase))
+        phases = (None,) if case.setup is None else ("forward", "backward", "optimizer")
+        rows = (
+            list(case.rows(source=f"{head}:{first}"))
+            if table.name == "lines of code"
+            else [its for phase in phases for its in case.rows(phase=phase) if _is_inside(its["module"], first)]
         )
-        return _sum(case, figure, [its for its in every if _is_inside(its["module"], first)], [])
+        return _sum(case, figure, rows, [])
     return None
 
 
@@ -490,7 +493,8 @@ def main() -> int:
     data = {
         "made": made(
             note="The folders hold saved scans of a CPU and of an H200; benchmarks/saved_results.py makes them."
-        ),
+        )
+        | {"command": "python benchmarks/statements.py FOLDER... --output reports/statements"},
         "results": dict(sorts.most_common()),
         "checked": dict(sorted(counts.items())),
         "false": {kind: [[name, *one] for name, one in found] for kind, found in sorted(false.items()) if found},

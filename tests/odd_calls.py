@@ -191,7 +191,7 @@ HOSTILE = [
     OddCall(
         f"scan odd.py {HALF}",
         1,
-        "incomplete-scan half model odd.py:13",
+        "incomplete-scan half – the model itself, odd.py:13",
         method("half(self): raise RuntimeError('never')"),
     ),
     OddCall(f"scan odd.py {HALF}", 1, "RuntimeError: never", method("_apply(self, *_): raise RuntimeError('never')")),

@@ -239,7 +239,7 @@ def test_scripted_modules_are_cast(dtype: torch.dtype) -> None:
     Lowprec().assert_no_gaps(scripted, X, dtype=dtype)
     assert Lowprec().cast(scripted, dtype)(X.to(dtype)).dtype == dtype
     assert scripted.weight.dtype == torch.float32
-    with pytest.raises(AssertionError, match=r"aten\.linalg_inv_ex"):
+    with pytest.raises(AssertionError, match=r"linalg_inv_ex"):
         Lowprec().assert_no_gaps(torch.jit.script(Inverse()), X.T @ X, dtype=dtype)
 
 

@@ -184,7 +184,7 @@ def test_a_test_in_inference_mode_has_the_gaps_of_one_outside(project: pytest.Py
         """
     )
     text = project.runpytest("--lowprec-coverage", "half").stdout.str()
-    gaps = re.findall(r"^(\S+) +(?:no|in part) +(\d)$", text, re.M)
+    gaps = re.findall(r"^(\S+) +(?:no|in part) +(\d) ", text, re.M)
     assert len(gaps) == 5
     assert {tests for _, tests in gaps} == {"2"}
 

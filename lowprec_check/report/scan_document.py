@@ -8,7 +8,7 @@ from textwrap import dedent
 from lowprec_check.analysis.degenerate_output import degenerate_output
 from lowprec_check.analysis.error_shares import module_shares, trusted_budget
 from lowprec_check.analysis.findings import FindingGroup, folded, groups, no_effect, tally
-from lowprec_check.analysis.recommend import is_gain, recommended_run
+from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.rules.registry import Rule, rules
 from lowprec_check.analysis.run_summary import candidates, label
 from lowprec_check.analysis.statements.advice import BASIS, sentences
@@ -303,6 +303,6 @@ def _advice(result: ScanResult, said: _Said) -> Iterator[Block]:
         yield from kept_modules(plan)
     if best.stay_in_fp32:
         title = f"To use {best.label} nevertheless" if run is not None else "To use it nevertheless"
-        yield Fold(title, [CodeBlock(best.code)], detail="first" if is_gain(result) or best.gain else "more")
+        yield Fold(title, [CodeBlock(best.code)])
     elif best.code:
         yield CodeBlock(best.code)

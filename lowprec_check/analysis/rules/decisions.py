@@ -20,7 +20,7 @@ PICKS_ELEMENTS = (
     *("topk", "sort", "median", "nanmedian", "kthvalue", "mode"),
 )
 """How the short names of ops begin whose integer output is the indices of chosen elements."""
-POOLS_OR_PIVOTS = re.compile(r"(adaptive_|fractional_)?max_pool\d?d.*|(lu|ldl)_factor.*|solve_ex|det|slogdet")
+POOLS_OR_PIVOTS = re.compile(r"(adaptive_|fractional_)?max_pool\d?d.*|linalg_((lu|ldl)_factor.*|solve_ex|det|slogdet)")
 """Short names of ops whose integer output is the indices of pooled elements or the pivots of a decomposition."""
 
 

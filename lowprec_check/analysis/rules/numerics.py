@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lowprec_check.analysis.degenerate_output import degenerate_output
 from lowprec_check.analysis.rules.constants import POLES
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.analysis.rules.relevance import (
@@ -178,14 +179,16 @@ def output_mismatch(result: ScanResult) -> Iterator[Finding]:
     ‖y − r‖₂ / ‖r‖₂, the largest of all floating-point tensors in the output. Default tolerance: 1e-2 for fp16,
     5e-2 for bf16.
 
+    It is a note if the output tells nothing: all zeros in fp32, or too small for the format.
+
     Usual causes: the other findings of this precision, above all LP201 to LP203, LP302 and LP303.
 
     What to do, in this order:
 
-    1. Use the precision that the scan recommends. 2. Fix the first finding of this precision, or let `lowprec-
-    check plan` find the modules to keep in fp32. 3. See what causes the error: the scan prints the modules,
-    `--report scan.html` shows every op. 4. If the model tolerates the error, set `--tolerance`, or judge by your
-    own metric: `lowprec-check plan --metric`.
+    1. Use the precision that the scan recommends.
+    2. Fix the first finding of this precision, or let `lowprec-check plan` find the modules to keep in fp32.
+    3. See what causes the error: the scan prints the modules, `--report scan.html` shows every op.
+    4. If the model tolerates the error, set `--tolerance`, or judge by your own metric: `lowprec-check plan --metric`.
 
     The first step, if the scan recommends `autocast-bf16`:
 
@@ -214,7 +217,12 @@ def output_mismatch(result: ScanResult) -> Iterator[Finding]:
             else:
                 note = say("{note:text}", note=run.notes[0]) if run.notes else None
                 message = chained(say("the output cannot be compared with that of fp32"), note, between=": ")
-            yield Finding(_told(run, message), run=run, help=advice)
+            odd = degenerate_output(run, result)
+            if odd is None:
+                yield Finding(_told(run, message), run=run, help=advice)
+            else:  # the error is that of the format's range
+                judged = say("cannot be judged: {odd:text}", odd=odd)
+                yield Finding(chained(_told(run, message), judged), run=run, severity="note")
 
 
 def _told(run: Run, message: Sentence) -> Sentence:
