@@ -382,6 +382,10 @@ def _false_use(case: Case, name: str, names: Sequence[str]) -> list[str]:
     if run_name in words or name in words:
         key = words.get(name) or words[run_name]
         return [] if case.way(key).get("status") == "ok" else [f"{name} did not pass in this run"]
+    if name == "autocast":  # of the run's own dtype
+        dtype = "autocast-bf16" if "bf" in case.run["precision"] else "autocast-fp16"
+        ran = [run for run in case.runs if run["precision"] == dtype and run["status"] != "skipped"]
+        return [] if any(case.d["op"] not in {gap["op"] for gap in run["gaps"]} for run in ran) else [f"not in {dtype}"]
     if run_name not in names:
         return [] if _TRIES.match(f"use {name}") else [f"no run of this scan: {name}"]
     runs = [run for run in case.runs if run_name in (label(run), run["precision"], label({**run, "base": None, "precision": run["base"] or run["precision"]}))]

@@ -207,9 +207,17 @@ def _cell(
         )
     if table.name in ("modules", "lines of code") and name in runs:
         case = Case(raw, runs[name])
-        if table.name == "modules" and figure == "share of the error":
-            return lambda: sum(
-                share for part, share, _ in case.shares() if _is_inside("" if part == BETWEEN else part, first)
+        if figure == "share of the error":
+            return lambda: (
+                sum(
+                    (its["share"] or 0.0)
+                    - (its.get("leaving") or 0.0)  # a line's share is without the rounding of results
+                    for its in case.rows(source=f"{head}:{first}")
+                )
+                if table.name == "lines of code"
+                else sum(
+                    share for part, share, _ in case.shares() if _is_inside("" if part == BETWEEN else part, first)
+                )
             )
         phases = (None,) if case.setup is None else ("forward", "backward", "optimizer")
         rows = (

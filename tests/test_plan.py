@@ -170,7 +170,7 @@ def test_several_faults_are_found_in_one_trial_and_the_error_is_as_predicted() -
     assert f"The error is {plan.rel_l2:.1e}, the tolerance 5e-02; {plan.predicted:.1e} was predicted" in " ".join(
         text(plan_document(planning)).split()
     )
-    assert all("share" in blame.why for blame in plan.blame)
+    assert all("% of the error" in blame.why for blame in plan.blame)
     assert 90 <= sum(float(blame.why.split()[1]) for blame in plan.blame) <= 101
 
 

@@ -113,10 +113,12 @@ def _print_blocks(
 ) -> None:
     """Each row as its heading, its other figures with their names, and its sentences."""
     for row in cells:
-        console.print(Text("  ").join(row[:heading]))
+        name, *rest = Text("  ").join(row[:heading]).wrap(console, console.width)
+        console.print(name)
+        _print_below(console, rest)
         named = [
-            Text.assemble((f"{name} ", "dim"), cell)
-            for name, cell in zip(names[heading:figures], row[heading:figures], strict=True)
+            Text.assemble((f"{column} ", "dim"), cell)
+            for column, cell in zip(names[heading:figures], row[heading:figures], strict=True)
             if cell.plain not in _EMPTY
         ]
         for line in _packed(named, console.width - _INDENT):

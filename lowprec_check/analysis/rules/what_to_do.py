@@ -54,15 +54,16 @@ def _is_in(module: str, kept: Collection[str]) -> bool:
 
 
 def or_autocast(gap: Gap, run: Run, result: ScanResult) -> str:
-    """``, or use autocast-fp16, where it runs`` if the op of ``gap`` runs under autocast in this scan; empty if it fails there too."""
+    """``, or use autocast, where it runs`` of the run's own dtype in this scan, else of the one named; empty if the op fails there too."""
     if uses_autocast(run):
         return ""
     tried = [other for other in _without_plan(result) if uses_autocast(other) and other.status != "skipped"]
     if not tried:
         return ", or try autocast"
     found = [other for other in tried if _runs(gap, other)]
-    best = next((other for other in found if _format_of(other) == _format_of(run)), next(iter(found), None))
-    return f", or use {best.key.label}, where it runs" if best else ""
+    if any(_format_of(other) == _format_of(run) for other in found):
+        return ", or use autocast, where it runs"
+    return f", or use {found[0].key.label}, where it runs" if found else ""
 
 
 def wider_range(run: Run, result: ScanResult, module: str) -> Sentence:
