@@ -115,9 +115,9 @@ def test_autocast_is_no_advice_where_it_fails_the_same_way() -> None:
     ("autocast", "advice"),
     [
         ([], ", or try autocast"),
-        ([a_run("autocast-fp16")], ", or use autocast-fp16, where it runs"),
+        ([a_run("autocast-fp16")], ", or use autocast, where it runs"),
         ([a_run("autocast-fp16", "error", gaps=[a_gap()])], ""),
-        ([a_run("autocast-fp16", "error", gaps=[a_gap("aten.inv.default")])], ", or use autocast-fp16, where it runs"),
+        ([a_run("autocast-fp16", "error", gaps=[a_gap("aten.inv.default")])], ", or use autocast, where it runs"),
         (
             [a_run("autocast-fp16", "error", gaps=[a_gap()]), a_run("autocast-bf16")],
             ", or use autocast-bf16, where it runs",
@@ -126,7 +126,7 @@ def test_autocast_is_no_advice_where_it_fails_the_same_way() -> None:
         ([a_run("autocast-fp16", "error", complete=False)], ""),
         (
             [a_run("autocast-fp16", "timeout", complete=False, op_calls=to_columns([OpCall("aten.dot.default")]))],
-            ", or use autocast-fp16, where it runs",
+            ", or use autocast, where it runs",
         ),
         ([a_run("autocast-fp16", "skipped")], ", or try autocast"),
     ],
