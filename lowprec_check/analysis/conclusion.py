@@ -6,7 +6,7 @@ import msgspec
 
 from lowprec_check.analysis.recommend import recommend
 from lowprec_check.analysis.rules.registry import diagnose
-from lowprec_check.analysis.statements.advice import reason
+from lowprec_check.analysis.statements.advice import basis
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.analysis.training_advice import recommend_training
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, RunKey
@@ -23,11 +23,12 @@ def conclude(result: ScanResult) -> ScanResult:
     else:
         advice = recommend(result.runs, result.model, about, prefer)
     result = msgspec.structs.replace(result, recommendation=advice)
-    if advice is not None and not advice.reason:
-        advice = msgspec.structs.replace(advice, reason=reason(result))
     diagnostics = diagnose(result, options.get("select", ()), options.get("ignore", ()))
-    result = msgspec.structs.replace(result, recommendation=advice, diagnostics=diagnostics)
-    return msgspec.structs.replace(result, statements=statements(result))
+    result = msgspec.structs.replace(result, diagnostics=diagnostics)
+    said = statements(result)
+    if advice is not None and not advice.reason:
+        advice = msgspec.structs.replace(advice, reason=basis(said))
+    return msgspec.structs.replace(result, recommendation=advice, statements=said)
 
 
 def wanted_runs(result: ScanResult) -> list[RunKey]:

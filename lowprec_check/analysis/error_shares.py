@@ -12,9 +12,6 @@ from lowprec_check.schema.wording import Sentence, say
 TRUSTED = 0.5
 """The first order names causes only if what it does not explain is at most this part of the squared error."""
 
-THE_MODEL = "the model itself"
-"""How the op calls outside any submodule are named."""
-
 BETWEEN = "rounding between modules"
 """How the rounding of results that one submodule of the model passes to another is named: no submodule in fp32 avoids it."""
 
@@ -74,9 +71,8 @@ def place_shares(run: Run) -> dict[Place, Share]:
         (module, op, source): Share(module=module, op=op, source=source, share=total, calls=counts[module, op, source])
         for (module, op, source), total in totals.items()
     }
-    has_calls = bool(
-        found
-    )  # their shares are listed for the modules that avoid them in fp32, which need not be their own
+    # shares of calls are listed for the modules that avoid them in fp32, which need not be their own
+    has_calls = bool(found)
     for listed in run.budget.shares if run.budget else ():
         if not listed.rounding and (listed.op == CAST_INPUT or not has_calls):
             found[(listed.module, listed.op, listed.source)] = listed
@@ -130,13 +126,3 @@ def _parts(shares: Iterable[Share], name_of: Callable[[Share], str | None]) -> l
 def main_causes(modules: Sequence[PartShare], most: int) -> list[PartShare]:
     """At most ``most`` of ``modules``, of :func:`module_shares`, that matter."""
     return [part for part in modules[:most] if part.share >= MATTERS]
-
-
-def share_text(share: float) -> str:
-    """``46 %``; ``< 1 %`` for less."""
-    return "< 1 %" if abs(share) < 0.005 else f"{share * 100:.0f} %".replace("-", "−")
-
-
-def module_name(path: str) -> str:
-    """The path, or words for the model."""
-    return path or THE_MODEL

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 from lowprec_check.schema.measures import TimingConditions
 from lowprec_check.schema.scan_result import Run
+from lowprec_check.schema.wording import times
 
 Told = Literal["faster", "slower", "same", "noisy", "unknown"]
 """``same``: about the same time; ``noisy``: the interval is too wide to tell; ``unknown``: it was not timed."""
@@ -139,23 +140,6 @@ def is_faster(mine: Speed, other: Speed, factor: float = TOLD) -> bool:
 def cores_were_used(found: TimingConditions | None) -> bool:
     """Whether something else used the cores enough to be said, and to be part of any single time."""
     return found is not None and (found.waited or 0.0) > WAITED
-
-
-def conditions(found: TimingConditions | None) -> list[str]:
-    """What disturbed the times, as sentences."""
-    if found is None:
-        return []
-    if cores_were_used(found):
-        waited = f"the model's threads waited {found.waited or 0.0:.0%} of the time.".replace("%", " %")
-        return [f"Other programs used these cores while times were taken: {waited}"]
-    if (found.speed_change or 1.0) > CHANGED:
-        return [f"The processor's speed changed by a factor of {found.speed_change:.1f} while times were taken."]
-    return []
-
-
-def times(ratio: float) -> str:
-    """``1.4 times``, ``134 times``."""
-    return f"{ratio:.1f} times" if ratio < 9.95 else f"{ratio:.0f} times"
 
 
 def judged(ratio: float, low: float, high: float) -> Speed:

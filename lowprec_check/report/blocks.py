@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from lowprec_check.analysis.speed import judged
@@ -18,6 +18,7 @@ from lowprec_check.schema.wording import (
     percent,
     share_figure,
     short_op,
+    times,
 )
 
 Detail = Literal["first", "more", "all"]
@@ -86,8 +87,7 @@ def speed_text(value: SpeedOf) -> str:
     if value.ratio is None or value.told not in ("faster", "slower"):
         return "–"
     ratio = value.ratio if value.told == "faster" else 1 / value.ratio
-    digits = f"{ratio:.2f}" if ratio < 1.095 else f"{ratio:.1f}" if ratio < 9.95 else f"{ratio:,.0f}"
-    return f"{digits} × {'as fast' if value.told == 'faster' else 'slower'}"
+    return f"{times(ratio).removesuffix('times')}× {'as fast' if value.told == 'faster' else 'slower'}"
 
 
 def ratio_text(ratio: float | None) -> str:
@@ -205,6 +205,12 @@ class Table(Block):
     """Rows that text shows; 0 for all."""
     left_out: int = 0
     """Rows that were left out when it was made."""
+
+    def with_content(self) -> Table:
+        """The table without the columns in which no row has anything."""
+        kept = [i for i in range(len(self.columns)) if any(row.cells[i] is not None for row in self.rows)]
+        rows = [row._replace(cells=[row.cells[i] for i in kept]) for row in self.rows]
+        return replace(self, columns=[self.columns[i] for i in kept], rows=rows)
 
 
 @dataclass(frozen=True)

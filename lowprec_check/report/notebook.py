@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowprec_check.analysis.statements.advice import BASIS, sentences, verdict
+from lowprec_check.analysis.statements.advice import basis, verdict
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.report.blocks import cell_text
 from lowprec_check.report.escape import visible
@@ -25,11 +25,10 @@ def text(result: ScanResult) -> str:
         shown = [cell_text(value, column.type) for value, column in zip(row.cells, table.columns, strict=True)]
         error = f" ({shown[figure]})" if figure is not None and shown[figure] != "–" else ""
         runs.append(f"{shown[0]} {shown[1]}{error}")
-    basis = sentences([found.text for found in statements(result) if found.kind in BASIS])
     lines = [
         f"ScanResult: {title(result)} · {machine(result)}",
         ", ".join(runs) or "no runs",
-        f"{verdict(result)}. {basis}".strip(),
+        f"{verdict(result)}. {basis(statements(result))}".strip(),
     ]
     return "\n".join(visible(line, _LONGEST) for line in lines)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from lowprec_check.analysis.error_shares import trusted_budget
@@ -128,7 +127,7 @@ def operator_table(run: Run) -> Table | None:
             total.lost or None,
         ]
         rows.append(Row(cells, below=[_worst_calls(calls, most, trusted)] if calls else ()))
-    return with_content(Table(columns, rows, f"operators of {label(run)}", searchable=True))
+    return Table(columns, rows, f"operators of {label(run)}", searchable=True).with_content()
 
 
 def _first(total: Total) -> tuple[float, ...]:
@@ -163,11 +162,4 @@ def _worst_calls(calls: Sequence[OpCall], most: int, trusted: bool) -> Table:
                 module=row.module,
             )
         )
-    return with_content(Table(columns, rows, "the worst calls", left_out=len(calls) - len(rows)))
-
-
-def with_content(table: Table) -> Table:
-    """The table without the columns in which no row has anything."""
-    kept = [index for index in range(len(table.columns)) if any(row.cells[index] is not None for row in table.rows)]
-    rows = [row._replace(cells=[row.cells[index] for index in kept]) for row in table.rows]
-    return replace(table, columns=[table.columns[index] for index in kept], rows=rows)
+    return Table(columns, rows, "the worst calls", left_out=len(calls) - len(rows)).with_content()

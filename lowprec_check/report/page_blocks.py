@@ -11,7 +11,7 @@ from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.run_summary import label
 from lowprec_check.report import charts
 from lowprec_check.report.blocks import Block, Column, Document, Fold, Heading, Row, Say, Table
-from lowprec_check.report.operator_blocks import ACCUMULATED, SHARE, Total, larger, operator_folds, with_content
+from lowprec_check.report.operator_blocks import ACCUMULATED, SHARE, Total, larger, operator_folds
 from lowprec_check.report.scan_document import CONDITIONS, scan_document
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
 from lowprec_check.schema.verdict import look
@@ -121,7 +121,7 @@ def source_table(result: ScanResult, runs: Sequence[Run]) -> Table | None:
             ]
             remark = _found(source, runs, findings) or None
             rows.append(Row([str(line), result.source_lines[source], some([*ops]), *figures, remark], depth=1))
-    return with_content(Table(columns, rows, "lines of code", headings=2, searchable=True))
+    return Table(columns, rows, "lines of code", headings=2, searchable=True).with_content()
 
 
 def _has_shares(run: Run, runs: Sequence[Run]) -> bool:
@@ -182,7 +182,7 @@ def module_table(runs: Sequence[Run]) -> Table:
         parts = [by_run[label(run)].get(path, nothing).share for run in shares]
         gaps = max(found.get(path, nothing).gaps for found in totals)
         rows.append(Row([path, *errors, *parts, gaps or None], depth=path.count(".") + 1 if path else 0, module=path))
-    return with_content(Table(columns, rows, "modules", searchable=True, left_out=left_out))
+    return Table(columns, rows, "modules", searchable=True, left_out=left_out).with_content()
 
 
 def by_module(run: Run) -> dict[str, Total]:
@@ -192,9 +192,7 @@ def by_module(run: Run) -> dict[str, Total]:
         for path in _lineage(row.module):
             found.setdefault(path, Total()).add(row)
     for total in found.values():
-        total.share = (
-            None  # what goes with a module is not what its calls show: the budget knows roundings between modules
-        )
+        total.share = None  # that of a module is in the budget, which knows the roundings between modules
     for part in module_shares(run) if trusted_budget(run) else ():
         for path in _lineage("" if part.name == BETWEEN else part.name):
             total = found.setdefault(path, Total())
@@ -274,5 +272,5 @@ def range_blocks(result: ScanResult, runs: Sequence[Run]) -> Iterator[Block]:
         chart = charts.magnitudes(run)
         if rows:
             name = f"{counted(len(rows), 'op')} at the ends of the range of {run.basis.format.short}"
-            table = with_content(Table(columns, rows[:40], name, left_out=max(0, len(rows) - 40)))
+            table = Table(columns, rows[:40], name, left_out=max(0, len(rows) - 40)).with_content()
             yield Fold(f"{label(run)}: {name}", [chart, table] if chart else [table])

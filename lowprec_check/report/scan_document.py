@@ -11,7 +11,7 @@ from lowprec_check.analysis.findings import FindingGroup, folded, groups, no_eff
 from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.rules.registry import Rule, rules
 from lowprec_check.analysis.run_summary import candidates, label
-from lowprec_check.analysis.statements.advice import BASIS, sentences
+from lowprec_check.analysis.statements.advice import basis, sentences
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.catalog.declared import release_of
 from lowprec_check.report.blocks import (
@@ -281,10 +281,9 @@ def _environment(result: ScanResult) -> Iterator[Block]:
 def _advice(result: ScanResult, said: _Said) -> Iterator[Block]:
     found, best, run = said.about("advice"), result.recommendation, recommended_run(result)
     verdict = next(its for its in found if its.kind == "verdict")
-    basis = sentences([its.text for kind in BASIS for its in found if its.kind == kind])
     yield Say(f"{verdict.text}.", verdict.tone, "verdict")
-    if basis:
-        yield Say(basis)
+    if rests_on := basis(found):
+        yield Say(rests_on)
     for its in found:
         if its.kind == "way-out":
             yield Say(its.text, its.tone, "text", ", ".join(its.runs))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
+from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.run_summary import label, reference_of
 from lowprec_check.analysis.statements.training_findings import MATTERS, lost_kinds, tensor_name
 from lowprec_check.analysis.training_status import distance_limit, first_way, remarks, steps_of, way_name
 from lowprec_check.report.blocks import Block, Column, ErrorOf, Fold, Heading, Row, Say, Table
-from lowprec_check.schema.recommendation import Recommendation
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Statement
 from lowprec_check.schema.training import BEYOND, ParameterGradient, TrainingSetup, TrainingWay
@@ -88,31 +87,26 @@ def _items(said: Sequence[Statement], kind: str, first: Sequence[str]) -> Iterat
 
 
 def _ways(result: ScanResult, setup: TrainingSetup) -> Iterator[Block]:
+    best, advice = recommended_run(result), result.recommendation
+    wanted = advice.way if advice is not None and not advice.stay_in_fp32 else None
     news: list[tuple[TrainingWay, Row]] = []
     others: list[tuple[TrainingWay, Row]] = []
     for run in result.runs:
         for way, is_news in _told(run):
-            (news if is_news else others).append((way, _way(run, way, setup, result.recommendation)))
+            (news if is_news else others).append((way, _way(run, way, setup, wanted if run is best else None)))
     reference, table = list(_reference(result, setup)), "ways to train"
     yield Heading("Ways to train", anchor="ways")
     if news:
-        yield _with_values(Table(_WAYS, [*reference, *(row for _, row in news)], table, headings=2))
+        yield Table(_WAYS, [*reference, *(row for _, row in news)], table, headings=2).with_content()
     if others:
         passing = sum(way.status == "ok" for way, _ in others)
         title = _title(passing, len(others) - passing, "more " if news else "")
         rows = [row for _, row in others]
         found = Table(_WAYS, rows if news else [*reference, *rows], table, headings=2)
-        yield Fold(title, [_with_values(found)], detail="more")
+        yield Fold(title, [found.with_content()], detail="more")
     band = _band(setup)
     if band:
         yield Say(band, role="hint", detail="more")
-
-
-def _with_values(table: Table) -> Table:
-    """The table without columns in which no row has a value."""
-    kept = [index for index in range(len(table.columns)) if any(row.cells[index] is not None for row in table.rows)]
-    rows = [row._replace(cells=[row.cells[index] for index in kept]) for row in table.rows]
-    return replace(table, columns=[table.columns[index] for index in kept], rows=rows)
 
 
 def _title(passing: int, failing: int, more: str) -> str:
@@ -139,7 +133,7 @@ def _told(run: Run) -> Iterator[tuple[TrainingWay, bool]]:
     yield from zip(ways, [any(news), *news[1:]], strict=True)
 
 
-def _way(run: Run, way: TrainingWay, setup: TrainingSetup, advice: Recommendation | None) -> Row:
+def _way(run: Run, way: TrainingWay, setup: TrainingSetup, recommended: str | None) -> Row:
     ended, said = bool(steps_of(way)), remarks(way, setup)
     figures = (
         way.losses[-1] if ended else None,
@@ -148,15 +142,8 @@ def _way(run: Run, way: TrainingWay, setup: TrainingSetup, advice: Recommendatio
         way.lost_updates,
         way.state_bytes,
     )
-    tag = "recommended" if _is_recommended(run, way, advice) else ""
+    tag = "recommended" if way.status == "ok" and way.name == recommended else ""
     return Row([label(run), way_name(way.name), way.status, *figures, said and said.text], tag)
-
-
-def _is_recommended(run: Run, way: TrainingWay, advice: Recommendation | None) -> bool:
-    if advice is None or advice.stay_in_fp32 or way.status != "ok" or way.name != advice.way:
-        return False
-    asked = (advice.precision, advice.backend, advice.memory_format, advice.keep_fp32)
-    return (run.base or run.precision, run.backend, run.memory_format, run.keep_fp32) == asked
 
 
 def _reference(result: ScanResult, setup: TrainingSetup) -> Iterator[Row]:

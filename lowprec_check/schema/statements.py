@@ -20,7 +20,6 @@ About = Literal[
     "runs",
     "error",
     "training",
-    "speed",
     "inputs",
     "weights",
     "times",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from lowprec_check.analysis.degenerate_output import degenerate_output
 from lowprec_check.analysis.recommend import SAME_MEMORY, is_gain, passes, recommended_run
 from lowprec_check.analysis.run_summary import candidates, is_cast, label, memory_ratio, missing_kernels
 from lowprec_check.analysis.speed import Speed, is_faster, speed
-from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_scan, said, statements
+from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_scan, said
 from lowprec_check.analysis.statements.status import NEAR, why
 from lowprec_check.analysis.statements.training_findings import drawback, part_of_limit
 from lowprec_check.analysis.training_status import first_way, remedies, way_text
@@ -18,6 +18,7 @@ from lowprec_check.schema.recommendation import Recommendation
 from lowprec_check.schema.registry import choices
 from lowprec_check.schema.run_key import PLAN
 from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.statements import Statement
 from lowprec_check.schema.wording import Figure, Sentence, chained, counted, plain, say
 
 LONG_SETUP = 1.0
@@ -205,14 +206,13 @@ def kept(run: Run, result: ScanResult) -> Made:
     return say("kept in fp32: {kept:modules}", kept=run.keep_fp32)
 
 
-BASIS = ("passes", "training", "gain", "scaling", "updates", "other-way", "state", "setup", "kept")
+_BASIS = ("passes", "training", "gain", "scaling", "updates", "other-way", "state", "setup", "kept")
 """The kinds that say what a recommendation rests on, in order."""
 
 
-def reason(result: ScanResult) -> str:
-    """What the recommendation rests on, as one text."""
-    found = statements(result)
-    return sentences([its.text for kind in BASIS for its in found if its.kind == kind])
+def basis(said: Sequence[Statement]) -> str:
+    """What the recommendation rests on, as one text, from the statements of a result."""
+    return sentences(its.text for kind in _BASIS for its in said if its.kind == kind)
 
 
 def sentences(texts: Iterable[str]) -> str:

@@ -12,9 +12,6 @@ from lowprec_check.schema.measures import Latency
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.wording import chained, plain, say
 
-NAMED = 5
-
-
 # -- inputs and weights
 
 
