@@ -44,8 +44,7 @@ from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.torchvision_zoo import import_torchvision
 from lowprec_check.engine.trace.what_if import predict
 from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.predictions import WhatIf
-from lowprec_check.schema.what_if_formats import WHAT_IF_FORMATS
+from lowprec_check.schema.what_if import WHAT_IF_FORMATS, WhatIf
 
 FP8 = {"fp8-e4m3": torch.float8_e4m3fn, "fp8-e5m2": torch.float8_e5m2}
 """The dtype of activations; weights are in e4m3."""

@@ -20,19 +20,16 @@ if TYPE_CHECKING:
     from lowprec_check.engine.scan import scan
     from lowprec_check.errors import UsageError
     from lowprec_check.report.registry import ReportFormat, render
-    from lowprec_check.schema.backends import Backend, Code, Example
-    from lowprec_check.schema.devices import Device
-    from lowprec_check.schema.error_budget import ErrorBudget, Share
-    from lowprec_check.schema.measures import LayerError
+    from lowprec_check.schema.axes import Backend, Code, Device, Example
+    from lowprec_check.schema.findings import Recommendation
+    from lowprec_check.schema.measures import ErrorBudget, LayerError, Share
     from lowprec_check.schema.op_calls import OpCall, OpCalls
     from lowprec_check.schema.plan import Plan, Planning
     from lowprec_check.schema.precisions import FloatFormat, Precision
-    from lowprec_check.schema.predictions import WhatIf
-    from lowprec_check.schema.recommendation import Recommendation
     from lowprec_check.schema.run_key import RunKey
     from lowprec_check.schema.scan_result import Diagnostic, Gap, ModelInfo, ResultError, Run, ScanResult
     from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo
-    from lowprec_check.schema.what_if_formats import OperandFormat, WhatIfFormat
+    from lowprec_check.schema.what_if import OperandFormat, WhatIf, WhatIfFormat
 
 _MODULES = {
     "Application": "engine.model.application",

@@ -1,4 +1,4 @@
-"""Errors the user can fix, a lost process, the exception for a signal to end, the text of foreign exceptions. Never imports torch."""
+"""Errors the user can fix, a lost process, the exception for a signal to end, the text of foreign exceptions."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ import msgspec
 from shared_result import ENVIRONMENT, gap, op_calls, run, shared_result
 
 from lowprec_check.analysis.conclusion import conclude
+from lowprec_check.schema.measures import PredictedDevice
 from lowprec_check.schema.op_calls import OpCalls, without_times
-from lowprec_check.schema.predicted_device import PredictedDevice
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.verdict import ExceptionInfo
 

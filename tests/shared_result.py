@@ -11,14 +11,13 @@ from typing import Any
 import msgspec
 
 from lowprec_check.analysis.rules.registry import diagnose
-from lowprec_check.schema.error_budget import ErrorBudget, Share
-from lowprec_check.schema.measures import Latency, Speedup, TimingConditions
+from lowprec_check.schema.findings import Recommendation
+from lowprec_check.schema.measures import ErrorBudget, Latency, Share, Speedup, TimingConditions
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Blame, Plan
-from lowprec_check.schema.predictions import WhatIf
-from lowprec_check.schema.recommendation import Recommendation
 from lowprec_check.schema.scan_result import Gap, ModelInfo, Run, ScanResult
 from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo
+from lowprec_check.schema.what_if import WhatIf
 
 ENVIRONMENT: dict[str, Any] = {
     "torch": "2.13.0+cpu",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import lowprec_check
 from lowprec_check.analysis.blamed_modules import blamed_modules, is_confirmed, is_disproved
 from lowprec_check.analysis.statements.kinds import statements
-from lowprec_check.schema.ablation import Ablation
+from lowprec_check.schema.measures import Ablation
 from lowprec_check.schema.scan_result import ModelInfo, Run, ScanResult
 from lowprec_check.schema.verdict import ErrorStats
 

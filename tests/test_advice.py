@@ -16,12 +16,12 @@ from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.analysis.statements.advice import verdict
 from lowprec_check.analysis.statements.status import why
 from lowprec_check.report.registry import render
-from lowprec_check.schema.compiler_check import CompilerCheck
+from lowprec_check.schema.findings import Recommendation
+from lowprec_check.schema.measures import CompilerCheck
 from lowprec_check.schema.op_calls import OpCall, to_columns
-from lowprec_check.schema.recommendation import Recommendation
 from lowprec_check.schema.scan_result import Diagnostic, Gap, ModelInfo, Run, ScanResult
+from lowprec_check.schema.statements import out_of
 from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo
-from lowprec_check.schema.wording import out_of
 
 INFO = ModelInfo(name="Net", parameters=1, inputs=["(1, 1)"], modules=1, training=False)
 FP32 = Run(precision="fp32", device="cpu", status="ok", latency_ms=10.0)

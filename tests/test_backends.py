@@ -24,9 +24,8 @@ from lowprec_check.engine.core.output_comparison import compare_outputs
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.plain_run import output_tensors
-from lowprec_check.schema.backends import BACKENDS, replaced
+from lowprec_check.schema.axes import BACKENDS, RUN_MATRICES, replaced
 from lowprec_check.schema.run_key import RunKey
-from lowprec_check.schema.run_matrices import RUN_MATRICES
 
 LOW = ("bfloat16", "autocast-bf16", "half", "autocast-fp16")
 
@@ -403,7 +402,7 @@ def test_a_backend_is_replaced_where_it_cannot_run(register: Register) -> None:
         """The same with the type."""
 
         def replacement(self) -> Any:
-            from lowprec_check.schema.backends import Replacement
+            from lowprec_check.schema.axes import Replacement
 
             return Replacement(*super().replacement())
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lowprec_check import Backend, Run, ScanResult, scan
 from lowprec_check.engine.core.four_corners import Corners, Distances, distances, worst
-from lowprec_check.schema.backends import BACKENDS
+from lowprec_check.schema.axes import BACKENDS
 
 SLACK = 5e-3
 

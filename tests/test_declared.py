@@ -28,8 +28,8 @@ from lowprec_check.report.catalog_document import builds, catalog_document
 from lowprec_check.report.layout.markdown import markdown
 from lowprec_check.report.layout.text import text as in_text
 from lowprec_check.report.op import answers_document, gaps_document
+from lowprec_check.schema.axes import DEVICES, Device
 from lowprec_check.schema.base import encode
-from lowprec_check.schema.devices import DEVICES, Device
 from tools.xpu_declarations import claims, dtypes, kernels, registrations
 from tools.xpu_declarations.__main__ import rows, save
 from tools.xpu_declarations.corrections import Correction, Corrections

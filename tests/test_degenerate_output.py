@@ -12,7 +12,7 @@ from torch import nn
 
 from lowprec_check.analysis.degenerate_output import degenerate_output
 from lowprec_check.engine.scan import scan
-from lowprec_check.schema.error_budget import ErrorBudget
+from lowprec_check.schema.measures import ErrorBudget
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.verdict import ErrorStats
 

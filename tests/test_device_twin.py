@@ -29,7 +29,7 @@ from lowprec_check.engine.model.torchvision_zoo import import_torchvision
 from lowprec_check.engine.run.isolation import isolated
 from lowprec_check.engine.scan import scan_target
 from lowprec_check.engine.scan_options import ScanOptions
-from lowprec_check.schema.predicted_device import PredictedDevice
+from lowprec_check.schema.measures import PredictedDevice
 
 ROOT = Path(__file__).parent.parent
 LOW = ("half", "bfloat16", "autocast-fp16", "autocast-bf16")

@@ -27,7 +27,7 @@ from lowprec_check.engine.run.target_runs import RunOptions, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.trace import instrument
 from lowprec_check.engine.trace.instrument import Options
-from lowprec_check.schema.error_budget import ErrorBudget, Share
+from lowprec_check.schema.measures import ErrorBudget, Share
 from lowprec_check.schema.module_paths import common_module
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.scan_result import ScanResult

@@ -31,7 +31,7 @@ from lowprec_check.report.blocks import Fold, Table
 from lowprec_check.report.layout.text import text
 from lowprec_check.report.registry import render
 from lowprec_check.report.scan_document import scan_document
-from lowprec_check.schema.error_budget import ErrorBudget, Share
+from lowprec_check.schema.measures import ErrorBudget, Share
 from lowprec_check.schema.op_calls import OpCall, to_columns
 from lowprec_check.schema.scan_result import Diagnostic, ModelInfo, Run, ScanResult
 

@@ -17,7 +17,7 @@ import pytest
 from conftest import ROOT, Call, call_process
 
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.files import check_file, make_folder, write_file
+from lowprec_check.schema.base import check_file, make_folder, write_file
 
 SAVED = ROOT / "reports" / "scans" / "whitening.json"
 PACKAGE = ROOT / "lowprec_check"
@@ -64,7 +64,7 @@ def test_a_failed_write_leaves_the_old_file(number: int, old: Path, monkeypatch:
 def test_a_kill_leaves_the_old_file_and_nothing_else(old: Path) -> None:
     program = """
 import os, signal, sys
-from lowprec_check.schema.files import write_file
+from lowprec_check.schema.base import write_file
 os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
 write_file(sys.argv[1], "new")
 """

@@ -16,16 +16,14 @@ from lowprec_check.analysis.error_shares import module_shares, place_shares
 from lowprec_check.analysis.findings import groups
 from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.report.registry import render
-from lowprec_check.schema.ablation import Ablation
-from lowprec_check.schema.error_budget import ErrorBudget, Share
-from lowprec_check.schema.findings import Diagnostic
+from lowprec_check.schema.findings import Diagnostic, Recommendation
+from lowprec_check.schema.measures import Ablation, ErrorBudget, Share
 from lowprec_check.schema.op_calls import OpCall, to_columns
 from lowprec_check.schema.plan import Plan
-from lowprec_check.schema.recommendation import Recommendation
 from lowprec_check.schema.scan_result import ModelInfo, Run, ScanResult
+from lowprec_check.schema.statements import percent, say
 from lowprec_check.schema.training import Divergence, TrainingRun, TrainingSetup, TrainingWay
 from lowprec_check.schema.verdict import ErrorStats
-from lowprec_check.schema.wording import percent, say
 
 INFO = ModelInfo(name="Net", parameters=1, inputs=["(1, 1)"], modules=9, training=False, source="net.py:1")
 FP32 = Run(precision="fp32", device="cpu", status="ok")

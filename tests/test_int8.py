@@ -22,7 +22,7 @@ from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.report.blocks import Table, cell_text
 from lowprec_check.report.extra_blocks import extra_blocks
 from lowprec_check.report.registry import render
-from lowprec_check.schema.backends import BACKENDS, Example
+from lowprec_check.schema.axes import BACKENDS, Example
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import Run

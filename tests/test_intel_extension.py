@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lowprec_check.engine.backends import ipex, ipex_compile, ipex_jit
 from lowprec_check.engine.core.package_versions import IPEX
 from lowprec_check.engine.stack.frozen_trace import frozen_trace, frozen_trace_code
-from lowprec_check.schema.backends import Backend, Example, replaced
+from lowprec_check.schema.axes import Backend, Example, replaced
 from lowprec_check.schema.precisions import PRECISIONS
 
 BACKENDS: list[Backend] = [ipex.BACKEND, ipex_jit.BACKEND, ipex_compile.BACKEND]

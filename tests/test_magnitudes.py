@@ -17,7 +17,7 @@ from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.trace import magnitude_samples
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
 from lowprec_check.engine.trace.magnitude_samples import MagnitudeSamples, sample
-from lowprec_check.schema.magnitudes import SAMPLE, ModuleMagnitudes
+from lowprec_check.schema.measures import SAMPLE, ModuleMagnitudes
 from lowprec_check.schema.precisions import PRECISIONS
 
 

@@ -29,10 +29,9 @@ from lowprec_check.report.layout.text import text
 from lowprec_check.report.matrix import matrix_document, matrix_page
 from lowprec_check.report.plan import plan_document
 from lowprec_check.report.registry import FORMATS, render
-from lowprec_check.schema.fallbacks import fallback_of
 from lowprec_check.schema.matrix import Matrix, MatrixCell
 from lowprec_check.schema.measures import Latency, Timing, TimingConditions
-from lowprec_check.schema.op_calls import OpCalls
+from lowprec_check.schema.op_calls import OpCalls, fallback_of
 from lowprec_check.schema.plan import Plan, Planning
 from lowprec_check.schema.precisions import low_precisions
 from lowprec_check.schema.run_key import RunKey

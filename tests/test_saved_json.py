@@ -18,7 +18,7 @@ from lowprec_check.engine.machine import environment
 from lowprec_check.engine.scan_options import ScanOptions
 from lowprec_check.schema.columns import Columns, Part
 from lowprec_check.schema.op_calls import OpCall
-from lowprec_check.schema.saved_keys import ENVIRONMENT, OPTIONS
+from lowprec_check.schema.options import ENVIRONMENT, OPTIONS
 
 RESULT = shared_result()
 SCHEMA = json.loads((ROOT / "docs" / "schema.json").read_text(encoding="utf-8"))

@@ -19,9 +19,8 @@ from lowprec_check.engine.run.job import Job
 from lowprec_check.engine.run.outcome import JobOutcome
 from lowprec_check.engine.trace import lockstep
 from lowprec_check.process.breadcrumb import IN_OP, Position
-from lowprec_check.schema.killed_ops import killed_reason, seconds_killed
 from lowprec_check.schema.measures import TimingConditions
-from lowprec_check.schema.op_calls import OpCall, to_columns
+from lowprec_check.schema.op_calls import OpCall, killed_reason, seconds_killed, to_columns
 from lowprec_check.schema.scan_result import Run
 
 OP_LIMIT = 1.0

@@ -15,11 +15,11 @@ from shared_result import budgeted_result, latency, run, shared_result
 
 from lowprec_check.analysis.run_summary import label
 from lowprec_check.analysis.statements.kinds import kinds, statements
-from lowprec_check.schema.ablation import Ablation
+from lowprec_check.schema.measures import Ablation
 from lowprec_check.schema.scan_result import ScanResult
-from lowprec_check.schema.statements import Statement
-from lowprec_check.schema.wording import (
+from lowprec_check.schema.statements import (
     Sentence,
+    Statement,
     chained,
     join,
     joined,

@@ -18,8 +18,8 @@ from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.analysis.training_code import PASTED, training_code
+from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.op_calls import OpCall
-from lowprec_check.schema.recommendation import Recommendation
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import Diagnostic, Gap, Run, ScanResult
 from lowprec_check.schema.training import (

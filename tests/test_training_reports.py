@@ -28,8 +28,9 @@ from lowprec_check.report.registry import FORMATS, render
 from lowprec_check.report.runs_table import runs_table
 from lowprec_check.report.scan_document import scan_document
 from lowprec_check.report.training_blocks import training_blocks
-from lowprec_check.schema.recommendation import Recommendation
+from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.statements import percent
 from lowprec_check.schema.training import (
     Divergence,
     EpsilonCheck,
@@ -41,7 +42,6 @@ from lowprec_check.schema.training import (
     TrainingWay,
 )
 from lowprec_check.schema.verdict import ExceptionInfo
-from lowprec_check.schema.wording import percent
 
 RESULT = training_result()
 HEAD = (

@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 from shared_result import ENVIRONMENT, budgeted, gap, op_calls, run, shared_result
 
 from lowprec_check.analysis.conclusion import conclude
-from lowprec_check.schema.ablation import Ablation
-from lowprec_check.schema.batch_ranges import BatchRanges
-from lowprec_check.schema.measures import Latency, Speedup, TimingConditions
+from lowprec_check.schema.measures import Ablation, BatchRanges, Latency, Speedup, TimingConditions
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.verdict import ErrorStats
 

@@ -36,7 +36,7 @@ from lowprec_check.engine.run import work
 from lowprec_check.engine.trace import format_emulation, what_if
 from lowprec_check.engine.trace.what_if import predict
 from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.what_if_formats import WHAT_IF_FORMATS, OperandFormat
+from lowprec_check.schema.what_if import WHAT_IF_FORMATS, OperandFormat
 
 FORMATS = WHAT_IF_FORMATS.names()
 FACTOR = 1.5

@@ -21,11 +21,10 @@ from lowprec_check.compat.rows import row_of
 from lowprec_check.compat.target_list import Request
 from lowprec_check.report.blocks import SpeedOf, speed_text
 from lowprec_check.report.runs_table import runs_table
+from lowprec_check.schema.findings import Prefer
 from lowprec_check.schema.measures import Latency, Speedup, Timing, TimingConditions
-from lowprec_check.schema.recommendation import Prefer
 from lowprec_check.schema.scan_result import Gap
-from lowprec_check.schema.statements import Statement
-from lowprec_check.schema.wording import milliseconds
+from lowprec_check.schema.statements import Statement, milliseconds
 
 RESULT = shared_result()
 MIB = 1 << 20

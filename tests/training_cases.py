@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowprec_check.schema.input_layout import InputLayout
+from lowprec_check.schema.measures import InputLayout
 from lowprec_check.schema.op_calls import OpCall, to_columns
 from lowprec_check.schema.scan_result import ModelInfo, Run, ScanResult
 from lowprec_check.schema.training import TrainingRun, TrainingSetup, TrainingWay

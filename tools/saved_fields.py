@@ -14,7 +14,7 @@ import msgspec
 
 from lowprec_check.analysis.statements.kinds import kinds
 from lowprec_check.schema.op_calls import OpCall, OpCalls
-from lowprec_check.schema.saved_keys import ENVIRONMENT, OPTIONS
+from lowprec_check.schema.options import ENVIRONMENT, OPTIONS
 from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.statements import Statement
 

@@ -1,4 +1,4 @@
-"""Accepted findings, identified by a fingerprint that survives edits of the file. Never imports torch."""
+"""Accepted findings, identified by a fingerprint that survives edits of the file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import msgspec
 
 from lowprec_check.analysis.rules.registry import is_selected, rules
 from lowprec_check.errors import UsageError, encodable
-from lowprec_check.schema.base import Struct, decode, encode
-from lowprec_check.schema.files import write_file
+from lowprec_check.schema.base import Struct, decode, encode, write_file
 from lowprec_check.schema.run_key import EAGER, MemoryFormat
 from lowprec_check.schema.scan_result import Diagnostic, ScanResult
 

@@ -1,4 +1,4 @@
-"""Which modules of a run should stay in fp32, and why. Never imports torch."""
+"""Which modules of a run should stay in fp32, and why."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import NamedTuple, TypeVar
 from lowprec_check.analysis.hidden_errors import guess_causes
 from lowprec_check.analysis.predicted_rest import Causes, causes_of
 from lowprec_check.analysis.run_summary import shorten
-from lowprec_check.schema.error_budget import MATTERS, ErrorBudget
+from lowprec_check.schema.measures import MATTERS, ErrorBudget
 from lowprec_check.schema.module_paths import is_inside, module_around
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.plan import Blame, Constant
 from lowprec_check.schema.scan_result import Gap, Run
-from lowprec_check.schema.wording import percent, short_op
+from lowprec_check.schema.statements import percent, short_op
 
 LEAST_CAUSE = 0.001
 """A module with a smaller share of the error is not said to cause it."""

@@ -1,4 +1,4 @@
-"""The modules that the analysis of a failing run blames, which an ablation then keeps in fp32, and whether that helped. Never imports torch."""
+"""The modules that the analysis of a failing run blames, which an ablation then keeps in fp32, and whether that helped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from lowprec_check.analysis.error_origin import origin
 from lowprec_check.analysis.error_shares import main_causes, module_shares, trusted_budget
-from lowprec_check.schema.ablation import BlamedFor
+from lowprec_check.schema.measures import BlamedFor
 from lowprec_check.schema.module_paths import is_inside, paths_above
 from lowprec_check.schema.scan_result import Run
 

@@ -1,4 +1,4 @@
-"""The line of the user's own code that leads to a line in an installed package. Never imports torch."""
+"""The line of the user's own code that leads to a line in an installed package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from the runs of a scan: the recommendation and the diagnostics. Never imports torch."""
+"""What follows from the runs of a scan: the recommendation and the diagnostics."""
 
 from __future__ import annotations
 

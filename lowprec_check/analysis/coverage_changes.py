@@ -1,4 +1,4 @@
-"""The difference of two coverages of a test suite: gaps, operators and tests that came and went. Never imports torch."""
+"""The difference of two coverages of a test suite: gaps, operators and tests that came and went."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs that a run cannot be judged by: all zeros, or too small for the format of the run. Never imports torch."""
+"""Outputs that a run cannot be judged by: all zeros, or too small for the format of the run."""
 
 from __future__ import annotations
 

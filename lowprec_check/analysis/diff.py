@@ -1,4 +1,4 @@
-"""The difference of two results: what is worse, better, or only different. Never imports torch."""
+"""The difference of two results: what is worse, better, or only different."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lowprec_check.analysis.training_status import way_text
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.run_key import EAGER, RunKey
 from lowprec_check.schema.scan_result import Evidence, Gap, Run, ScanResult
+from lowprec_check.schema.statements import chained, error_figure, milliseconds, percent, plain, say
 from lowprec_check.schema.verdict import look
-from lowprec_check.schema.wording import chained, error_figure, milliseconds, percent, plain, say
 
 Kind = Literal["status", "gap", "error", "speed", "memory", "run", "recommendation"]
 Direction = Literal["worse", "better", "other"]

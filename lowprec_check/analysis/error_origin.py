@@ -1,14 +1,14 @@
-"""The op call of a run to look at first: a cause of its error only if the error budget says so. Never imports torch."""
+"""The op call of a run to look at first: a cause of its error only if the error budget says so."""
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
 from lowprec_check.analysis.error_shares import leaving_shares, place_shares, share_sentence, trusted_budget
-from lowprec_check.schema.error_budget import MATTERS
+from lowprec_check.schema.measures import MATTERS
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run
-from lowprec_check.schema.wording import Sentence, chained, say
+from lowprec_check.schema.statements import Sentence, chained, say
 
 Kind = Literal["share", "nonfinite", "tolerance"]
 

@@ -1,13 +1,13 @@
-"""Which modules and lines cause the error of a run's output, from its error budget. Never imports torch."""
+"""Which modules and lines cause the error of a run's output, from its error budget."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from lowprec_check.schema.error_budget import MATTERS, ErrorBudget, Share
+from lowprec_check.schema.measures import MATTERS, ErrorBudget, Share
 from lowprec_check.schema.scan_result import Run
-from lowprec_check.schema.wording import Sentence, say
+from lowprec_check.schema.statements import Sentence, say
 
 TRUSTED = 0.5
 """The first order names causes only if what it does not explain is at most this part of the squared error."""

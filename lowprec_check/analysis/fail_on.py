@@ -1,4 +1,4 @@
-"""Whether a scan fails, by ``--fail-on``: what its exit code says, and its JUnit report. Never imports torch."""
+"""Whether a scan fails, by ``--fail-on``: what its exit code says, and its JUnit report."""
 
 from __future__ import annotations
 

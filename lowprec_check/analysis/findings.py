@@ -1,4 +1,4 @@
-"""Findings for people: those of one code about one op are a group, whose sentences are true of every run they name. Never imports torch."""
+"""Findings for people: those of one code about one op are a group, whose sentences are true of every run they name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from lowprec_check.schema.findings import Diagnostic, Severity
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import qualified
-from lowprec_check.schema.wording import counted, joined, module_name, words
+from lowprec_check.schema.statements import counted, joined, module_name, words
 
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 """The most severe first."""

@@ -1,4 +1,4 @@
-"""Errors that an analyzed run does not show, because earlier ones hide them. Never imports torch.
+"""Errors that an analyzed run does not show, because earlier ones hide them.
 
 If a module flushes its values to zero, later modules get zeros and add no error, although they would flush the original values too. How
 much they would add is guessed from the typical magnitude of the fp32 values; the guess only proposes modules, which a trial then tests.

@@ -1,11 +1,11 @@
-"""The code to paste that casts and moves ``inputs``, and puts them into a memory format. Never imports torch."""
+"""The code to paste that casts and moves ``inputs``, and puts them into a memory format."""
 
 from __future__ import annotations
 
 import json
 from typing import NamedTuple
 
-from lowprec_check.schema.input_layout import InputLayout
+from lowprec_check.schema.measures import InputLayout
 from lowprec_check.schema.run_key import CONTIGUOUS
 from lowprec_check.schema.scan_result import ModelInfo
 

@@ -1,4 +1,4 @@
-"""The search for the fewest modules to keep in fp32. It handles names and verdicts only, no model. Never imports torch.
+"""The search for the fewest modules to keep in fp32. It handles names and verdicts only, no model.
 
 If an error budget says where the error of the output comes from, the fewest modules are tried whose predicted rest is under the
 tolerance; a trial that disagrees corrects the prediction. Then the modules return to low precision one by one, the smallest share first;

@@ -1,4 +1,4 @@
-"""The called modules of a model by path, without the model. Never imports torch."""
+"""The called modules of a model by path, without the model."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The range of each op at one place, over all its calls and over batches. Never imports torch."""
+"""The range of each op at one place, over all its calls and over batches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lowprec_check.schema.batch_ranges import PlaceRange
+from lowprec_check.schema.measures import PlaceRange
 from lowprec_check.schema.op_calls import OpCall, OpCalls
 
 

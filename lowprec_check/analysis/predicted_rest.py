@@ -1,4 +1,4 @@
-"""What the error of the output would be with modules kept in fp32, and the fewest that bring it down. Never imports torch.
+"""What the error of the output would be with modules kept in fp32, and the fewest that bring it down.
 
 An error budget splits the squared error of the output into shares of modules. If modules are kept in fp32, their shares go, and the
 root of the others is the error that is left, to first order.

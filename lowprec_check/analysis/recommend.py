@@ -1,4 +1,4 @@
-"""The recommendation: the best run that passed, whether it is worth it, and why the others were not chosen. Never imports torch."""
+"""The recommendation: the best run that passed, whether it is worth it, and why the others were not chosen."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lowprec_check.analysis.run_summary import candidates, error_of, is_cast, me
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.analysis.speed import CLEAR, Speed, is_faster, speed
 from lowprec_check.analysis.training_status import passing_ways
-from lowprec_check.schema.recommendation import Prefer, Recommendation, Worth
+from lowprec_check.schema.findings import Prefer, Recommendation, Worth
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER
 from lowprec_check.schema.scan_result import ModelInfo, Run, ScanResult
 

@@ -1,4 +1,4 @@
-"""From the seconds of calls, taken in rounds over all runs, to what is saved of them. Never imports torch."""
+"""From the seconds of calls, taken in rounds over all runs, to what is saved of them."""
 
 from __future__ import annotations
 

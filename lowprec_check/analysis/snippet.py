@@ -1,4 +1,4 @@
-"""The code that a user pastes to run a model as recommended, in pure PyTorch. Never imports torch.
+"""The code that a user pastes to run a model as recommended, in pure PyTorch.
 
 Its results equal those of :mod:`lowprec_check.engine.model.keep_fp32` bit for bit.
 """
@@ -12,8 +12,7 @@ from typing import NamedTuple
 from lowprec_check.analysis.input_code import Conversion, convert_inputs
 from lowprec_check.catalog.declared import release_of
 from lowprec_check.catalog.toml_tables import version_key
-from lowprec_check.schema.backends import BACKENDS
-from lowprec_check.schema.devices import device_type
+from lowprec_check.schema.axes import BACKENDS, device_type
 from lowprec_check.schema.precisions import PRECISIONS, Precision
 from lowprec_check.schema.run_key import CONTIGUOUS, RunKey
 from lowprec_check.schema.scan_result import ModelInfo

@@ -1,4 +1,4 @@
-"""How fast a run is compared with fp32, or with another run, and whether that can be told. Never imports torch.
+"""How fast a run is compared with fp32, or with another run, and whether that can be told.
 
 A ratio counts only if it can be told apart from 1. It comes from the rounds in which a run and fp32 were called in turns
 (``run.latency.speedup``): their interval holds the true median in at least 95 % of scans, whatever else the machine does. A
@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from lowprec_check.schema.measures import TimingConditions
 from lowprec_check.schema.scan_result import Run
-from lowprec_check.schema.wording import times
+from lowprec_check.schema.statements import times
 
 Told = Literal["faster", "slower", "same", "noisy", "unknown"]
 """``same``: about the same time; ``noisy``: the interval is too wide to tell; ``unknown``: it was not timed."""

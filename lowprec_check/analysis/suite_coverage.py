@@ -1,4 +1,4 @@
-"""The operators that a test suite uses and their support in low precision: what is saved, and how it is read. Never imports torch."""
+"""The operators that a test suite uses and their support in low precision: what is saved, and how it is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recommendation for training: a precision and a way to train in it, which was run and passed. Never imports torch."""
+"""The recommendation for training: a precision and a way to train in it, which was run and passed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowprec_check.analysis.recommend import (
 from lowprec_check.analysis.run_summary import candidates
 from lowprec_check.analysis.speed import speed
 from lowprec_check.analysis.training_code import training_code
-from lowprec_check.schema.recommendation import Prefer, Recommendation
+from lowprec_check.schema.findings import Prefer, Recommendation
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.training import EXTENSION_WAYS, TrainingWay
 

@@ -1,4 +1,4 @@
-"""The code that a user pastes to train a model as recommended, in pure PyTorch. Never imports torch.
+"""The code that a user pastes to train a model as recommended, in pure PyTorch.
 
 What updates 16-bit weights is the text of a class that the scan ran: those in ``engine/train/pasted``.
 """
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import lowprec_check
 from lowprec_check.analysis.input_code import convert_targets
 from lowprec_check.analysis.snippet import prepare
-from lowprec_check.schema.devices import device_type
+from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo
 from lowprec_check.schema.training import EXTENSION_WAYS, TrainingSetup, TrainingWay

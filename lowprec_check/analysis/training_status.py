@@ -1,12 +1,12 @@
-"""How each way to train ended, in sentences. Never imports torch."""
+"""How each way to train ended, in sentences."""
 
 from __future__ import annotations
 
 from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.scan_result import Run
+from lowprec_check.schema.statements import Sentence, chained, plain, say
 from lowprec_check.schema.training import BEYOND, WAYS, Divergence, TrainingSetup, TrainingWay
 from lowprec_check.schema.verdict import ExceptionInfo
-from lowprec_check.schema.wording import Sentence, chained, plain, say
 
 _LONGEST = 110
 """Characters of an exception."""

@@ -1,4 +1,4 @@
-"""Operator support by dtype, device and version of torch, each answer with its evidence. Never imports torch.
+"""Operator support by dtype, device and version of torch, each answer with its evidence.
 
 >>> from lowprec_check import catalog
 >>> [answer.op for answer in catalog.lookup("svd", dtype="float16")]

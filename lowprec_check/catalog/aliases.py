@@ -1,4 +1,4 @@
-"""Aliases of functions, and the functions that the modules of ``torch.nn`` call. Never imports torch."""
+"""Aliases of functions, and the functions that the modules of ``torch.nn`` call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The support of an aten op in a dtype on a device, derived from the operators that dispatch it. Never imports torch."""
+"""The support of an aten op in a dtype on a device, derived from the operators that dispatch it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from lowprec_check.catalog.one_device_ops import (
 )
 from lowprec_check.catalog.records import MODES, Dtype, Failure, FailureKind, Mode, OpRecord, State
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.axes import is_declared
 from lowprec_check.schema.base import Struct
-from lowprec_check.schema.devices import is_declared
 
 _NO_KERNEL = ("missing-kernel", "no-backend-kernel", "crash")
 """Failures of the op itself; other failures depend on the arguments of a sample."""

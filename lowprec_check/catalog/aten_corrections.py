@@ -1,4 +1,4 @@
-"""Corrections of the support of aten ops that a sweep cannot show, from bare calls of the ops. Never imports torch."""
+"""Corrections of the support of aten ops that a sweep cannot show, from bare calls of the ops."""
 
 from __future__ import annotations
 

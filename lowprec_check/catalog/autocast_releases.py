@@ -1,4 +1,4 @@
-"""The autocast policies of CUDA and XPU in each supported release of torch. Never imports torch.
+"""The autocast policies of CUDA and XPU in each supported release of torch.
 
 `catalog/autocast-policies.toml` has the ops that the header of each release lists (see
 :mod:`lowprec_check.catalog.autocast_header`); :data:`DEVICE_OPS` has those that a device registers elsewhere.
@@ -19,8 +19,8 @@ from lowprec_check.catalog.data_files import data_folder
 from lowprec_check.catalog.declared import has_extension, release_of
 from lowprec_check.catalog.toml_tables import read_tables, version_key
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.base import StrictStruct
-from lowprec_check.schema.devices import device_type
 
 CastPolicy = Literal[HeaderPolicy, "fp16", "banned"]
 """A policy of the header, or one of a device alone. ``fp16``: casts to fp16, whatever the autocast dtype is.

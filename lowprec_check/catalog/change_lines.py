@@ -1,6 +1,6 @@
 """Files that hold many versions: one line per change of an operator, starting with its name and the first version with the change.
 
-Lines are sorted by operator, then by version, and decoded on first use. Never imports torch.
+Lines are sorted by operator, then by version, and decoded on first use.
 """
 
 from __future__ import annotations

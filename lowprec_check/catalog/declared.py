@@ -1,5 +1,5 @@
 """Declarations for devices that were not measured: for each aten op of a torch release, how it is registered on the device
-and whether it supports half and bfloat16, each with its source. Never imports torch.
+and whether it supports half and bfloat16, each with its source.
 
 A declaration is not a measurement: docs/declared-xpu.md describes the sources, the rules that merge them and their limits.
 """

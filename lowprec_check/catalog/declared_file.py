@@ -1,4 +1,4 @@
-"""A file with the declarations for one device; rows that releases share are stored once. Never imports torch.
+"""A file with the declarations for one device; rows that releases share are stored once.
 
 The first line counts the others. Then comes a line for each release and source, oldest release first; then the changes, one
 per line: an array of the op, the first release with the change, and its :class:`DeclaredRow`, or nothing more if the op is

@@ -1,4 +1,4 @@
-"""The support of an operator on a device that has declarations only, derived from the aten ops that it dispatches. Never imports torch."""
+"""The support of an operator on a device that has declarations only, derived from the aten ops that it dispatches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lowprec_check.catalog.declared_file import DeclaredRow, Registration
 from lowprec_check.catalog.measured import at_release, history
 from lowprec_check.catalog.numbers import why_operator_not_applicable
 from lowprec_check.catalog.records import MODES, SHORT, STATES, Dtype, Failure, FailureKind, Mode, OpRecord, State
-from lowprec_check.schema.devices import catalogued
+from lowprec_check.schema.axes import catalogued
 
 OnCpu = Literal["partly", "wholly"]
 Rank = tuple[int, int]

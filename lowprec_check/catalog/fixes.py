@@ -1,4 +1,4 @@
-"""The release of torch that fixes an operator or a gap of a scan. Never imports torch."""
+"""The release of torch that fixes an operator or a gap of a scan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowprec_check.catalog.names import AnyDevice, AnyDtype, dtype_of
 from lowprec_check.catalog.records import Dtype, Mode, OpRecord
 from lowprec_check.catalog.toml_tables import version_key
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.devices import device_of, is_declared
+from lowprec_check.schema.axes import device_of, is_declared
 
 
 def fixed_since(sweep: Sweep, ops: Sequence[str], dtype: Dtype, mode: Mode) -> str | None:

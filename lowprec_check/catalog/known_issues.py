@@ -1,4 +1,4 @@
-"""Issues that users have reported, curated in `catalog/known_issues.toml`. Never imports torch.
+"""Issues that users have reported, curated in `catalog/known_issues.toml`.
 
 >>> [issue.id for issue in matching(op="aten.dot.default", device="xpu", dtype="half", torch="2.1.0")]  # doctest: +SKIP
 ['ipex-673']
@@ -18,8 +18,8 @@ from lowprec_check.catalog.names import AnyDevice, AnyDtype, dtype_of, function_
 from lowprec_check.catalog.records import SHORT
 from lowprec_check.catalog.toml_tables import read_tables, version_key
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.axes import DEVICES, device_of
 from lowprec_check.schema.base import StrictStruct
-from lowprec_check.schema.devices import DEVICES, device_of
 
 LowDtype = Literal["half", "bfloat16"]
 Way = Literal["cast", "autocast"]

@@ -1,4 +1,4 @@
-"""The sweeps that ship with this package, by device and version of torch. Never imports torch."""
+"""The sweeps that ship with this package, by device and version of torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowprec_check.catalog.sweep_file import SweepFile
 from lowprec_check.catalog.times_file import TimesFile
 from lowprec_check.catalog.toml_tables import version_key
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.devices import catalogued, device_type
+from lowprec_check.schema.axes import catalogued, device_type
 
 
 class Sweep:

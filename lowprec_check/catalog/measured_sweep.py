@@ -1,4 +1,4 @@
-"""A new sweep, and how it is added to the file of its kind of machine. Never imports torch."""
+"""A new sweep, and how it is added to the file of its kind of machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lowprec_check.catalog.records import Header, OpRecord, OpTimes
 from lowprec_check.catalog.sweep_file import SweepFile, encode_sweeps
 from lowprec_check.catalog.times_file import TimesFile, encode_times
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.files import write_file
+from lowprec_check.schema.base import write_file
 
 TIMES = ".times.jsonl"
 

@@ -1,4 +1,4 @@
-"""Operators that run in fp32 on a device but fail, at least for some inputs, in a lower precision. Never imports torch."""
+"""Operators that run in fp32 on a device but fail, at least for some inputs, in a lower precision."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lowprec_check.catalog.numbers import why_operator_not_applicable
 from lowprec_check.catalog.records import MODES, Dtype, FailureKind, Mode, OpRecord, State
 from lowprec_check.catalog.support_cells import declared_cells
 from lowprec_check.catalog.toml_tables import version_key
+from lowprec_check.schema.axes import is_declared
 from lowprec_check.schema.base import Struct
-from lowprec_check.schema.devices import is_declared
 
 
 class MissingOp(Struct, frozen=True, kw_only=True):

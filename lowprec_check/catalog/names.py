@@ -1,4 +1,4 @@
-"""Names of operators and dtypes in the spellings that users write. Never imports torch."""
+"""Names of operators and dtypes in the spellings that users write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numbers that an op computes with, and whether a low precision applies to them. Never imports torch."""
+"""The numbers that an op computes with, and whether a low precision applies to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ops that only one type of device has, and what other devices dispatch instead. Never imports torch.
+"""Ops that only one type of device has, and what other devices dispatch instead.
 
 A composite function selects such an op by the device of its inputs: ``scaled_dot_product_attention`` dispatches
 ``_scaled_dot_product_flash_attention_for_cpu`` on a CPU. So a device without it may well run the function.

@@ -1,4 +1,4 @@
-"""Operator support by dtype, device and version: the answers of ``lowprec-check op``. Never imports torch."""
+"""Operator support by dtype, device and version: the answers of ``lowprec-check op``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lowprec_check.catalog.measured import Sweep, at_release, catalog_device, hi
 from lowprec_check.catalog.names import AnyDevice, AnyDtype, dtype_of, function_name, search
 from lowprec_check.catalog.records import LOW, MODES, Dtype, OpRecord
 from lowprec_check.catalog.support_cells import SupportCell, declared_cells, measured_cell
+from lowprec_check.schema.axes import catalogued, is_declared
 from lowprec_check.schema.base import Struct
-from lowprec_check.schema.devices import catalogued, is_declared
 
 
 class OpAnswer(Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""For which devices and releases of torch a prediction can be made, and what it rests on. Never imports torch."""
+"""For which devices and releases of torch a prediction can be made, and what it rests on."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from lowprec_check.catalog.declared import release_of
 from lowprec_check.catalog.measured import at_release, history, sweep_of
 from lowprec_check.catalog.toml_tables import version_key
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.devices import DEVICES, device_of, is_declared
-from lowprec_check.schema.predicted_device import PredictedDevice
+from lowprec_check.schema.axes import DEVICES, device_of, is_declared
+from lowprec_check.schema.measures import PredictedDevice
 
 
 def predicted_device(name: str, torch: str, installed: str) -> PredictedDevice:

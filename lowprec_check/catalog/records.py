@@ -1,4 +1,4 @@
-"""The contents of a sweep: a header, and for each operator its record and its times. Never imports torch.
+"""The contents of a sweep: a header, and for each operator its record and its times.
 
 Times differ from run to run. They are stored in a separate file, so that measuring again on the same machine gives the same
 records, byte for byte: see `sweep_file` and `times_file`.

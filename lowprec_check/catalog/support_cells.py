@@ -1,4 +1,4 @@
-"""The support of one operator in one dtype and mode on one device: since which version, accuracy, speed. Never imports torch."""
+"""The support of one operator in one dtype and mode on one device: since which version, accuracy, speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file with the sweeps of one kind of machine; data that versions share are stored once. Never imports torch.
+"""A file with the sweeps of one kind of machine; data that versions share are stored once.
 
 The first line counts the others. Then comes a :class:`Header` for each sweep, oldest first, those with an extension last;
 then the changes, one per line. A change is a JSON object with the operator, ``since`` (the build of the first sweep with the

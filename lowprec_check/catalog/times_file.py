@@ -1,4 +1,4 @@
-"""The times of operators in the sweeps of one kind of machine: one line per operator, one column per sweep. Never imports torch.
+"""The times of operators in the sweeps of one kind of machine: one line per operator, one column per sweep.
 
 The first line names the sweeps. Each other line has, for ``forward`` and for ``training`` (forward and backward together), the
 microseconds in fp32 and the ratio to them in each low dtype, sweep by sweep. Rows of only ``null`` are left out.

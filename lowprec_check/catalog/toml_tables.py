@@ -1,4 +1,4 @@
-"""TOML files that people edit: an array of tables, read strictly, with errors that name file and entry. Never imports torch."""
+"""TOML files that people edit: an array of tables, read strictly, with errors that name file and entry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changes of operator support between two versions of torch on one device. Never imports torch."""
+"""Changes of operator support between two versions of torch on one device."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from lowprec_check.catalog.declared_support import OnCpu, OpSupport, Rank, decla
 from lowprec_check.catalog.measured import catalog_device, sweep_of
 from lowprec_check.catalog.names import AnyDevice, AnyDtype, low_dtype_of
 from lowprec_check.catalog.records import LOW, MODES, Dtype, Mode, State
+from lowprec_check.schema.axes import is_declared
 from lowprec_check.schema.base import Struct
-from lowprec_check.schema.devices import is_declared
 
 
 class OpChange(Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""The application that commands register with, and code they share. Never imports torch."""
+"""The application that commands register with, and code they share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.process.current_folder import change_folder, current_folder
-from lowprec_check.schema.files import check_file
+from lowprec_check.schema.base import check_file
 
 if TYPE_CHECKING:
     from lowprec_check.schema.scan_result import ScanResult

@@ -10,7 +10,7 @@ import typer
 from lowprec_check.cli.app import app, check_folder, print_json, screen_size, step_progress
 from lowprec_check.cli.op import Torch
 from lowprec_check.cli.options import Json, Quiet
-from lowprec_check.schema.devices import catalogued
+from lowprec_check.schema.axes import catalogued
 from lowprec_check.schema.registry import choices
 
 catalog = typer.Typer(no_args_is_help=True, help="Operator support by dtype, device and torch release.")

@@ -11,7 +11,7 @@ import typer
 from lowprec_check.cli.app import FINDINGS, app, print_status
 from lowprec_check.cli.options import Backends, Devices, Precisions, Quiet, names_of
 from lowprec_check.errors import Terminated, UsageError
-from lowprec_check.schema.backends import BACKENDS
+from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.precisions import PRECISIONS
 
 if TYPE_CHECKING:

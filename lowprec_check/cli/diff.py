@@ -24,7 +24,7 @@ from lowprec_check.cli.app import (
 )
 from lowprec_check.errors import UsageError
 from lowprec_check.report.registry import FORMATS, ReportFormat, diff_formats, document_of, format_of, suffixes
-from lowprec_check.schema.files import write_file
+from lowprec_check.schema.base import write_file
 from lowprec_check.schema.registry import choices
 
 _SAVE = f"{SAVE_SCAN}, or a coverage with: pytest --lowprec-coverage half --lowprec-report FILE"

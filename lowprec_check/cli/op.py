@@ -8,7 +8,7 @@ import typer
 
 from lowprec_check.cli.app import app, print_json, screen_size
 from lowprec_check.cli.options import Json
-from lowprec_check.schema.devices import catalogued
+from lowprec_check.schema.axes import catalogued
 from lowprec_check.schema.registry import choices
 
 Dtype = Annotated[str | None, typer.Option(help="half, bfloat16 or fp32. Default: half and bfloat16.")]

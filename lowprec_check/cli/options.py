@@ -1,4 +1,4 @@
-"""Options that several commands share; their help lists all registered names. Never imports torch."""
+"""Options that several commands share; their help lists all registered names."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from lowprec_check import process
-from lowprec_check.schema.backends import BACKENDS
-from lowprec_check.schema.devices import DEVICES, catalogued
-from lowprec_check.schema.memory_formats import MEMORY_FORMATS
+from lowprec_check.schema.axes import BACKENDS, DEVICES, MEMORY_FORMATS, RUN_MATRICES, catalogued
+from lowprec_check.schema.options import FORMS
 from lowprec_check.schema.precisions import formats, low_precisions
 from lowprec_check.schema.registry import Registry, choices
-from lowprec_check.schema.run_matrices import RUN_MATRICES
-from lowprec_check.schema.target_forms import FORMS
-from lowprec_check.schema.what_if_formats import WHAT_IF_FORMATS
+from lowprec_check.schema.what_if import WHAT_IF_FORMATS
 
 
 def completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:

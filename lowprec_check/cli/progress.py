@@ -1,4 +1,4 @@
-"""Progress of a scan or search on standard error. Never imports torch."""
+"""Progress of a scan or search on standard error."""
 
 from __future__ import annotations
 

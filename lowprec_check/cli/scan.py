@@ -47,12 +47,10 @@ from lowprec_check.cli.progress import progress
 from lowprec_check.cli.report import Reports, Verbose, check_reports, print_report
 from lowprec_check.errors import Terminated, UsageError
 from lowprec_check.report.registry import FORMATS, write
-from lowprec_check.schema.backends import BACKENDS
-from lowprec_check.schema.memory_formats import MEMORY_FORMATS
+from lowprec_check.schema.axes import BACKENDS, MEMORY_FORMATS, RUN_MATRICES
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.registry import choices, words_in
-from lowprec_check.schema.run_matrices import RUN_MATRICES
-from lowprec_check.schema.what_if_formats import WHAT_IF_FORMATS
+from lowprec_check.schema.what_if import WHAT_IF_FORMATS
 
 if TYPE_CHECKING:
     from lowprec_check.schema.scan_result import ScanResult

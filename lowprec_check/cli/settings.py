@@ -1,4 +1,4 @@
-"""Default values of options from ``[tool.lowprec-check]`` in the nearest ``pyproject.toml``. Never imports torch."""
+"""Default values of options from ``[tool.lowprec-check]`` in the nearest ``pyproject.toml``."""
 
 from __future__ import annotations
 

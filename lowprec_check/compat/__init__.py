@@ -1,1 +1,1 @@
-"""Scans many models, each in its own process, and collects the results in a matrix. Never imports torch."""
+"""Scans many models, each in its own process, and collects the results in a matrix."""

@@ -1,4 +1,4 @@
-"""Runs calls on dask: a call that kills its worker is an error of that call alone. Never imports torch."""
+"""Runs calls on dask: a call that kills its worker is an error of that call alone."""
 
 from __future__ import annotations
 

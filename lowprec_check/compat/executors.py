@@ -1,4 +1,4 @@
-"""Runs calls in parallel, in local threads, on ray or on dask; a call that fails costs only its own result. Never imports torch."""
+"""Runs calls in parallel, in local threads, on ray or on dask; a call that fails costs only its own result."""
 
 from __future__ import annotations
 

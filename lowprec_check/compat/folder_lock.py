@@ -1,4 +1,4 @@
-"""Locks the output folder, so that a second run cannot overwrite the rows of the first. Never imports torch."""
+"""Locks the output folder, so that a second run cannot overwrite the rows of the first."""
 
 from __future__ import annotations
 

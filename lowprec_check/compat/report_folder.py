@@ -9,7 +9,7 @@ from lowprec_check.compat.folder_lock import FolderLock
 from lowprec_check.compat.saved_files import missing_pages, page_path, saved_scan
 from lowprec_check.report.matrix import matrix_document, matrix_page
 from lowprec_check.report.registry import FORMATS, write
-from lowprec_check.schema.files import make_folder, write_file
+from lowprec_check.schema.base import make_folder, write_file
 from lowprec_check.schema.matrix import Matrix, MatrixRow
 from lowprec_check.schema.scan_result import ScanResult
 

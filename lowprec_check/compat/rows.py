@@ -1,4 +1,4 @@
-"""Makes the rows of the matrix from scans, successful or failed. Never imports torch."""
+"""Makes the rows of the matrix from scans, successful or failed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from lowprec_check.analysis.degenerate_output import degenerate_output
 from lowprec_check.analysis.run_summary import label, memory_ratio, missing_kernels
 from lowprec_check.analysis.speed import speed
 from lowprec_check.compat.target_list import Request
+from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.matrix import MatrixCell, MatrixRow
-from lowprec_check.schema.recommendation import Recommendation
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 _ENVIRONMENT = ("torch", "python", "device_name", "cpu_capability", "threads", "torchvision", "timm", "transformers")

@@ -1,4 +1,4 @@
-"""Scans many models, each in its own process; resumes after an interruption. Never imports torch."""
+"""Scans many models, each in its own process; resumes after an interruption."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowprec_check.compat.saved_files import needs_scan, scan_path
 from lowprec_check.compat.scan_process import ScanLimits, ScanOutcome, end_running_scans, scan_one, temporary_file
 from lowprec_check.compat.target_list import Request
 from lowprec_check.errors import UsageError, message_of, type_name
-from lowprec_check.schema.files import make_folder
+from lowprec_check.schema.base import make_folder
 from lowprec_check.schema.matrix import Matrix, MatrixRow, load, save
 from lowprec_check.schema.scan_result import ResultError, ScanResult
 

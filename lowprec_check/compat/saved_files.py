@@ -1,4 +1,4 @@
-"""The files of a row in the output folder, as far as they are complete. Never imports torch."""
+"""The files of a row in the output folder, as far as they are complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs one scan in its own process, ``lowprec-check scan``, within limits. Never imports torch."""
+"""Runs one scan in its own process, ``lowprec-check scan``, within limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models to scan: reads a list from a file, adds options and devices, chooses file names. Never imports torch."""
+"""Which models to scan: reads a list from a file, adds options and devices, chooses file names."""
 
 from __future__ import annotations
 

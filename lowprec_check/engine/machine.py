@@ -14,10 +14,10 @@ from lowprec_check.catalog.predictable import predicted_device
 from lowprec_check.engine.core.package_versions import IPEX, installed_version, minor_version
 from lowprec_check.engine.model import device as devices
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.axes import accelerators, device_of
 from lowprec_check.schema.base import Struct
-from lowprec_check.schema.devices import accelerators, device_of
+from lowprec_check.schema.measures import PredictedDevice
 from lowprec_check.schema.precisions import LOW_FORMATS
-from lowprec_check.schema.predicted_device import PredictedDevice
 
 CPU_FEATURES = ("avx2", "avx512", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_fp16")
 

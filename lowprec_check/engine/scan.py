@@ -29,9 +29,9 @@ from lowprec_check.engine.scan_options import BudgetError, Names, OnOff, Referen
 from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.errors import encodable
 from lowprec_check.process import Isolation
-from lowprec_check.schema.backends import replaced
+from lowprec_check.schema.axes import replaced
+from lowprec_check.schema.findings import Prefer
 from lowprec_check.schema.measures import Scenario
-from lowprec_check.schema.recommendation import Prefer
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 

@@ -14,16 +14,13 @@ from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.engine.trace.withheld_kernels import parse_withheld
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
-from lowprec_check.schema.backends import BACKENDS, replaced
-from lowprec_check.schema.measures import Scenario
-from lowprec_check.schema.memory_formats import MEMORY_FORMATS
+from lowprec_check.schema.axes import BACKENDS, MEMORY_FORMATS, RUN_MATRICES, RunMatrix, replaced
+from lowprec_check.schema.findings import Prefer
+from lowprec_check.schema.measures import PredictedDevice, Scenario
 from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.predicted_device import PredictedDevice
-from lowprec_check.schema.recommendation import Prefer
 from lowprec_check.schema.registry import Registry, words_in
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE
-from lowprec_check.schema.run_matrices import RUN_MATRICES, RunMatrix
-from lowprec_check.schema.what_if_formats import WHAT_IF_FORMATS
+from lowprec_check.schema.what_if import WHAT_IF_FORMATS
 
 Reference = Literal["fp32", "fp64"]
 OnOff = Literal["on", "off"]

@@ -1,4 +1,4 @@
-"""Worker processes: starting them, receiving their messages, enforcing limits, describing how they ended. Never imports torch."""
+"""Worker processes: starting them, receiving their messages, enforcing limits, describing how they ended."""
 
 from typing import Literal
 

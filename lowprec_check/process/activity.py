@@ -1,4 +1,4 @@
-"""Whether a process works or only waits. Never imports torch."""
+"""Whether a process works or only waits."""
 
 from __future__ import annotations
 

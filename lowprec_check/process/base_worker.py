@@ -1,4 +1,4 @@
-"""The interface of a worker process, as its supervisor uses it. Never imports torch."""
+"""The interface of a worker process, as its supervisor uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What disturbs times: threads that wait for a core, a processor that changes its speed. Never imports torch."""
+"""What disturbs times: threads that wait for a core, a processor that changes its speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The current folder, which may have been removed. Never imports torch."""
+"""The current folder, which may have been removed."""
 
 from __future__ import annotations
 

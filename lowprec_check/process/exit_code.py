@@ -1,4 +1,4 @@
-"""Describes how a process ended. Never imports torch.
+"""Describes how a process ended.
 
 Exit codes are those of :mod:`subprocess` and :mod:`multiprocessing`: for a process killed by a signal, the negated
 number of the signal.

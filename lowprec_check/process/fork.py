@@ -1,4 +1,4 @@
-"""Forks a worker from this process: a copy of it that continues in its main thread. Never imports torch."""
+"""Forks a worker from this process: a copy of it that continues in its main thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker that runs a Python function: in a fork of this process, or in a fresh interpreter. Never imports torch.
+"""A worker that runs a Python function: in a fork of this process, or in a fresh interpreter.
 
 A fork shares the memory of its parent (copy on write) and starts in milliseconds. A fresh interpreter has no memory of this
 process, and so none of its locks, threads and devices; the function is pickled.

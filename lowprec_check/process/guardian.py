@@ -1,4 +1,4 @@
-"""A guardian: a small process that kills this program's workers if the program ends without doing so. Never imports torch.
+"""A guardian: a small process that kills this program's workers if the program ends without doing so.
 
 A program that is killed by SIGKILL cannot end its workers. So each worker runs in a process group of its own, and announces
 it to the guardian through a pipe. The pipe ends with the last process that holds it, which is this program: then the

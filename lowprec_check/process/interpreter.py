@@ -1,4 +1,4 @@
-"""Commands that run this program in a fresh interpreter. Never imports torch."""
+"""Commands that run this program in a fresh interpreter."""
 
 from __future__ import annotations
 

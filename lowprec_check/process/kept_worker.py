@@ -1,4 +1,4 @@
-"""At most one worker that waits for its next task. Never imports torch."""
+"""At most one worker that waits for its next task."""
 
 from __future__ import annotations
 

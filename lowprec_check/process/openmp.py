@@ -1,4 +1,4 @@
-"""Ends the OpenMP threads of the calling thread, which a forked process would wait for forever. Never imports torch."""
+"""Ends the OpenMP threads of the calling thread, which a forked process would wait for forever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A child process that leads a group, so that it can be ended with everything it started. Never imports torch."""
+"""A child process that leads a group, so that it can be ended with everything it started."""
 
 from __future__ import annotations
 

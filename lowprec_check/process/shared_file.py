@@ -1,4 +1,4 @@
-"""Files without a name that processes share by their descriptor; they vanish with the last process. Never imports torch."""
+"""Files without a name that processes share by their descriptor; they vanish with the last process."""
 
 from __future__ import annotations
 

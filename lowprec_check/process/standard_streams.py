@@ -1,4 +1,4 @@
-"""Opens standard streams that are closed, as in some daemons: files opened later would get their numbers. Never imports torch."""
+"""Opens standard streams that are closed, as in some daemons: files opened later would get their numbers."""
 
 from __future__ import annotations
 

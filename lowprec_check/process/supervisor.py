@@ -1,4 +1,4 @@
-"""Watches workers: receives their messages, notices when they end, kills those past a limit. Never imports torch."""
+"""Watches workers: receives their messages, notices when they end, kills those past a limit."""
 
 from __future__ import annotations
 

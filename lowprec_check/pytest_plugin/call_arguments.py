@@ -1,4 +1,4 @@
-"""Wrong arguments of the marker and of the fixture's methods, each with a sentence that names the right one. Never imports torch."""
+"""Wrong arguments of the marker and of the fixture's methods, each with a sentence that names the right one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from lowprec_check.errors import UsageError, text_of, type_name
-from lowprec_check.schema.devices import DEVICES, device_type
+from lowprec_check.schema.axes import DEVICES, device_type
 from lowprec_check.schema.registry import choices, nearest
 
 __tracebackhide__ = True

@@ -25,7 +25,7 @@ from lowprec_check.pytest_plugin.junit_properties import JunitProperties
 from lowprec_check.pytest_plugin.replayed_calls import KeptCalls
 from lowprec_check.pytest_plugin.shared_fixtures import Ops, Recorded, SharedFixtures, merge
 from lowprec_check.report.coverage import RENDERERS
-from lowprec_check.schema.files import write_file
+from lowprec_check.schema.base import write_file
 
 if TYPE_CHECKING:
     from lowprec_check.pytest_plugin.fixture.watch import Watch

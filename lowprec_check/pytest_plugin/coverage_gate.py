@@ -1,4 +1,4 @@
-"""``--lowprec-fail-on`` and ``--lowprec-baseline``: whether gaps fail a run that passes otherwise. Never imports torch."""
+"""``--lowprec-fail-on`` and ``--lowprec-baseline``: whether gaps fail a run that passes otherwise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from lowprec_check.analysis.coverage_changes import CoverageDiff, diff_coverages
 from lowprec_check.analysis.suite_coverage import Coverage, coverage_of, precision_of
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.wording import counted
+from lowprec_check.schema.statements import counted
 
 NEVER = "never"
 FAIL_ON = (NEVER, "gaps", "new")

@@ -1,4 +1,4 @@
-"""The options of ``--lowprec-coverage``: checked before any test is collected. Never imports torch."""
+"""The options of ``--lowprec-coverage``: checked before any test is collected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run with coverage prints, and what it adds to GitHub's summary of the step. Never imports torch."""
+"""What a run with coverage prints, and what it adds to GitHub's summary of the step."""
 
 from __future__ import annotations
 

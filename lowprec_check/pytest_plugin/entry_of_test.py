@@ -1,4 +1,4 @@
-"""Which entry of a manifest applies to which test, and which to none. Never imports torch."""
+"""Which entry of a manifest applies to which test, and which to none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lowprec_check.errors import UsageError, encodable
 from lowprec_check.pytest_plugin.known_failure import KnownFailure, closest
 from lowprec_check.pytest_plugin.manifest import Manifest
 from lowprec_check.pytest_plugin.marker import Case, is_device_available
-from lowprec_check.schema.devices import accelerators, device_type
+from lowprec_check.schema.axes import accelerators, device_type
 
 
 class EntryOfTest:

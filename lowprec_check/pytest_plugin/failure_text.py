@@ -1,4 +1,4 @@
-"""Texts of failed assertions: all findings at once, in the format of a scan. Never imports torch."""
+"""Texts of failed assertions: all findings at once, in the format of a scan."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lowprec_check.report.layout import text as layout
 from lowprec_check.report.runs_table import runs_table
 from lowprec_check.report.scan_document import findings_table
 from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.schema.statements import counted
 from lowprec_check.schema.verdict import ExceptionInfo
-from lowprec_check.schema.wording import counted
 
 if TYPE_CHECKING:
     from lowprec_check.pytest_plugin.op_support import OpState, Support

@@ -25,7 +25,7 @@ def marker_help(config: pytest.Config) -> str:
     if not config.option.markers:
         return "lowprec"
     from lowprec_check.errors import UsageError
-    from lowprec_check.schema.backends import BACKENDS
+    from lowprec_check.schema.axes import BACKENDS
     from lowprec_check.schema.precisions import low_names
 
     try:

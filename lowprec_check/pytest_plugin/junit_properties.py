@@ -1,4 +1,4 @@
-"""What a run with coverage adds to pytest's JUnit file: properties of the suite and of its tests. Never imports torch."""
+"""What a run with coverage adds to pytest's JUnit file: properties of the suite and of its tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One entry of a manifest: the tests that it names, where it applies, and the failures that it expects. Never imports torch."""
+"""One entry of a manifest: the tests that it names, where it applies, and the failures that it expects."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import Version
 
 from lowprec_check.errors import UsageError, message_of
+from lowprec_check.schema.axes import DEVICES
 from lowprec_check.schema.base import StrictStruct
-from lowprec_check.schema.devices import DEVICES
 
 NO_REASON = "no reason given"
 _PLATFORMS = ("linux", "darwin", "win32")

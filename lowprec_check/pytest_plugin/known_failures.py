@@ -1,4 +1,4 @@
-"""Known failures: ``--lowprec-manifest`` and ``--lowprec-update-manifest``. Never imports torch.
+"""Known failures: ``--lowprec-manifest`` and ``--lowprec-update-manifest``.
 
 The process that runs a test changes its outcome. The summary is made from the test reports, which pytest-xdist sends to one
 process.
@@ -17,7 +17,7 @@ from lowprec_check.pytest_plugin import manifest, options
 from lowprec_check.pytest_plugin.entry_of_test import EntryOfTest, as_in_ids
 from lowprec_check.pytest_plugin.known_failure import NO_REASON, KnownFailure
 from lowprec_check.pytest_plugin.manifest import Manifest, Result
-from lowprec_check.schema.files import write_file
+from lowprec_check.schema.base import write_file
 
 _UNUSED = "lowprec_unused"
 

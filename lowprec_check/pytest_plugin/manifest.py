@@ -1,4 +1,4 @@
-"""Reads, writes and updates the manifest of known failures, a sorted TOML file. Never imports torch."""
+"""Reads, writes and updates the manifest of known failures, a sorted TOML file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The marker ``lowprec``: its arguments, and one test per precision and device. Never imports torch."""
+"""The marker ``lowprec``: its arguments, and one test per precision and device."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 
 from lowprec_check.errors import UsageError
 from lowprec_check.pytest_plugin.call_arguments import checked_tolerance, device_name, unknown_argument
-from lowprec_check.schema.backends import BACKENDS
-from lowprec_check.schema.devices import DEVICES, device_of
+from lowprec_check.schema.axes import BACKENDS, DEVICES, device_of
 from lowprec_check.schema.precisions import PRECISIONS, low_names
 from lowprec_check.schema.registry import words_in
 from lowprec_check.schema.run_key import EAGER, RunKey

@@ -1,4 +1,4 @@
-"""Whether an operator runs in a dtype: measured if the device is available, else looked up in the catalog. Never imports torch."""
+"""Whether an operator runs in a dtype: measured if the device is available, else looked up in the catalog."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowprec_check.catalog.records import Dtype, Failure, Header, Mode, OpRecord
 from lowprec_check.catalog.support_cells import declared_cells, measured_cell
 from lowprec_check.errors import UsageError
 from lowprec_check.pytest_plugin.marker import is_device_available
-from lowprec_check.schema.devices import catalogued, is_declared
+from lowprec_check.schema.axes import catalogued, is_declared
 
 Evidence = Literal["measured here", "measured", "declared"]
 

@@ -1,4 +1,4 @@
-"""Values of options; if an option is not given, its ini key is used. Never imports torch."""
+"""Values of options; if an option is not given, its ini key is used."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Tracebacks of failures without the frames of this package, in every style of traceback.
 
 Under coverage a dispatch mode and hooks written in Python are on the stack of every operator, and so in the traceback of one that
-raises. Never imports torch.
+raises.
 """
 
 from __future__ import annotations

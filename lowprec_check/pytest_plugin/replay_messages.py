@@ -1,4 +1,4 @@
-"""The messages between the plugin and the process that makes kept calls again, one JSON object per line. Never imports torch."""
+"""The messages between the plugin and the process that makes kept calls again, one JSON object per line."""
 
 from __future__ import annotations
 

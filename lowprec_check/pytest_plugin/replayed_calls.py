@@ -1,6 +1,6 @@
 """Ops that the catalog does not know are tried: one call of the tests is made again in the dtype, in a process of its own.
 
-While tests run, ``fixture/kept_calls.py`` keeps a call of each such op; ``fixture/cast_replay.py`` makes it again. Never imports torch.
+While tests run, ``fixture/kept_calls.py`` keeps a call of each such op; ``fixture/cast_replay.py`` makes it again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The operators of fixtures that several tests share: those of a class, module, package or session. Never imports torch.
+"""The operators of fixtures that several tests share: those of a class, module, package or session.
 
 Such a fixture is set up while the first of its tests runs and torn down while the last one does. Its operators belong to all
 of them. So each gets an id, each report names the ids of the fixtures that the test uses, and what was recorded for an id is

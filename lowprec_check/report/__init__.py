@@ -1,1 +1,1 @@
-"""Reports in every format, rendered from a saved result. Never imports torch."""
+"""Reports in every format, rendered from a saved result."""

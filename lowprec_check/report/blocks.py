@@ -8,9 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 from lowprec_check.analysis.speed import judged
 from lowprec_check.report.escape import visible
-from lowprec_check.schema.statements import Tone
-from lowprec_check.schema.verdict import StatusLook, look
-from lowprec_check.schema.wording import (
+from lowprec_check.schema.statements import (
+    Tone,
     bytes_figure,
     error_figure,
     milliseconds,
@@ -20,6 +19,7 @@ from lowprec_check.schema.wording import (
     short_op,
     times,
 )
+from lowprec_check.schema.verdict import StatusLook, look
 
 Detail = Literal["first", "more", "all"]
 """Where a block is shown: ``first`` in every format, ``more`` in documents and with ``-v``, ``all`` only on pages."""

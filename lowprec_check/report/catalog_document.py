@@ -17,8 +17,8 @@ from lowprec_check.catalog.version_diff import difference
 from lowprec_check.report.blocks import Block, Column, Document, Heading, Row, Say, Table, speed_of
 from lowprec_check.report.layout.html import html
 from lowprec_check.report.layout.markdown import markdown
-from lowprec_check.schema.devices import catalogued, is_declared
-from lowprec_check.schema.files import write_file
+from lowprec_check.schema.axes import catalogued, is_declared
+from lowprec_check.schema.base import write_file
 
 _SHOWN = 20
 """Rows in the lists of the slowest and the least accurate operators."""

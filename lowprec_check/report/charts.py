@@ -17,8 +17,8 @@ from lowprec_check.report.escape import visible
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.precisions import LOW_FORMATS
 from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.statements import error_figure, module_name, short_op
 from lowprec_check.schema.verdict import look
-from lowprec_check.schema.wording import error_figure, module_name, short_op
 
 MOST_POINTS = 1500
 """Op calls drawn of a run; of a longer one, the worst of each segment."""

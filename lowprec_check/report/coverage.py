@@ -1,5 +1,5 @@
 """The operators that a test suite uses and their support in low precision, as blocks and for GitHub; the difference of two such
-coverages. Never imports torch.
+coverages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lowprec_check.report.escape import workflow_command
 from lowprec_check.report.layout.html import html
 from lowprec_check.report.layout.markdown import markdown
 from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.wording import counted, some
+from lowprec_check.schema.statements import counted, some
 
 WIDTH = 110
 LONGEST_SUMMARY = 200_000

@@ -1,4 +1,4 @@
-"""The differences between two scans as blocks. Never imports torch."""
+"""The differences between two scans as blocks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from lowprec_check.report.blocks import (
     cell_text,
     speed_of,
 )
-from lowprec_check.schema.statements import Tone
+from lowprec_check.schema.statements import Tone, counted
 from lowprec_check.schema.verdict import look
-from lowprec_check.schema.wording import counted
 
 _SHOWN = 40
 """Changes of each direction that a terminal shows, and conditions that all formats show."""

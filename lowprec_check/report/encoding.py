@@ -1,4 +1,4 @@
-"""Writes ``<=`` for ``≤`` on a stream that cannot encode it, such as a terminal under an ASCII locale. Never imports torch."""
+"""Writes ``<=`` for ``≤`` on a stream that cannot encode it, such as a terminal under an ASCII locale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes names and messages from users' code safe to print on one line of any format. Never imports torch."""
+"""Makes names and messages from users' code safe to print on one line of any format."""
 
 from __future__ import annotations
 

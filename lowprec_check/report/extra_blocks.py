@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 from lowprec_check.analysis.run_summary import label
 from lowprec_check.report.blocks import Block, Column, ErrorOf, Heading, Row, Say, Table
-from lowprec_check.schema.error_budget import MATTERS
-from lowprec_check.schema.measures import LayerError
-from lowprec_check.schema.predictions import WhatIf
+from lowprec_check.schema.measures import MATTERS, LayerError
 from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.schema.statements import Sentence, chained, counted, plain, say
 from lowprec_check.schema.training_policies import PolicyGradient
-from lowprec_check.schema.wording import Sentence, chained, counted, plain, say
+from lowprec_check.schema.what_if import WhatIf
 
 _LAYERS = 5
 """Layers of a quantized run that a table names."""

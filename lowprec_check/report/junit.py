@@ -16,7 +16,7 @@ from lowprec_check.report.places import places
 from lowprec_check.report.runs_table import shown_status
 from lowprec_check.report.scan_document import machine, title
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
-from lowprec_check.schema.wording import counted
+from lowprec_check.schema.statements import counted
 
 _ERROR = ("crashed", "timeout")
 _NOT_RUN = ("skipped", "unjudged")

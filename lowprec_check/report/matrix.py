@@ -25,8 +25,8 @@ from lowprec_check.report.layout.html import html
 from lowprec_check.report.layout.markdown import markdown
 from lowprec_check.schema.matrix import Matrix, MatrixCell, MatrixRow
 from lowprec_check.schema.run_key import PLAN
+from lowprec_check.schema.statements import counted, short_op
 from lowprec_check.schema.verdict import LOOKS, look
-from lowprec_check.schema.wording import counted, short_op
 
 WEIGHTS = {"unknown": None, "random": "random", "scaled": "scaled random", "loaded": "loaded"}
 """Where the weights of a model come from, in a word."""

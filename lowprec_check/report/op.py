@@ -12,8 +12,8 @@ from lowprec_check.catalog.support_cells import SupportCell
 from lowprec_check.catalog.toml_tables import version_key
 from lowprec_check.catalog.version_diff import Difference, OpChange
 from lowprec_check.report.blocks import Block, Column, Document, Heading, Row, Say, StatusOf, Table, speed_of
-from lowprec_check.schema.devices import is_declared
-from lowprec_check.schema.wording import counted, some
+from lowprec_check.schema.axes import is_declared
+from lowprec_check.schema.statements import counted, some
 
 _SHOWN_OPS = 4
 """Operators shown in full if a name matches many."""

@@ -12,8 +12,8 @@ from lowprec_check.report.blocks import Block, Column, ErrorOf, Fold, Row, Table
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Run
+from lowprec_check.schema.statements import counted
 from lowprec_check.schema.verdict import look
-from lowprec_check.schema.wording import counted
 
 MOST_CALLS = 20
 """The worst calls of an op that its row unfolds."""

@@ -14,8 +14,8 @@ from lowprec_check.report.blocks import Block, Column, Document, Fold, Heading, 
 from lowprec_check.report.operator_blocks import ACCUMULATED, SHARE, Total, larger, operator_folds
 from lowprec_check.report.scan_document import CONDITIONS, scan_document
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
+from lowprec_check.schema.statements import counted, short_op, some
 from lowprec_check.schema.verdict import look
-from lowprec_check.schema.wording import counted, short_op, some
 
 MOST_ROWS = 1200
 """Modules shown; the deepest beyond this number are left out, so that the page stays small."""

@@ -1,4 +1,4 @@
-"""Leaves folders of the machine out of reports that are published: a comment, a log, an upload. Never imports torch."""
+"""Leaves folders of the machine out of reports that are published: a comment, a log, an upload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Findings by place, for formats that point at lines of the user's files. Never imports torch."""
+"""Findings by place, for formats that point at lines of the user's files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from lowprec_check.analysis.findings import SEVERITIES, FindingGroup, Message, group_of, rank
 from lowprec_check.report.escape import visible
 from lowprec_check.schema.scan_result import Diagnostic, ScanResult
-from lowprec_check.schema.wording import counted
+from lowprec_check.schema.statements import counted
 
 
 class FileLine(NamedTuple):

@@ -10,7 +10,7 @@ from lowprec_check.analysis.statements.advice import in_fp32
 from lowprec_check.report.blocks import Block, CodeBlock, Column, Document, Row, Say, Table, speed_of
 from lowprec_check.schema.plan import Attempt, Constant, Plan, Planning
 from lowprec_check.schema.run_key import qualified
-from lowprec_check.schema.wording import Sentence, chained, plain, say
+from lowprec_check.schema.statements import Sentence, chained, plain, say
 
 _COLUMNS = [
     Column("base", "run"),

@@ -1,4 +1,4 @@
-"""The report formats, by name and by suffix. Never imports torch.
+"""The report formats, by name and by suffix.
 
 To add one, add a module with a ``FORMAT`` to :mod:`lowprec_check.report.formats`, or register it from another package
 (CONTRIBUTING.md).
@@ -18,7 +18,7 @@ from lowprec_check.errors import UsageError
 from lowprec_check.report.blocks import Document
 from lowprec_check.report.diff import diff_document
 from lowprec_check.report.scan_document import scan_document
-from lowprec_check.schema.files import write_file
+from lowprec_check.schema.base import write_file
 from lowprec_check.schema.registry import Registry
 from lowprec_check.schema.scan_result import ScanResult
 

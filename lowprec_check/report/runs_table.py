@@ -13,8 +13,7 @@ from lowprec_check.analysis.training_status import first_way
 from lowprec_check.report.blocks import Column, ErrorOf, Row, SpeedOf, Table
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import Statement
-from lowprec_check.schema.wording import bytes_figure, milliseconds, percent
+from lowprec_check.schema.statements import Statement, bytes_figure, milliseconds, percent
 
 
 def runs_table(result: ScanResult, said: Sequence[Statement] | None = None) -> Table:

@@ -20,7 +20,7 @@ from lowprec_check.report.paths import without_folders
 from lowprec_check.report.places import FileLine, Place, places
 from lowprec_check.report.scan_document import machine, title
 from lowprec_check.schema.scan_result import Diagnostic, ScanResult
-from lowprec_check.schema.wording import counted, some
+from lowprec_check.schema.statements import counted, some
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 MOST_RESULTS = 5000

@@ -10,9 +10,8 @@ from lowprec_check.analysis.statements.training_findings import MATTERS, lost_ki
 from lowprec_check.analysis.training_status import distance_limit, first_way, remarks, steps_of, way_name
 from lowprec_check.report.blocks import Block, Column, ErrorOf, Fold, Heading, Row, Say, Table
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import Statement
+from lowprec_check.schema.statements import Statement, counted, percent, shown
 from lowprec_check.schema.training import BEYOND, ParameterGradient, TrainingSetup, TrainingWay
-from lowprec_check.schema.wording import counted, percent, shown
 
 _JUDGED = (
     "A way fails if, up to its last step, the change of its loss is outside the 99.5 % prediction interval of fp32 runs from other seeds, "

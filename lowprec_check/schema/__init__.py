@@ -1,1 +1,1 @@
-"""The saved results, and the axes that identify a run. Never imports torch."""
+"""The saved results, and the axes that identify a run."""

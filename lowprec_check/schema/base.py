@@ -1,17 +1,157 @@
-"""The base classes of saved data, and how it is read. Never imports torch.
-
-The rule for saved files: a field that is added does not change the schema number, and older readers of that number skip
-it; removing a field or changing its meaning raises the number. A reader that meets a higher number asks for an upgrade.
-"""
+"""How saved data is declared, read and written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, TypeVar
 
 import msgspec
 
-from lowprec_check.errors import encodable
+from lowprec_check.errors import UsageError, encodable
+
+# -- Writes files. A regular file in a writable folder is replaced as a whole; others are written in place
+
+_NOT_REPLACEABLE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EROFS)
+"""Errors if the folder allows no new files, or the file is a mount point; the file itself may still be writable."""
+
+_CHOOSE = "Choose an existing, writable folder."
+
+
+def write_file(path: str | Path, data: bytes | str) -> None:
+    """Write ``data`` (text as UTF-8) to ``path``: into a new file in the same folder, which then replaces the old one.
+
+    The file keeps its mode and, if possible, its owner, but not its hard links. A symbolic link stays, and its target is
+    replaced. What is not a regular file (``/dev/stdout``, a FIFO) is written in place, and so is a file in a folder where
+    none may be made.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    content = encodable(data).encode() if isinstance(data, str) else data
+    with _usage_errors("write", path):
+        file, old = _writable_target(Path(path))
+        if old is not None and not _is_replaceable(file, old):
+            _write_in_place(file, content)
+            return
+        try:
+            _replace(file, content, old)
+        except OSError as error:
+            if old is None or error.errno not in _NOT_REPLACEABLE:
+                raise
+            _write_in_place(file, content)
+
+
+def check_file(path: str | Path) -> None:
+    """Raise :class:`UsageError` if ``path`` cannot be written. Changes nothing, and does not open a FIFO."""
+    with _usage_errors("write", path):
+        _writable_target(Path(path))
+
+
+def make_folder(path: Path) -> None:
+    """Create the folder ``path`` and its parents, unless it exists; raises :class:`UsageError` if that fails."""
+    with _usage_errors("create", path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def _usage_errors(verb: str, path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        hint = "Free some space, or choose another folder." if full else _CHOOSE
+        raise UsageError(f"Cannot {verb} {path}: {error.strerror or error}.", hint) from None
+    except ValueError as error:  # a null character in the path
+        raise UsageError(f"Cannot {verb} {path}: {error}.", _CHOOSE) from None
+
+
+def _writable_target(path: Path) -> tuple[Path, os.stat_result | None]:
+    """The file that ``path`` leads to, and its status if it exists; raises ``OSError`` if it may not be written."""
+    try:
+        old = path.stat()
+    except FileNotFoundError:
+        old = None
+    while path.is_symlink() and not _is_in_proc(path):
+        path = path.parent / path.readlink()
+    if old is None:
+        path.parent.stat()
+        allowed = os.access(path.parent, os.W_OK | os.X_OK)
+    else:
+        allowed = os.access(path, os.W_OK)
+    if not allowed:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    if old is not None and stat.S_ISDIR(old.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    return path, old
+
+
+def _is_in_proc(path: Path) -> bool:
+    """Whether ``path`` is an open file of a process, such as ``/dev/stdout``; others may be writing to it."""
+    return str(path.parent.resolve()).startswith("/proc/")
+
+
+def _is_replaceable(file: Path, old: os.stat_result) -> bool:
+    return stat.S_ISREG(old.st_mode) and not _is_in_proc(file)
+
+
+def _write_in_place(file: Path, content: bytes) -> None:
+    """Write a file that cannot be replaced; an open file of a process continues where others have written."""
+    with file.open("ab" if _is_in_proc(file) else "wb") as stream:
+        stream.write(content)
+
+
+def _replace(file: Path, content: bytes, old: os.stat_result | None) -> None:
+    new = file.with_name(f".lowprec-check-{os.urandom(8).hex()}")  # a name that nobody can predict
+    try:
+        _write_new(new, content, old)
+        new.replace(file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise
+
+
+def _write_new(new: Path, content: bytes, old: os.stat_result | None) -> None:
+    """Write a new file. Where the system can, it has no name until it is complete, so that a kill leaves nothing behind."""
+    unnamed = _open_unnamed(new.parent)
+    if unnamed is not None:
+        with open(unnamed, "wb") as stream:
+            _fill(stream, content, old)
+            with contextlib.suppress(OSError):  # some file systems cannot name it
+                # With a folder descriptor, os.link follows the link in /proc.
+                os.link(f"/proc/self/fd/{unnamed}", new, src_dir_fd=unnamed)
+                return
+    with open(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), "wb") as stream:
+        _fill(stream, content, old)
+
+
+def _open_unnamed(folder: Path) -> int | None:
+    with contextlib.suppress(AttributeError, OSError):  # not every system and file system can
+        return os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o666)
+    return None
+
+
+def _fill(stream: IO[bytes], content: bytes, old: os.stat_result | None) -> None:
+    """Write ``content`` to the disk, with the owner and mode of ``old``."""
+    stream.write(content)
+    stream.flush()
+    if old is not None and hasattr(os, "fchown"):
+        with contextlib.suppress(PermissionError):
+            os.fchown(stream.fileno(), old.st_uid, old.st_gid)
+        with contextlib.suppress(PermissionError):
+            os.fchmod(stream.fileno(), stat.S_IMODE(old.st_mode))
+    os.fsync(stream.fileno())
+
+
+# -- The base classes of saved data, and how it is read
+#
+# The rule for saved files: a field that is added does not change the schema number, and older readers of that number skip
+# it; removing a field or changing its meaning raises the number. A reader that meets a higher number asks for an upgrade.
 
 
 class Struct(msgspec.Struct, frozen=True):

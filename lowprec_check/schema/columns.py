@@ -1,4 +1,4 @@
-"""Parts of a result as columns, which pandas, Polars and others take as they are. Never imports torch."""
+"""Parts of a result as columns, which pandas, Polars and others take as they are."""
 
 from __future__ import annotations
 

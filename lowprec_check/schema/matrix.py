@@ -1,4 +1,4 @@
-"""The matrix of models, precisions and devices that ``compat`` writes. Never imports torch."""
+"""The matrix of models, precisions and devices that ``compat`` writes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.base import Struct, decode, encode
-from lowprec_check.schema.files import write_file
+from lowprec_check.schema.base import Struct, decode, encode, write_file
 from lowprec_check.schema.scan_result import Evidence, GapKind, WeightsOrigin
 from lowprec_check.schema.verdict import Status
 

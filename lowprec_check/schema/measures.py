@@ -1,10 +1,13 @@
-"""Times, and what some scans measure besides: times in a scenario, errors of quantized layers. Never imports torch."""
+"""What is measured of a run, and how: times, errors, ranges, magnitudes, ablations."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from lowprec_check.schema.base import Struct
+from lowprec_check.schema.verdict import Status
+
+# -- Times, and what some scans measure besides: times in a scenario, errors of quantized layers
 
 Scenario = Literal["offline", "realtime"]
 """``offline``: the inputs as they are, on all cores; ``realtime``: batches of 1 in several instances of at most 4 cores."""
@@ -82,3 +85,231 @@ class LayerError(Struct, frozen=True, kw_only=True):
     """The rel_l2 of the layer alone, on the inputs that it gets in fp32; ``None`` if it was not measured, or is not finite."""
     accumulated: float | None = None
     """The rel_l2 in the quantized model, with the errors of the layers before it."""
+
+
+# -- The error budget of a run: which ops, modules and lines its output error comes from
+
+MATTERS = 0.03
+"""An op matters to the error of an output if it causes at least this share of it."""
+
+
+class Share(Struct, frozen=True, kw_only=True):
+    """The share of the output error that one op causes at one place, over all its calls there.
+
+    If the module, with all inside, is kept in fp32, the share goes.
+    """
+
+    module: str
+    """The path of the module, ``layer1.0.conv1``; empty for the model itself."""
+    op: str
+    """``aten.addmm.default``; ``cast input`` for the rounding of the inputs."""
+    source: str | None = None
+    """``model.py:41``."""
+    share: float
+    """Of the squared error; negative if this op's error cancels that of others."""
+    calls: int = 1
+    """Number of op calls."""
+    rounding: bool = False
+    """Whether it is the rounding of the op's result where that leaves the op's own module. Other modules read it, so that
+    keeping the op in fp32 does not help; ``module`` is the innermost one that holds the op and these readers."""
+
+
+class ErrorBudget(Struct, frozen=True, kw_only=True):
+    """Where the error of an output comes from, to first order: shares and ``unexplained`` add up to 1.
+
+    The error that an op adds reaches the output through the derivatives of all later ops. A share is the part of the squared
+    error of the output that is explained so. It is about the floating tensor of the output with the largest error.
+    """
+
+    predicted: float | None = None
+    """rel_l2 of the output to first order; ``None`` if there is no budget."""
+    measured: float | None = None
+    """rel_l2 that the shares are about: of the first call, with missing kernels replaced."""
+    unexplained: float | None = None
+    """1 less the sum of all shares: what the first order does not explain. Negative if it predicts too much."""
+    decisions: float = 0.0
+    """The part of ``unexplained`` that is due to decisions (indices, comparisons) that differ from those of fp32; 0 if no op
+    shows one."""
+    shares: list[Share] = []
+    """The largest shares, largest first."""
+    others: float = 0.0
+    """The sum of the shares that are not listed."""
+    blocked: list[str] = []
+    """Ops that no derivative passes, so that errors before them are not seen."""
+    output_rms: float | None = None
+    """Root mean square of the fp32 output."""
+    next_error: float | None = 0.0
+    """rel_l2 of the floating tensor of the output with the next largest error, which other ops may cause; 0 if there is none."""
+    reason: str | None = None
+    """Why there is no budget, in words."""
+
+    @property
+    def known(self) -> bool:
+        """Whether shares were computed."""
+        return self.predicted is not None
+
+
+# -- What further batches of inputs show of a run: whether it passes on them, and the range of each op
+
+
+class PlaceRange(Struct, frozen=True, kw_only=True):
+    """The range of one op at one place, over all its calls there; each list has an item per batch, the first one first."""
+
+    module: str
+    """The path of the module, ``layer1.0.conv1``; empty for the model itself."""
+    op: str
+    """``aten.addmm.default``."""
+    source: str | None = None
+    """``model.py:41``."""
+    dtypes: str
+    """Floating dtypes in, an arrow, floating dtypes out: ``bf16+f32→bf16``."""
+    largest: list[float | None]
+    """The largest finite magnitude; ``None`` if the op was not called."""
+    overflows: list[int]
+    """Number of values that are Inf where fp32 is finite."""
+    flushed: list[float | None]
+    """The largest share of fp32's non-zeros that are zero; ``None`` if it was not measured."""
+    subnormal: list[float | None]
+    """The largest share of them below the dtype's smallest normal number, those flushed included."""
+
+
+class BatchRanges(Struct, frozen=True, kw_only=True):
+    """A run on several batches; each list but ``places`` has an item per batch, the first one first."""
+
+    statuses: list[str]
+    """The status on each batch, ``ok``; the batches after one that fails are not run."""
+    output_errors: list[float | None]
+    """The error of the output that the status rests on; ``None`` if there is none, or if it is infinite."""
+    places: list[PlaceRange] = []
+    """In the order in which they were called first; empty if the run was not analyzed op by op."""
+
+
+# -- Whether a compiler made the output of a run worse
+
+FACTOR = 2.0
+"""The compiled output may be this many times as far from fp64 as eager's. That of ``torch._dynamo.utils.same``."""
+
+CompilerVerdict = Literal["no-worse", "harmless", "worse"]
+"""``harmless``: further than :data:`FACTOR` times, but within a tenth of the tolerance."""
+
+
+class CompilerCheck(Struct, frozen=True, kw_only=True):
+    """The four corners of a compiled run: how far fp32 eager, its own precision in eager mode, and the compiled model are from
+    fp64 eager, for the output tensor in which the compiled model does worst. Errors are rel_l2; ``None`` if infinite.
+    """
+
+    verdict: CompilerVerdict
+    """Whether the compiler made the output worse."""
+    tensor: int
+    """Which tensor of the output, counted from 0."""
+    tensors: int
+    """Number of tensors in the output."""
+    calls: int
+    """Calls, on other inputs each, that the errors are taken over."""
+    exact: Literal["fp64", "fp32"]
+    """The reference: fp32 if the model cannot run in fp64."""
+    fp32_error: float | None
+    """Of fp32 in eager mode."""
+    eager_error: float | None
+    """Of its own precision in eager mode."""
+    compiled_error: float | None
+    """Of the compiled model."""
+    nonfinite: int = 0
+    """Values that are NaN or Inf in the compiled output, and neither in eager's nor in fp64's."""
+    decisions: int = 0
+    """Integers and booleans in the tensor."""
+    eager_changed: int = 0
+    """Those that differ from fp64's in eager mode."""
+    compiled_changed: int = 0
+    """Those that differ from fp64's in the compiled model."""
+    emulated: CompilerVerdict | None = None
+    """The verdict with ``torch._inductor.config.emulate_precision_casts``; ``None`` if it was not tried."""
+    culprit: str | None = None
+    """What ``torch._inductor.compiler_bisector`` found."""
+
+
+# -- The magnitudes of the values that the ops of a module give, as counts by power of two
+
+SAMPLE = 1024
+"""At most this number of values of each op output is counted, evenly spread over the tensor."""
+
+
+class ModuleMagnitudes(Struct, frozen=True, kw_only=True):
+    """A histogram of the fp32 reference's values in one module, its submodules not included.
+
+    Of each op output at most :data:`SAMPLE` values; casts and copies, which give no new values, and op calls after the forward
+    pass are left out. An op that no low-precision value reaches is its own reference.
+    """
+
+    module: str
+    """The path of the module; empty for the model itself."""
+    lowest: int = 0
+    """The exponent of the first bucket: ``counts[i]`` is the number of values with 2**(lowest + i) <= magnitude < 2**(lowest + i + 1)."""
+    counts: list[int] = []
+    """Number of values per bucket."""
+    zeros: int = 0
+    """Number of values that are exactly 0."""
+    nonfinite: int = 0
+    """Number of values that are Inf or NaN in the reference too."""
+    ops: int = 0
+    """Number of op calls whose outputs were sampled."""
+
+    @property
+    def values(self) -> int:
+        """The size of the sample."""
+        return sum(self.counts) + self.zeros + self.nonfinite
+
+
+# -- What became of a failing run when the modules blamed for its error were kept in fp32
+
+BlamedFor = Literal["share", "nonfinite", "tolerance"]
+"""``share``: the largest shares of the error; ``nonfinite``: their ops turn finite values into Inf or NaN; ``tolerance``: the
+output of one is the first to be over the tolerance, which need not be the cause.
+"""
+
+
+class Ablation(Struct, frozen=True, kw_only=True):
+    """A plain run like the one that failed, with some modules in fp32: the test of what the analysis blames."""
+
+    keep_fp32: list[str]
+    """The modules blamed, none inside another, in the order of the analysis."""
+    blamed_for: BlamedFor
+    """Why they are blamed."""
+    status: Status
+    """How the run with them in fp32 ended."""
+    rel_l2: float | None = None
+    """Error of the output; ``None`` if it is not finite, or the run gave no output."""
+    predicted: float | None = None
+    """``rel_l2`` that the shares predict to first order; ``None`` if the modules are not blamed for their shares."""
+
+
+# -- A device that is not here, for which a scan predicts
+
+
+class PredictedDevice(Struct, frozen=True, kw_only=True):
+    """What is predicted, and what the prediction rests on."""
+
+    name: str
+    """Its type: ``cuda``, ``xpu``."""
+    torch: str
+    """The release of torch that runs there, ``2.13``."""
+    kernels: str
+    """Where the support of kernels is from, in words: ``measured on cuda, torch 2.11``."""
+    autocast: str
+    """The release of torch whose policy of autocast is used, ``2.13``."""
+
+
+# -- Where the tensors are in the inputs of a model
+
+
+class InputLayout(Struct, frozen=True, kw_only=True):
+    """Where the tensors are in the inputs, so that code can cast and move them."""
+
+    kind: Literal["tensor", "sequence", "mapping", "nested"]
+    """``inputs`` is one tensor; a sequence or mapping of tensors and other values; or one with tensors deeper inside."""
+    tensors: list[str] = []
+    """Positions or keys of the tensors."""
+    floating: list[str] = []
+    """Positions or keys of those with floating-point values; for one tensor, one empty key."""
+    images: list[str] = []
+    """Positions or keys of those with 4 dimensions, which have a memory format; for one tensor, one empty key."""

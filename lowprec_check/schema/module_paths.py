@@ -1,4 +1,4 @@
-"""Paths of modules, such as ``encoder.layer.0``; the model itself has the path ``""``. Never imports torch."""
+"""Paths of modules, such as ``encoder.layer.0``; the model itself has the path ``""``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The op calls of an instrumented run: :class:`OpCall` is one row, :class:`OpCalls` holds all rows as columns.
-
-A column is declared once, as a field of :class:`OpCall`; the columnar :class:`OpCalls` is derived from it. To add one,
-add a field with a default (older files lack it) and set it when it is measured. Never imports torch.
-"""
+"""The op calls of an instrumented run, as columns."""
 
 from __future__ import annotations
 
@@ -10,12 +6,17 @@ import re
 from collections.abc import Iterator, Sequence
 from math import copysign, isfinite
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.run_key import Phase
+
+# -- The op calls of an instrumented run: :class:`OpCall` is one row, :class:`OpCalls` holds all rows as columns
+#
+# A column is declared once, as a field of :class:`OpCall`; the columnar :class:`OpCalls` is derived from it. To add one,
+# add a field with a default (older files lack it) and set it when it is measured.
 
 PRODUCTS = re.compile(r"mm\.|conv|scaled_dot_product|linear|rnn|lstm|gru")
 """Names of the ops that autocast runs in 16 bits whatever their inputs: matrix products, convolutions, attention."""
@@ -202,3 +203,48 @@ def concatenate(parts: Sequence[OpCalls]) -> OpCalls:
 def without_times(calls: OpCalls) -> OpCalls:
     """The calls without their times, as those of a device that they did not run on."""
     return msgspec.structs.replace(calls, **{name: [None] * len(calls) for name in _TIMES})
+
+
+# -- The warning about an op that a predicted device runs on the CPU, and what it says
+
+FALLBACK_WARNING = r"aten::(\S+) falls back to the CPU: each call copies its inputs \((\d+) bytes\)"
+"""What the warning starts with, as a regular expression: the op and the bytes of its inputs."""
+
+
+def fallback_warning(op: str, size: int) -> str:
+    """The warning about a call of ``dot`` whose inputs have ``size`` bytes; :func:`fallback_of` reads it."""
+    return f"aten::{op} falls back to the CPU: each call copies its inputs ({size} bytes) there, and its result back (predicted)"
+
+
+class Fallback(NamedTuple):
+    """An op that runs on the CPU instead of the device."""
+
+    op: str
+    """As op calls name it, ``aten.linalg_svd.default``."""
+    size: int
+    """The bytes of the inputs of a call."""
+
+
+def fallback_of(warning: str) -> Fallback | None:
+    """What the warning of a predicted device says; ``None`` for a warning of torch itself."""
+    found = re.match(FALLBACK_WARNING, warning)
+    if found is None:
+        return None
+    name, _, overload = found[1].partition(".")
+    return Fallback(f"aten.{name}.{overload or 'default'}", int(found[2]))
+
+
+# -- The reason for emulating an op whose calls were ended because they took too long, and the time in it
+
+_KILLED = re.compile(r"a call took more than (\d+(?:\.\d+)?) s, twice$")
+
+
+def killed_reason(seconds: float) -> str:
+    """``a call took more than 3.2 s, twice``."""
+    return f"a call took more than {seconds:.1f} s, twice"
+
+
+def seconds_killed(reason: str) -> float | None:
+    """The seconds of a :func:`killed_reason`; ``None`` for any other."""
+    found = _KILLED.match(reason)
+    return float(found[1]) if found else None

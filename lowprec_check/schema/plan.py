@@ -1,4 +1,4 @@
-"""A plan: which modules of a model stay in fp32, and how that was verified. Never imports torch."""
+"""A plan: which modules of a model stay in fp32, and how that was verified."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.backends import BACKENDS
-from lowprec_check.schema.base import Struct, decode, encode
-from lowprec_check.schema.files import write_file
+from lowprec_check.schema.axes import BACKENDS
+from lowprec_check.schema.base import Struct, decode, encode, write_file
 from lowprec_check.schema.module_paths import paths_above
 from lowprec_check.schema.precisions import plan_bases
 from lowprec_check.schema.run_key import EAGER, MemoryFormat

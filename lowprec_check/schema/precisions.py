@@ -1,4 +1,4 @@
-"""The precisions: each a named way to run a model. Never imports torch.
+"""The precisions: each a named way to run a model.
 
 To add one, add an entry to :func:`_built_in`, or register it from another package (CONTRIBUTING.md).
 """

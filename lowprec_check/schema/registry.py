@@ -1,9 +1,9 @@
-"""Named values of one axis: found by name or alias, extended by other packages. Never imports torch.
+"""Named values of one axis: found by name or alias, extended by other packages.
 
 Other packages add to an axis through the entry-point group ``lowprec_check.axes``: each entry point names a
-:class:`~lowprec_check.schema.precisions.Precision`, a :class:`~lowprec_check.schema.backends.Backend`, a
-:class:`~lowprec_check.schema.devices.Device`, a :class:`~lowprec_check.report.registry.ReportFormat` or a
-:class:`~lowprec_check.schema.what_if_formats.WhatIfFormat`.
+:class:`~lowprec_check.schema.precisions.Precision`, a :class:`~lowprec_check.schema.axes.Backend`, a
+:class:`~lowprec_check.schema.axes.Device`, a :class:`~lowprec_check.report.registry.ReportFormat` or a
+:class:`~lowprec_check.schema.what_if.WhatIfFormat`.
 """
 
 from __future__ import annotations

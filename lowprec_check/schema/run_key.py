@@ -1,4 +1,4 @@
-"""What identifies a run: precision × backend × device × memory format. Never imports torch."""
+"""What identifies a run: precision × backend × device × memory format."""
 
 from __future__ import annotations
 

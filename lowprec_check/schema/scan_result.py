@@ -1,4 +1,4 @@
-"""The result of a scan: immutable, saved as JSON. Never imports torch.
+"""The result of a scan: immutable, saved as JSON.
 
 Every float is finite or ``None``: JSON has no infinity, so a value that is infinite or undefined is ``null`` in the file
 and ``None`` in memory, and a saved result that is read again equals the original.
@@ -12,29 +12,32 @@ from typing import Any, Literal
 
 import msgspec
 
-from lowprec_check.schema.ablation import Ablation
-from lowprec_check.schema.backends import lowers_precision
-from lowprec_check.schema.base import Struct, decode, encoded
-from lowprec_check.schema.batch_ranges import BatchRanges
+from lowprec_check.schema.axes import lowers_precision
+from lowprec_check.schema.base import Struct, decode, encoded, write_file
 from lowprec_check.schema.columns import Columns, Part, columns_of
-from lowprec_check.schema.compiler_check import CompilerCheck
-from lowprec_check.schema.error_budget import ErrorBudget
-from lowprec_check.schema.files import write_file
-from lowprec_check.schema.findings import Diagnostic, Gap, GapKind, Layer, Severity
-from lowprec_check.schema.input_layout import InputLayout
-from lowprec_check.schema.magnitudes import ModuleMagnitudes
-from lowprec_check.schema.measures import Latency, LayerError, Timing, TimingConditions
+from lowprec_check.schema.findings import Diagnostic, Gap, GapKind, Layer, Recommendation, Severity
+from lowprec_check.schema.measures import (
+    Ablation,
+    BatchRanges,
+    CompilerCheck,
+    ErrorBudget,
+    InputLayout,
+    Latency,
+    LayerError,
+    ModuleMagnitudes,
+    PredictedDevice,
+    Timing,
+    TimingConditions,
+)
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Plan
 from lowprec_check.schema.precisions import PRECISIONS, Precision
-from lowprec_check.schema.predicted_device import PredictedDevice
-from lowprec_check.schema.predictions import WhatIf
-from lowprec_check.schema.recommendation import Recommendation
 from lowprec_check.schema.run_key import EAGER, REFERENCE, MemoryFormat, RunKey, qualified
 from lowprec_check.schema.statements import Statement
 from lowprec_check.schema.training import TrainingRun, TrainingSetup
 from lowprec_check.schema.training_policies import PolicyGradient
 from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo, Status
+from lowprec_check.schema.what_if import WhatIf
 
 __all__ = [
     "SCHEMA",

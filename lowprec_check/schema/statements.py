@@ -1,11 +1,263 @@
-"""What a result means, as typed statements: made by :mod:`lowprec_check.analysis.statements` from the saved result alone."""
+"""What a result means, as typed statements: sentences that are templates with typed figures."""
 
 from __future__ import annotations
 
-from typing import Literal
+import functools
+import itertools
+import math
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from lowprec_check.schema.base import Struct
-from lowprec_check.schema.wording import Figure, Sentence
+
+# -- Sentences with typed figures: one formatter for each type, and sentences of several runs joined where that is
+# true of each
+#
+# A template names its figures and their types: ``"error {error:error} is over the tolerance {limit:limit}"``. What a user, a file or
+# an exception wrote is always a figure (of type ``text``), never part of a template.
+
+Figure = float | int | str | list[Any] | None
+"""A number, a text, names, or ``[part, total]`` of type ``of``."""
+
+NAMED = 3
+"""Names that a sentence lists before it counts the others."""
+
+
+def some(names: Sequence[str], most: int = NAMED) -> str:
+    """The first few names, and how many more there are."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 trial``, ``2,000 trials``, ``2 batches``."""
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "x", "ch")) else "s"
+    return f"{number:,} {noun}{ending}"
+
+
+def error_figure(error: float | None) -> str:
+    """``1.3e-03``; ``infinite`` for ``None``."""
+    return "infinite" if error is None or math.isinf(error) else f"{error:.1e}" if error else "0"
+
+
+def share_figure(share: float | None) -> str:
+    """``46 %``; ``< 1 %``; ``> 99 %`` for less than all; ``0 %``; ``–`` if it is unknown."""
+    if share is None:
+        return "–"
+    if 0.995 <= share < 1 - 1e-9:
+        return "> 99 %"
+    return "< 1 %" if 0 < abs(share) < 0.005 else f"{share * 100:.0f} %".replace("-", "−")
+
+
+def percent(share: float | None) -> str:
+    """``0.2 %`` of 0.002; ``< 0.1 %`` for less than can be shown; ``> 99.9 %`` for less than all; ``0 %``; ``–`` if it is unknown."""
+    if share is None:
+        return "–"
+    if 0 < abs(share) < 0.0005:
+        return "< 0.1 %"
+    if 0.9995 <= share < 1:
+        return "> 99.9 %"
+    return f"{share:.1%}".replace(".0%", "%").replace("%", " %").replace("-", "−")
+
+
+def out_of(pair: Sequence[int], noun: str) -> str:
+    """``417 of 200,704 values (0.2 %)``; without a known total ``417 values``."""
+    number, total = pair
+    if total < number or not total:
+        return counted(number, noun)
+    return f"{number:,} of {counted(total, noun)} ({percent(number / total)})"
+
+
+def bytes_figure(number: float | None) -> str:
+    """``1.5 GiB``, ``12.5 MiB``, ``3 KiB``, ``1 byte``."""
+    if number is None:
+        return "–"
+    if number < 2**10:
+        return counted(int(number), "byte")
+    size, unit = next((size, unit) for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")) if number >= size)
+    return f"{number / size:.0f} {unit}" if unit == "KiB" else f"{number / size:.1f} {unit}"
+
+
+def milliseconds(duration: float | None) -> str:
+    """``134 ms``, ``13.1 ms``, ``0.4 ms``, ``0.0056 ms``."""
+    if duration is None:
+        return "–"
+    return (
+        f"{duration:,.0f} ms" if duration >= 100 else f"{duration:.1f} ms" if duration >= 0.1 else f"{duration:.2g} ms"
+    )
+
+
+def times(ratio: float) -> str:
+    """``1.4 times``, ``134 times``; two digits below 1.1, so that it never says 1.0."""
+    return f"{ratio:.2f} times" if ratio < 1.095 else f"{ratio:.1f} times" if ratio < 9.95 else f"{ratio:,.0f} times"
+
+
+def short_op(op: str) -> str:
+    """``linalg_cholesky_ex`` of ``aten.linalg_cholesky_ex.default``; ``torch.quantile``, a function above dispatch, as it is."""
+    parts = op.split(".")
+    return parts[1].removeprefix("_") if parts[0] != "torch" and len(parts) == 3 else op
+
+
+def module_name(path: str) -> str:
+    """The path, or words for the model; quoted if it could be read as a number."""
+    return "the model itself" if not path else f'"{path}"' if path.replace(".", "").isdigit() else path
+
+
+_TYPES: dict[str, Callable[[Any], str]] = {
+    "error": error_figure,
+    "limit": lambda value: f"{value:.0e}",
+    "share": share_figure,
+    "percent": percent,
+    "number": lambda value: f"{value:,}",
+    "figure": lambda value: f"{value:.2g}",
+    "three": lambda value: f"{value:.3g}",
+    "loss": lambda value: "Inf/NaN" if value is None else f"{value:.4g}",
+    "scale": lambda value: f"{value:g}",
+    "times": times,
+    "seconds": lambda value: f"{value:.1f} s",
+    "ms": milliseconds,
+    "bytes": bytes_figure,
+    "op": short_op,
+    "module": module_name,
+    "text": str,
+    "names": some,
+    "modules": lambda names: some([module_name(name) for name in names]),
+    "ops": lambda names: some([short_op(name) for name in names], 4),
+}
+"""What each type makes of a figure; ``count NOUN`` and ``of NOUN`` beside them."""
+
+_TEXTS = ("limit", "op", "module", "text", "names", "modules", "ops")
+"""Types without an order: runs with different ones do not share a sentence."""
+
+
+def shown(figure: Figure, kind: str) -> str:
+    """A figure of a type as text."""
+    name, _, noun = kind.partition(" ")
+    if name == "count":
+        return counted(int(figure), noun)  # type: ignore[arg-type]
+    return out_of(figure, noun) if name == "of" else _TYPES[name](figure)  # type: ignore[arg-type]
+
+
+class Sentence(Struct, frozen=True, kw_only=True):
+    """What is said of one run."""
+
+    template: str
+    """The words, with ``{name:type}`` for each figure; a literal brace is doubled."""
+    figures: dict[str, Figure] = {}
+    """By name."""
+
+    @property
+    def text(self) -> str:
+        """The sentence."""
+        return joined([self])
+
+
+def say(template: str, **figures: Figure) -> Sentence:
+    """A sentence; raises ``ValueError`` if a figure of the template is missing or one is not used."""
+    named = {name for _, name, _, _ in string.Formatter().parse(template) if name}
+    if named != figures.keys():
+        raise ValueError(f"{template!r} does not name {sorted(named ^ figures.keys())}")
+    return Sentence(template=template, figures=figures)
+
+
+def plain(text: str) -> Sentence:
+    """A text that is no template, such as the message of an older file."""
+    return Sentence(template="{text:text}", figures={"text": text})
+
+
+def chained(*sentences: Sentence | None, between: str = "; ") -> Sentence:
+    """Sentences in one; figures of the same name are numbered."""
+    templates: list[str] = []
+    figures: dict[str, Figure] = {}
+    for sentence in filter(None, sentences):
+        names: dict[str, str] = {}
+        for name in sentence.figures:  # one of a chained sentence may be numbered already
+            free = (f"{name}_{number}" if number else name for number in itertools.count())
+            names[name] = next(new for new in free if new not in figures and new not in names.values())
+        parts = string.Formatter().parse(sentence.template)
+        templates.append("".join(_piece(text, names[name] if name else None, kind) for text, name, kind, _ in parts))
+        figures |= {names[name]: value for name, value in sentence.figures.items()}
+    return Sentence(template=between.join(templates), figures=figures)
+
+
+def _piece(text: str, name: str | None, kind: str | None) -> str:
+    literal = text.replace("{", "{{").replace("}", "}}")
+    return literal if name is None else f"{literal}{{{name}:{kind}}}"
+
+
+def words(sentence: Sentence) -> tuple[str, ...]:
+    """Its words and names, whatever the numbers are: sentences with the same can be joined."""
+    named = ((sentence.figures.get(name), kind) for name, kind in _fields(sentence.template) if kind in _TEXTS)
+    return sentence.template, *(shown(figure, kind) for figure, kind in named)
+
+
+def joined(sentences: Sequence[Sentence]) -> str:
+    """One sentence that is true of all, which have the same :func:`words`: figures that differ are a range."""
+    first = sentences[0]
+    parts = []
+    for text, name, kind, _ in string.Formatter().parse(first.template):
+        figure = "" if name is None else _range([one.figures.get(name) for one in sentences], kind or "text")
+        parts.append(text + figure)
+    return "".join(parts)
+
+
+@functools.lru_cache(maxsize=1024)
+def _fields(template: str) -> list[tuple[str, str]]:
+    return [(name, kind or "text") for _, name, kind, _ in string.Formatter().parse(template) if name]
+
+
+def _range(figures: Sequence[Figure], kind: str) -> str:
+    """``44 – 48 %``; the one text if all are shown alike."""
+    texts = [shown(figure, kind) for figure in figures]
+    if len(set(texts)) == 1:
+        return texts[0]
+    name, _, noun = kind.partition(" ")
+    if name == "of":
+        return _range_of([figure for figure in figures if isinstance(figure, list)], noun)
+    order = sorted((math.inf if isinstance(figure, list | str) or figure is None else figure) for figure in figures)
+    if name == "count":
+        return f"{order[0]:,} – {shown(order[-1], kind)}"
+    low, high = (shown(None if end == math.inf else end, kind) for end in (order[0], order[-1]))
+    unit = low.rpartition(" ")[2]
+    return f"{low.removesuffix(f' {unit}')} – {high}" if " " in low and high.endswith(f" {unit}") else f"{low} – {high}"
+
+
+def _range_of(pairs: Sequence[list[Any]], noun: str) -> str:
+    """``417 – 884 of 200,704 values (0.2 – 0.4 %)``; of differing totals ``417 – 884 of 576 – 1,024 values (41 – 98 %)``."""
+    numbers, totals, count = [number for number, _ in pairs], [total for _, total in pairs], f"count {noun}"
+    if any(not total or total < number for number, total in pairs):
+        return _range(numbers, count)
+    share = _range([number / total for number, total in pairs], "percent")
+    return f"{_range(numbers, 'number')} of {_range(totals, count)} ({share})"
+
+
+class Joined(NamedTuple):
+    """One sentence and the runs that it is true of."""
+
+    runs: list[str]
+    sentences: list[Sentence]
+    """One for each run."""
+
+    @property
+    def text(self) -> str:
+        """The sentence."""
+        return joined(self.sentences)
+
+
+def join(said: Sequence[tuple[str, Sentence]], same: Mapping[str, object] | None = None) -> list[Joined]:
+    """The sentences of several runs, ``(label, sentence)``, joined where one holds for all; ``same`` keeps runs apart by label."""
+    found: dict[object, Joined] = {}
+    for label, sentence in said:
+        key = same.get(label) if same else None
+        known = found.setdefault((key, words(sentence)), Joined([], []))
+        known.runs.append(label)
+        known.sentences.append(sentence)
+    return list(found.values())
+
+
+# -- What a result means, as typed statements: made by :mod:`lowprec_check.analysis.statements` from the saved
+# result alone
 
 Evidence = Literal["measured", "derived", "predicted", "declared"]
 """``measured``: by running it; ``derived``: computed from what was measured, such as a share of an error; ``predicted``: emulated, for a

@@ -1,4 +1,4 @@
-"""What ``scan --train`` saves: how the model is trained, and what each precision does to gradients, updates and the loss. Never imports torch."""
+"""What ``scan --train`` saves: how the model is trained, and what each precision does to gradients, updates and the loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``scan --train --policies N`` saves: the gradients that policies of distributed training accumulate. Never imports torch."""
+"""What ``scan --train --policies N`` saves: the gradients that policies of distributed training accumulate."""
 
 from __future__ import annotations
 

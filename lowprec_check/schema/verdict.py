@@ -1,4 +1,4 @@
-"""How a run ended: its status, its error and its exception. Never imports torch."""
+"""How a run ended: its status, its error and its exception."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_the_error_is_that_of_8_bits_and_a_reloaded_model_gives_the_same_bits(
 
 @pytest.mark.slow
 def test_keyword_arguments_and_the_layers() -> None:
-    from lowprec_check.schema.backends import BACKENDS, Example
+    from lowprec_check.schema.axes import BACKENDS, Example
     from lowprec_check.schema.precisions import PRECISIONS
 
     model, x = conv_net()

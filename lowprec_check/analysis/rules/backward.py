@@ -8,8 +8,8 @@ from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, uses_
 from lowprec_check.analysis.rules.what_to_do import passing_elsewhere
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run, ScanResult, Severity
+from lowprec_check.schema.statements import Sentence, chained, counted, say
 from lowprec_check.schema.training import WAYS, ParameterGradient, TrainingRun, TrainingWay
-from lowprec_check.schema.wording import Sentence, chained, counted, say
 
 UNDERFLOWS = 0.1
 """A share of the elements of a gradient that is worth a finding."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lowprec_check.analysis.rules.registry import Finding, rule
-from lowprec_check.schema.compiler_check import CompilerCheck
+from lowprec_check.schema.measures import CompilerCheck
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Run, ScanResult, Severity
-from lowprec_check.schema.wording import Sentence, say
+from lowprec_check.schema.statements import Sentence, say
 
 
 @rule("LP306", "compiled-worse", "error")

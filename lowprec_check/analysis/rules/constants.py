@@ -10,7 +10,7 @@ from lowprec_check.analysis.rules.what_to_do import advice_in, wider_range
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.precisions import FloatFormat, formats
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.wording import chained, say, short_op
+from lowprec_check.schema.statements import chained, say, short_op
 
 POLES = {
     **dict.fromkeys(("log", "log2", "log10"), "0"),

@@ -9,10 +9,10 @@ from typing import NamedTuple
 from lowprec_check.analysis.error_shares import is_over_tolerance
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.analysis.rules.relevance import by_place, knowledge_of, place_finding
-from lowprec_check.schema.error_budget import MATTERS
+from lowprec_check.schema.measures import MATTERS
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.wording import Sentence, chained, say, short_op
+from lowprec_check.schema.statements import Sentence, chained, say, short_op
 
 DECISIVE = 5
 PICKS_ELEMENTS = (

@@ -10,7 +10,7 @@ from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.analysis.rules.what_to_do import wider_range
 from lowprec_check.schema.precisions import FP32, FloatFormat, formats
 from lowprec_check.schema.scan_result import Run, ScanResult, Severity
-from lowprec_check.schema.wording import Figure, Sentence, chained, say
+from lowprec_check.schema.statements import Figure, Sentence, chained, say
 
 LITTLE_ROOM = 4.0
 """A note if a value this many times as large would overflow."""

@@ -11,13 +11,11 @@ from lowprec_check.analysis.rules.relevance import from_gaps
 from lowprec_check.analysis.rules.what_to_do import faster, or_autocast
 from lowprec_check.analysis.run_summary import on_which_call
 from lowprec_check.analysis.speed import cores_were_used
-from lowprec_check.schema.devices import DEVICES, device_type
-from lowprec_check.schema.fallbacks import fallback_of
-from lowprec_check.schema.killed_ops import seconds_killed
-from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.schema.axes import DEVICES, device_type
+from lowprec_check.schema.op_calls import OpCall, fallback_of, seconds_killed
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Gap, Run, ScanResult
-from lowprec_check.schema.wording import Sentence, chained, plain, say
+from lowprec_check.schema.statements import Sentence, chained, plain, say
 
 SLOW_RATIO = 5.0
 SLOW_MS = 5.0

@@ -25,10 +25,10 @@ from lowprec_check.analysis.rules.what_to_do import (
     wider_range,
 )
 from lowprec_check.analysis.run_summary import on_which_call
-from lowprec_check.schema.error_budget import MATTERS
+from lowprec_check.schema.measures import MATTERS
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.wording import Sentence, chained, say, short_op
+from lowprec_check.schema.statements import Sentence, chained, say, short_op
 
 FLUSHED_SHARE = 0.1
 OUTLIER_ROUNDOFFS = 8

@@ -1,4 +1,4 @@
-"""Registry of rules: each turns a scan's result into diagnostics. Never imports torch.
+"""Registry of rules: each turns a scan's result into diagnostics.
 
 The docstring of a rule is its manual page, which ``lowprec-check explain LP101`` prints: a summary in the first line, then
 what was observed, usual causes and what to do.
@@ -18,7 +18,7 @@ from lowprec_check.analysis.rules.catalogued import known_issue
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult, Severity
-from lowprec_check.schema.wording import Sentence, chained, plain, say
+from lowprec_check.schema.statements import Sentence, chained, plain, say
 
 RAN_HERE = "code of torch that is the same on all devices, and ran here"
 """What a gap of a predicted run rests on, if not on the catalog."""

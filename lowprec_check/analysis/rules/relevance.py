@@ -18,11 +18,11 @@ from lowprec_check.analysis.error_shares import (
 from lowprec_check.analysis.rules.catalogued import fixed_since
 from lowprec_check.analysis.rules.registry import RAN_HERE, Finding, low_runs
 from lowprec_check.analysis.rules.what_to_do import advice_in, disproof, or_autocast
-from lowprec_check.schema.error_budget import MATTERS
+from lowprec_check.schema.measures import MATTERS
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.run_key import EAGER, Phase
 from lowprec_check.schema.scan_result import Gap, GapKind, Run, ScanResult
-from lowprec_check.schema.wording import Figure, Sentence, chained, say
+from lowprec_check.schema.statements import Figure, Sentence, chained, say
 
 _PHASES = {"backward": "in the backward pass: ", "optimizer": "in the optimizer step: "}
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.schema.scan_result import ScanResult
-from lowprec_check.schema.wording import chained, say
+from lowprec_check.schema.statements import chained, say
 
 
 @rule("LP901", "uncalled-module", "note")

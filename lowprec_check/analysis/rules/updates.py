@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, uses_autocast
 from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.statements import Figure, Sentence, bytes_figure, chained, percent, say
 from lowprec_check.schema.training import WAYS, EpsilonCheck, LostUpdates, TrainingWay, decay_lost_of, lost_of
-from lowprec_check.schema.wording import Figure, Sentence, bytes_figure, chained, percent, say
 
 LOST = 0.1
 """A share of lost updates of weights or averages that is worth a finding."""

@@ -1,4 +1,4 @@
-"""What to do about a finding: what ran and passed in the same scan, else something to try. Never imports torch."""
+"""What to do about a finding: what ran and passed in the same scan, else something to try."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Collection
 
 from lowprec_check.analysis.blamed_modules import is_confirmed, is_disproved
 from lowprec_check.analysis.rules.registry import uses_autocast
+from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.module_paths import is_inside
 from lowprec_check.schema.precisions import LOW_FORMATS, FloatFormat
-from lowprec_check.schema.recommendation import Recommendation
 from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.scan_result import Gap, Run, ScanResult
-from lowprec_check.schema.wording import Sentence, chained, say
+from lowprec_check.schema.statements import Sentence, chained, say
 
 
 def advice_in(phase: Phase | None) -> str | None:

@@ -13,13 +13,12 @@ from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_sca
 from lowprec_check.analysis.statements.status import NEAR, why
 from lowprec_check.analysis.statements.training_findings import drawback, part_of_limit
 from lowprec_check.analysis.training_status import first_way, remedies, way_text
+from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.precisions import low_precisions
-from lowprec_check.schema.recommendation import Recommendation
 from lowprec_check.schema.registry import choices
 from lowprec_check.schema.run_key import PLAN
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import Statement
-from lowprec_check.schema.wording import Figure, Sentence, chained, counted, plain, say
+from lowprec_check.schema.statements import Figure, Sentence, Statement, chained, counted, plain, say
 
 LONG_SETUP = 1.0
 """Seconds of set-up that are named."""

@@ -17,9 +17,9 @@ from lowprec_check.analysis.error_shares import (
 )
 from lowprec_check.analysis.run_summary import is_plan_of
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run
-from lowprec_check.schema.error_budget import MATTERS, ErrorBudget
+from lowprec_check.schema.measures import MATTERS, ErrorBudget
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.wording import Sentence, chained, plain, say
+from lowprec_check.schema.statements import Sentence, chained, plain, say
 
 NAMED = 3
 """Modules that a sentence names."""

@@ -2,7 +2,7 @@
 
 A kind is a function with a decorator: ``@per_run("ablation", "error", …)`` for what is said of one run, which is joined over the runs of
 which the same words are true, or ``@per_scan("inputs", "inputs", …)`` for what is said once. It returns a
-:class:`~lowprec_check.schema.wording.Sentence`, alone or with its tone, or ``None``.
+:class:`~lowprec_check.schema.statements.Sentence`, alone or with its tone, or ``None``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from lowprec_check.analysis.run_summary import label
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import About, Evidence, Statement, Tone
-from lowprec_check.schema.wording import Sentence, join, joined
+from lowprec_check.schema.statements import About, Evidence, Sentence, Statement, Tone, join, joined
 
 
 class Said(NamedTuple):

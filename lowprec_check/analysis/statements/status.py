@@ -9,9 +9,9 @@ from lowprec_check.analysis.run_summary import missing_kernels, on_which_call, r
 from lowprec_check.analysis.speed import failure_while_timed
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run
 from lowprec_check.analysis.training_status import diverges, first_way, in_phase, nonfinite, when_raised
-from lowprec_check.schema.error_budget import MATTERS
+from lowprec_check.schema.measures import MATTERS
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.wording import Sentence, chained, plain, say, short_op, some
+from lowprec_check.schema.statements import Sentence, chained, plain, say, short_op, some
 
 NEAR = 0.5
 """The part of its tolerance from which on the error of a run that passes is said to be near it."""

@@ -13,6 +13,7 @@ from lowprec_check.analysis.training_advice import FEW, keeps_weights
 from lowprec_check.analysis.training_status import distance_limit, first_way, remedies, steps_of, way_name
 from lowprec_check.schema.precisions import FP16
 from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.statements import Sentence, chained, module_name, plain, say
 from lowprec_check.schema.training import (
     EXTENSION_WAYS,
     EpsilonCheck,
@@ -24,7 +25,6 @@ from lowprec_check.schema.training import (
     decay_lost_of,
     lost_of,
 )
-from lowprec_check.schema.wording import Sentence, chained, module_name, plain, say
 
 MATTERS = 0.001
 """Smaller shares of elements that underflow, and of updates that are lost, are not mentioned."""

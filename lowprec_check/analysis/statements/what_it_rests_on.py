@@ -10,7 +10,7 @@ from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_sca
 from lowprec_check.catalog.declared import release_of
 from lowprec_check.schema.measures import Latency
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.wording import chained, plain, say
+from lowprec_check.schema.statements import chained, plain, say
 
 # -- inputs and weights
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lowprec_check.schema.backends import Backend, Example
+from lowprec_check.schema.axes import Backend, Example
 from lowprec_check.schema.run_key import EAGER
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lowprec_check.schema.backends import Backend, Code, Example
+from lowprec_check.schema.axes import Backend, Code, Example
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from lowprec_check.engine.quantize import code
 from lowprec_check.engine.quantize.library import library, missing
-from lowprec_check.schema.backends import Backend, Code, Example
+from lowprec_check.schema.axes import Backend, Code, Example
 from lowprec_check.schema.measures import LayerError
 from lowprec_check.schema.precisions import BF16, Precision
 from lowprec_check.schema.run_key import RunKey

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lowprec_check.engine.stack.frozen_trace import frozen_trace, frozen_trace_code
-from lowprec_check.schema.backends import Backend, Code, Example
+from lowprec_check.schema.axes import Backend, Code, Example
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo

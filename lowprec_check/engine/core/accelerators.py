@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lowprec_check.schema.devices import accelerators
+from lowprec_check.schema.axes import accelerators
 
 
 def initialized() -> Iterator[Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.tensor_comparison import as_real
-from lowprec_check.schema.compiler_check import FACTOR, CompilerVerdict
+from lowprec_check.schema.measures import FACTOR, CompilerVerdict
 
 
 class Corners(NamedTuple):

@@ -18,7 +18,7 @@ from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.op_arguments import has_narrow_dtype, map_values, tensors_in
 from lowprec_check.engine.trace.rescue import Retry
 from lowprec_check.errors import message_of
-from lowprec_check.schema.fallbacks import fallback_warning
+from lowprec_check.schema.op_calls import fallback_warning
 
 _AS_GIVEN = frozenset(
     f"aten::{name}"

@@ -22,8 +22,8 @@ from lowprec_check.catalog.predictable import has_kernels
 from lowprec_check.catalog.records import DTYPES as DTYPES_OF_CATALOG
 from lowprec_check.catalog.records import FORMATS, SHORT, Dtype
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
-from lowprec_check.schema.devices import device_of
-from lowprec_check.schema.predicted_device import PredictedDevice
+from lowprec_check.schema.axes import device_of
+from lowprec_check.schema.measures import PredictedDevice
 
 DTYPES: dict[torch.dtype, Dtype] = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.complex32: "float16"}
 """The dtypes of 16 bits, and what the catalog has for each."""

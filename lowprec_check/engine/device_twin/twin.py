@@ -19,7 +19,7 @@ from lowprec_check.catalog.declared import release_of
 from lowprec_check.engine.device_twin import asks_for_cpu, fft_in_half, twin_autocast
 from lowprec_check.engine.device_twin.emulated_kernels import EmulatedKernels
 from lowprec_check.engine.device_twin.kernel_support import KernelSupport
-from lowprec_check.schema.predicted_device import PredictedDevice
+from lowprec_check.schema.measures import PredictedDevice
 
 DEFAULT_AUTOCAST = torch.float16
 """Of ``torch.autocast`` on CUDA and XPU; on a CPU it is bfloat16."""

@@ -11,7 +11,7 @@ from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.model.inputs import Arguments, as_call, is_function
 from lowprec_check.engine.model.user_module import call_function, call_user_code
 from lowprec_check.errors import UsageError, type_name
-from lowprec_check.schema.backends import Call
+from lowprec_check.schema.axes import Call
 
 Calibration = Iterable[Any] | Callable[[], Iterable[Any]]
 """Batches, each in the form of the inputs, or a function that returns or yields them."""

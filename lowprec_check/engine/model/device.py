@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.devices import DEVICES, accelerators, device_of, device_type
+from lowprec_check.schema.axes import DEVICES, accelerators, device_of, device_type
 
 
 def module_of(device: torch.device) -> Any:

@@ -41,7 +41,7 @@ from lowprec_check.engine.model.user_module import (
 )
 from lowprec_check.engine.model.weights import load_weights
 from lowprec_check.errors import UsageError, encodable
-from lowprec_check.schema.target_forms import FORMS
+from lowprec_check.schema.options import FORMS
 
 FACTORIES = ("make_model", "build_model", "create_model", "get_model")
 

@@ -15,7 +15,7 @@ from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.quantize import conversion
 from lowprec_check.engine.quantize.quantized import Quantized
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.backends import BACKENDS
+from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.precisions import PRECISIONS
 
 _BACKEND = "int8"

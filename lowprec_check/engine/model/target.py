@@ -22,7 +22,7 @@ from lowprec_check.engine.model.inputs import Arguments, as_call, is_function
 from lowprec_check.engine.model.source_lines import class_line, is_own_class
 from lowprec_check.engine.model.training import LossInputs, MakeOptimizer, loss_of, optimizer_like
 from lowprec_check.errors import UsageError, message_of, type_name
-from lowprec_check.schema.backends import Call
+from lowprec_check.schema.axes import Call
 from lowprec_check.schema.scan_result import WeightsOrigin
 
 IN_TRAINING_MODE = "the model is in training mode; for inference, call model.eval() in your file"

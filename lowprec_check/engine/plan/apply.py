@@ -14,7 +14,7 @@ from lowprec_check.engine.model.keep_fp32 import (
 )
 from lowprec_check.engine.model.target import inside
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.devices import device_type
+from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.plan import Plan
 from lowprec_check.schema.precisions import PRECISIONS
 

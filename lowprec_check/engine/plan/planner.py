@@ -25,7 +25,7 @@ from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.trace.withheld_kernels import parse_withheld
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.process import Isolation
-from lowprec_check.schema.backends import BACKENDS, replaced
+from lowprec_check.schema.axes import BACKENDS, replaced
 from lowprec_check.schema.plan import Plan, Planning
 from lowprec_check.schema.precisions import bases_called, plan_bases
 from lowprec_check.schema.registry import words_in

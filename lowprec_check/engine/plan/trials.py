@@ -25,7 +25,7 @@ from lowprec_check.schema.plan import STOPPED_WITHOUT_PLAN, Attempt
 from lowprec_check.schema.precisions import PRECISIONS, formats
 from lowprec_check.schema.run_key import PLAN
 from lowprec_check.schema.scan_result import Run
-from lowprec_check.schema.wording import short_op, some
+from lowprec_check.schema.statements import short_op, some
 
 SLOWER = 1.5
 """A base at least this many times slower than a plan already found is not searched."""

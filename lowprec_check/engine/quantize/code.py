@@ -1,8 +1,8 @@
-"""The code to paste that quantizes a model. Never imports torch."""
+"""The code to paste that quantizes a model."""
 
 from __future__ import annotations
 
-from lowprec_check.schema.backends import Code
+from lowprec_check.schema.axes import Code
 from lowprec_check.schema.scan_result import ModelInfo
 
 

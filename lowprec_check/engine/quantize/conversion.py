@@ -11,7 +11,7 @@ from torch import nn
 from lowprec_check.engine.quantize.library import library, missing
 from lowprec_check.engine.quantize.quantized import Calibration, Quantized
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.backends import Call
+from lowprec_check.schema.axes import Call
 
 
 def quantize(model: nn.Module, example: Call, calibration: Calibration) -> Quantized:

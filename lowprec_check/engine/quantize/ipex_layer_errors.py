@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
 from lowprec_check.engine.quantize.squared_error import SquaredError
-from lowprec_check.schema.backends import Call
+from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import LayerError
 
 _PRODUCTS = {"convolution": "convolution", "addmm": "linear", "mm": "linear"}

@@ -14,7 +14,7 @@ from lowprec_check.engine.quantize.ipex_layer_errors import layer_errors
 from lowprec_check.engine.quantize.quantized import Calibration, nothing_to_quantize
 from lowprec_check.engine.quantize.quiet import quiet
 from lowprec_check.errors import UsageError, encodable, message_of, type_name
-from lowprec_check.schema.backends import Call
+from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import LayerError
 
 WARM_UP_CALLS = 2

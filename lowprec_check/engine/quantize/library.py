@@ -1,4 +1,4 @@
-"""Which library quantizes here, and what to install if there is none. Never imports torch.
+"""Which library quantizes here, and what to install if there is none.
 
 Versions are read from the packages' metadata: with another torch than its own, importing Intel's extension ends the process.
 """

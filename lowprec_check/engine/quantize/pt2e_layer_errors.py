@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from lowprec_check.engine.quantize.squared_error import SquaredError
-from lowprec_check.schema.backends import Call
+from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import LayerError
 
 _OBSERVER = "activation_post_process"

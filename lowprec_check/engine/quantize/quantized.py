@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from lowprec_check.errors import UsageError, type_name
-from lowprec_check.schema.backends import Call
+from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import LayerError
 
 Calibration = Callable[[], Iterable[Call]]

@@ -15,7 +15,7 @@ from lowprec_check.engine.quantize.pt2e_layer_errors import layer_errors, quanti
 from lowprec_check.engine.quantize.quantized import Calibration, nothing_to_quantize
 from lowprec_check.engine.quantize.quiet import quiet
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.backends import Call
+from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import LayerError
 
 

@@ -6,7 +6,7 @@ import msgspec
 
 from lowprec_check.analysis.blamed_modules import blamed_modules
 from lowprec_check.engine.run.target_runs import TargetRuns
-from lowprec_check.schema.ablation import Ablation
+from lowprec_check.schema.measures import Ablation
 from lowprec_check.schema.scan_result import Run
 
 SLOWEST_MS = 5000.0

@@ -23,8 +23,8 @@ from lowprec_check.engine.model.prepared import Prepared, prepared
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.job import Job
 from lowprec_check.engine.run.preparation import in_eager_mode, on_backend
-from lowprec_check.schema.backends import Call
-from lowprec_check.schema.compiler_check import CompilerCheck, CompilerVerdict
+from lowprec_check.schema.axes import Call
+from lowprec_check.schema.measures import CompilerCheck, CompilerVerdict
 from lowprec_check.schema.precisions import FP32, FP64, Precision
 from lowprec_check.schema.run_key import EAGER
 

@@ -8,7 +8,7 @@ from lowprec_check.engine.run.job import Job
 from lowprec_check.engine.run.outcome import JobOutcome
 from lowprec_check.engine.trace.emulation import Place
 from lowprec_check.process.breadcrumb import Position
-from lowprec_check.schema.killed_ops import killed_reason
+from lowprec_check.schema.op_calls import killed_reason
 
 MAX_ATTEMPTS = 20
 """Number of times that the instrumented part is started before it is left incomplete."""

@@ -16,7 +16,7 @@ from lowprec_check.engine.run.target_runs import RunOptions, TargetRuns, open_ru
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
-from lowprec_check.schema.batch_ranges import BatchRanges
+from lowprec_check.schema.measures import BatchRanges
 from lowprec_check.schema.scan_result import Run
 
 _PASSING = ("ok", "unjudged", "skipped")

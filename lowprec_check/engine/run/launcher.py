@@ -18,7 +18,7 @@ from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.process.activity import Activity
 from lowprec_check.process.breadcrumb import Position
-from lowprec_check.schema.backends import BACKENDS
+from lowprec_check.schema.axes import BACKENDS
 
 AFTER_VERDICT = "after the output was judged: memory, metric or compiler check may be missing"
 

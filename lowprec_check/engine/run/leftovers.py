@@ -26,7 +26,7 @@ from torch.nn.modules import module as module_hooks
 from lowprec_check.engine.core.accelerators import release_memory
 from lowprec_check.engine.core.source_location import is_installed, is_user_code
 from lowprec_check.process.current_folder import current_folder
-from lowprec_check.schema.devices import DEVICES
+from lowprec_check.schema.axes import DEVICES
 
 MOST_HELD = 256 << 20
 """Bytes that may remain on an accelerator after a run: libraries keep work space there."""

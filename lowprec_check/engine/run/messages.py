@@ -9,14 +9,13 @@ import msgspec
 from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.schema.base import Struct, encoded
-from lowprec_check.schema.compiler_check import CompilerCheck
-from lowprec_check.schema.measures import LayerError
+from lowprec_check.schema.measures import CompilerCheck, LayerError
 from lowprec_check.schema.op_calls import OpCalls
-from lowprec_check.schema.predictions import WhatIf
 from lowprec_check.schema.scan_result import Gap
 from lowprec_check.schema.training import TrainingRun, TrainingSetup
 from lowprec_check.schema.training_policies import PolicyGradient
 from lowprec_check.schema.verdict import ErrorStats
+from lowprec_check.schema.what_if import WhatIf
 
 
 class Measures(Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.model.inputs import describe_inputs
 from lowprec_check.engine.model.memory_format import IMAGE_DIMENSIONS
 from lowprec_check.engine.model.target import IN_TRAINING_MODE, Target
-from lowprec_check.schema.input_layout import InputLayout
+from lowprec_check.schema.measures import InputLayout
 from lowprec_check.schema.scan_result import ModelInfo, Run
 
 IN_EVAL_MODE = "the file's model is in eval mode; it is trained after model.train()"

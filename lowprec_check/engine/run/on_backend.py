@@ -7,7 +7,7 @@ from typing import Any
 
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import Target
-from lowprec_check.schema.backends import Backend, Call, Example
+from lowprec_check.schema.axes import Backend, Call, Example
 from lowprec_check.schema.measures import LayerError
 
 

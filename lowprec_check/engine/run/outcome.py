@@ -28,9 +28,9 @@ from lowprec_check.engine.trace.instrumented import Instrumented
 from lowprec_check.process.breadcrumb import Position
 from lowprec_check.process.exit_code import signal_name
 from lowprec_check.schema.op_calls import OpCalls, concatenate
-from lowprec_check.schema.predictions import WhatIf
 from lowprec_check.schema.scan_result import Gap
 from lowprec_check.schema.training_policies import PolicyGradient
+from lowprec_check.schema.what_if import WhatIf
 
 FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGALRM", "SIGXCPU")
 """Signals that another process, the user or the kernel sends; a model that fails by itself dies of others."""

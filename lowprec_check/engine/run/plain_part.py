@@ -38,7 +38,7 @@ from lowprec_check.engine.run.standalone import as_standalone
 from lowprec_check.engine.trace.draws import Draw, RecordDraws
 from lowprec_check.engine.trace.first_nonfinite import first_nonfinite
 from lowprec_check.engine.trace.twins import storage_key
-from lowprec_check.schema.backends import BACKENDS
+from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.run_key import EAGER
 
 OTHER_DRAWS = "its output cannot be compared, since fp32 draws other random numbers"

@@ -16,7 +16,7 @@ from lowprec_check.engine.run.memory_limits import check_weights_fit
 from lowprec_check.engine.run.on_backend import OnBackend
 from lowprec_check.engine.train.step import TrainingStep, with_step
 from lowprec_check.engine.train.ways import ways_of
-from lowprec_check.schema.backends import BACKENDS
+from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import EAGER
 

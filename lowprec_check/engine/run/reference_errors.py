@@ -11,7 +11,7 @@ from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.messages import Measures
 from lowprec_check.engine.run.outcome import JobOutcome
 from lowprec_check.process.exit_code import signal_name
-from lowprec_check.schema.devices import device_of
+from lowprec_check.schema.axes import device_of
 
 FORK_WAITED = (
     "a forked process stopped using the processor, perhaps because of a thread or lock that is not copied: "

@@ -33,7 +33,7 @@ from lowprec_check.process import Isolation
 from lowprec_check.process.function_worker import FunctionWorker
 from lowprec_check.process.shared_file import clear_shared
 from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor
-from lowprec_check.schema.backends import Call
+from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import Scenario, Timing
 
 CORES_OF_INSTANCE = 4

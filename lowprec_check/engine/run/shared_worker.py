@@ -22,7 +22,7 @@ from lowprec_check.errors import UsageError, message_of
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.process.function_worker import Channel, FunctionWorker
 from lowprec_check.process.supervisor import MessageEvent, Supervisor
-from lowprec_check.schema.backends import BACKENDS
+from lowprec_check.schema.axes import BACKENDS
 
 CHECK_SECONDS = 30.0
 """Time in which a worker must have said whether it can do another job."""

@@ -34,16 +34,15 @@ from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.engine.train.policies import unmeasured
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
-from lowprec_check.schema.backends import BACKENDS
-from lowprec_check.schema.measures import Scenario
+from lowprec_check.schema.axes import BACKENDS
+from lowprec_check.schema.measures import PredictedDevice, Scenario
 from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.predicted_device import PredictedDevice
-from lowprec_check.schema.predictions import WhatIf
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, MemoryFormat, RunKey
 from lowprec_check.schema.scan_result import Run, skipped
 from lowprec_check.schema.training import TrainingSetup
 from lowprec_check.schema.training_policies import PolicyGradient
 from lowprec_check.schema.verdict import Status
+from lowprec_check.schema.what_if import WhatIf
 
 REFERENCE_BUDGET = 600.0
 """Budget in seconds of the fp32 run, whose time is not known yet."""

@@ -43,11 +43,10 @@ from lowprec_check.engine.train.step import TrainingStep, with_step
 from lowprec_check.engine.train.ways import ways_of
 from lowprec_check.errors import message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
-from lowprec_check.schema.fallbacks import FALLBACK_WARNING
-from lowprec_check.schema.op_calls import OpCalls
-from lowprec_check.schema.predictions import WhatIf
+from lowprec_check.schema.op_calls import FALLBACK_WARNING, OpCalls
 from lowprec_check.schema.run_key import CONTIGUOUS, REFERENCE
 from lowprec_check.schema.scan_result import Gap
+from lowprec_check.schema.what_if import WhatIf
 
 
 def run_job(job: Job, target: Target, send: Send) -> None:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from lowprec_check.schema.backends import Example
+from lowprec_check.schema.axes import Example
 
 _WARM_UP_CALLS = 2
 """The first call profiles the graph and the second one optimizes it, so their results may differ in the last bits."""

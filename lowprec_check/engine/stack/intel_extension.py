@@ -10,7 +10,7 @@ import importlib
 from typing import Any, ClassVar
 
 from lowprec_check.engine.core.package_versions import IPEX, installed_version, minor_version
-from lowprec_check.schema.backends import Backend, Replacement
+from lowprec_check.schema.axes import Backend, Replacement
 from lowprec_check.schema.precisions import Precision
 
 IMPORT = "import intel_extension_for_pytorch as ipex"

@@ -1,4 +1,4 @@
-"""Measures every operator in worker processes, which may crash, and collects the results. Never imports torch.
+"""Measures every operator in worker processes, which may crash, and collects the results.
 
 A worker measures one operator at a time. If it dies, or one call takes too long, its breadcrumb names the cell (dtype and
 mode) it was in. That cell is recorded as lost, a new worker starts, and the operator is measured again without the cell.

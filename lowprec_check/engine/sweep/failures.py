@@ -1,4 +1,4 @@
-"""Classifies failures, and finds what the failing samples have in common. Never imports torch."""
+"""Classifies failures, and finds what the failing samples have in common."""
 
 from __future__ import annotations
 

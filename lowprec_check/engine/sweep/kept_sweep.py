@@ -1,4 +1,4 @@
-"""Sweeps of single operators, one after another, whose worker lives as long as this process. Never imports torch."""
+"""Sweeps of single operators, one after another, whose worker lives as long as this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The messages between a sweep and its workers, one JSON object per line. Never imports torch."""
+"""The messages between a sweep and its workers, one JSON object per line."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.trace.matrix_products import MatrixProduct
-from lowprec_check.schema.what_if_formats import OperandFormat, WhatIfFormat
+from lowprec_check.schema.what_if import OperandFormat, WhatIfFormat
 
 _TF32_DROPPED = 13
 """Bits of an fp32 mantissa that TF32 does not have."""

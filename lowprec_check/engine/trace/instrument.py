@@ -39,7 +39,7 @@ from lowprec_check.engine.trace.seeding import seed_inputs, seed_state
 from lowprec_check.engine.trace.twins import storage_key
 from lowprec_check.errors import message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
-from lowprec_check.schema.error_budget import ErrorBudget
+from lowprec_check.schema.measures import ErrorBudget
 from lowprec_check.schema.module_paths import module_around, paths_above
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.scan_result import Gap

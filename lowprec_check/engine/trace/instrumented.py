@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from lowprec_check.schema.base import Struct
-from lowprec_check.schema.error_budget import ErrorBudget
-from lowprec_check.schema.magnitudes import ModuleMagnitudes
+from lowprec_check.schema.measures import ErrorBudget, ModuleMagnitudes
 from lowprec_check.schema.op_calls import OpCalls, to_columns
 from lowprec_check.schema.scan_result import Gap
 from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo

@@ -16,7 +16,7 @@ from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.tensor_comparison import as_real, is_dense
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.twins import Twins
-from lowprec_check.schema.magnitudes import SAMPLE, ModuleMagnitudes
+from lowprec_check.schema.measures import SAMPLE, ModuleMagnitudes
 from lowprec_check.schema.module_paths import module_around
 
 LOWEST = -149
@@ -106,7 +106,7 @@ def _repeats(call: DispatchedCall) -> bool:
 
 
 def sample(values: Tensor) -> Tensor:
-    """A copy of all ``values``, or of at most :data:`~lowprec_check.schema.magnitudes.SAMPLE` evenly spread ones, one-dimensional.
+    """A copy of all ``values``, or of at most :data:`~lowprec_check.schema.measures.SAMPLE` evenly spread ones, one-dimensional.
 
     The distance between them has no factor in common with the number of values, so that it falls on every channel.
     """

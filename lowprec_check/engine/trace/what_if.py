@@ -34,8 +34,7 @@ from lowprec_check.engine.trace.returned import Returned, returned
 from lowprec_check.engine.trace.seeding import seed_state
 from lowprec_check.errors import message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
-from lowprec_check.schema.predictions import WhatIf
-from lowprec_check.schema.what_if_formats import WHAT_IF_FORMATS, WhatIfFormat
+from lowprec_check.schema.what_if import WHAT_IF_FORMATS, WhatIf, WhatIfFormat
 
 PROBES = 32
 """Random directions of the output. The mean square of n of them has a relative variance of 2/n, whatever the output:

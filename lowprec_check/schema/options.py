@@ -1,6 +1,13 @@
-"""What the keys of ``environment`` and ``options`` in a saved result mean: those have no class of their own. Never imports torch."""
+"""The options of a scan as they are saved, and the words for them."""
 
 from __future__ import annotations
+
+# -- The ways to name a target, for help and messages
+
+FORMS = "mymodel.py, mymodel.py:make_model, package.module:attr, torchvision:NAME, timm:NAME, transformers:NAME or hf:FOLDER"
+
+
+# -- What the keys of ``environment`` and ``options`` in a saved result mean: those have no class of their own
 
 ENVIRONMENT = {
     "torch": "The version of torch.",

@@ -1,24 +1,27 @@
-"""The backends: each a way to execute a model in its precision. Never imports torch.
-
-To add one, add a module with a ``BACKEND`` to :mod:`lowprec_check.engine.backends`, or register it from another package
-(CONTRIBUTING.md).
-"""
+"""The axes of a run besides its precision: backends, devices and memory formats, and the named sets of runs."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from lowprec_check.schema.precisions import Precision
+from lowprec_check.errors import UsageError
+from lowprec_check.schema.precisions import PRECISIONS, Precision
 from lowprec_check.schema.registry import Registry, choices
-from lowprec_check.schema.run_key import EAGER, RunKey
+from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, MemoryFormat, RunKey
 
 if TYPE_CHECKING:
     from lowprec_check.schema.measures import LayerError
     from lowprec_check.schema.scan_result import ModelInfo
+
+
+# -- The backends: each a way to execute a model in its precision
+#
+# To add one, add a module with a ``BACKEND`` to :mod:`lowprec_check.engine.backends`, or register it from another package
+# (CONTRIBUTING.md).
 
 
 class Replacement(NamedTuple):
@@ -132,3 +135,119 @@ BACKENDS: Registry[Backend] = Registry("backend", Backend, _built_in, _problem)
 def lowers_precision(name: str) -> bool:
     """Whether the backend ``name`` computes in fewer bits than the precision; false if it is not installed."""
     return bool(getattr(BACKENDS.find(name), "lowers_precision", False))
+
+
+# -- The device types that a scan, the catalog or a test can name
+#
+# To add one, add an entry to :func:`_built_in` and its data to the catalog, or register it from another package
+# (CONTRIBUTING.md).
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A device type, as in ``torch.device(name).type``."""
+
+    name: str
+    catalog: Literal["measured", "declared"] | None = None
+    """The catalog's data: measured on hardware, or declared in torch's sources; ``None`` if it has none."""
+    fallback_variable: str | None = None
+    """The environment variable that makes torch run missing ops on the CPU."""
+    aliases: tuple[str, ...] = ()
+
+
+def _devices() -> Sequence[Device]:
+    """The CPU, then the accelerators, in the order in which a scan prefers them."""
+    return (
+        Device(name="cpu", catalog="measured"),
+        Device(name="cuda", catalog="measured"),
+        Device(name="xpu", catalog="declared", fallback_variable="PYTORCH_ENABLE_XPU_FALLBACK"),
+        Device(name="mps", fallback_variable="PYTORCH_ENABLE_MPS_FALLBACK"),
+    )
+
+
+DEVICES: Registry[Device] = Registry("device", Device, _devices)
+
+
+def device_type(device: str) -> str:
+    """``cuda`` of ``cuda:0``."""
+    return device.strip().lower().partition(":")[0]
+
+
+def device_of(name: str) -> Device:
+    """The device of a name such as ``cuda:0``; raises :class:`UsageError` for an unknown type."""
+    found = DEVICES.find(device_type(name))
+    if found is None:
+        raise UsageError(f"Unknown device {name!r}.", f"Choose from {', '.join(DEVICES.names())}.")
+    return found
+
+
+def accelerators() -> list[str]:
+    """All devices but the CPU, in the order in which a scan prefers them."""
+    return [name for name in DEVICES.names() if name != "cpu"]
+
+
+def catalogued(kind: Literal["measured", "declared"] | None = None) -> list[str]:
+    """The devices in the catalog: all, or only the measured or declared ones."""
+    return [device.name for device in DEVICES if device.catalog and kind in (None, device.catalog)]
+
+
+def is_declared(device: str) -> bool:
+    """Whether the catalog's data for a device is declared, not measured."""
+    found = DEVICES.find(device_type(device))
+    return found is not None and found.catalog == "declared"
+
+
+# -- The memory formats by name
+
+
+@dataclass(frozen=True)
+class NamedFormat:
+    """A memory format of torch."""
+
+    name: MemoryFormat
+    aliases: tuple[str, ...] = ()
+
+
+def _memory_formats() -> Iterator[NamedFormat]:
+    yield NamedFormat(CONTIGUOUS, ("nchw", "contiguous_format"))
+    yield NamedFormat("channels_last", ("nhwc",))
+
+
+MEMORY_FORMATS: Registry[NamedFormat] = Registry("memory format", NamedFormat, _memory_formats)
+"""All memory formats, torch's default first."""
+
+
+# -- The named sets of runs of ``scan --matrix``
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunMatrix:
+    """A set of runs: every precision on every backend in every memory format."""
+
+    name: str
+    summary: str
+    """One phrase for ``--help``."""
+    precisions: Callable[[], list[str]] = PRECISIONS.names
+    backends: Callable[[], list[str]] = lambda: [EAGER]
+    memory_formats: Callable[[], list[str]] = lambda: [CONTIGUOUS]
+    aliases: tuple[str, ...] = ()
+
+
+def _run_matrices() -> Iterator[RunMatrix]:
+    yield RunMatrix(name="default", summary="every precision, eager")
+    yield RunMatrix(
+        name="full",
+        summary="every precision on every backend in every memory format",
+        backends=BACKENDS.names,
+        memory_formats=MEMORY_FORMATS.names,
+    )
+    yield RunMatrix(
+        name="ci",
+        summary="bf16 and autocast, eager and compiled",
+        precisions=lambda: ["fp32", "bfloat16", "autocast-bf16", "autocast-fp16"],
+        backends=lambda: [EAGER, "inductor"],
+    )
+
+
+RUN_MATRICES: Registry[RunMatrix] = Registry("matrix", RunMatrix, _run_matrices)
+"""The sets of runs, the default first."""

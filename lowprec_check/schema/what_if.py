@@ -1,7 +1,4 @@
-"""The formats of ``scan --what-if``: how hardware computes a matrix product in each. Never imports torch.
-
-To add one, add an entry to :func:`_built_in`, or register it from another package (CONTRIBUTING.md).
-"""
+"""The formats of ``scan --what-if``, and the output errors predicted for them."""
 
 from __future__ import annotations
 
@@ -10,7 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from lowprec_check.schema.base import Struct
+from lowprec_check.schema.measures import Share
 from lowprec_check.schema.registry import Registry
+
+# -- The formats of ``scan --what-if``: how hardware computes a matrix product in each
+#
+# To add one, add an entry to :func:`_built_in`, or register it from another package (CONTRIBUTING.md).
 
 Scale = Literal["none", "tensor", "channel"]
 """What shares a factor that maps its largest magnitude to the largest number: nothing (no factor), a tensor, or an output channel."""
@@ -119,3 +122,21 @@ def _problem(format: WhatIfFormat) -> str | None:
 
 WHAT_IF_FORMATS: Registry[WhatIfFormat] = Registry("what-if format", WhatIfFormat, _built_in, _problem)
 """All formats, in the order of reports."""
+
+
+# -- Output errors that were predicted, for formats in which nothing was run
+
+
+class WhatIf(Struct, frozen=True, kw_only=True):
+    """The output error that a format is predicted to cause; nothing was run in it."""
+
+    format: str
+    """A name in :data:`~lowprec_check.schema.what_if.WHAT_IF_FORMATS`."""
+    evidence: Literal["predicted"] = "predicted"
+    """Always ``predicted``."""
+    predicted: float | None = None
+    """rel_l2 of the output to first order; ``None`` if it is not known."""
+    shares: list[Share] = []
+    """The places with the largest shares of the squared error, largest first."""
+    note: str | None = None
+    """What the prediction leaves out, or why there is none."""
