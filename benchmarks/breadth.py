@@ -24,7 +24,7 @@ from lowprec_check.engine.core.pytree import leaves, map_tensors
 from lowprec_check.engine.load import TargetSpec
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.model.torchvision_zoo import import_torchvision
+from lowprec_check.engine.model.zoo import import_torchvision
 from lowprec_check.engine.run.isolation import isolated
 from lowprec_check.engine.scan_options import ScanOptions
 from lowprec_check.engine.session import scan_file

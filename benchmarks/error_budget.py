@@ -39,7 +39,7 @@ from verdict_breadth import PRECISIONS, Case, arguments, cases, in_processes, in
 from lowprec_check import UsageError, scan
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.model.target import make_target
-from lowprec_check.engine.model.torchvision_zoo import import_torchvision
+from lowprec_check.engine.model.zoo import import_torchvision
 from lowprec_check.engine.run.target_runs import RunOptions, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.process import Isolation

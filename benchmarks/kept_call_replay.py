@@ -26,8 +26,7 @@ from lowprec_check.engine.sweep.samples import load_operators, samples_of, seed_
 from lowprec_check.engine.trace.op_traits import traits
 from lowprec_check.pytest_plugin import replayed_calls
 from lowprec_check.pytest_plugin.fixture.kept_calls import CallKeeper
-from lowprec_check.pytest_plugin.replay_messages import ReplayTask
-from lowprec_check.pytest_plugin.replayed_calls import CastReplay, with_answer
+from lowprec_check.pytest_plugin.replayed_calls import CastReplay, ReplayTask, with_answer
 
 SAMPLES = 2
 

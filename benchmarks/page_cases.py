@@ -38,7 +38,7 @@ _IMAGES = '''\
 
 import torch
 
-from lowprec_check.engine.model.torchvision_zoo import import_torchvision
+from lowprec_check.engine.model.zoo import import_torchvision
 
 models = import_torchvision().models
 

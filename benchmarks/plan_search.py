@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.load import TargetSpec
 from lowprec_check.engine.model.target import Target, make_target
-from lowprec_check.engine.model.torchvision_zoo import import_torchvision
+from lowprec_check.engine.model.zoo import import_torchvision
 from lowprec_check.engine.plan.planner import PlanOptions, plan_target
 from lowprec_check.engine.run.target_source import TargetSource
 

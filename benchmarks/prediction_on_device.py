@@ -50,7 +50,7 @@ from lowprec_check.catalog.measured import sweep_of
 from lowprec_check.catalog.predictable import predicted_device
 from lowprec_check.catalog.records import LOW
 from lowprec_check.engine.device_twin.twin import become_twin, emulating
-from lowprec_check.engine.model.torchvision_zoo import import_torchvision
+from lowprec_check.engine.model.zoo import import_torchvision
 from lowprec_check.engine.sweep.calls import Caller, Setting
 from lowprec_check.engine.sweep.failures import Raised
 from lowprec_check.engine.sweep.samples import MAX_GENERATED, larger, load_operators, samples_of, seed_all

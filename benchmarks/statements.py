@@ -365,7 +365,7 @@ _NUMBER = re.compile(r"(?<![\w.])−?\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?")
 def rendered(result: ScanResult) -> dict[str, str]:
     """Each format as plain text, without markup and code to paste."""
     from lowprec_check.report.layout import text as layout
-    from lowprec_check.report.notebook import text as notebook
+    from lowprec_check.report.scan_document import text as notebook
 
     shown = {"text": layout.text(scan_document(result), width=20_000, detail="more"), "notebook": notebook(result)}
     shown |= {name: FORMATS.get(name).render(result) for name in ("md", "html", "sarif", "junit", "github", "concise")}

@@ -46,7 +46,7 @@ from report_files import head, made, save
 from torch import Tensor, nn
 
 from lowprec_check import UsageError, scan
-from lowprec_check.engine.model.torchvision_zoo import import_torchvision
+from lowprec_check.engine.model.zoo import import_torchvision
 
 LIBRARIES = ("torchvision", "timm", "transformers", "diffusers")
 PRECISIONS = ("half", "bfloat16", "autocast-fp16", "autocast-bf16")

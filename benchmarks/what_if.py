@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from emulated_layers import emulated_model, rel_l2, replaced
 
 from lowprec_check.engine.model.prepared import prepared
-from lowprec_check.engine.model.torchvision_zoo import import_torchvision
+from lowprec_check.engine.model.zoo import import_torchvision
 from lowprec_check.engine.trace.what_if import predict
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.what_if import WHAT_IF_FORMATS, WhatIf

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lowprec_check
-from lowprec_check.analysis.blamed_modules import blamed_modules, is_confirmed, is_disproved
+from lowprec_check.analysis.error_shares import blamed_modules, is_confirmed, is_disproved
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.schema.measures import Ablation
 from lowprec_check.schema.scan_result import ModelInfo, Run, ScanResult

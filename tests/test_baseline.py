@@ -12,7 +12,7 @@ from conftest import Call
 from shared_result import gap, run, shared_result
 
 from lowprec_check.analysis import baseline
-from lowprec_check.analysis.fail_on import asked_to_fail_on, failure
+from lowprec_check.analysis.conclusion import asked_to_fail_on, failure
 from lowprec_check.analysis.rules.registry import diagnose, rules
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.op_calls import OpCall, to_columns

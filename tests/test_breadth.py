@@ -12,7 +12,7 @@ from conftest import run_bare
 from helpers import run
 
 from lowprec_check.engine.model.load_target import load_target
-from lowprec_check.engine.model.torchvision_zoo import import_torchvision
+from lowprec_check.engine.model.zoo import import_torchvision
 
 pytestmark = pytest.mark.slow
 

@@ -17,11 +17,17 @@ from conftest import Call
 from shared_result import shared_result
 from torch import nn
 
-from lowprec_check.analysis.callers import Callers
-from lowprec_check.engine.core.source_location import SourceLines, call_model, own_line, source_lines, traceback_lines
+from lowprec_check.analysis.rules.registry import Callers
+from lowprec_check.engine.core.source_location import (
+    SourceLines,
+    call_model,
+    own_line,
+    source_lines,
+    traceback_lines,
+)
 from lowprec_check.engine.model.load_target import load_target
-from lowprec_check.engine.model.source_lines import definition_line
 from lowprec_check.engine.model.target import make_target
+from lowprec_check.engine.model.user_module import definition_line
 
 PACKAGE = """
 import torch

@@ -25,10 +25,9 @@ from shared_result import gap as gap_of
 from shared_result import run, shared_result
 
 from lowprec_check.compat.executors import map_unordered
-from lowprec_check.compat.folder_lock import FolderLock
-from lowprec_check.compat.rows import failed_row, row_of
+from lowprec_check.compat.report_folder import FolderLock
 from lowprec_check.compat.runner import scan_all
-from lowprec_check.compat.scan_process import ScanLimits, ScanOutcome
+from lowprec_check.compat.scan_process import ScanLimits, ScanOutcome, failed_row, row_of
 from lowprec_check.compat.target_list import Request, expand_requests, read_list, with_slugs
 from lowprec_check.errors import UsageError
 from lowprec_check.report.matrix import matrix_document, matrix_page

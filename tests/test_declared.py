@@ -24,10 +24,10 @@ from lowprec_check.catalog.toml_tables import read_tables
 from lowprec_check.catalog.version_diff import difference
 from lowprec_check.errors import UsageError
 from lowprec_check.pytest_plugin.op_support import support_of
+from lowprec_check.report.answers import answers_document, gaps_document
 from lowprec_check.report.catalog_document import builds, catalog_document
 from lowprec_check.report.layout.markdown import markdown
 from lowprec_check.report.layout.text import text as in_text
-from lowprec_check.report.op import answers_document, gaps_document
 from lowprec_check.schema.axes import DEVICES, Device
 from lowprec_check.schema.base import encode
 from tools.xpu_declarations import claims, dtypes, kernels, registrations

@@ -10,7 +10,7 @@ import torch
 from shared_result import shared_result
 from torch import nn
 
-from lowprec_check.analysis.degenerate_output import degenerate_output
+from lowprec_check.analysis.run_summary import degenerate_output
 from lowprec_check.engine.scan import scan
 from lowprec_check.schema.measures import ErrorBudget
 from lowprec_check.schema.scan_result import Run, ScanResult

@@ -13,12 +13,12 @@ from shared_result import ENVIRONMENT, budgeted_result, run
 
 from lowprec_check.analysis.baseline import accept, baseline_of, fingerprint
 from lowprec_check.analysis.diff import diff_scans
-from lowprec_check.analysis.error_origin import origin
 from lowprec_check.analysis.error_shares import (
     BETWEEN,
     fails_by_error,
     line_shares,
     module_shares,
+    origin,
     place_shares,
     trusted_budget,
 )

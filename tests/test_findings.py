@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowprec_check.analysis.error_origin import origin
-from lowprec_check.analysis.error_shares import module_shares, place_shares
+from lowprec_check.analysis.error_shares import module_shares, origin, place_shares
 from lowprec_check.analysis.findings import groups
 from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.report.registry import render

@@ -20,8 +20,8 @@ from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.quantize import library as libraries
 from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.report.blocks import Table, cell_text
-from lowprec_check.report.extra_blocks import extra_blocks
 from lowprec_check.report.registry import render
+from lowprec_check.report.runs_table import extra_blocks
 from lowprec_check.schema.axes import BACKENDS, Example
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import RunKey

@@ -16,7 +16,7 @@ from conftest import Mlp, call_process
 from torch import Tensor, nn
 
 from lowprec_check.engine.backends import ipex, ipex_compile, ipex_jit
-from lowprec_check.engine.core.package_versions import IPEX
+from lowprec_check.engine.core.compiled import IPEX
 from lowprec_check.engine.stack.frozen_trace import frozen_trace, frozen_trace_code
 from lowprec_check.schema.axes import Backend, Example, replaced
 from lowprec_check.schema.precisions import PRECISIONS

@@ -17,8 +17,8 @@ from lowprec_check.catalog.measured import sweep_of
 from lowprec_check.catalog.names import function_name
 from lowprec_check.catalog.op_lookup import lookup
 from lowprec_check.errors import UsageError
+from lowprec_check.report.answers import answers_document
 from lowprec_check.report.layout.text import text as in_text
-from lowprec_check.report.op import answers_document
 
 # The threads that the catalog must have.
 THREADS = {

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lowprec_check
-from lowprec_check.engine.core.allocations import peak_allocated
-from lowprec_check.engine.model import memory_need
-from lowprec_check.engine.model.memory_need import MOST_TIMES_FP32, SMALL, ModelBytes, Part, gibibytes
+from lowprec_check.engine.core.free_memory import peak_allocated
+from lowprec_check.engine.model import memory as memory_need
+from lowprec_check.engine.model.memory import MOST_TIMES_FP32, SMALL, ModelBytes, Part, gibibytes
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.run import memory_limits
 from lowprec_check.engine.run.job import open_job_files

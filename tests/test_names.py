@@ -17,8 +17,8 @@ from lowprec_check.catalog import measured
 from lowprec_check.catalog.aliases import why_unmeasured
 from lowprec_check.catalog.names import find, function_name
 from lowprec_check.errors import UsageError
+from lowprec_check.report.answers import answers_document
 from lowprec_check.report.layout.text import text
-from lowprec_check.report.op import answers_document
 
 RECORDS = measured.sweep_of("cpu").records
 HALF = ["half", "fp16", "f16", "float16", "torch.float16", "torch.fp16", "HALF", torch.float16, torch.half]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lowprec_check.engine.model.object_state import ObjectState
+from lowprec_check.engine.model.snapshot import ObjectState
 
 
 def _method(folder: Path, package: str) -> Any:

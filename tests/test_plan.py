@@ -25,7 +25,7 @@ from lowprec_check import Plan, UsageError, apply, find_plan
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.engine.load import TargetSpec
 from lowprec_check.engine.model.target import make_target
-from lowprec_check.engine.model.torchvision_zoo import import_torchvision
+from lowprec_check.engine.model.zoo import import_torchvision
 from lowprec_check.engine.plan.apply import describe_modules
 from lowprec_check.engine.plan.planner import PlanOptions, plan_target
 from lowprec_check.engine.run.target_source import TargetSource

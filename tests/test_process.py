@@ -13,13 +13,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from lowprec_check.process.base_worker import Worker
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.process.command_worker import CommandWorker, LineWorker
-from lowprec_check.process.exit_code import describe_exit, signal_name
 from lowprec_check.process.function_worker import FunctionWorker, SendBytes
 from lowprec_check.process.process_group import UNKNOWN_EXIT, start_command
-from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor
+from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor, Worker, describe_exit, signal_name
 
 MANY = 500
 """More messages than are read at once."""

@@ -19,13 +19,12 @@ from watched import watching
 from lowprec_check import catalog
 from lowprec_check.catalog.aten import AtenCatalog
 from lowprec_check.catalog.numbers import COMPLEX_OPERATORS
+from lowprec_check.engine.core.accelerators import is_available
 from lowprec_check.engine.core.autocast_policies import autocast_policies
-from lowprec_check.engine.model.device import is_available
 from lowprec_check.engine.sweep.samples import load_operators
 from lowprec_check.pytest_plugin import coverage  # noqa: F401 - imported once for all projects
-from lowprec_check.pytest_plugin.failure_text import no_support_text
 from lowprec_check.pytest_plugin.fixture import watch  # noqa: F401 - imported once for all projects
-from lowprec_check.pytest_plugin.op_support import support_of
+from lowprec_check.pytest_plugin.op_support import no_support_text, support_of
 from lowprec_check.report.coverage import RENDERERS
 
 SUITE = """

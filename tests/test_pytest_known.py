@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lowprec_check.pytest_plugin import known_failures as known  # noqa: F401 - imported once for all projects
-from lowprec_check.pytest_plugin.known_failure import KnownFailure
-from lowprec_check.pytest_plugin.manifest import dump, read
+from lowprec_check.pytest_plugin.manifest import KnownFailure, dump, read
 
 XDIST = pytest.mark.parametrize("options", [(), pytest.param(("-n2",), marks=pytest.mark.slow)], ids=["alone", "xdist"])
 

@@ -12,8 +12,17 @@ from hypothesis import strategies as st
 
 from lowprec_check.errors import UsageError
 from lowprec_check.pytest_plugin import known_failures as known
-from lowprec_check.pytest_plugin.known_failure import KnownFailure, closest, exact
-from lowprec_check.pytest_plugin.manifest import HEAD, Result, dump, head_of, read, updated
+from lowprec_check.pytest_plugin.manifest import (
+    HEAD,
+    KnownFailure,
+    Result,
+    closest,
+    dump,
+    exact,
+    head_of,
+    read,
+    updated,
+)
 
 NAME = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="."), min_size=1, max_size=30)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)

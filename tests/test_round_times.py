@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowprec_check.analysis.round_times import (
+from lowprec_check.analysis.speed import (
     ONE_CALL,
     Rounds,
     Turn,
-    latency_of,
+    latency_of_rounds,
     latency_outside_rounds,
     speedup_of,
 )
@@ -55,7 +55,7 @@ def test_the_interval_of_many_ratios_is_between_order_statistics(rounds: int, lo
 
 @given(st.lists(st.floats(1e-5, 10), min_size=1, max_size=30), st.floats(0.1, 10))
 def test_a_run_that_is_always_so_many_times_as_fast_is_told_exactly(fp32: list[float], factor: float) -> None:
-    speedup = latency_of(
+    speedup = latency_of_rounds(
         {number: Turn([second / factor]) for number, second in enumerate(fp32)},
         {number: Turn([second]) for number, second in enumerate(fp32)},
     ).speedup
@@ -71,23 +71,23 @@ def rounds(*seconds: float, disturbed: bool = False, alone: float | None = None)
 
 def test_what_the_load_does_to_calls_on_several_cores_is_left_out() -> None:
     """bf16 waits 30 ms for its second thread; alone on one core it takes twice as long as fp32."""
-    latency = latency_of(rounds(*[0.03] * 7, disturbed=True, alone=2e-5), rounds(*[1e-5] * 7, alone=1e-5))
+    latency = latency_of_rounds(rounds(*[0.03] * 7, disturbed=True, alone=2e-5), rounds(*[1e-5] * 7, alone=1e-5))
     assert latency.speedup == Speedup(median=0.5, low=0.5, high=0.5, rounds=7, one_core=True)
 
 
 def test_rounds_that_nothing_disturbed_are_preferred() -> None:
     fp32, mine = dict(rounds(*[1.0] * 6)), dict(rounds(*[0.5] * 6))
     fp32[6] = mine[6] = Turn([9.0], [1.0], disturbed=True)
-    latency = latency_of(mine, fp32)
+    latency = latency_of_rounds(mine, fp32)
     assert latency.speedup == Speedup(median=2.0, low=2.0, high=2.0, rounds=6)
 
 
 def test_without_undisturbed_calls_nothing_is_compared() -> None:
-    assert latency_of(rounds(0.5, 0.5, disturbed=True), rounds(1.0, 1.0)).speedup is None
+    assert latency_of_rounds(rounds(0.5, 0.5, disturbed=True), rounds(1.0, 1.0)).speedup is None
 
 
 def test_long_calls_that_were_disturbed_are_known_within_a_factor() -> None:
-    speedup = latency_of(rounds(6.0, 6.2, disturbed=True), rounds(0.3, 0.2, disturbed=True, alone=0.1)).speedup
+    speedup = latency_of_rounds(rounds(6.0, 6.2, disturbed=True), rounds(0.3, 0.2, disturbed=True, alone=0.1)).speedup
     assert speedup is not None
     assert speedup.rounds == 1
     assert speedup.high == pytest.approx(ONE_CALL * speedup.median)
@@ -95,22 +95,22 @@ def test_long_calls_that_were_disturbed_are_known_within_a_factor() -> None:
 
 
 def test_a_short_call_that_was_disturbed_is_nothing_to_guess_from() -> None:
-    assert latency_of(rounds(6.0, 6.2, disturbed=True), rounds(0.3, 0.2, disturbed=True)).speedup is None
+    assert latency_of_rounds(rounds(6.0, 6.2, disturbed=True), rounds(0.3, 0.2, disturbed=True)).speedup is None
 
 
 def test_rounds_of_one_run_only_are_not_compared() -> None:
-    assert latency_of({1: Turn([1.0])}, {0: Turn([1.0])}).speedup is None
+    assert latency_of_rounds({1: Turn([1.0])}, {0: Turn([1.0])}).speedup is None
 
 
 def test_median_quartiles_and_noise_are_those_of_all_calls() -> None:
-    latency = latency_of({0: Turn([0.001, 0.002, 0.003]), 1: Turn([0.004, 0.005])})
+    latency = latency_of_rounds({0: Turn([0.001, 0.002, 0.003]), 1: Turn([0.004, 0.005])})
     assert (latency.median_ms, latency.quartiles_ms, latency.samples) == (3.0, (2.0, 4.0), 5)
     assert latency.noisy
-    assert not latency_of({0: Turn([0.0030, 0.0031, 0.0032])}).noisy
+    assert not latency_of_rounds({0: Turn([0.0030, 0.0031, 0.0032])}).noisy
 
 
 def test_a_run_too_slow_for_rounds_is_known_within_a_factor() -> None:
-    fp32 = latency_of({0: Turn([0.03])})
+    fp32 = latency_of_rounds({0: Turn([0.03])})
     latency = latency_outside_rounds(1.8, fp32, samples=3)
     assert latency.samples == 3
     assert latency.median_ms == pytest.approx(1800)

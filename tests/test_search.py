@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from lowprec_check.analysis.blame import Suspects
 from lowprec_check.analysis.minimize import SearchResult, Trials, Verdict, search
-from lowprec_check.analysis.module_tree import Keep, ModuleTree
-from lowprec_check.analysis.predicted_rest import Causes, PredictedRest, causes_of
+from lowprec_check.analysis.predicted_rest import Causes, Keep, ModuleTree, PredictedRest, causes_of
 from lowprec_check.schema.measures import ErrorBudget, Share
 from lowprec_check.schema.module_paths import module_around
 from lowprec_check.schema.scan_result import Run

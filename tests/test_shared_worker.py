@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from lowprec_check import Run, ScanResult, scan
 from lowprec_check.engine.core import accelerators
 from lowprec_check.engine.load import TargetSpec, load_here
+from lowprec_check.engine.model.memory import free_weights
 from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.model.target import Target, make_target
-from lowprec_check.engine.model.weights_freed import free_weights
 from lowprec_check.engine.run.isolation import isolation_on
 from lowprec_check.engine.run.job import Job, Send, open_job_files
 from lowprec_check.engine.run.launcher import Launcher

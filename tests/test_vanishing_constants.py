@@ -15,7 +15,7 @@ from lowprec_check import scan
 from lowprec_check.engine.core.dispatch_mode import DispatchMode
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.op_arguments import outputs_of
-from lowprec_check.engine.trace.vanishing_constants import vanished_constant
+from lowprec_check.engine.trace.op_traits import vanished_constant
 from lowprec_check.schema.scan_result import Diagnostic
 
 TINY = 1e-8

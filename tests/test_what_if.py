@@ -33,7 +33,8 @@ from torch import Tensor, nn
 from lowprec_check import ResultError, ScanResult, UsageError, WhatIf, render, scan
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.run import work
-from lowprec_check.engine.trace import format_emulation, what_if
+from lowprec_check.engine.trace import matrix_products as format_emulation
+from lowprec_check.engine.trace import what_if
 from lowprec_check.engine.trace.what_if import predict
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.what_if import WHAT_IF_FORMATS, OperandFormat

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowprec_check.engine.model import torchvision_ops
-from lowprec_check.engine.model.torchvision_zoo import import_torchvision, load_torchvision
+from lowprec_check.engine.model.zoo import import_torchvision, load_torchvision
 
 if importlib.util.find_spec("torchvision") is None:
     pytest.skip("torchvision is not installed", allow_module_level=True)

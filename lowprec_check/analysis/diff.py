@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from lowprec_check.analysis.baseline import file_of, stable_path
-from lowprec_check.analysis.fail_on import OPTION, WITH_BASELINE
+from lowprec_check.analysis.conclusion import OPTION, WITH_BASELINE
 from lowprec_check.analysis.run_summary import label, memory_ratio
 from lowprec_check.analysis.speed import SHORT_MS, is_faster, speed
 from lowprec_check.analysis.statements.advice import in_fp32

@@ -1,13 +1,18 @@
-"""Which modules and lines cause the error of a run's output, from its error budget."""
+"""Which ops, modules and lines cause the error of a run's output, and which modules an ablation keeps in fp32."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from lowprec_check.schema.measures import MATTERS, ErrorBudget, Share
+from lowprec_check.schema.measures import MATTERS, BlamedFor, ErrorBudget, Share
+from lowprec_check.schema.module_paths import is_inside, paths_above
+from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run
-from lowprec_check.schema.statements import Sentence, say
+from lowprec_check.schema.statements import Sentence, chained, say
+
+# -- Which modules and lines cause the error of a run's output, from its error budget
 
 TRUSTED = 0.5
 """The first order names causes only if what it does not explain is at most this part of the squared error."""
@@ -126,3 +131,168 @@ def _parts(shares: Iterable[Share], name_of: Callable[[Share], str | None]) -> l
 def main_causes(modules: Sequence[PartShare], most: int) -> list[PartShare]:
     """At most ``most`` of ``modules``, of :func:`module_shares`, that matter."""
     return [part for part in modules[:most] if part.share >= MATTERS]
+
+
+# -- The op call of a run to look at first: a cause of its error only if the error budget says so
+
+Kind = Literal["share", "nonfinite", "tolerance"]
+
+
+class Origin(NamedTuple):
+    """The op call to look at first, and why this one."""
+
+    position: int
+    """Of the call in the run, counted from 0."""
+    op_call: OpCall
+    kind: Kind
+    """``share``: at the place with the largest share of the output error; ``nonfinite``: the first Inf or NaN;
+    ``tolerance``: the first whose output is over the tolerance."""
+    share: float = 0.0
+    """Of all calls at its place, without ``leaving``."""
+    leaving: float = 0.0
+    """The share of the rounding of their results where these leave the module."""
+    calls: int = 1
+    """At its place."""
+
+    @property
+    def title(self) -> str:
+        """What it is, in a few words: ``largest share``, ``first NaN``, ``first to leave the tolerance``."""
+        if self.kind == "nonfinite":
+            return "first NaN" if self.op_call.introduced_nan else "first Inf"
+        return "largest share" if self.kind == "share" else "first to leave the tolerance"
+
+    def sentence(self) -> Sentence:
+        """What happens there, without the place."""
+        op_call = self.op_call
+        if self.kind == "share":
+            told = share_sentence(self.share, self.leaving)
+            return chained(told, say("{calls:count call}", calls=self.calls) if self.calls > 1 else None, between=", ")
+        if self.kind == "nonfinite":
+            number = op_call.introduced_inf + op_call.introduced_nan
+            return say("{values:of value}", values=[number, op_call.compared_values])
+        grows = "the error grows from {before:error} to {after:error}"
+        return say(grows, before=op_call.input_error or 0.0, after=op_call.accumulated_error or 0.0)
+
+
+def origin(run: Run) -> Origin | None:
+    """The op call of ``run`` to look at first; ``None`` if no op stands out, or no error was measured."""
+    if run.failed_call:  # the op calls are those of the first call
+        return None
+    return _largest_share(run) or _first_nonfinite(run) or _first_over_tolerance(run)
+
+
+def _largest_share(run: Run) -> Origin | None:
+    if trusted_budget(run) is None:
+        return None
+    shares, leaving = place_shares(run), leaving_shares(run)
+    called: dict[tuple[str, str, str | None], tuple[int, OpCall]] = {}
+    for index, row in enumerate(run.op_calls.rows()):
+        place = (row.module, row.op, row.source)
+        known = called.get(place)
+        if place in shares and (known is None or (row.share or 0.0) > (known[1].share or 0.0)):
+            called[place] = (index, row)
+    if not called:
+        return None
+    place = max(called, key=lambda place: shares[place].share + leaving.get(place, 0.0))
+    own, rounding = shares[place].share, leaving.get(place, 0.0)
+    if own + rounding < MATTERS:
+        return None
+    return Origin(*called[place], "share", own, rounding, shares[place].calls)
+
+
+def _first_nonfinite(run: Run) -> Origin | None:
+    for index, row in enumerate(run.op_calls.rows()):
+        if row.introduced_inf or row.introduced_nan:
+            return Origin(index, row, "nonfinite")
+    return None
+
+
+def _first_over_tolerance(run: Run) -> Origin | None:
+    for index, row in enumerate(run.op_calls.rows()):
+        if run.tolerance and (row.accumulated_error or 0.0) > run.tolerance:
+            return Origin(index, row, "tolerance")
+    return None
+
+
+# -- The modules that the analysis of a failing run blames, which an ablation then keeps in fp32, and whether that
+# helped
+
+MOST = 3
+"""As many modules as reports name."""
+
+LEAST_SHARE = 0.2
+"""Smaller shares of the squared error change the error itself by less than a tenth, about as much as other roundings do."""
+
+UNCHANGED = 0.9
+"""The part of the error from which on it is said to be left as it was."""
+
+
+class BlamedModules(NamedTuple):
+    """Modules that are blamed for the error of a run."""
+
+    modules: tuple[str, ...]
+    blamed_for: BlamedFor
+    predicted: float | None
+    """rel_l2 of the output without their shares, to first order."""
+
+
+def blamed_modules(run: Run) -> BlamedModules | None:
+    """The modules to keep in fp32 to test what the analysis of ``run`` says; ``None`` if it blames no submodule.
+
+    Only of a run that fails by the error of its output, in the first call on the first batch, which the analysis is about.
+    """
+    if run.status not in ("inaccurate", "nonfinite") or run.failed_call or run.failed_batch or run.keep_fp32:
+        return None
+    return _by_share(run) or _by_first_fault(run)
+
+
+def is_confirmed(run: Run) -> bool:
+    """Whether keeping the blamed modules in fp32 made the output finite, or at least halved its error."""
+    found = run.ablation
+    if found is None or found.rel_l2 is None:
+        return False
+    before = run.output_error.rel_l2 if run.output_error else None
+    return before is None or found.rel_l2 <= before / 2
+
+
+def is_disproved(run: Run) -> bool:
+    """Whether keeping the blamed modules in fp32 left the error as it was: their shares, derived to first order, do not hold.
+
+    Not of a run that passes then: a little was enough.
+    """
+    found = run.ablation
+    before = run.output_error.rel_l2 if run.output_error else None
+    if found is None or found.status == "ok" or found.rel_l2 is None or before is None:
+        return False
+    return found.rel_l2 >= UNCHANGED * before
+
+
+def _by_share(run: Run) -> BlamedModules | None:
+    budget = trusted_budget(run)
+    error = run.output_error.rel_l2 if run.output_error else None
+    if budget is None or error is None:
+        return None
+    causes = main_causes(module_shares(run), MOST)
+    modules = _outermost(part.name for part in causes if part.name in run.called_modules)
+    share = math.fsum(part.share for part in budget.shares if any(is_inside(part.module, name) for name in modules))
+    if share < LEAST_SHARE:
+        return None
+    return BlamedModules(modules, "share", error * math.sqrt(max(0.0, 1.0 - share)))
+
+
+def _by_first_fault(run: Run) -> BlamedModules | None:
+    rows = run.op_calls.rows()
+    faulty = _outermost(row.module for row in rows if row.introduced_inf or row.introduced_nan)
+    known = tuple(path for path in faulty if path in run.called_modules)
+    if known:
+        return BlamedModules(known, "nonfinite", None)
+    found = origin(run)
+    if found is None or found.kind != "tolerance" or found.op_call.module not in run.called_modules:
+        return None
+    return BlamedModules((found.op_call.module,), "tolerance", None)
+
+
+def _outermost(paths: Iterable[str]) -> tuple[str, ...]:
+    """``paths`` without those inside others, each once, in their order."""
+    unique = dict.fromkeys(paths)
+    return tuple(path for path in unique if not any(above in unique for above in paths_above(path)))

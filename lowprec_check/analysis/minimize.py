@@ -17,8 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from lowprec_check.analysis.blame import Suspects
-from lowprec_check.analysis.module_tree import Keep, ModuleTree
-from lowprec_check.analysis.predicted_rest import PredictedRest
+from lowprec_check.analysis.predicted_rest import Keep, ModuleTree, PredictedRest
 from lowprec_check.schema.module_paths import paths_above
 
 ROUNDS = 12

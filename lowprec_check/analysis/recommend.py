@@ -6,8 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from lowprec_check.analysis.degenerate_output import degenerate_output
-from lowprec_check.analysis.run_summary import candidates, error_of, is_cast, memory_ratio, missing_kernels
+from lowprec_check.analysis.run_summary import (
+    candidates,
+    degenerate_output,
+    error_of,
+    is_cast,
+    memory_ratio,
+    missing_kernels,
+)
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.analysis.speed import CLEAR, Speed, is_faster, speed
 from lowprec_check.analysis.training_status import passing_ways

@@ -1,7 +1,6 @@
 """The autocast policies in ``ATen/autocast_mode.h``, a header that ships with torch: the ops that CUDA and XPU share.
 
 The header lists the ops of each policy in a macro of its own. Whatever is not understood is an error, never left out.
-Never imports torch.
 
 >>> policies = parse_header(Path("torch/include/ATen/autocast_mode.h").read_text())  # doctest: +SKIP
 >>> policies["mm"], policies["pow.Tensor_Scalar"]  # doctest: +SKIP

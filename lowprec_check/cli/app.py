@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from lowprec_check.errors import UsageError, encodable
-from lowprec_check.process.current_folder import change_folder, current_folder
+from lowprec_check.process.interpreter import change_folder, current_folder
 from lowprec_check.schema.base import check_file
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _global_options(
 
 def print_status(text: str) -> None:
     """Print ``text`` to stderr at once, with control characters made visible: it may have names and messages of other people."""
-    from lowprec_check.report.escape import visible_text
+    from lowprec_check.report.blocks import visible_text
 
     with contextlib.suppress(OSError):  # the exit code matters more
         print(visible_text(text), file=sys.stderr, flush=True)
@@ -186,7 +186,7 @@ def step_progress(title: str, quiet: bool) -> Iterator[Any]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from lowprec_check.report.escape import visible
+    from lowprec_check.report.blocks import visible
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:

@@ -61,8 +61,8 @@ def diff(
     if json:
         print_json(found)
         return
+    from lowprec_check.report.answers import difference_document
     from lowprec_check.report.layout.text import text
-    from lowprec_check.report.op import difference_document
 
     print(text(difference_document(found), **screen_size()), end="")
 
@@ -81,8 +81,8 @@ def gaps(
     if json:
         print_json(found)
         return
+    from lowprec_check.report.answers import gaps_document
     from lowprec_check.report.layout.text import text
-    from lowprec_check.report.op import gaps_document
 
     print(text(gaps_document(found), **screen_size()), end="")
 

@@ -18,7 +18,7 @@ def env(
     if json:
         print_json(found)
         return
-    from lowprec_check.report.environment import environment_document
+    from lowprec_check.report.answers import environment_document
     from lowprec_check.report.layout.text import text
 
     print(text(environment_document(found), **screen_size()), end="")

@@ -30,8 +30,8 @@ def explain(
 ) -> None:
     """Print the manual page of a diagnostic code."""
     from lowprec_check.analysis.rules.registry import rules
+    from lowprec_check.report.answers import list_document, render_page
     from lowprec_check.report.layout.text import text
-    from lowprec_check.report.manual import list_document, render_page
 
     if code is None:
         print(text(list_document(rules().values()), **screen_size()), end="")

@@ -37,7 +37,7 @@ def op(
     if json:
         print_json(answers)
         return
+    from lowprec_check.report.answers import answers_document
     from lowprec_check.report.layout.text import text
-    from lowprec_check.report.op import answers_document
 
     print(text(answers_document(answers), **screen_size()), end="")

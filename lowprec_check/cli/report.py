@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowprec_check.analysis.fail_on import FailOn, asked_to_fail_on, failure
+from lowprec_check.analysis.conclusion import FailOn, asked_to_fail_on, failure
 from lowprec_check.cli.app import FINDINGS, app, check_writable, load_result, print_document, screen_size
 from lowprec_check.errors import UsageError
 from lowprec_check.report.registry import FORMATS, format_of, suffixes, write

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
-from lowprec_check.analysis.fail_on import DEFAULT, FailOn, asked_to_fail_on, failure
+from lowprec_check.analysis.conclusion import DEFAULT, FailOn, asked_to_fail_on, failure
 from lowprec_check.cli.app import (
     FINDINGS,
     USAGE_ERROR,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lowprec_check.errors import UsageError, message_of
-from lowprec_check.process.current_folder import current_folder
+from lowprec_check.process.interpreter import current_folder
 from lowprec_check.schema.registry import nearest
 
 if sys.version_info >= (3, 11):

@@ -1,17 +1,118 @@
-"""The folder that ``compat`` writes: an index and one page per model, in Markdown and optionally in HTML."""
+"""The folder of reports: its lock, its files, and what an earlier run left in it."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
-from lowprec_check.compat.folder_lock import FolderLock
-from lowprec_check.compat.saved_files import missing_pages, page_path, saved_scan
+from lowprec_check.errors import UsageError
 from lowprec_check.report.matrix import matrix_document, matrix_page
 from lowprec_check.report.registry import FORMATS, write
 from lowprec_check.schema.base import make_folder, write_file
 from lowprec_check.schema.matrix import Matrix, MatrixRow
-from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.schema.scan_result import ResultError, ScanResult
+
+# -- Locks the output folder, so that a second run cannot overwrite the rows of the first
+
+
+class FolderLock:
+    """A lock on the folder itself, which leaves no file. The system releases it when the process ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._descriptor: int | None = None
+
+    def acquire(self) -> None:
+        """Lock the folder, unless this object has locked it already; a folder that was made again is locked again.
+
+        Raises:
+            UsageError: another process has locked it.
+        """
+        if sys.platform == "win32" or self._is_held():  # Windows cannot lock a folder
+            return
+        self.release()
+        import fcntl
+
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            self._descriptor = os.open(self.folder, os.O_RDONLY)
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.release()
+                raise UsageError(
+                    f"Another compat run is writing to {self.folder}.",
+                    "Wait until it has ended, or choose another folder with -o.",
+                ) from None
+
+    def release(self) -> None:
+        """Unlock the folder, if it is locked."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _is_held(self) -> bool:
+        if self._descriptor is None:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), self.folder.stat())
+        except OSError:
+            return False
+
+
+# -- The files of a row in the output folder, as far as they are complete
+
+_ENDS = {".md": b"</details>", ".html": b"</html>"}
+"""How a complete page ends."""
+
+_LONGEST_END = 20
+"""Bytes at the end of a page that are read: pages with charts have megabytes."""
+
+
+def scan_path(folder: Path, row: MatrixRow) -> Path:
+    """The file with the result of a row's scan."""
+    return folder / "scans" / f"{row.slug}.json"
+
+
+def page_path(folder: Path, row: MatrixRow, suffix: str) -> Path:
+    """The page of a row."""
+    return folder / "models" / f"{row.slug}{suffix}"
+
+
+def saved_scan(folder: Path, row: MatrixRow) -> ScanResult | None:
+    """The result of a row's scan; ``None`` if it is missing or incomplete."""
+    try:
+        return ScanResult.load(scan_path(folder, row))
+    except (OSError, ResultError):
+        return None
+
+
+def missing_pages(folder: Path, row: MatrixRow, suffixes: Iterable[str]) -> list[Path]:
+    """The pages of a row that are missing or incomplete; a row without a scan has none."""
+    pages = [page_path(folder, row, suffix) for suffix in suffixes] if row.state == "scanned" else []
+    return [page for page in pages if not _is_complete(page)]
+
+
+def _is_complete(page: Path) -> bool:
+    try:
+        with page.open("rb") as file:
+            file.seek(max(0, page.stat().st_size - _LONGEST_END))
+            return file.read().rstrip().endswith(_ENDS[page.suffix])
+    except OSError:
+        return False
+
+
+def needs_scan(folder: Path, row: MatrixRow, suffixes: Iterable[str]) -> bool:
+    """Whether a scanned row must be scanned again: its scan is incomplete, or missing together with a page."""
+    if saved_scan(folder, row) is not None:
+        return False
+    return scan_path(folder, row).exists() or bool(missing_pages(folder, row, suffixes))
+
+
+# -- The folder that ``compat`` writes: an index and one page per model, in Markdown and optionally in HTML
 
 
 class ReportFolder:

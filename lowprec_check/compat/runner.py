@@ -12,9 +12,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from lowprec_check.compat.executors import map_unordered
-from lowprec_check.compat.rows import failed_row, request_of, row_of
-from lowprec_check.compat.saved_files import needs_scan, scan_path
-from lowprec_check.compat.scan_process import ScanLimits, ScanOutcome, end_running_scans, scan_one, temporary_file
+from lowprec_check.compat.report_folder import needs_scan, scan_path
+from lowprec_check.compat.scan_process import (
+    ScanLimits,
+    ScanOutcome,
+    end_running_scans,
+    failed_row,
+    request_of,
+    row_of,
+    scan_one,
+    temporary_file,
+)
 from lowprec_check.compat.target_list import Request
 from lowprec_check.errors import UsageError, message_of, type_name
 from lowprec_check.schema.base import make_folder

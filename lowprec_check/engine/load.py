@@ -14,11 +14,11 @@ from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.scaled_weights import scale_weights
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.model.user_imports import separate_imports
+from lowprec_check.engine.model.user_module import separate_imports
 from lowprec_check.engine.run.isolation import best_isolation, threads_end
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.process import Isolation
-from lowprec_check.process.current_folder import change_folder, current_folder
+from lowprec_check.process.interpreter import change_folder, current_folder
 
 # Makes `torch.cuda.is_available()` in a user's file work without initializing CUDA, which does not survive a fork.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")

@@ -11,8 +11,8 @@ import torch
 
 from lowprec_check.catalog.declared import release_of
 from lowprec_check.catalog.predictable import predicted_device
-from lowprec_check.engine.core.package_versions import IPEX, installed_version, minor_version
-from lowprec_check.engine.model import device as devices
+from lowprec_check.engine.core import accelerators as devices
+from lowprec_check.engine.core.compiled import IPEX, installed_version, minor_version
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import accelerators, device_of
 from lowprec_check.schema.base import Struct

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from lowprec_check.analysis.conclusion import conclude, wanted_runs
 from lowprec_check.engine.machine import Machine, machine_for, version
-from lowprec_check.engine.model.calibration import Calibration
-from lowprec_check.engine.model.source_lines import texts_of_lines
+from lowprec_check.engine.model.batch import Calibration
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.model.training import MakeOptimizer
+from lowprec_check.engine.model.user_module import texts_of_lines
 from lowprec_check.engine.plan.planner import plan_for_scan
 from lowprec_check.engine.run.ablations import with_ablation
 from lowprec_check.engine.run.further_batches import open_batches

@@ -27,11 +27,10 @@ from lowprec_check.engine.scan import growing_scan
 from lowprec_check.engine.scan_options import ScanOptions
 from lowprec_check.errors import ProcessLostError, UsageError, traceback_of
 from lowprec_check.process import Isolation
-from lowprec_check.process.exit_code import describe_exit
+from lowprec_check.process.breadcrumb import read_shared, shared_file
 from lowprec_check.process.function_worker import FunctionWorker, SendBytes, end_if_forked
 from lowprec_check.process.guardian import GUARDIAN
-from lowprec_check.process.shared_file import read_shared, shared_file
-from lowprec_check.process.supervisor import StateEvent, Supervisor
+from lowprec_check.process.supervisor import StateEvent, Supervisor, describe_exit
 from lowprec_check.schema.base import Struct, encoded
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Planning

@@ -1,17 +1,55 @@
-"""A breadcrumb: a small file that records which op a worker is running, and since when. It survives a crash.
-
-The file, which may have no name, is mapped into both processes. The worker writes it before and after every op; its supervisor reads it to show
-progress, to detect an op that takes too long, and to name the op in which the process died.
-"""
+"""Small files that processes share: a breadcrumb records which op a worker runs and survives its death; others have no name."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import struct
+import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
+
+from lowprec_check.errors import UsageError
+from lowprec_check.process.interpreter import open_descriptors
+
+# -- Files without a name that processes share by their descriptor; they vanish with the last process
+
+
+def shared_file() -> int:
+    """A new descriptor of an empty file: in memory on Linux, so that no temporary folder is needed; else in one.
+
+    Raises :class:`UsageError` if neither is possible.
+    """
+    open_descriptors()
+    try:
+        if hasattr(os, "memfd_create"):
+            return os.memfd_create("lowprec-check")
+        with tempfile.TemporaryFile() as file:
+            return os.dup(file.fileno())
+    except OSError as error:
+        raise UsageError(
+            f"Cannot create a temporary file: {error.strerror or error}.", "Free some space, or set TMPDIR."
+        ) from None
+
+
+def clear_shared(descriptor: int) -> None:
+    """Empty a shared file, and return to its start."""
+    os.truncate(descriptor, 0)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+
+
+def read_shared(descriptor: int) -> bytes:
+    """The content of a shared file."""
+    with os.fdopen(os.dup(descriptor), "rb") as file:
+        file.seek(0)
+        return file.read()
+
+
+# -- A breadcrumb: a small file that records which op a worker is running, and since when. It survives a crash
+#
+# The file, which may have no name, is mapped into both processes. The worker writes it before and after every op; its supervisor reads it to show
+# progress, to detect an op that takes too long, and to name the op in which the process died.
 
 _SIZE = 1024
 _HEAD = struct.Struct("<BdIH")  # state, started, ops so far, length of the text

@@ -1,7 +1,4 @@
-"""Workers that run a command: one exchanges lines with its supervisor, the other is read after it has ended.
-
-Never imports torch.
-"""
+"""Workers that run a command: one exchanges lines with its supervisor, the other is read after it has ended."""
 
 from __future__ import annotations
 
@@ -13,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, NoReturn
 
-from lowprec_check.process.base_worker import Decode, Message, Worker
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.process.process_group import start_command
+from lowprec_check.process.supervisor import Decode, Message, Worker
 
 _CHUNK = 1 << 16
 

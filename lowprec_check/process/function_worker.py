@@ -1,8 +1,4 @@
-"""A worker that runs a Python function: in a fork of this process, or in a fresh interpreter.
-
-A fork shares the memory of its parent (copy on write) and starts in milliseconds. A fresh interpreter has no memory of this
-process, and so none of its locks, threads and devices; the function is pickled.
-"""
+"""A worker that runs a Python function: in a fork of this process, or in a fresh interpreter; one may wait for its next task."""
 
 from __future__ import annotations
 
@@ -13,21 +9,69 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from multiprocessing import process
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from lowprec_check.process.activity import Activity
-from lowprec_check.process.base_worker import BATCH, Decode, Message, Worker
+import psutil
+
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.process.fork import fork
 from lowprec_check.process.guardian import GUARDIAN
-from lowprec_check.process.interpreter import python_command
+from lowprec_check.process.interpreter import open_descriptors, python_command
 from lowprec_check.process.process_group import ProcessGroup, start_command
-from lowprec_check.process.standard_streams import open_descriptors
+from lowprec_check.process.supervisor import BATCH, Decode, Message, Worker
+
+# -- Whether a process works or only waits
+
+
+class Activity:
+    """How long a process and its descendants have been waiting for something, without using the processor."""
+
+    SECONDS = 0.5
+    """Between two measurements."""
+    LEAST = 0.02
+    """Processor seconds in that time that count as work."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._used, self._measured = 0.0, 0.0
+        self._worked: float | None = None
+
+    def idle_seconds(self, now: float) -> float:
+        """Seconds until ``now``, a value of ``time.monotonic()``, since the process was last seen to work."""
+        if self._worked is None or now - self._measured >= self.SECONDS:
+            used = _processor_seconds(self._pid)
+            if self._worked is None or used is None or abs(used - self._used) > self.LEAST:
+                self._worked = now
+            self._used, self._measured = used or 0.0, now
+        return now - self._worked
+
+
+def _processor_seconds(pid: int) -> float | None:
+    """Processor time of the process and its descendants; ``None`` if it has ended, is stopped, or waits for a disk or a core."""
+    try:
+        process = psutil.Process(pid)
+        if process.status() != psutil.STATUS_SLEEPING:
+            return None
+        family = [process, *process.children(recursive=True)]
+    except psutil.Error:
+        return None
+    total = 0.0
+    for one in family:
+        with contextlib.suppress(psutil.Error):
+            times = one.cpu_times()
+            total += float(times.user + times.system)
+    return total
+
+
+# -- A worker that runs a Python function: in a fork of this process, or in a fresh interpreter
+#
+# A fork shares the memory of its parent (copy on write) and starts in milliseconds. A fresh interpreter has no memory of this
+# process, and so none of its locks, threads and devices; the function is pickled.
 
 SendBytes = Callable[[bytes], None]
 
@@ -196,3 +240,37 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
+
+
+# -- At most one worker that waits for its next task
+
+
+class KeptWorker:
+    """Keeps a worker for its next task; a worker of another owner is ended first, so that there is never more than one."""
+
+    def __init__(self) -> None:
+        self.started = 0
+        """How many workers were started for it."""
+        self.left: list[str] = []
+        """What was noticed that tasks left behind, so that their worker was not used again."""
+        self._worker: FunctionWorker[Any] | None = None
+        self._owner: Hashable = None
+
+    def keep(self, worker: FunctionWorker[Any], owner: Hashable) -> None:
+        """Keep ``worker`` for the next task of ``owner``."""
+        self.end()
+        self._worker, self._owner = worker, owner
+
+    def take(self, owner: Hashable) -> FunctionWorker[Any] | None:
+        """Give away the worker of ``owner``, if it is kept and runs."""
+        if self._worker is None or self._owner != owner or self._worker.exit_code is not None:
+            self.end()
+            return None
+        worker, self._worker = self._worker, None
+        return worker
+
+    def end(self) -> None:
+        """End the worker, if one is kept."""
+        if self._worker is not None:
+            worker, self._worker = self._worker, None
+            worker.end()

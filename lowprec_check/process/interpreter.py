@@ -1,9 +1,48 @@
-"""Commands that run this program in a fresh interpreter."""
+"""Fresh interpreters that run this program, their standard streams, and the current folder, which may have been removed."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+
+# -- Opens standard streams that are closed, as in some daemons: files opened later would get their numbers
+
+
+def open_descriptors() -> None:
+    """Open those of the descriptors 0, 1 and 2 that are closed, to nowhere."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+
+
+def open_standard_streams() -> None:
+    """:func:`open_descriptors`, and ``sys.stdout`` and ``sys.stderr``, which Python leaves out if they are closed."""
+    open_descriptors()
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+
+
+# -- The current folder, which may have been removed
+
+
+def current_folder() -> str | None:
+    """Its path; ``None`` if it was removed."""
+    with contextlib.suppress(OSError):
+        return os.getcwd()
+    return None
+
+
+def change_folder(folder: str | None) -> None:
+    """Make ``folder`` the current one, if it still exists."""
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            os.chdir(folder)
+
+
+# -- Commands that run this program in a fresh interpreter
 
 _START = """import os, sys
 if os.getppid() != {parent}: os._exit(1)

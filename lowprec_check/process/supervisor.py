@@ -1,18 +1,99 @@
-"""Watches workers: receives their messages, notices when they end, kills those past a limit."""
+"""Watches workers: receives their messages, notices how they end, kills those past a limit."""
 
 from __future__ import annotations
 
+import abc
 import math
 import multiprocessing.connection
+import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar
 
-from lowprec_check.process.base_worker import Message, Worker
-from lowprec_check.process.breadcrumb import Position
+from lowprec_check.process.breadcrumb import Breadcrumb, Position
 from lowprec_check.process.process_group import UNKNOWN_EXIT
+
+# -- Describes how a process ended
+#
+# Exit codes are those of :mod:`subprocess` and :mod:`multiprocessing`: for a process killed by a signal, the negated
+# number of the signal.
+
+
+def signal_name(exit_code: int) -> str | None:
+    """Return the name of the signal that killed the process (``SIGSEGV``); ``None`` if it exited by itself."""
+    if exit_code >= 0:
+        return None
+    try:
+        return signal.Signals(-exit_code).name
+    except ValueError:  # a real-time signal has no name
+        return f"signal {-exit_code}"
+
+
+def describe_exit(exit_code: int, *, brief: bool = False) -> str:
+    """Describe how a process ended, for a report; ``brief`` is a few words for a table."""
+    name = signal_name(exit_code)
+    if brief:
+        return f"exit code {exit_code}" if name is None else f"killed by signal {-exit_code}"
+    return f"the process ended with exit code {exit_code}" if name is None else f"the process was killed by {name}"
+
+
+# -- The interface of a worker process, as its supervisor uses it
+
+Message = TypeVar("Message")
+
+Decode = Callable[[bytes], Message]
+"""Decodes a message; raises ``msgspec.DecodeError`` if the bytes are not a valid message."""
+
+BATCH = 64
+"""Messages read from a worker at once, so that a worker that floods its pipe cannot delay the check of deadlines."""
+
+
+class Worker(abc.ABC, Generic[Message]):
+    """A process that sends messages and may die, hang or take too long."""
+
+    def __init__(self, breadcrumb: Breadcrumb | None = None) -> None:
+        self.breadcrumb = breadcrumb
+        self.deadline = math.inf
+        """``time.monotonic()`` by which the process must have ended."""
+        self.op_limit = math.inf
+        """Seconds allowed for one op."""
+        self.idle_limit = math.inf
+        """Seconds allowed without use of the processor."""
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set the deadline to ``seconds`` from now; ``math.inf`` removes it."""
+        self.deadline = time.monotonic() + seconds
+
+    def position(self) -> Position | None:
+        """Return the op that the worker runs or ran last; ``None`` if it has no breadcrumb or has not run an op."""
+        return self.breadcrumb.read() if self.breadcrumb is not None else None
+
+    def idle_seconds(self) -> float:
+        """Seconds for which the process has only waited; 0 if that is not known."""
+        return 0.0
+
+    @abc.abstractmethod
+    def waitables(self) -> Sequence[int | Connection]:
+        """Return the objects to wait on: they become ready when the worker sends a message or ends. May be empty."""
+
+    @abc.abstractmethod
+    def receive(self) -> list[Message]:
+        """Return the messages that have arrived, about :data:`BATCH` at most, without waiting."""
+
+    @property
+    @abc.abstractmethod
+    def exit_code(self) -> int | None:
+        """Exit code of the process; ``None`` while it runs."""
+
+    @abc.abstractmethod
+    def end(self) -> None:
+        """Kill the process if it still runs, wait until it has ended, and close its pipes."""
+
+
+# -- Watches workers: receives their messages, notices when they end, kills those past a limit
 
 AnyWorker = TypeVar("AnyWorker", bound=Worker[Any])
 

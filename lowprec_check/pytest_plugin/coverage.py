@@ -19,8 +19,8 @@ from lowprec_check.analysis.suite_coverage import Coverage, OpUse, indexed
 from lowprec_check.catalog.aten import AtenSupport, AutocastDtype
 from lowprec_check.catalog.numbers import Numbers, stronger
 from lowprec_check.errors import UsageError, encodable
-from lowprec_check.pytest_plugin import coverage_output, options, own_frames
-from lowprec_check.pytest_plugin.coverage_options import CoverageColumn, CoverageOptions, checked_options
+from lowprec_check.pytest_plugin import coverage_gate, options, own_frames
+from lowprec_check.pytest_plugin.coverage_gate import CoverageColumn, CoverageOptions, checked_options
 from lowprec_check.pytest_plugin.junit_properties import JunitProperties
 from lowprec_check.pytest_plugin.replayed_calls import KeptCalls
 from lowprec_check.pytest_plugin.shared_fixtures import Ops, Recorded, SharedFixtures, merge
@@ -195,7 +195,7 @@ class CoverageRecorder:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         self.junit.add(self.found, self.gate)
         if self.how == "github":
-            self.no_summary = coverage_output.write_summary(self.found, self.gate)
+            self.no_summary = coverage_gate.write_summary(self.found, self.gate)
         self.not_written = self.gate.why_kept()
         if self.report is not None and self.not_written is None:
             try:
@@ -262,7 +262,7 @@ class CoverageRecorder:
         if self.stopped_early:
             terminalreporter.write_line("The run stopped early: only the tests that ran are counted.")
         every = self.config.get_verbosity() > 0
-        for line in coverage_output.lines(self.found, self.gate, self.how, every=every):
+        for line in coverage_gate.lines(self.found, self.gate, self.how, every=every):
             terminalreporter.write_line(line)
         if self.no_summary is not None:
             terminalreporter.write_line(self.no_summary)

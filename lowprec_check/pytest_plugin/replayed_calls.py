@@ -1,7 +1,4 @@
-"""Ops that the catalog does not know are tried: one call of the tests is made again in the dtype, in a process of its own.
-
-While tests run, ``fixture/kept_calls.py`` keeps a call of each such op; ``fixture/cast_replay.py`` makes it again.
-"""
+"""Ops that the catalog does not know, tried on one call of the tests, in a process of their own."""
 
 from __future__ import annotations
 
@@ -21,15 +18,44 @@ from lowprec_check.catalog.records import Dtype
 from lowprec_check.engine.sweep.failures import Raised, kind_of
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.process.command_worker import LineWorker
-from lowprec_check.process.exit_code import describe_exit, signal_name
 from lowprec_check.process.interpreter import module_command
-from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor
+from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor, describe_exit, signal_name
 from lowprec_check.pytest_plugin import options
 from lowprec_check.pytest_plugin.marker import is_device_available
-from lowprec_check.pytest_plugin.replay_messages import ReplayAnswer, ReplayTask
+from lowprec_check.schema.base import Struct
 
 if TYPE_CHECKING:
     from lowprec_check.pytest_plugin.fixture.kept_calls import CallKeeper
+
+
+# -- The messages between the plugin and the process that makes kept calls again, one JSON object per line
+
+
+class ReplayTask(Struct, frozen=True, kw_only=True):
+    """Sent to the process: a call of an op, to be made in a dtype on a device."""
+
+    op: str
+    """``aten.mm.default``."""
+    dtype: Dtype
+    device: str
+    call: bytes
+    """The arguments, as :func:`kept_calls.loaded` reads them."""
+
+
+class ReplayAnswer(Struct, frozen=True, kw_only=True):
+    """How the call went. The first answer of a process only says that it has started."""
+
+    tried: bool = False
+    raised: Raised | None = None
+    """What the call raised in the dtype; ``None`` if it ran."""
+    why_not: str | None = None
+    """Why it was not tried in the dtype."""
+
+
+# -- Ops that the catalog does not know are tried: one call of the tests is made again in the dtype, in a process
+# of its own
+#
+# While tests run, ``fixture/kept_calls.py`` keeps a call of each such op; ``fixture/cast_replay.py`` makes it again.
 
 WORKER = "lowprec_check.pytest_plugin.fixture.cast_replay"
 START_SECONDS = 120.0

@@ -6,7 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lowprec_check.analysis.error_shares import BETWEEN, fails_by_error, line_shares, module_shares, trusted_budget
+from lowprec_check.analysis.error_shares import (
+    BETWEEN,
+    fails_by_error,
+    line_shares,
+    module_shares,
+    trusted_budget,
+)
 from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.run_summary import label
 from lowprec_check.report import charts

@@ -1,15 +1,53 @@
-"""Findings by place, for formats that point at lines of the user's files."""
+"""Findings by place, as lines, for formats that point at the user's files; without folders of this machine."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from lowprec_check.analysis.findings import SEVERITIES, FindingGroup, Message, group_of, rank
-from lowprec_check.report.escape import visible
+from lowprec_check.analysis.findings import SEVERITIES, FindingGroup, Message, group_of, rank, tally
+from lowprec_check.analysis.statements.advice import verdict
+from lowprec_check.analysis.statements.kinds import said
+from lowprec_check.report.blocks import visible, workflow_command
 from lowprec_check.schema.scan_result import Diagnostic, ScanResult
 from lowprec_check.schema.statements import counted
+
+# -- Leaves folders of the machine out of reports that are published: a comment, a log, an upload
+
+_PART = r"[^\s/\\'\"`:;,()\[\]{}<>|*?]+"
+_PATH = rf"(?<![\w/\\.~@-])(?:file://)?(?:[A-Za-z]:[/\\]|/)(?!(?:dev|proc|sys)/|/)(?:{_PART}[/\\])+(?:{_PART})?"
+_QUOTED = r"(?<=(['\"`]))(?:[A-Za-z]:[/\\]|/)(?:[^'\"`\n/\\]+[/\\])+[^'\"`\n/\\]*(?=\1)"
+_ABSOLUTE = re.compile(f"{_QUOTED}|{_PATH}")
+"""Paths of at least two parts, with spaces only within quotes; not URLs, and not `/dev/shm`, which is the same everywhere."""
+
+_PACKAGES = re.compile(r".*[/\\](?:site|dist)-packages[/\\](?=.)|.*[/\\]lib[/\\]python3\.\d+[/\\](?=.)")
+
+
+def without_folders(text: str) -> str:
+    """``text`` with each absolute path replaced by what means the same elsewhere.
+
+    That is the path from an installed package on (``timm/layers/mlp.py:42``), relative to the current folder, or else the name alone.
+    """
+    return _ABSOLUTE.sub(_short, text) if "/" in text or "\\" in text else text
+
+
+def _short(match: re.Match[str]) -> str:
+    path = match[0].removeprefix("file://")
+    installed = _PACKAGES.match(path)
+    if installed is not None:
+        return path[installed.end() :].replace("\\", "/")
+    try:
+        here = os.path.join(os.getcwd(), "")
+    except OSError:  # it was removed
+        here = os.sep
+    if len(here) > 1 and path.startswith(here) and path != here:
+        return path[len(here) :]
+    return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
+
+
+# -- Findings by place, for formats that point at lines of the user's files
 
 
 class FileLine(NamedTuple):
@@ -87,3 +125,44 @@ def line_of(source: str) -> FileLine:
     """The line of ``net.py:41``; the first one of ``net.py`` and ``net.py:make_model``."""
     match = re.fullmatch(r"(?s)(.*):(\d{1,9})", source)
     return FileLine(match[1], max(1, int(match[2]))) if match else FileLine(re.sub(r"(?<=\.py):\w+$", "", source), 1)
+
+
+# -- A line per finding: workflow commands, which GitHub shows at the line of the code, and text for problem
+# matchers
+
+_COMMANDS = {"error": "error", "warning": "warning", "note": "notice"}
+
+
+def github(result: ScanResult) -> str:
+    """``::error file=net.py,line=23,title=LP101 missing-kernel::half: …`` for each place and message, then the verdict."""
+    lines = [
+        workflow_command(
+            _COMMANDS[message.severity],
+            without_folders(place.sentence(message)),
+            file=visible(place.line.file),
+            line=str(place.line.number),
+            title=visible(f"{place.group.code} {place.group.name}"),
+        )
+        for place, message in _messages(result)
+    ]
+    return "\n".join([*lines, _verdict(result)]) + "\n"
+
+
+def concise(result: ScanResult) -> str:
+    """``net.py:23: LP101 error half: …`` for each place and message, then the verdict."""
+    lines = [
+        visible(f"{place.line}: {place.group.code} {message.severity} ") + without_folders(place.sentence(message))
+        for place, message in _messages(result)
+    ]
+    return "\n".join([*lines, _verdict(result)]) + "\n"
+
+
+def _messages(result: ScanResult) -> list[tuple[Place, Message]]:
+    """The most severe first."""
+    found = [(place, message) for place in places(result) for message in place.group.messages]
+    return sorted(found, key=lambda its: SEVERITIES.index(its[1].severity))
+
+
+def _verdict(result: ScanResult) -> str:
+    prediction = said(result, "prediction")
+    return visible(f"{tally(result.diagnostics)}. {verdict(result)}.{f' {prediction}.' if prediction else ''}", 1000)

@@ -7,7 +7,16 @@ from collections.abc import Iterator, Sequence
 from lowprec_check.analysis.blame import kept_because
 from lowprec_check.analysis.speed import ratio_text
 from lowprec_check.analysis.statements.advice import in_fp32
-from lowprec_check.report.blocks import Block, CodeBlock, Column, Document, Row, Say, Table, speed_of
+from lowprec_check.report.blocks import (
+    Block,
+    CodeBlock,
+    Column,
+    Document,
+    Row,
+    Say,
+    Table,
+    speed_of,
+)
 from lowprec_check.schema.plan import Attempt, Constant, Plan, Planning
 from lowprec_check.schema.run_key import qualified
 from lowprec_check.schema.statements import Sentence, chained, plain, say

@@ -1,17 +1,16 @@
-"""A scan as blocks: what it was, the runs, where errors come from, the findings, what all of it rests on, what to do."""
+"""A scan as blocks: what it was, the runs, where errors come from, the findings, and what to do; at a prompt and in a notebook too."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from textwrap import dedent
 
-from lowprec_check.analysis.degenerate_output import degenerate_output
 from lowprec_check.analysis.error_shares import module_shares, trusted_budget
 from lowprec_check.analysis.findings import FindingGroup, folded, groups, no_effect, tally
 from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.rules.registry import Rule, rules
-from lowprec_check.analysis.run_summary import candidates, label
-from lowprec_check.analysis.statements.advice import basis, sentences
+from lowprec_check.analysis.run_summary import candidates, degenerate_output, label
+from lowprec_check.analysis.statements.advice import basis, sentences, verdict
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.catalog.declared import release_of
 from lowprec_check.report.blocks import (
@@ -25,15 +24,20 @@ from lowprec_check.report.blocks import (
     Row,
     Say,
     Table,
+    cell_text,
+    visible,
 )
-from lowprec_check.report.extra_blocks import extra_blocks
+from lowprec_check.report.layout.html import fragment
 from lowprec_check.report.plan import kept_modules
-from lowprec_check.report.runs_table import runs_table
+from lowprec_check.report.runs_table import extra_blocks, runs_table
 from lowprec_check.report.training_blocks import training_blocks
 from lowprec_check.schema.measures import Latency
 from lowprec_check.schema.precisions import LOW_FORMATS
 from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.statements import About, Statement
+
+# -- A scan as blocks: what it was, the runs, where errors come from, the findings, what all of it rests on, what
+# to do
 
 SHOWN_FINDINGS = 12
 """Groups of findings that a terminal shows."""
@@ -305,3 +309,32 @@ def _advice(result: ScanResult, said: _Said) -> Iterator[Block]:
         yield Fold(title, [CodeBlock(best.code)])
     elif best.code:
         yield CodeBlock(best.code)
+
+
+# -- A result at a prompt and in a notebook: ``repr(result)``, and the first screen of its report as HTML
+
+_LONGEST = 400
+
+
+def text(result: ScanResult) -> str:
+    """Three lines: what was scanned, the status of each run, the recommendation."""
+    table = runs_table(result)
+    figure = next(
+        (index for index, column in enumerate(table.columns) if column.name in ("output error", "loss")), None
+    )
+    runs = []
+    for row in table.rows:
+        shown = [cell_text(value, column.type) for value, column in zip(row.cells, table.columns, strict=True)]
+        error = f" ({shown[figure]})" if figure is not None and shown[figure] != "–" else ""
+        runs.append(f"{shown[0]} {shown[1]}{error}")
+    lines = [
+        f"ScanResult: {title(result)} · {machine(result)}",
+        ", ".join(runs) or "no runs",
+        f"{verdict(result)}. {basis(statements(result))}".strip(),
+    ]
+    return "\n".join(visible(line, _LONGEST) for line in lines)
+
+
+def html(result: ScanResult) -> str:
+    """The first screen of the report, without scripts and styles of its own."""
+    return fragment(scan_document(result))

@@ -376,7 +376,7 @@ class ScanResult(Struct, frozen=True, kw_only=True):
         return cls.from_json(Path(path).read_bytes())
 
 
-_NOTEBOOK = "lowprec_check.report.notebook"
+_NOTEBOOK = "lowprec_check.report.scan_document"
 """The module that shows a result at a prompt; loaded by name on use, since reports are above this package."""
 
 

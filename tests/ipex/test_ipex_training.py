@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from training_loops import mean_square, sgd, trained, training
 
-from lowprec_check.analysis.training_code import training_code
+from lowprec_check.analysis.training_advice import training_code
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.train.extension_updates import ExtensionUpdates, extension_ways
 from lowprec_check.engine.train.pasted.split_weights import SplitWeights

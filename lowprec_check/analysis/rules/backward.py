@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, uses_autocast
-from lowprec_check.analysis.rules.what_to_do import passing_elsewhere
+from lowprec_check.analysis.rules.relevance import passing_elsewhere
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run, ScanResult, Severity
 from lowprec_check.schema.statements import Sentence, chained, counted, say

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
-from lowprec_check.analysis.rules.what_to_do import recommended_instead
+from lowprec_check.analysis.rules.relevance import recommended_instead
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, say
 from lowprec_check.schema.training import WAYS, Divergence, TrainingSetup, TrainingWay

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from lowprec_check.analysis.rules.divergence import unscales_fp16
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
-from lowprec_check.analysis.rules.relevance import from_gaps
-from lowprec_check.analysis.rules.what_to_do import faster, or_autocast
+from lowprec_check.analysis.rules.relevance import faster, from_gaps, or_autocast
 from lowprec_check.analysis.run_summary import on_which_call
 from lowprec_check.analysis.speed import cores_were_used
 from lowprec_check.schema.axes import DEVICES, device_type

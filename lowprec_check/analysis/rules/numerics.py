@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lowprec_check.analysis.degenerate_output import degenerate_output
-from lowprec_check.analysis.rules.constants import POLES
+from lowprec_check.analysis.rules.dtype_limits import POLES
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.analysis.rules.relevance import (
     Relevance,
@@ -13,18 +12,16 @@ from lowprec_check.analysis.rules.relevance import (
     by_place,
     from_gaps,
     gives_inf,
-    place_finding,
-    say_in,
-    weighed,
-)
-from lowprec_check.analysis.rules.what_to_do import (
     keep_in_fp32,
     passing_elsewhere,
+    place_finding,
     planning_command,
     recommended_instead,
+    say_in,
+    weighed,
     wider_range,
 )
-from lowprec_check.analysis.run_summary import on_which_call
+from lowprec_check.analysis.run_summary import degenerate_output, on_which_call
 from lowprec_check.schema.measures import MATTERS
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run, ScanResult

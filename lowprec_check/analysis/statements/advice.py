@@ -5,9 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from lowprec_check.analysis.degenerate_output import degenerate_output
 from lowprec_check.analysis.recommend import SAME_MEMORY, is_gain, passes, recommended_run
-from lowprec_check.analysis.run_summary import candidates, is_cast, label, memory_ratio, missing_kernels
+from lowprec_check.analysis.run_summary import (
+    candidates,
+    degenerate_output,
+    is_cast,
+    label,
+    memory_ratio,
+    missing_kernels,
+)
 from lowprec_check.analysis.speed import Speed, is_faster, speed
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_scan, said
 from lowprec_check.analysis.statements.status import NEAR, why

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lowprec_check.analysis.blamed_modules import is_confirmed, is_disproved
-from lowprec_check.analysis.degenerate_output import degenerate_output, tiny_output
 from lowprec_check.analysis.error_shares import (
     BETWEEN,
     PartShare,
     fails_by_error,
+    is_confirmed,
+    is_disproved,
     is_over_tolerance,
     main_causes,
     module_shares,
     trusted_budget,
 )
-from lowprec_check.analysis.run_summary import is_plan_of
+from lowprec_check.analysis.run_summary import degenerate_output, is_plan_of, tiny_output
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run
 from lowprec_check.schema.measures import MATTERS, ErrorBudget
 from lowprec_check.schema.scan_result import Run, ScanResult

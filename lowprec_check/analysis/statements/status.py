@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from lowprec_check.analysis.blamed_modules import is_disproved
-from lowprec_check.analysis.degenerate_output import degenerate_output
-from lowprec_check.analysis.error_shares import is_over_tolerance, main_causes, module_shares, trusted_budget
-from lowprec_check.analysis.run_summary import missing_kernels, on_which_call, reference_of
+from lowprec_check.analysis.error_shares import (
+    is_disproved,
+    is_over_tolerance,
+    main_causes,
+    module_shares,
+    trusted_budget,
+)
+from lowprec_check.analysis.run_summary import degenerate_output, missing_kernels, on_which_call, reference_of
 from lowprec_check.analysis.speed import failure_while_timed
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run
 from lowprec_check.analysis.training_status import diverges, first_way, in_phase, nonfinite, when_raised

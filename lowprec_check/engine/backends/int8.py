@@ -6,8 +6,7 @@ import platform
 from collections.abc import Callable
 from typing import Any
 
-from lowprec_check.engine.quantize import code
-from lowprec_check.engine.quantize.library import library, missing
+from lowprec_check.engine.quantize.library import ipex_code, library, missing, torchao_code
 from lowprec_check.schema.axes import Backend, Code, Example
 from lowprec_check.schema.measures import LayerError
 from lowprec_check.schema.precisions import BF16, Precision
@@ -53,7 +52,7 @@ class Int8(Backend):
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
         """The same calls of the library."""
-        return code.ipex_code(model) if library() == "ipex" else code.torchao_code(model)
+        return ipex_code(model) if library() == "ipex" else torchao_code(model)
 
 
 BACKEND = Int8()

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowprec_check.engine.core.compiled import keep_dynamo_out
 from lowprec_check.engine.core.higher_order_ops import eager_kernel, give_to, run_inside
-from lowprec_check.engine.core.running_call import RunningCall, running_call
+from lowprec_check.engine.core.source_location import RunningCall, running_call
 from lowprec_check.schema.axes import accelerators
 
 AutocastKeys = tuple[Any, ...]

@@ -1,33 +1,39 @@
-"""The plain part of a run: the model as the user would run it, without instruments. Status, time and memory come from here."""
+"""The plain part of a run: the model as the user would run it, without instruments. Status, output, and what feeds an empty one."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
-from lowprec_check.engine.core.compiled import compiled_frames
+from lowprec_check.engine.core import accelerators as devices
+from lowprec_check.engine.core.compiled import compiled_code_in_eager, compiled_frames
 from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.floating_dtypes import NARROW, is_float
 from lowprec_check.engine.core.output_comparison import NOTHING, OutputComparison, compare_outputs, is_zero
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.seed import generator_states, seed_everything
-from lowprec_check.engine.core.source_location import call_model, traceback_lines
-from lowprec_check.engine.model import device as devices
+from lowprec_check.engine.core.source_location import call_model, module_names, traceback_lines
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import WithLoss
 from lowprec_check.errors import Terminated, message_of, text_of, type_name
 from lowprec_check.process.function_worker import end_if_forked, in_worker
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo, Status
+
+# -- The plain part of a run: the model as the user would run it, without instruments. Status, time and memory
+# come from here
 
 COMPARED_CALLS = 3
 """Calls in a row whose outputs are compared: a model may fail or drift after its first call."""
@@ -284,3 +290,82 @@ def _module_of_traceback(error: BaseException, model: torch.nn.Module) -> str | 
         found = names.get(id(owner), found) if owner is not None else found
         traceback = traceback.tb_next
     return found
+
+
+# -- Captures the output of one module, for a model whose own output holds nothing to compare (all zeros,
+# ``None``, a text)
+
+
+class ModuleOutput(NamedTuple):
+    """The floating output of one call of a module."""
+
+    module: str
+    number: int
+    """Which call of that module, counted from 1."""
+    tensors: list[Tensor]
+
+
+def last_informative_module(ready: Prepared, args: Any, kwargs: Any, seed: int) -> ModuleOutput | None:
+    """The last module call of the model whose output is floating, finite and not all zeros; ``None`` if there is none."""
+    found: list[ModuleOutput] = []
+
+    def keep_last(name: str, number: int, output: Any) -> None:
+        tensors = _floating(output)
+        if tensors and all(bool(t.isfinite().all()) for t in tensors) and not all(map(is_zero, tensors)):
+            found[:] = [ModuleOutput(name, number, tensors)]
+
+    with _on_every_call(ready.model, keep_last):
+        run_once(ready, args, kwargs, seed)
+    return found[0] if found else None
+
+
+def module_output(ready: Prepared, args: Any, kwargs: Any, seed: int, wanted: ModuleOutput) -> list[Tensor] | None:
+    """The output of the same call of the same module as ``wanted``; ``None`` if it does not happen."""
+    found: list[list[Tensor]] = []
+
+    def keep_wanted(name: str, number: int, output: Any) -> None:
+        if (name, number) == (wanted.module, wanted.number):
+            found.append(_floating(output))
+
+    with _on_every_call(ready.model, keep_wanted):
+        run_once(ready, args, kwargs, seed)
+    return found[0] if found else None
+
+
+@contextlib.contextmanager
+def kept_output(model: nn.Module, wanted: ModuleOutput | None) -> Iterator[list[OutputPart]]:
+    """Yield a list that is given the tensors of the same call of the same module as ``wanted``, not copies of them."""
+    found: list[OutputPart] = []
+
+    def keep_wanted(name: str, number: int, output: Any) -> None:
+        if wanted is not None and (name, number) == (wanted.module, wanted.number):
+            found.extend(part for part in output_parts(output) if is_float(part.tensor) and part.tensor.numel())
+
+    if wanted is None:
+        yield found
+        return
+    with _on_every_call(model, keep_wanted):
+        yield found
+
+
+@contextlib.contextmanager
+def _on_every_call(model: nn.Module, report: Any) -> Iterator[None]:
+    """Call ``report(name, number, output)`` after every call of a submodule. A global hook keeps modules on their fast paths."""
+    names, calls = module_names(model), Counter[str]()
+
+    def hook(module: nn.Module, _inputs: Any, output: Any) -> None:
+        name = names.get(module)
+        if name:
+            calls[name] += 1
+            report(name, calls[name], output)
+
+    handle = register_module_forward_hook(hook)
+    try:
+        with compiled_code_in_eager():
+            yield
+    finally:
+        handle.remove()
+
+
+def _floating(output: Any) -> list[Tensor]:
+    return [tensor.clone() for tensor in output_tensors(output) if is_float(tensor) and tensor.numel()]

@@ -1,4 +1,4 @@
-"""A model in one precision, ready to be called, and restored afterwards."""
+"""A model in one precision and memory format, ready to be called, and restored afterwards."""
 
 from __future__ import annotations
 
@@ -10,13 +10,45 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.engine.core.pytree import map_tensors
+from lowprec_check.engine.core.pytree import leaves, map_tensors
 from lowprec_check.engine.core.source_location import traceback_line
 from lowprec_check.engine.model.application import Application, application_of
-from lowprec_check.engine.model.memory_format import change_format, in_format
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.schema.precisions import Precision
 from lowprec_check.schema.run_key import CONTIGUOUS, MemoryFormat
+
+# -- Puts a model and its inputs into a memory format, as ``model.to(memory_format=torch.channels_last)`` does
+
+IMAGE_DIMENSIONS = 4
+
+
+def format_problem(memory_format: MemoryFormat, model: nn.Module, inputs: Iterable[Any]) -> str | None:
+    """Why ``memory_format`` does not apply to ``model``, the reason of a skipped run; ``None`` if it does."""
+    if memory_format == CONTIGUOUS:
+        return None
+    weights = {tensor.ndim for tensor in (*model.parameters(), *model.buffers())}
+    if IMAGE_DIMENSIONS + 1 in weights:
+        return f"{memory_format} is for tensors of 4 dimensions, and the model has weights of 5 (channels_last_3d)"
+    given = {tensor.ndim for _, tensor in leaves(tuple(inputs))}
+    if IMAGE_DIMENSIONS not in weights | given:
+        return f"neither weights nor inputs have 4 dimensions, so {memory_format} changes nothing"
+    return None
+
+
+def change_format(model: nn.Module, memory_format: MemoryFormat) -> None:
+    """Change the weights of ``model`` in place."""
+    if memory_format != CONTIGUOUS:
+        model.to(memory_format=getattr(torch, memory_format))  # type: ignore[call-overload]
+
+
+def in_format(tensor: Tensor, memory_format: MemoryFormat) -> Tensor:
+    """``tensor``, in the memory format if it has 4 dimensions."""
+    if memory_format == CONTIGUOUS or tensor.ndim != IMAGE_DIMENSIONS or tensor.layout != torch.strided:
+        return tensor
+    return tensor.contiguous(memory_format=getattr(torch, memory_format))
+
+
+# -- A model in one precision, ready to be called, and restored afterwards
 
 
 @dataclass(frozen=True)

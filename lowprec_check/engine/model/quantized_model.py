@@ -10,7 +10,7 @@ from torch import nn
 
 from lowprec_check.engine.core.seed import kept_generators
 from lowprec_check.engine.model.application import application_of
-from lowprec_check.engine.model.calibration import Calibration
+from lowprec_check.engine.model.batch import Calibration
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.quantize import conversion
 from lowprec_check.engine.quantize.quantized import Quantized

@@ -1,17 +1,249 @@
-"""Saves the state of a model and the global state that a run may change, and restores both in place."""
+"""Saves the state of a model, of Python objects that it refers to and of torch, and restores all in place."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
+import os
+import random
+import sys
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lowprec_check.engine.core.pytree import slots_of
 from lowprec_check.engine.core.seed import generator_restorers
-from lowprec_check.engine.model.object_state import ObjectState, restore_tensor, saved_tensor
+
+# -- Saves the content of mutable Python objects and restores it in place, so that everyone who refers to them
+# sees it
+#
+# Models keep state in many places: attributes, dictionaries that a hook fills, variables that a hook or a patched ``forward``
+# encloses, globals and class attributes that methods use. Copies would miss the references that hooks and closures hold.
+
+_ATOMIC = (
+    *(int, float, bool, str, bytes, complex, type(None), range, slice, torch.dtype, torch.device, torch.Size),
+    *(types.ModuleType, types.BuiltinFunctionType, torch.layout, torch.memory_format),
+)
+_INTERNALS = (
+    *("torch._dynamo", "torch._inductor", "torch._functorch", "torch._C", "torch.fx", "torch.jit", "torch.distributed"),
+    "lowprec_check",
+)
+_CLOSED = ("numpy", "huggingface_hub", "filelock", "yaml")
+"""Other packages whose inside holds no state of models: among them those with which transformers loads files."""
+_OPEN_STDLIB = ("types", "argparse", "builtins", "collections")
+"""Packages of the standard library whose instances hold the user's data."""
+_CONTAINERS = (collections.OrderedDict, dict, list, set, collections.deque, bytearray)
+
+
+class ObjectState:
+    """The content of all mutable objects that can be reached from ``roots``; :meth:`restore` may be called repeatedly.
+
+    Not followed: the modules and tensors in ``known``, whose state the caller saves; modules of Python; the inside of
+    torch and of the standard library. What cannot be restored stays as it is: iterators, thread-local and context variables.
+    """
+
+    def __init__(self, roots: Iterable[Any], known: Iterable[Any]) -> None:
+        self._restorers: list[Callable[[], Any]] = []
+        self._empty: list[Any] = []
+        self._seen = {id(item) for item in known}
+        self._kept: list[Any] = []  # keeps visited objects alive, so that their ids stay theirs
+        pending = list(roots)
+        while pending:
+            value = pending.pop()
+            if isinstance(value, _ATOMIC) or id(value) in self._seen:
+                continue
+            self._seen.add(id(value))
+            if type(value) in _CONTAINERS and not value:  # most attributes of a module: no hooks
+                self._empty.append(value)
+                continue
+            self._kept.append(value)
+            pending += self._save(value)
+
+    def restore(self) -> None:
+        """Restore the content of every object; an object that cannot be restored is left as it is."""
+        for container in self._empty:
+            if container:
+                container.clear()
+        for restore in self._restorers:
+            with contextlib.suppress(Exception):
+                restore()
+
+    def _save(self, value: Any) -> Iterable[Any]:
+        """Save the content of ``value`` and return the objects in it."""
+        if isinstance(value, (tuple, frozenset)):
+            return value
+        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+            return self._save_function(value)
+        if isinstance(value, type):
+            return self._save_class(value)
+        if isinstance(value, _CONTAINERS):
+            content = _content_of(value)
+            self._restorers.append(functools.partial(_refill, value, content))
+            inside = [*content.keys(), *content.values()] if isinstance(content, dict) else content
+            return [*inside, *self._save_attributes(value)]
+        restorer = _restorer(value)
+        if restorer is not None:
+            self._restorers.append(restorer)
+            return vars(value).values() if isinstance(value, Tensor) and vars(value) else ()
+        return self._save_attributes(value)
+
+    def _save_function(self, value: Any) -> Iterable[Any]:
+        if isinstance(value, types.MethodType):
+            return value.__self__, value.__func__
+        if isinstance(value, functools.partial):
+            return value.func, value.args, value.keywords
+        inside = [value.__defaults__, value.__kwdefaults__, vars(value), *self._save_globals(value)]
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # not assigned yet
+                self._restorers.append(functools.partial(setattr, cell, "cell_contents", cell.cell_contents))
+                inside.append(cell.cell_contents)
+        return inside
+
+    def _save_globals(self, function: types.FunctionType) -> Iterator[Any]:
+        """Save the globals that a user's function names, or one of ``torch.nn``, where hooks for all modules are; yield their values."""
+        module = function.__module__ or ""
+        if not _is_open_package(module) or (_is_of_torch(module) and not module.startswith("torch.nn.")):
+            return
+        for name in function.__code__.co_names:
+            if name in function.__globals__ and not isinstance(function.__globals__[name], types.ModuleType):
+                value = function.__globals__[name]
+                self._restorers.append(functools.partial(function.__globals__.__setitem__, name, value))
+                yield value
+
+    def _save_class(self, value: type) -> Iterable[Any]:
+        """Save the attributes of a user's class, and return its methods and mutable attributes."""
+        if not _is_open_package(value.__module__):
+            return ()
+        own = {
+            name: item
+            for name, item in vars(value).items()
+            if not name.startswith("__") and not (_is_of_torch(value.__module__) and _is_added(name, item))
+        }
+        for name, item in own.items():
+            if not isinstance(
+                item, (types.FunctionType, property, classmethod, staticmethod, types.MemberDescriptorType)
+            ):
+                self._restorers.append(functools.partial(_reset_attribute, value, name, item))
+        return [*own.values(), *value.__bases__]
+
+    def _save_attributes(self, value: Any) -> Iterable[Any]:
+        if not _is_open_package(type(value).__module__):
+            return ()
+        inside: list[Any] = [type(value)]
+        state = getattr(value, "__dict__", None)
+        if isinstance(state, dict):
+            self._restorers.append(functools.partial(_refill, state, dict(state)))
+            inside += state.values()
+        for name in slots_of(value):
+            self._restorers.append(functools.partial(object.__setattr__, value, name, getattr(value, name)))
+            inside.append(getattr(value, name))
+        return inside
+
+
+@functools.cache
+def _is_open_package(module: str) -> bool:
+    """Whether objects of a Python module are a user's, not the inside of Python, torch, a compiler or this package."""
+    root = module.partition(".")[0]
+    return not module.startswith(_INTERNALS) and (
+        root not in (*sys.stdlib_module_names, *_CLOSED) or root in _OPEN_STDLIB
+    )
+
+
+def _is_of_torch(module: str) -> bool:
+    return module.partition(".")[0] == "torch"
+
+
+def _is_added(name: str, item: Any) -> bool:
+    """Whether an attribute of a class of torch is a method that an installed package has added.
+
+    ``transformers`` adds ``smart_apply`` to ``nn.Module``: from it, every model would reach all that ``transformers`` defines.
+    """
+    return (
+        isinstance(item, types.FunctionType)
+        and name != "forward"
+        and not _is_of_torch(item.__module__ or "")
+        and "-packages" + os.sep in item.__code__.co_filename
+    )
+
+
+def _restorer(value: Any) -> Callable[[], Any] | None:
+    """What restores an object whose state is not in attributes; ``None`` for other objects."""
+    if isinstance(value, Tensor):
+        return functools.partial(restore_tensor, value, *saved_tensor(value))
+    if isinstance(value, torch.Generator):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return functools.partial(value.setstate, value.getstate())
+    return _numpy_restorer(value) if type(value).__module__.startswith("numpy") else None
+
+
+def _numpy_restorer(value: Any) -> Callable[[], Any] | None:
+    if hasattr(value, "bit_generator"):
+        return functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if hasattr(value, "flags") and hasattr(value, "copy") and value.flags.writeable:
+        return functools.partial(value.__setitem__, ..., value.copy())
+    return None
+
+
+def saved_tensor(tensor: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """The memory of ``tensor``, a copy of its values, and its attributes, for :func:`restore_tensor`."""
+    return tensor.data, tensor.detach().clone(), dict(vars(tensor))
+
+
+def restore_tensor(tensor: Tensor, data: Tensor, values: Tensor, attributes: dict[str, Any]) -> None:
+    """Give ``tensor`` its memory, values and attributes back."""
+    _refill(vars(tensor), attributes)
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        if tensor.layout != torch.strided or tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape:
+            tensor.data = data
+        if data.layout != torch.strided or not _equal(data, values):
+            data.copy_(values)
+
+
+def _equal(tensor: Tensor, values: Tensor) -> bool:
+    try:
+        return torch.equal(tensor, values)
+    except (RuntimeError, NotImplementedError):  # dtypes that torch cannot compare
+        return False
+
+
+def _reset_attribute(owner: type, name: str, value: Any) -> None:
+    if vars(owner).get(name) is not value:
+        setattr(owner, name, value)
+
+
+def _content_of(container: Any) -> Any:
+    """A copy of what a container holds, past the methods of a subclass."""
+    kind = _base_of(container)
+    if issubclass(kind, dict):
+        return {key: dict.__getitem__(container, key) for key in list(kind.__iter__(container))}
+    return list(kind.__iter__(container))
+
+
+def _refill(container: Any, content: Any) -> None:
+    """Make ``container`` hold ``content`` again; nothing is written if it still does."""
+    kind, now = _base_of(container), _content_of(container)
+    if isinstance(content, dict):
+        pairs = zip(now.items(), content.items(), strict=False)
+        if len(now) != len(content) or any(a is not b or x is not y for (a, x), (b, y) in pairs):
+            kind.clear(container)
+            for key, value in content.items():
+                kind.__setitem__(container, key, value)
+    elif len(now) != len(content) or any(a is not b for a, b in zip(now, content, strict=True)):
+        kind.clear(container)
+        (kind.update if kind is set else kind.extend)(container, content)
+
+
+def _base_of(container: Any) -> Any:
+    """The built-in type of a container, whose methods a subclass may have replaced."""
+    return next(kind for kind in _CONTAINERS if isinstance(container, kind))
+
+
+# -- Saves the state of a model and the global state that a run may change, and restores both in place
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 

@@ -16,11 +16,10 @@ from lowprec_check.engine.core.seed import kept_generators
 from lowprec_check.engine.core.source_location import own_line, traceback_line
 from lowprec_check.engine.model import torchvision_ops
 from lowprec_check.engine.model.application import converted_dtypes
-from lowprec_check.engine.model.batch import BatchMaker, NoBatchError, take_batch
-from lowprec_check.engine.model.calibration import calibration_calls, check_calibration
+from lowprec_check.engine.model.batch import BatchMaker, NoBatchError, calibration_calls, check_calibration, take_batch
 from lowprec_check.engine.model.inputs import Arguments, as_call, is_function
-from lowprec_check.engine.model.source_lines import class_line, is_own_class
 from lowprec_check.engine.model.training import LossInputs, MakeOptimizer, loss_of, optimizer_like
+from lowprec_check.engine.model.user_module import class_line, is_own_class
 from lowprec_check.errors import UsageError, message_of, type_name
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.scan_result import WeightsOrigin

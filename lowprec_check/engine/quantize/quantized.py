@@ -1,16 +1,68 @@
-"""A model whose layers compute in int8, whatever library made it."""
+"""A model whose layers compute in int8, whatever library made it, and what the libraries share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from lowprec_check.errors import UsageError, type_name
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import LayerError
+
+# -- Hides what the quantization libraries print: kernels for other devices that they cannot load, deprecations of
+# torch
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """No warnings, and no log messages below errors, which some of them are, too."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+# -- A relative L2 error over several tensors
+
+
+class SquaredError:
+    """Adds up ‖y − r‖² and ‖r‖² in fp64 over pairs of tensors."""
+
+    def __init__(self) -> None:
+        self._error = self._reference = 0.0
+        self._pairs = 0
+
+    def add(self, value: Tensor, reference: Tensor) -> None:
+        """Add a pair of tensors of one shape."""
+        wide = reference.double()
+        self._error += float((value.double() - wide).square().sum())
+        self._reference += float(wide.square().sum())
+        self._pairs += 1
+
+    @property
+    def rel_l2(self) -> float | None:
+        """The square root of the sum of ‖y − r‖² over that of ‖r‖²; 0/0 is 0; ``None`` if there was no pair, or it is infinite or NaN."""
+        if not self._pairs:
+            return None
+        if self._reference:
+            found = math.sqrt(self._error / self._reference) if self._error >= 0 else math.nan
+        else:
+            found = 0.0 if not self._error else math.inf
+        return found if math.isfinite(found) else None
+
+
+# -- A model whose layers compute in int8, whatever library made it
 
 Calibration = Callable[[], Iterable[Call]]
 """Returns the calls that a model is calibrated on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from lowprec_check.analysis.blamed_modules import blamed_modules
+from lowprec_check.analysis.error_shares import blamed_modules
 from lowprec_check.engine.run.target_runs import TargetRuns
 from lowprec_check.schema.measures import Ablation
 from lowprec_check.schema.scan_result import Run

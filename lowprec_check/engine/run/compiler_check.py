@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager, forget_compiled
-from lowprec_check.engine.core.four_corners import Corners, Distances, distances, worst
+from lowprec_check.engine.core.output_comparison import Corners, Distances, distances, worst
 from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.model.plain_run import output_tensors, run_once
 from lowprec_check.engine.model.prepared import Prepared, prepared

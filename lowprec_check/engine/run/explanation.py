@@ -6,7 +6,7 @@ import dataclasses
 
 from lowprec_check.engine.run.job import Job
 from lowprec_check.engine.run.outcome import JobOutcome
-from lowprec_check.engine.trace.emulation import Place
+from lowprec_check.engine.trace.dispatched_call import Place
 from lowprec_check.process.breadcrumb import Position
 from lowprec_check.schema.op_calls import killed_reason
 

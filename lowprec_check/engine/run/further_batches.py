@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from lowprec_check.analysis.place_ranges import ranges_by_place
-from lowprec_check.analysis.run_summary import error_of
+from lowprec_check.analysis.run_summary import error_of, ranges_by_place
 from lowprec_check.engine.core.seed import kept_generators
 from lowprec_check.engine.run.launcher import OnProgress
 from lowprec_check.engine.run.target_runs import RunOptions, TargetRuns, open_runs

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from lowprec_check.engine.run.messages import FromJob
-from lowprec_check.engine.trace.emulation import Place
+from lowprec_check.engine.trace.dispatched_call import Place
 from lowprec_check.engine.trace.recorder import Errors
-from lowprec_check.process.shared_file import shared_file
+from lowprec_check.process.breadcrumb import shared_file
 from lowprec_check.schema.measures import PredictedDevice
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, MemoryFormat, RunKey

@@ -29,12 +29,10 @@ from lowprec_check.engine.run.work import run_job
 from lowprec_check.engine.run.worker_task import LOAD_SECONDS, JobSender, Work, work_on_job
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
-from lowprec_check.process.breadcrumb import Breadcrumb, Position
-from lowprec_check.process.exit_code import describe_exit, signal_name
+from lowprec_check.process.breadcrumb import Breadcrumb, Position, clear_shared, read_shared
 from lowprec_check.process.fork import WHOLE_PROCESS
 from lowprec_check.process.function_worker import FunctionWorker, Method, SendBytes
-from lowprec_check.process.shared_file import clear_shared, read_shared
-from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor
+from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor, describe_exit, signal_name
 
 OnPosition = Callable[[Position | None], None]
 

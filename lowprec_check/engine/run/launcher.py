@@ -16,8 +16,8 @@ from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.worker_task import Work
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
-from lowprec_check.process.activity import Activity
 from lowprec_check.process.breadcrumb import Position
+from lowprec_check.process.function_worker import Activity
 from lowprec_check.schema.axes import BACKENDS
 
 AFTER_VERDICT = "after the output was judged: memory, metric or compiler check may be missing"

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten
 
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.model.inputs import describe_inputs
-from lowprec_check.engine.model.memory_format import IMAGE_DIMENSIONS
+from lowprec_check.engine.model.prepared import IMAGE_DIMENSIONS
 from lowprec_check.engine.model.target import IN_TRAINING_MODE, Target
 from lowprec_check.schema.measures import InputLayout
 from lowprec_check.schema.scan_result import ModelInfo, Run

@@ -23,10 +23,10 @@ from lowprec_check.engine.run.messages import (
     TurnTimed,
     TwinOps,
 )
-from lowprec_check.engine.trace.emulation import Place
-from lowprec_check.engine.trace.instrumented import Instrumented
+from lowprec_check.engine.trace.dispatched_call import Place
+from lowprec_check.engine.trace.instrument import Instrumented
 from lowprec_check.process.breadcrumb import Position
-from lowprec_check.process.exit_code import signal_name
+from lowprec_check.process.supervisor import signal_name
 from lowprec_check.schema.op_calls import OpCalls, concatenate
 from lowprec_check.schema.scan_result import Gap
 from lowprec_check.schema.training_policies import PolicyGradient

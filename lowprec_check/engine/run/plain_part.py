@@ -17,11 +17,13 @@ from lowprec_check.engine.core.compiled import compiled_code_in_eager
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.output_comparison import compare_outputs, root_mean_square, same_bits
 from lowprec_check.engine.model.memory import measure_memory
-from lowprec_check.engine.model.module_probe import ModuleOutput, last_informative_module, module_output
 from lowprec_check.engine.model.plain_run import (
+    ModuleOutput,
     PlainCalls,
     PlainResult,
     judge,
+    last_informative_module,
+    module_output,
     output_tensors,
     run_once,
     with_verdict,
@@ -36,7 +38,7 @@ from lowprec_check.engine.run.on_backend import OnBackend
 from lowprec_check.engine.run.reference_file import read_reference, write_reference
 from lowprec_check.engine.run.standalone import as_standalone
 from lowprec_check.engine.trace.draws import Draw, RecordDraws
-from lowprec_check.engine.trace.first_nonfinite import first_nonfinite
+from lowprec_check.engine.trace.extra_modes import first_nonfinite
 from lowprec_check.engine.trace.twins import storage_key
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.run_key import EAGER

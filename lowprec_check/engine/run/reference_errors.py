@@ -10,7 +10,7 @@ from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.messages import Measures
 from lowprec_check.engine.run.outcome import JobOutcome
-from lowprec_check.process.exit_code import signal_name
+from lowprec_check.process.supervisor import signal_name
 from lowprec_check.schema.axes import device_of
 
 FORK_WAITED = (

@@ -9,7 +9,7 @@ import torch
 
 from lowprec_check.engine.run.job import Job
 from lowprec_check.errors import UsageError
-from lowprec_check.process.shared_file import clear_shared
+from lowprec_check.process.breadcrumb import clear_shared
 
 
 def write_reference(job: Job, content: dict[str, Any]) -> None:

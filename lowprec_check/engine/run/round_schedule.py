@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 
-from lowprec_check.analysis.round_times import Rounds, Turn, latency_of
+from lowprec_check.analysis.speed import Rounds, Turn, latency_of_rounds
 from lowprec_check.engine.run.messages import TurnTimed
 from lowprec_check.engine.run.turns import LONG_SECONDS, VERY_LONG_SECONDS
 from lowprec_check.schema.measures import Latency, Speedup, TimingConditions
@@ -73,7 +73,7 @@ class RoundSchedule:
     def latency(self, row: int) -> Latency | None:
         """The times of ``row``; ``None`` if it was never timed."""
         mine = self._rounds_of(row)
-        return latency_of(mine, self._rounds_of(0) if row else None) if mine else None
+        return latency_of_rounds(mine, self._rounds_of(0) if row else None) if mine else None
 
     @property
     def is_disturbed(self) -> bool:

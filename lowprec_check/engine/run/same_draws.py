@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager
-from lowprec_check.engine.model.module_probe import module_output
-from lowprec_check.engine.model.plain_run import judge, judged, output_tensors, run_once, with_verdict
+from lowprec_check.engine.model.plain_run import judge, judged, module_output, output_tensors, run_once, with_verdict
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.run.job import Send
 from lowprec_check.engine.run.messages import PlainDone

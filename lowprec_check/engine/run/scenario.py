@@ -30,8 +30,8 @@ from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.worker_task import LOAD_SECONDS
 from lowprec_check.errors import message_of, type_name
 from lowprec_check.process import Isolation
+from lowprec_check.process.breadcrumb import clear_shared
 from lowprec_check.process.function_worker import FunctionWorker
-from lowprec_check.process.shared_file import clear_shared
 from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import Scenario, Timing

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
-from lowprec_check.engine.model.memory_format import format_problem
+from lowprec_check.engine.model.prepared import format_problem
 from lowprec_check.engine.run.assemble import explained_by, make_run
 from lowprec_check.engine.run.explanation import Attempts, why_incomplete
 from lowprec_check.engine.run.extension_runs import has_extension_ways, with_extension_ways

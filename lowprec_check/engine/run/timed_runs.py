@@ -8,8 +8,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from lowprec_check.analysis.round_times import latency_outside_rounds
-from lowprec_check.analysis.speed import FAILED_WHILE_TIMED
+from lowprec_check.analysis.speed import FAILED_WHILE_TIMED, latency_outside_rounds
 from lowprec_check.engine.core.free_memory import free_memory
 from lowprec_check.engine.run.job import Job
 from lowprec_check.engine.run.launcher import Launcher

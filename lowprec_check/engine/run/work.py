@@ -13,7 +13,13 @@ from torch import Tensor
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager, compiled_frames, own_compiled_code
 from lowprec_check.engine.core.exceptions import first_line
-from lowprec_check.engine.device_twin.twin import assumed_ops, become_twin, check_process, emulating, known_ops
+from lowprec_check.engine.device_twin.twin import (
+    assumed_ops,
+    become_twin,
+    check_process,
+    emulating,
+    known_ops,
+)
 from lowprec_check.engine.model.plain_run import reraise_interrupt, run_once
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.job import Job, Send
@@ -32,11 +38,10 @@ from lowprec_check.engine.run.preparation import in_eager_mode, in_training, on_
 from lowprec_check.engine.run.same_draws import judge_with_same_draws
 from lowprec_check.engine.run.training_part import TrainingPart
 from lowprec_check.engine.run.training_reference import ReferenceTraining
-from lowprec_check.engine.trace.emulation import Emulation
-from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
-from lowprec_check.engine.trace.instrumented import Instrumented
+from lowprec_check.engine.trace.dispatched_call import Emulation
+from lowprec_check.engine.trace.extra_modes import withholding
+from lowprec_check.engine.trace.instrument import Instrumented, Options, fp32_state, run_instrumented
 from lowprec_check.engine.trace.what_if import predict
-from lowprec_check.engine.trace.withheld_kernels import withholding
 from lowprec_check.engine.train.batches import batches_of
 from lowprec_check.engine.train.policies import measure_policies
 from lowprec_check.engine.train.step import TrainingStep, with_step

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any, ClassVar
 
-from lowprec_check.engine.core.package_versions import IPEX, installed_version, minor_version
+from lowprec_check.engine.core.compiled import IPEX, installed_version, minor_version
 from lowprec_check.schema.axes import Backend, Replacement
 from lowprec_check.schema.precisions import Precision
 

@@ -32,9 +32,8 @@ from lowprec_check.engine.sweep.messages import (
 from lowprec_check.errors import UsageError
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.process.command_worker import LineWorker
-from lowprec_check.process.exit_code import describe_exit, signal_name
 from lowprec_check.process.interpreter import module_command
-from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor
+from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor, describe_exit, signal_name
 
 SAMPLES = 24
 CALL_SECONDS = 30.0

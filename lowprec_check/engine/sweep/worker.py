@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from lowprec_check.catalog.records import LOW, Dtype, Header
-from lowprec_check.engine.core.package_versions import IPEX, installed_version, minor_version
+from lowprec_check.engine.core.compiled import IPEX, installed_version, minor_version
 from lowprec_check.engine.sweep.calls import Setting
 from lowprec_check.engine.sweep.measure import OperatorMeasurement
 from lowprec_check.engine.sweep.messages import Answer, CannotMeasure, Fault, Hello, Task

@@ -1,22 +1,171 @@
-"""Runs an op so that derivatives lead through it: ops without a derivative formula are replaced by ones that have one.
-
-A replacement counts only if it gives the results of the op; otherwise the op is run as it is.
-"""
+"""Derivatives of the reference: ops run so that derivatives lead through them, and gradients with respect to storages."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.autograd import Variable
 from torch.nn import functional
 
-from lowprec_check.engine.trace.dispatched_call import DispatchedCall
+from lowprec_check.engine.trace.dispatched_call import DispatchedCall, run_wide
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs, outputs_of
-from lowprec_check.engine.trace.wide_run import run_wide
+
+# -- Gradients of an output with respect to storages: parts of them are read, cleared and added to in any layout
+
+
+class Part(NamedTuple):
+    """The part of a storage that a tensor shows; complex values count as pairs of real ones."""
+
+    storage: int
+    """Identifies the storage for as long as a run takes."""
+    size: int
+    """Real numbers in the whole storage."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    is_complex: bool
+    is_conj: bool
+    is_neg: bool
+    device: torch.device
+    wide: torch.dtype
+    """The dtype of gradients."""
+
+    @classmethod
+    def of(cls, storage: int, tensor: Tensor, wide: torch.dtype = torch.float32) -> Part:
+        """The part of ``storage`` that ``tensor`` shows."""
+        is_complex = tensor.is_complex()
+        count = tensor.untyped_storage().nbytes() // tensor.element_size() * (2 if is_complex else 1)
+        return cls(
+            storage,
+            count,
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()),
+            is_complex,
+            tensor.is_conj(),
+            tensor.is_neg(),
+            tensor.device,
+            wide,
+        )
+
+    def views(self, buffer: Tensor) -> Tensor:
+        """This part in ``buffer``, (directions, real numbers), as the storage holds it: (directions, *shape)."""
+        step = buffer.shape[1]
+        if self.is_complex:
+            buffer, step = torch.view_as_complex(buffer.view(len(buffer), -1, 2)), step // 2
+        return buffer.as_strided(
+            (len(buffer), *self.shape), (step, *self.stride), buffer.storage_offset() + self.offset
+        )
+
+    def as_seen(self, stored: Tensor) -> Tensor:
+        """Values of the storage as the tensor shows them, conjugated and negated; also the other way round."""
+        stored = stored.conj() if self.is_conj else stored
+        return -stored if self.is_neg else stored
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it shows every element of its storage."""
+        size = 1
+        for length in self.shape:
+            size *= length
+        return size * (2 if self.is_complex else 1) >= self.size and not self.overlaps
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether some elements may be shown several times."""
+        expected = 1
+        for step, size in sorted(zip(self.stride, self.shape, strict=True)):
+            if size > 1:
+                if step < expected:
+                    return True
+                expected = step * size
+        return False
+
+
+def pulled_back(
+    values: Sequence[Tensor], leaves: Sequence[Tensor], gradients: Sequence[Tensor], *, retain_graph: bool = False
+) -> tuple[Tensor | None, ...]:
+    """The gradients of ``leaves``, given those of ``values``, which have their shapes; ``None`` for a leaf that is not reached.
+
+    Like :func:`torch.autograd.grad` with ``grad_outputs``, which imports sympy at its first call: that takes seconds.
+    """
+    given = tuple(gradient.to(value.dtype) for value, gradient in zip(values, gradients, strict=True))
+    found: tuple[Tensor | None, ...] = Variable._execution_engine.run_backward(
+        tuple(values), given, retain_graph, False, tuple(leaves), True, accumulate_grad=False
+    )
+    return found
+
+
+class GradientBuffers:
+    """One gradient per storage and direction."""
+
+    def __init__(self, directions: int) -> None:
+        self.directions = directions
+        self._by_storage: dict[int, Tensor] = {}
+
+    def add(self, part: Part, gradients: Tensor, direction: int | None = None) -> None:
+        """Add gradients, (directions, *shape of the part), or that of one direction.
+
+        NaN and Inf, which derivatives have where a function has none, count as 0.
+        """
+        with torch.no_grad():
+            buffer = self._buffer(part)
+            buffer = buffer if direction is None else buffer[direction : direction + 1]
+            values = _finite(part.as_seen(gradients.detach() if direction is None else gradients.detach()[None]))
+            if values.is_complex() and not part.is_complex:
+                values = values.real
+            if part.overlaps:
+                buffer += _scattered(part, values, buffer)
+            else:
+                part.views(buffer).add_(values)
+
+    def take(self, part: Part) -> Tensor | None:
+        """The gradients of a part that an op wrote, cleared there: earlier values do not reach the output."""
+        buffer = self._by_storage.get(part.storage)
+        if buffer is None:
+            return None
+        with torch.no_grad():
+            if part.is_whole:
+                del self._by_storage[part.storage]
+                return part.as_seen(part.views(buffer))
+            taken = part.as_seen(part.views(buffer).clone())
+            part.views(buffer).zero_()
+            return taken
+
+    def _buffer(self, part: Part) -> Tensor:
+        known = self._by_storage.get(part.storage)
+        if known is None or known.shape[1] < part.size:  # an op has resized it
+            new = torch.zeros(self.directions, part.size, dtype=part.wide, device=part.device)
+            if known is not None:
+                new[:, : known.shape[1]] = known
+            known = self._by_storage[part.storage] = new
+        return known
+
+
+def _finite(gradient: Tensor) -> Tensor:
+    if gradient.is_complex():
+        return torch.view_as_complex(torch.view_as_real(gradient.resolve_conj()).nan_to_num(0.0, 0.0, 0.0))
+    return gradient.nan_to_num(0.0, 0.0, 0.0)
+
+
+def _scattered(part: Part, gradients: Tensor, buffer: Tensor) -> Tensor:
+    """The gradients of the whole storage for those of a part that shows elements several times."""
+    with torch.enable_grad():
+        leaf = torch.zeros_like(buffer).requires_grad_()
+        shown = part.views(leaf)
+        [gradient] = pulled_back([shown], [leaf], [gradients])
+        return torch.zeros_like(leaf) if gradient is None else gradient
+
+
+# -- Runs an op so that derivatives lead through it: ops without a derivative formula are replaced by ones that
+# have one
+#
+# A replacement counts only if it gives the results of the op; otherwise the op is run as it is.
 
 _CLOSE = 1e-4
 

@@ -1,23 +1,71 @@
-"""One op call, as the recorder handles it."""
+"""One op call: what the recorder knows of it, whether its kernel is emulated, and running it again on wide arguments."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.nn.functional import scaled_dot_product_attention
 
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, run_op
+from lowprec_check.engine.core.floating_dtypes import is_narrow
 from lowprec_check.engine.core.source_location import SourceLines
-from lowprec_check.engine.trace.emulation import Place
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs, dtype_flow, outputs_of, shape_text, tensors_in
 from lowprec_check.engine.trace.op_traits import TRAINING, OpTraits, traits
 from lowprec_check.engine.trace.twins import KnownFacts
 from lowprec_check.errors import encodable
 from lowprec_check.schema.op_calls import CallOutcome, OpCall
 from lowprec_check.schema.run_key import Phase
+
+# -- Which ops are emulated, that is computed in fp32 and rounded, because their kernel is too slow or crashes
+
+SLOW_RATIO = 8.0
+"""A kernel is slow if it takes more than this many times as long as fp32."""
+
+SLOW_SECONDS = 0.01
+"""A call up to this long is never slow: emulation would save nothing."""
+
+
+Place = tuple[str, str, str | None]
+"""Op, module and source line of an op call."""
+
+
+class Emulation:
+    """``slow`` maps op names to the reason, ``crashed`` places; ``measure_once`` adds slow kernels when they are found."""
+
+    def __init__(
+        self,
+        slow: dict[str, str] | None = None,
+        crashed: dict[Place, str] | None = None,
+        *,
+        measure_once: bool = False,
+    ) -> None:
+        self.slow = dict(slow or {})
+        self.crashed = dict(crashed or {})
+        self.measure_once = measure_once
+
+    def includes(self, place: Place) -> bool:
+        """Whether the op at ``place`` is emulated."""
+        return place[0] in self.slow or place in self.crashed
+
+    def add_timing(self, op: str, seconds: float, reference_seconds: float) -> None:
+        """Record the times of one call; with ``measure_once``, a slow kernel is emulated from then on."""
+        if self.measure_once and seconds > SLOW_SECONDS and seconds > SLOW_RATIO * reference_seconds:
+            ratio = seconds / max(reference_seconds, 1e-9)
+            self.slow[op] = (
+                f"{ratio:.0f} times slower than fp32 in one call ({seconds * 1e3:.0f} ms), too slow for the budget"
+            )
+
+    def reasons(self) -> dict[str, str]:
+        """The reason for each emulated op."""
+        return self.slow | {op: reason for (op, _, _), reason in self.crashed.items()}
+
+
+# -- One op call, as the recorder handles it
 
 
 class DispatchedCall:
@@ -109,3 +157,54 @@ class DispatchedCall:
             phase=self.phase,
             caller=self.lines.caller,
         )
+
+
+# -- Runs an op call again on wide (fp32 or fp64) arguments
+
+_ATTENTION_IN_16_BITS = (
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+)
+"""Kernels for 16 bits only. In fp32 the first raises, and the second returns wrong values (torch 2.11, H200)."""
+
+
+_WORKSPACES = ("workspace", "reserve", "reserveSpace")
+"""Arguments that the forward op leaves for its derivative. With inputs in fp32, oneDNN's LSTM reads and writes past the end of it."""
+
+
+def _reads_narrow_workspace(call: DispatchedCall) -> bool:
+    given = zip(call.func._schema.arguments, call.args, strict=False)
+    return any(
+        argument.name in _WORKSPACES and isinstance(value, Tensor) and value.dtype == torch.uint8 and value.numel() > 0
+        for argument, value in given
+    ) and any(map(is_narrow, call.inputs))
+
+
+def run_wide(call: DispatchedCall, args: Args, kwargs: Kwargs) -> list[Tensor]:
+    """The results of the op on other arguments, in the order of :meth:`DispatchedCall.results`.
+
+    An attention kernel for 16 bits is replaced by the function that chooses a kernel: its output alone is returned. Raises
+    ``RuntimeError`` for a derivative that reads bytes which the forward op left in the layout of the low precision.
+    """
+    if _reads_narrow_workspace(call):
+        raise RuntimeError("its workspace has the layout of the low precision")
+    call.wide_seconds = None
+    if call.traits.packet not in _ATTENTION_IN_16_BITS:
+        started = time.perf_counter()
+        out = call.func(*args, **kwargs)
+        call.wide_seconds = time.perf_counter() - started
+        return call.results(out, args, kwargs)
+    names = [argument.name for argument in call.func._schema.arguments]
+    given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
+    query, key, value = given["query"], given["key"], given["value"]
+    attended: Tensor = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        given.get("attn_bias"),
+        given.get("dropout_p", 0.0),
+        given.get("is_causal", False),
+        scale=given.get("scale"),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return [attended]

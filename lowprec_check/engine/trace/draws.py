@@ -17,10 +17,9 @@ from torch import Tensor
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode
 from lowprec_check.engine.core.floating_dtypes import is_float, widen
 from lowprec_check.engine.core.seed import default_generator
-from lowprec_check.engine.trace.dispatched_call import DispatchedCall
+from lowprec_check.engine.trace.dispatched_call import DispatchedCall, run_wide
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs, map_args
 from lowprec_check.engine.trace.op_traits import draws
-from lowprec_check.engine.trace.wide_run import run_wide
 
 
 class GeneratorState:

@@ -20,29 +20,77 @@ from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import ModuleStack, call_model
 from lowprec_check.engine.model.memory import StorageCounter
-from lowprec_check.engine.model.module_probe import ModuleOutput, kept_output
-from lowprec_check.engine.model.plain_run import describe_error, output_parts, reraise_interrupt
+from lowprec_check.engine.model.plain_run import (
+    ModuleOutput,
+    describe_error,
+    kept_output,
+    output_parts,
+    reraise_interrupt,
+)
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
-from lowprec_check.engine.trace.backward_failures import BackwardFailures, SteppingCall
-from lowprec_check.engine.trace.emulation import Emulation
-from lowprec_check.engine.trace.function_mode import FunctionRescue
-from lowprec_check.engine.trace.instrumented import Instrumented
+from lowprec_check.engine.trace.dispatched_call import Emulation
+from lowprec_check.engine.trace.extra_modes import BackwardFailures, FunctionRescue, SteppingCall
 from lowprec_check.engine.trace.journal import Journal
-from lowprec_check.engine.trace.lockstep import Lockstep
+from lowprec_check.engine.trace.lockstep import Lockstep, seed_inputs, seed_state
 from lowprec_check.engine.trace.output_budget import error_budget
 from lowprec_check.engine.trace.pending_figures import PendingFigures
 from lowprec_check.engine.trace.places import Places
 from lowprec_check.engine.trace.recorder import Errors, Recorder
-from lowprec_check.engine.trace.returned import Returned, returned
-from lowprec_check.engine.trace.seeding import seed_inputs, seed_state
-from lowprec_check.engine.trace.twins import storage_key
+from lowprec_check.engine.trace.twins import Returned, returned, storage_key
 from lowprec_check.errors import message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
-from lowprec_check.schema.measures import ErrorBudget
+from lowprec_check.schema.base import Struct
+from lowprec_check.schema.measures import ErrorBudget, ModuleMagnitudes
 from lowprec_check.schema.module_paths import module_around, paths_above
-from lowprec_check.schema.op_calls import OpCalls
+from lowprec_check.schema.op_calls import OpCalls, to_columns
 from lowprec_check.schema.scan_result import Gap
+from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo
+
+# -- What the instrumented part of a run found. Sent from the worker as it is
+
+
+class Instrumented(Struct, frozen=True, kw_only=True):
+    """The result of the instrumented part; a worker sends it."""
+
+    gaps: list[Gap]
+    op_calls: OpCalls
+    magnitudes: list[ModuleMagnitudes] = []
+    uncalled_modules: list[str]
+    called_modules: list[str]
+    function_mode: bool = False
+    complete: bool = True
+    exception: ExceptionInfo | None = None
+    perturbed: bool | None = None
+    budget: ErrorBudget | None = None
+    """Where the error of the output comes from, if requested."""
+    lockstep_error: ErrorStats | None = None
+    """Error of the output against the lockstep reference, which uses the random values and decisions of the run."""
+    emulated: dict[str, str] = {}
+    peak_memory_bytes: int | None = None
+    """Peak of the run's own tensors, if requested."""
+    faults: tuple[str, ...] = ()
+    """Failures of the instruments themselves."""
+    notes: tuple[str, ...] = ()
+    """What was left out, and why."""
+    incomplete_because: str | None = None
+    """Why it did not run, if it did not."""
+
+    @classmethod
+    def not_run(cls, why: str) -> Instrumented:
+        """The result where nothing could be run."""
+        nothing: list[str] = []
+        return cls(
+            gaps=[],
+            op_calls=to_columns([]),
+            uncalled_modules=nothing,
+            called_modules=nothing,
+            complete=False,
+            incomplete_because=why,
+        )
+
+
+# -- The instrumented part of a run: explains it op by op
 
 
 class Options(NamedTuple):

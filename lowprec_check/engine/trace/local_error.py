@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow, widen, widened_dtype
-from lowprec_check.engine.trace.compact_errors import compact_errors
-from lowprec_check.engine.trace.dispatched_call import DispatchedCall
-from lowprec_check.engine.trace.error_tape import Errors
+from lowprec_check.engine.trace.dispatched_call import DispatchedCall, run_wide
+from lowprec_check.engine.trace.error_tape import Errors, compact_errors
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs, map_args
 from lowprec_check.engine.trace.op_traits import draws
-from lowprec_check.engine.trace.wide_run import run_wide
 
 
 def has_local_error(call: DispatchedCall) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.trace.error_tape import ErrorTape, OutputChange
 from lowprec_check.engine.trace.lockstep import Lockstep
-from lowprec_check.engine.trace.returned import Returned
+from lowprec_check.engine.trace.twins import Returned
 from lowprec_check.schema.measures import ErrorBudget, Share
 from lowprec_check.schema.module_paths import common_module, is_inside
 from lowprec_check.schema.op_calls import PRODUCTS, OpCall

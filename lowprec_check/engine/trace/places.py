@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lowprec_check.engine.core.source_location import ModuleStack, SourceLines, source_lines
-from lowprec_check.engine.trace.autograd_nodes import accumulates
 from lowprec_check.schema.run_key import Phase
+
+# -- The nodes of an autograd graph
+
+
+def nodes_of(loss: Tensor) -> Iterator[Any]:
+    """Every node of the graph of ``loss``."""
+    waiting, seen = [loss.grad_fn], {loss.grad_fn}
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None:
+            continue
+        yield node
+        following = [other for other, _ in node.next_functions if other is not None and other not in seen]
+        seen.update(following)
+        waiting += following
+
+
+def accumulates(node: Any) -> bool:
+    """Whether a node stores the gradient of a parameter. It outlives the graph."""
+    return bool(node.name() == "torch::autograd::AccumulateGrad")
+
+
+# -- Where an op runs: the phase of a training step, the module, and the user's line; in backward, those of the
+# forward op
 
 
 class OpPlace(NamedTuple):

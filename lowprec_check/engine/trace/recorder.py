@@ -20,12 +20,10 @@ from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.floating_dtypes import NARROW, is_narrow, underflows
 from lowprec_check.engine.core.source_location import ModuleStack
 from lowprec_check.engine.model.memory import StorageCounter
-from lowprec_check.engine.trace.data_flow import DataFlow
-from lowprec_check.engine.trace.dispatched_call import DispatchedCall
+from lowprec_check.engine.trace.dispatched_call import DispatchedCall, Emulation, run_wide
 from lowprec_check.engine.trace.draws import GeneratorState, has_drawn, state_before
-from lowprec_check.engine.trace.emulation import Emulation
 from lowprec_check.engine.trace.execution import Execution
-from lowprec_check.engine.trace.journal import Journal
+from lowprec_check.engine.trace.journal import DataFlow, Journal
 from lowprec_check.engine.trace.local_error import (
     added_errors,
     has_local_error,
@@ -36,10 +34,9 @@ from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.magnitude_samples import MagnitudeSamples
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs, has_narrow_dtype, outputs_of
 from lowprec_check.engine.trace.op_errors import OpErrors
+from lowprec_check.engine.trace.op_traits import vanished_constant
 from lowprec_check.engine.trace.places import Places
 from lowprec_check.engine.trace.twins import storage_key
-from lowprec_check.engine.trace.vanishing_constants import vanished_constant
-from lowprec_check.engine.trace.wide_run import run_wide
 from lowprec_check.errors import message_of
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.op_calls import OpCall

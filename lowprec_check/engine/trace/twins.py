@@ -1,14 +1,9 @@
-"""Twins: a twin holds the values that a storage of the low-precision run has in the fp32 (or fp64) reference.
-
-A twin belongs to a *storage*, not to a tensor. A view of the low-precision storage corresponds to the same view of the
-twin, so views, in-place ops and ``out=`` need no special handling. A storage without a twin is its own reference: no
-low-precision value reached it. A twin is freed with its storage.
-"""
+"""Twins: a twin holds the values that a storage of the low-precision run has in the fp32 (or fp64) reference."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +11,15 @@ from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float, widen, widened_dtype
 from lowprec_check.engine.core.tensor_comparison import TensorComparison
+from lowprec_check.engine.model.plain_run import OutputPart
 from lowprec_check.engine.trace.pending_figures import Pending
 from lowprec_check.schema.op_calls import OpCall
+
+# -- Twins: a twin holds the values that a storage of the low-precision run has in the fp32 (or fp64) reference
+#
+# A twin belongs to a *storage*, not to a tensor. A view of the low-precision storage corresponds to the same view of the
+# twin, so views, in-place ops and ``out=`` need no special handling. A storage without a twin is its own reference: no
+# low-precision value reached it. A twin is freed with its storage.
 
 Region = tuple[tuple[int, ...], tuple[int, ...], int]
 """A part of a storage: shape, stride and offset."""
@@ -247,3 +249,40 @@ def _reinterpret(base: Tensor) -> Tensor:
     flat = base.as_strided((count,), (1,), 0)
     real = torch.view_as_real(flat).view(-1) if scale == 2 else None
     return real if real is not None else torch.view_as_complex(flat.view(-1, 2))
+
+
+def region_of(tensor: Tensor) -> Region:
+    """The part of its storage that ``tensor`` shows."""
+    return tensor.shape, tensor.stride(), tensor.storage_offset()  # type: ignore[return-value]
+
+
+# -- What a model returned, as tensors to which errors can be followed: NumPy arrays that share memory with one
+# included
+
+OUTSIDE = "errors cannot be followed to the NumPy array or Python number that the model returns"
+NOT_DENSE = "errors cannot be followed to the sparse or nested tensor that the model returns"
+
+
+class Returned(NamedTuple):
+    """One tensor of an output."""
+
+    tensor: Tensor
+    """On the storage that the ops of the model wrote, if ``lost`` is ``None``."""
+    compared: Tensor
+    """As it is compared with that of fp32: one of ``output_tensors``. The same object, unless its dtype is converted."""
+    lost: str | None = None
+    """Why no error can be followed to it, in words."""
+
+
+def returned(parts: Iterable[OutputPart], twins: Twins) -> list[Returned]:
+    """The tensors of an output, in the order of ``output_tensors``."""
+    return [_returned(part, twins) for part in parts]
+
+
+def _returned(part: OutputPart, twins: Twins) -> Returned:
+    if part.leaf.is_nested or part.leaf.layout != torch.strided:
+        return Returned(part.tensor, part.tensor, NOT_DENSE)
+    if part.is_own:
+        return Returned(part.tensor if part.tensor.dtype == part.leaf.dtype else part.leaf, part.tensor)
+    found = twins.on_storage(part.leaf)
+    return Returned(part.tensor, part.tensor, OUTSIDE) if found is None else Returned(found, found)

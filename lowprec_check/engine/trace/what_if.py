@@ -22,16 +22,14 @@ from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.draws import GeneratorState, has_drawn, state_before
 from lowprec_check.engine.trace.error_tape import Errors, OutputChange
-from lowprec_check.engine.trace.format_emulation import emulated
 from lowprec_check.engine.trace.instrument import call_under
 from lowprec_check.engine.trace.local_error import widened_arguments
-from lowprec_check.engine.trace.lockstep import Lockstep
-from lowprec_check.engine.trace.matrix_products import is_fused, product_of
+from lowprec_check.engine.trace.lockstep import Lockstep, seed_state
+from lowprec_check.engine.trace.matrix_products import emulated, is_fused, product_of
 from lowprec_check.engine.trace.op_arguments import Args, Kwargs
 from lowprec_check.engine.trace.output_budget import by_place, norm_of
 from lowprec_check.engine.trace.pending_figures import PendingFigures
-from lowprec_check.engine.trace.returned import Returned, returned
-from lowprec_check.engine.trace.seeding import seed_state
+from lowprec_check.engine.trace.twins import Returned, returned
 from lowprec_check.errors import message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.what_if import WHAT_IF_FORMATS, WhatIf, WhatIfFormat

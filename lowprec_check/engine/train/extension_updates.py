@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.engine.model.training import MakeOptimizer
-from lowprec_check.engine.quantize.quiet import quiet
+from lowprec_check.engine.quantize.quantized import quiet
 from lowprec_check.schema.training import EXTENSION_WAYS
 
 _FUSED = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam)

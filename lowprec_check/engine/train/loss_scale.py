@@ -12,8 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
-from lowprec_check.engine.trace.autograd_nodes import accumulates, nodes_of
-from lowprec_check.engine.trace.places import Places
+from lowprec_check.engine.trace.places import Places, accumulates, nodes_of
 
 MOST, LEAST = 2.0**24, 1.0
 """Limits of the suggestion."""

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lowprec_check.engine.core import accelerators as devices
 from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.floating_dtypes import is_float, real
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import call_model
-from lowprec_check.engine.model import device as devices
 from lowprec_check.engine.model.plain_run import reraise_interrupt
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import Target

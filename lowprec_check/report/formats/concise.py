@@ -15,7 +15,7 @@ class ConciseFormat(ReportFormat):
 
     def render(self, result: ScanResult) -> str:
         """Render the report of a scan."""
-        from lowprec_check.report.lines import concise
+        from lowprec_check.report.places import concise
 
         return concise(result)
 

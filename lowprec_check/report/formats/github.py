@@ -15,7 +15,7 @@ class GitHubFormat(ReportFormat):
 
     def render(self, result: ScanResult) -> str:
         """Render the report of a scan."""
-        from lowprec_check.report.lines import github
+        from lowprec_check.report.places import github
 
         return github(result)
 

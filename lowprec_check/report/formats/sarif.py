@@ -1,9 +1,191 @@
-"""SARIF, for code scanning."""
+"""SARIF 2.1.0 (OASIS standard): findings at the user's file and line, for code scanning."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import importlib.metadata
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+from urllib.parse import quote
+
+from lowprec_check.analysis.rules.registry import rules
+from lowprec_check.analysis.statements.advice import verdict
+from lowprec_check.analysis.statements.kinds import said
+from lowprec_check.errors import encodable
+from lowprec_check.report.blocks import visible
+from lowprec_check.report.places import FileLine, Place, places, without_folders
 from lowprec_check.report.registry import ReportFormat
-from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.report.scan_document import machine, title
+from lowprec_check.schema.scan_result import Diagnostic, ScanResult
+from lowprec_check.schema.statements import counted, some
+
+# -- SARIF 2.1.0 (OASIS standard): findings at the user's file and line, for code scanning
+
+SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+MOST_RESULTS = 5000
+"""GitHub code scanning shows at most this many per run; the most severe come first."""
+LONGEST_DESCRIPTION = 1024
+"""Characters of a rule's description in code scanning."""
+MOST_RELATED = 20
+"""Lines in installed packages, and modules, that are listed for one result."""
+
+FINGERPRINT = "lowprecCheck/v2"
+OWN, PACKAGES = "%SRCROOT%", "%PACKAGES%"
+_BASES = {
+    OWN: {"description": {"text": "The folder in which lowprec-check ran."}},
+    PACKAGES: {"description": {"text": "The folder of the installed packages."}},
+}
+_BY_NAME = (
+    "at a line of an installed package, since the model was scanned by its name. Scan a file that makes the model."
+)
+
+
+def render(result: ScanResult) -> str:
+    """One SARIF run, with one result per finding and place, even if several precisions and modules show it.
+
+    Findings that the baseline accepts are left out: code scanning ignores `suppressions`.
+    """
+    merged = places(result)[:MOST_RESULTS]
+    codes = sorted({place.group.code for place in merged})
+    foreign = sum(not place.is_own for place in merged)
+    run: dict[str, Any] = {
+        "tool": {"driver": _driver(result, codes, merged)},
+        "columnKind": "unicodeCodePoints",
+        "originalUriBaseIds": _BASES,
+        "results": [
+            _result(place, codes, result, identity)
+            for place, identity in zip(merged, fingerprints(merged), strict=True)
+        ],
+        "properties": {
+            "verdict": visible(verdict(result)),
+            "model": visible(title(result)),
+            "machine": visible(machine(result)),
+            **({"prediction": visible(said(result, "prediction"), 1000)} if result.prediction else {}),
+        },
+    }
+    if foreign:
+        note = {"level": "warning", "message": {"text": f"{counted(foreign, 'result')} {_BY_NAME}"}}
+        run["invocations"] = [{"executionSuccessful": True, "toolExecutionNotifications": [note]}]
+    log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
+    return json.dumps(log, indent=2, ensure_ascii=False) + "\n"
+
+
+def _driver(result: ScanResult, codes: Sequence[str], merged: Sequence[Place]) -> dict[str, Any]:
+    tool, _, version = visible(result.tool).rpartition(" ")
+    home = _home_page()
+    return {
+        "name": tool or version,
+        **({"version": version} if tool and version else {}),
+        **({"informationUri": home} if home else {}),
+        "rules": [_rule(code, merged) for code in codes],
+    }
+
+
+@functools.cache
+def _home_page() -> str | None:
+    """The first project URL in the metadata of this package; ``None`` if it has none."""
+    try:
+        found = importlib.metadata.metadata("lowprec-check").get_all("Project-URL") or ()
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    urls = (entry.rpartition(",")[2].strip() for entry in found)
+    return next((url for url in urls if url.startswith("https://")), None)
+
+
+def _rule(code: str, merged: Sequence[Place]) -> dict[str, Any]:
+    rule = rules().get(code)
+    example = next(place.group for place in merged if place.group.code == code)
+    summary_text = rule.summary if rule else visible(example.name) or "Finding"
+    manual = rule.manual if rule else summary_text
+    return {
+        "id": visible(code),
+        "name": "".join(part.capitalize() for part in re.findall(r"\w+", visible(example.name))) or "Finding",
+        "shortDescription": {"text": summary_text},
+        "fullDescription": {"text": _within(manual, LONGEST_DESCRIPTION)},
+        "help": {"text": manual, "markdown": manual},
+        "defaultConfiguration": {"level": rule.severity if rule else example.severity},
+        "properties": {"tags": ["low-precision", "pytorch"]},
+    }
+
+
+def _within(text: str, most: int) -> str:
+    """The first paragraphs of ``text``, at most ``most`` characters."""
+    return text if len(text) <= most else (text[: most + 1].rpartition("\n\n")[0] or text[: most - 1] + "…")
+
+
+def _result(place: Place, codes: list[str], result: ScanResult, identity: str) -> dict[str, Any]:
+    group, rests_on = place.group, visible(without_folders("; ".join(place.group.rests_on)), 1000)
+    message = "\n".join(f"{place.sentence(its, '. What to do: ').rstrip('.')}." for its in group.messages)
+    if rests_on:
+        message = f"{message} Predicted from: {rests_on}."
+    related = [
+        _location(line, found, result, PACKAGES) | {"id": number, "message": {"text": _in_package(found)}}
+        for number, (line, found) in enumerate(list(place.inside.items())[:MOST_RELATED], start=1)
+    ]
+    return {
+        "ruleId": visible(group.code),
+        "ruleIndex": codes.index(group.code),
+        "level": group.severity,
+        "message": {"text": without_folders(message)},
+        "locations": [_location(place.line, place.found, result, OWN if place.is_own else PACKAGES)],
+        **({"relatedLocations": related} if related else {}),
+        "partialFingerprints": {FINGERPRINT: identity},
+        "properties": {
+            "precisions": list(map(visible, group.runs)),
+            "calls": group.calls,
+            **({"predictedFrom": rests_on} if rests_on else {}),
+        },
+    }
+
+
+def _in_package(found: Sequence[Diagnostic]) -> str:
+    """What is at a line in an installed package: ``aten.mul.Tensor in features.9.block.2 and 3 more``."""
+    modules = list(dict.fromkeys(visible(d.module) for d in found if d.module))
+    return " in ".join(filter(None, (visible(found[0].op or ""), some(modules, 1)))) or "the call"
+
+
+def _location(line: FileLine, found: Sequence[Diagnostic], result: ScanResult, base: str) -> dict[str, Any]:
+    location: dict[str, Any] = {
+        "physicalLocation": {
+            "artifactLocation": _artifact(line.file, base),
+            "region": {"startLine": line.number},
+        }
+    }
+    names = (visible(d.module) or visible(result.model.name) or "model" for d in found if d.module is not None)
+    logical = [{"fullyQualifiedName": name, "kind": "module"} for name in dict.fromkeys(names)]
+    return location | ({"logicalLocations": logical[:MOST_RELATED]} if logical else {})
+
+
+def _artifact(file: str, base: str) -> dict[str, str]:
+    """A URI relative to where the scan ran or to the installed packages, or an absolute one."""
+    path = file.replace("\\", "/")
+    if re.match(r"[A-Za-z]:/", path):
+        path = f"/{path}"
+    uri = quote(encodable(path), safe="/") or "model"
+    return {"uri": f"file://{uri}"} if path.startswith("/") else {"uri": uri, "uriBaseId": base}
+
+
+def fingerprints(merged: Sequence[Place]) -> Iterator[str]:
+    """16 hex digits for each place, all different, that lines moving up or down and other figures do not change.
+
+    They are of the code, the file, and the op; then of the position among those that are the same in all of these, counted by line. A place that
+    several runs show keeps its fingerprint when one of them is fixed.
+    """
+    alike: dict[str, list[int]] = {}
+    keys = [
+        "\x1f".join((place.group.code, place.line.file.replace("\\", "/"), place.group.op or "")) for place in merged
+    ]
+    for index in sorted(range(len(merged)), key=lambda index: merged[index].line.number):
+        alike.setdefault(keys[index], []).append(index)
+    for index, key in enumerate(keys):
+        text = f"{key}\x1f{alike[key].index(index)}"
+        yield hashlib.sha256(encodable(text).encode()).hexdigest()[:16]
+
+
+# -- SARIF, for code scanning
 
 
 class SarifFormat(ReportFormat):
@@ -14,8 +196,6 @@ class SarifFormat(ReportFormat):
 
     def render(self, result: ScanResult) -> str:
         """Render the report of a scan."""
-        from lowprec_check.report.sarif import render
-
         return render(result)
 
 

@@ -34,8 +34,9 @@ from lowprec_check.report.blocks import (
     Table,
     cell_text,
     look_of,
+    visible,
+    visible_lines,
 )
-from lowprec_check.report.escape import visible, visible_lines
 
 _HERE = Path(__file__).parent
 _CARDS = 40

@@ -23,10 +23,11 @@ from lowprec_check.report.blocks import (
     Table,
     cell_text,
     look_of,
+    visible,
+    visible_lines,
 )
-from lowprec_check.report.escape import LONGEST as LONGEST_NAME
-from lowprec_check.report.escape import visible, visible_lines
-from lowprec_check.report.paths import without_folders
+from lowprec_check.report.blocks import LONGEST as LONGEST_NAME
+from lowprec_check.report.places import without_folders
 
 LONGEST = 60_000
 """Characters; GitHub rejects comments of more than 65,536."""

@@ -23,9 +23,10 @@ from lowprec_check.report.blocks import (
     Table,
     cell_text,
     look_of,
+    visible,
+    visible_lines,
 )
 from lowprec_check.report.console import LEAST_TEXT, print_table, screen
-from lowprec_check.report.escape import visible, visible_lines
 
 _TONES = {"good": "green", "warn": "yellow", "bad": "red", "none": ""}
 _SEVERITIES = {"error": "red", "warning": "yellow", "note": "cyan"}

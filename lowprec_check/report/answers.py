@@ -1,9 +1,13 @@
-"""Answers of the catalog as blocks: one operator, the difference between two versions, missing operators."""
+"""Answers that need no scan, as blocks: operators of the catalog, the hardware, the manual of diagnostics."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
+from lowprec_check.analysis.rules.registry import Rule
 from lowprec_check.catalog.declared_support import OnCpu
 from lowprec_check.catalog.missing_ops import Gaps, MissingOp
 from lowprec_check.catalog.op_lookup import OpAnswer
@@ -11,9 +15,23 @@ from lowprec_check.catalog.records import SHORT, STATES, Mode, State, in_samples
 from lowprec_check.catalog.support_cells import SupportCell
 from lowprec_check.catalog.toml_tables import version_key
 from lowprec_check.catalog.version_diff import Difference, OpChange
-from lowprec_check.report.blocks import Block, Column, Document, Heading, Row, Say, StatusOf, Table, speed_of
+from lowprec_check.report.blocks import (
+    Block,
+    Column,
+    Document,
+    Heading,
+    Pairs,
+    Row,
+    Say,
+    StatusOf,
+    Table,
+    speed_of,
+)
 from lowprec_check.schema.axes import is_declared
+from lowprec_check.schema.precisions import LOW_FORMATS
 from lowprec_check.schema.statements import counted, some
+
+# -- Answers of the catalog as blocks: one operator, the difference between two versions, missing operators
 
 _SHOWN_OPS = 4
 """Operators shown in full if a name matches many."""
@@ -194,3 +212,69 @@ def _why(missing: MissingOp, *, is_declared: bool) -> str:
         return ("" if itself or missing.at is None else f"{missing.at}: ") + (missing.message or "")
     where = f" in {missing.at}" if missing.at else ""
     return f"{missing.kind}{where}{in_samples(missing.condition)}"
+
+
+# -- What ``lowprec-check env`` shows, as blocks
+
+_ANSWERS = {True: "yes", False: "no", None: "unknown"}
+
+
+def environment_document(environment: dict[str, Any]) -> Document:
+    """Names with their values."""
+    features = ", ".join(environment["cpu_features"]) or "none known"
+    threads = f"{environment['threads']} of {environment['cores']} cores"
+    rows = [
+        ("torch", environment["torch"]),
+        ("python", environment["python"]),
+        ("platform", environment["platform"]),
+        ("device", f"{environment['device']} ({environment['device_name']})"),
+        *((f"{low.short} accelerated", _ANSWERS[environment[f"{low.short}_accelerated"]]) for low in LOW_FORMATS),
+        ("autocast dtype", environment["default_autocast"]),
+        ("CPU", f"{environment['cpu_capability']}; {features}; {threads}"),
+        ("accelerators", ", ".join(environment["accelerators"]) or "none"),
+        ("torchvision", environment["torchvision"] or "not installed"),
+        ("Intel extension", _ipex(environment)),
+    ]
+    return Document("Environment", [Pairs([(name, str(value)) for name, value in rows])])
+
+
+def _ipex(environment: dict[str, Any]) -> str:
+    if environment["ipex"] is None:
+        return "not installed"
+    verdict = (
+        "compatible with this torch" if environment["ipex_fits"] else "not compatible with this torch, do not import it"
+    )
+    return f"{environment['ipex']}: {verdict}"
+
+
+# -- The list of diagnostics as blocks, and their manual pages as text that fits the terminal
+
+_NO_BREAK = "\0"
+"""Stands for a space at which no line may end: commands are not divided."""
+
+
+def list_document(rules: Iterable[Rule]) -> Document:
+    """A row per diagnostic: code, name, severity, summary."""
+    columns = [Column("code"), Column("name"), Column("severity", "severity"), Column("what it finds", "sentence")]
+    rows = [Row([rule.code, rule.name, rule.severity, rule.summary]) for rule in sorted(rules)]
+    return Document("Diagnostics", [Table(columns, rows, headings=2)])
+
+
+def render_page(rule: Rule, width: int) -> str:
+    """The page of one diagnostic; paragraphs are filled, code stays as it is."""
+    head = f"{rule.code} {rule.name} ({rule.severity})"
+    return "\n\n".join([head, *(_filled(block, width) for block in rule.manual.split("\n\n"))])
+
+
+def _filled(block: str, width: int) -> str:
+    """A paragraph or a numbered list in lines of ``width`` columns."""
+    if block.startswith("    "):
+        return block
+    unbroken = re.sub(r"`[^`]+`", lambda span: re.sub(r"\s", _NO_BREAK, span[0]), block)
+    items = re.split(r"\n(?=\d+\. )", unbroken)
+    indents = ["   " if re.match(r"\d+\. ", item) else "" for item in items]
+    filled = (
+        textwrap.fill(item, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        for item, indent in zip(items, indents, strict=True)
+    )
+    return "\n".join(filled).replace(_NO_BREAK, " ")
