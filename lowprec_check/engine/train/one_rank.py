@@ -16,8 +16,7 @@ import psutil
 import torch
 from torch import distributed
 
-from lowprec_check.engine.core.exceptions import first_line
-from lowprec_check.errors import message_of
+from lowprec_check.errors import first_line, message_of
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _IMPORTED = (

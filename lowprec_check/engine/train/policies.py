@@ -13,7 +13,6 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import call_model
 from lowprec_check.engine.model.plain_run import describe_error, reraise_interrupt
@@ -23,7 +22,7 @@ from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.training import LossInputs, loss_of
 from lowprec_check.engine.train.micro_batches import MicroBatches, ways_to_make
 from lowprec_check.engine.train.one_rank import CannotMeasureError, check_fsdp2, check_rank, one_rank
-from lowprec_check.errors import message_of, type_name
+from lowprec_check.errors import first_line, message_of, type_name
 from lowprec_check.schema.training_policies import ComputesIn, PolicyGradient, Reduced
 from lowprec_check.schema.verdict import Status
 
