@@ -31,7 +31,7 @@ from lowprec_check.schema.measures import (
 )
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Plan
-from lowprec_check.schema.precisions import PRECISIONS, Precision
+from lowprec_check.schema.precisions import PRECISIONS, FloatFormat, Precision
 from lowprec_check.schema.run_key import EAGER, REFERENCE, MemoryFormat, RunKey, qualified
 from lowprec_check.schema.statements import Statement
 from lowprec_check.schema.training import TrainingRun, TrainingSetup
@@ -213,6 +213,26 @@ class Run(Struct, frozen=True, kw_only=True):
     def basis(self) -> Precision | None:
         """The precision, or the base of a plan; ``None`` if it is unknown here."""
         return PRECISIONS.find(self.base or self.precision)
+
+    @property
+    def format(self) -> FloatFormat | None:
+        """The float format of its :attr:`basis`."""
+        return self.basis.format if self.basis else None
+
+    @property
+    def is_autocast(self) -> bool:
+        """Whether it, or the base of a plan, runs under autocast."""
+        return self.basis is not None and self.basis.kind == "autocast"
+
+    @property
+    def rel_l2(self) -> float | None:
+        """That of its output; ``None`` if nothing was compared, or it is infinite."""
+        return self.output_error.rel_l2 if self.output_error else None
+
+    @property
+    def distance(self) -> float | None:
+        """What is held against the tolerance; ``None`` if nothing was compared, or it is infinite."""
+        return self.output_error.distance if self.output_error else None
 
 
 def skipped(key: RunKey, reason: str, evidence: Evidence = "measured") -> Run:
