@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from lowprec_check.analysis.rules.divergence import unscales_fp16
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
-from lowprec_check.analysis.rules.relevance import faster, from_gaps, or_autocast
+from lowprec_check.analysis.rules.relevance import from_gaps, or_autocast, runs_in
 from lowprec_check.analysis.run_summary import on_which_call
 from lowprec_check.analysis.speed import cores_were_used
 from lowprec_check.schema.axes import DEVICES, device_type
-from lowprec_check.schema.op_calls import OpCall, fallback_of, seconds_killed
+from lowprec_check.schema.op_calls import fallback_of, seconds_killed
+from lowprec_check.schema.precisions import LOW_FORMATS, FloatFormat
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Gap, Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, plain, say
@@ -153,7 +154,9 @@ def silent_fallback(result: ScanResult) -> Iterator[Finding]:
             else:
                 sizes[known.op].append(known.size)
         for op, found in sizes.items():
-            rows = _calls_of(op, run, result)
+            where = [run, *result.runs] if run.is_reference else [run]  # the reference is not analyzed op by op
+            calls = (rows for other in where if (rows := [row for row in other.op_calls.rows() if row.op == op]))
+            rows = next(calls, [])
             yield Finding(
                 _fallback_cost(len(rows), found),
                 run=run,
@@ -166,25 +169,16 @@ def silent_fallback(result: ScanResult) -> Iterator[Finding]:
             )
 
 
-def _calls_of(op: str, run: Run, result: ScanResult) -> list[OpCall]:
-    """The calls of the op in ``run``; of the reference, which is not analyzed op by op, those in another run."""
-    for other in [run, *result.runs] if run.is_reference else [run]:
-        rows = [row for row in other.op_calls.rows() if row.op == op]
-        if rows:
-            return rows
-    return []
-
-
 def _fallback_cost(calls: int, sizes: list[int]) -> Sentence:
     """What ``calls`` cost that copy inputs of these ``sizes``; 0 calls: their number is not known."""
     most, alike = max(sizes), min(sizes) == max(sizes)
-    waits = "runs on the CPU: each call waits for the device, copies its inputs ({most:bytes}) to the CPU, and its result back"
-    each = say(waits if alike else waits.replace("({", "(up to {"), most=most)
-    if calls <= 1:
-        return each
-    if not alike:
-        return chained(each, say("{calls:count call}", calls=calls))
-    return chained(each, say("{calls:count call}, {total:bytes} in all", calls=calls, total=calls * most))
+    size = "{most:bytes}" if alike else "up to {most:bytes}"
+    waits = (
+        f"runs on the CPU: each call waits for the device, copies its inputs ({size}) to the CPU, and its result back"
+    )
+    total = say(", {total:bytes} in all", total=calls * most) if alike else None
+    count = chained(say("{calls:count call}", calls=calls), total, between="") if calls > 1 else None
+    return chained(say(waits, most=most), count)
 
 
 @rule("LP106", "slow-kernel", "warning", timed=True)
@@ -218,8 +212,8 @@ def slow_kernel(result: ScanResult) -> Iterator[Finding]:
     slow = [(run, _slow_ops(run, shortest) | _killed_ops(run, result)) for run in eager]
     for run, found in slow:
         for op, (message, calls) in found.items():
-            formats = {other.basis.format for other, ops in slow if op in ops and other.basis}
-            yield Finding(message, run=run, op=op, help=faster(run, result, formats), calls=calls)
+            formats = {other.format for other, ops in slow if op in ops and other.format}
+            yield Finding(message, run=run, op=op, help=_faster(run, result, formats), calls=calls)
 
 
 def _slow_ops(run: Run, shortest: float) -> dict[str, tuple[Sentence, int]]:
@@ -242,56 +236,58 @@ def _slow_ops(run: Run, shortest: float) -> dict[str, tuple[Sentence, int]]:
     return answers
 
 
-def _killed_ops(run: Run, result: ScanResult) -> dict[str, tuple[Sentence, int]]:
-    """The same for ops with a call that was ended because it took too long, if what it took in fp32 was measured."""
-    answers = {}
-    for op, reason in run.emulated.items():
-        here, fp32 = 1e3 * (seconds_killed(reason) or 0.0), _longest_in_fp32(op, result)
-        whole = next((other.latency_ms for other in result.runs if other.is_reference), None)
-        most = fp32 if fp32 is not None else whole
-        if most and here > SLOW_RATIO * most:
-            slower = "more than {ratio:times} slower than in fp32: over {here:seconds} instead of {fp32:ms}"
-            message = say(slower, ratio=here / most, here=here / 1e3, fp32=most)
-            answers[op] = (
-                chained(message, None if fp32 is not None else say("the time of all of fp32"), between=", "),
-                1,
-            )
-    return answers
-
-
-def _longest_in_fp32(op: str, result: ScanResult) -> float | None:
-    """Milliseconds of the longest fp32 call of the op that the scan timed."""
-    rows = [row for run in result.runs for row in run.op_calls.rows() if row.op == op]
-    return max((row.reference_ms for row in rows if row.reference_ms is not None), default=None)
-
-
 def _slow_total(calls: list[tuple[float, float]], most: float, shortest: float) -> tuple[float, float] | None:
     """Milliseconds here and in fp32 if the op is slow, else ``None``.
 
     The first call includes the kernel's set-up: it counts only if it is the only one, and longer than ``COLD_MS``. A total
     over ``most`` ms (twice those of the plain run, if it ran these ops) is ignored: something else slowed it down. So is a
-    total that a few calls make, which had to wait for a processor: the typical call must be slow too.
+    total that a few calls make, which had to wait for a processor: the typical call must be slow too. It has the median ratio of those
+    that make up 80 % of the op's time in fp32: by their time here, calls that had to wait would choose themselves.
     """
     counted = calls[1:] if len(calls) > 1 else [call for call in calls if call[0] > COLD_MS]
     here, fp32 = sum(here for here, _ in counted), sum(fp32 for _, fp32 in counted)
     if not max(SLOW_MS, SLOW_RATIO * fp32) < here < most:
         return None
-    typical = _typical_call(counted)
+    left, chosen = 0.8 * fp32, list[tuple[float, float]]()
+    for call in sorted(counted, key=lambda call: -call[1]):
+        chosen.append(call)
+        left -= call[1]
+        if left <= 0:
+            break
+    typical = sorted(chosen, key=lambda call: call[0] / max(call[1], 1e-6))[(len(chosen) - 1) // 2]
     return (here, fp32) if typical[0] > max(shortest, SLOW_RATIO * typical[1]) else None
 
 
-def _typical_call(calls: list[tuple[float, float]]) -> tuple[float, float]:
-    """The call with the median ratio, of those that make up 80 % of the op's time in fp32.
+def _killed_ops(run: Run, result: ScanResult) -> dict[str, tuple[Sentence, int]]:
+    """The same for ops with a call that was ended because it took too long, if what it took in fp32 was measured."""
+    answers = {}
+    for op, reason in run.emulated.items():
+        here = 1e3 * (seconds_killed(reason) or 0.0)
+        rows = [row for other in result.runs for row in other.op_calls.rows() if row.op == op]
+        longest = max((row.reference_ms for row in rows if row.reference_ms is not None), default=None)
+        whole = next((other.latency_ms for other in result.runs if other.is_reference), None)
+        most = whole if longest is None else longest
+        if most and here > SLOW_RATIO * most:
+            slower = "more than {ratio:times} slower than in fp32: over {here:seconds} instead of {fp32:ms}"
+            message = say(slower, ratio=here / most, here=here / 1e3, fp32=most)
+            all_of_it = say("the time of all of fp32") if longest is None else None
+            answers[op] = (chained(message, all_of_it, between=", "), 1)
+    return answers
 
-    They are chosen by their time in fp32: by their time here, calls that had to wait would choose themselves.
-    """
-    left, chosen = 0.8 * sum(fp32 for _, fp32 in calls), list[tuple[float, float]]()
-    for here, fp32 in sorted(calls, key=lambda call: -call[1]):
-        chosen.append((here, fp32))
-        left -= fp32
-        if left <= 0:
-            break
-    return sorted(chosen, key=lambda call: call[0] / max(call[1], 1e-6))[(len(chosen) - 1) // 2]
+
+def _faster(run: Run, result: ScanResult, slow_in: Collection[FloatFormat]) -> str:
+    """What to do about an op that is slow in ``run``, and in runs of the formats ``slow_in``: by what the device accelerates."""
+    keep = "try the modules with this op in fp32: lowprec-check plan"
+    accelerated = {known: result.environment.get(f"{known.short}_accelerated") for known in LOW_FORMATS}
+    if run.format is not None and accelerated.get(run.format):
+        return f"the device accelerates {run.format.short}, but not this op; {keep}"
+    for known, yes in accelerated.items():
+        tried = runs_in(known, result)
+        if yes and known not in slow_in and (not tried or any(other.status == "ok" for other in tried)):
+            return f"try {known.short}, which this device accelerates"
+    if all(yes is None for yes in accelerated.values()):
+        return f"use a dtype that the device accelerates, or {keep}"
+    return keep
 
 
 @rule("LP108", "unexplained-error", "error")
