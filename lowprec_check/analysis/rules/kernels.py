@@ -1,18 +1,17 @@
-"""LP1xx: ops that fail, run elsewhere, or are slow in a low precision."""
+"""LP1xx: ops that fail, run elsewhere, or are slow in a low precision. LP4xx: which of them autocast hides, and what its casts cost."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 
 from lowprec_check.analysis.rules.divergence import unscales_fp16
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
-from lowprec_check.analysis.rules.relevance import from_gaps, or_autocast, runs_in
-from lowprec_check.analysis.run_summary import on_which_call
+from lowprec_check.analysis.rules.relevance import faster, from_gaps, or_autocast
+from lowprec_check.analysis.run_summary import is_cast, on_which_call
 from lowprec_check.analysis.speed import cores_were_used
 from lowprec_check.schema.axes import DEVICES, device_type
 from lowprec_check.schema.op_calls import fallback_of, seconds_killed
-from lowprec_check.schema.precisions import LOW_FORMATS, FloatFormat
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Gap, Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, plain, say
@@ -213,7 +212,7 @@ def slow_kernel(result: ScanResult) -> Iterator[Finding]:
     for run, found in slow:
         for op, (message, calls) in found.items():
             formats = {other.format for other, ops in slow if op in ops and other.format}
-            yield Finding(message, run=run, op=op, help=_faster(run, result, formats), calls=calls)
+            yield Finding(message, run=run, op=op, help=faster(run, result, formats), calls=calls)
 
 
 def _slow_ops(run: Run, shortest: float) -> dict[str, tuple[Sentence, int]]:
@@ -273,21 +272,6 @@ def _killed_ops(run: Run, result: ScanResult) -> dict[str, tuple[Sentence, int]]
             all_of_it = say("the time of all of fp32") if longest is None else None
             answers[op] = (chained(message, all_of_it, between=", "), 1)
     return answers
-
-
-def _faster(run: Run, result: ScanResult, slow_in: Collection[FloatFormat]) -> str:
-    """What to do about an op that is slow in ``run``, and in runs of the formats ``slow_in``: by what the device accelerates."""
-    keep = "try the modules with this op in fp32: lowprec-check plan"
-    accelerated = {known: result.environment.get(f"{known.short}_accelerated") for known in LOW_FORMATS}
-    if run.format is not None and accelerated.get(run.format):
-        return f"the device accelerates {run.format.short}, but not this op; {keep}"
-    for known, yes in accelerated.items():
-        tried = runs_in(known, result)
-        if yes and known not in slow_in and (not tried or any(other.status == "ok" for other in tried)):
-            return f"try {known.short}, which this device accelerates"
-    if all(yes is None for yes in accelerated.values()):
-        return f"use a dtype that the device accelerates, or {keep}"
-    return keep
 
 
 @rule("LP108", "unexplained-error", "error")
@@ -352,3 +336,67 @@ def crash(result: ScanResult) -> Iterator[Finding]:
     for run in low_runs(result):
         if run.status == "crashed" and not any(gap.kind == "crash" for gap in run.gaps):
             yield Finding(plain(run.reason or "the process died"), run=run, help=advice)
+
+
+@rule("LP401", "cast-churn", "note")
+def cast_churn(result: ScanResult) -> Iterator[Finding]:
+    """Autocast casts the same tensor back and forth.
+
+    Observed: casts repeat, or undo, an earlier cast of the same tensor. Autocast caches the casts of weights, not those
+    of activations, so each costs time and memory. One finding counts those of the whole model and names the line with
+    the most.
+
+    Usual causes: a tensor that several ops use, each cast on its own; ops that autocast runs in fp32 between ops that
+    it runs in 16 bits.
+
+    What to do: nothing if the run is fast enough. Otherwise group the ops that run in fp32 inside
+    `torch.autocast(device, enabled=False)`, or cast the tensor once before its uses:
+
+        # before: autocast casts x twice
+        y = self.first(x) + self.second(x)
+        # after
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        y = self.first(x) + self.second(x)
+    """
+    for run in low_runs(result):
+        cast = "aten._to_copy.default"
+        casts = [row for row in run.op_calls.rows() if row.op == cast and row.is_forward] if run.is_autocast else []
+        lines = Counter(row.source for row in casts if row.recast)
+        if lines:
+            [(source, most)], count = lines.most_common(1), lines.total()
+            again = "{casts:of cast} repeated or undid an earlier cast of the same tensor"
+            here = say("{here:number} of them here", here=most) if len(lines) > 1 else None
+            message = chained(say(again, casts=[count, len(casts)]), here)
+            yield Finding(message, run, "", cast, source, calls=count)
+
+
+@rule("LP402", "vacuous-autocast", "note")
+def vacuous_autocast(result: ScanResult) -> Iterator[Finding]:
+    """The op runs under autocast on fp32 inputs, and fails when the whole model is cast.
+
+    Observed: the op has no kernel for this dtype when the whole model is cast, and runs under autocast on inputs that
+    are fp32 already.
+
+    Usual causes: the op comes before the first layer that autocast runs in 16 bits, such as a linear layer.
+
+    What to do: nothing for this model. If the model changes and such a layer comes before the op, the op may fail;
+    cast its input to be safe:
+
+        # before
+        y = torch.linalg.inv(x)
+        # after
+        y = torch.linalg.inv(x.float())
+    """
+    runs = [run for run in low_runs(result) if run.base is None]
+    for autocast in runs:
+        if not autocast.is_autocast or autocast.status != "ok":
+            continue
+        for cast in runs:
+            if not is_cast(cast) or (cast.format, cast.backend) != (autocast.format, autocast.backend):
+                continue
+            gaps = {(gap.module, gap.op, gap.source) for gap in cast.gaps if gap.layer == "dispatch"}
+            rows = [row for row in autocast.op_calls.rows() if row.place in gaps and row.dtypes.startswith("f32")]
+            message = say("it runs here on fp32 inputs; in {other:text} it fails", other=cast.key.label)
+            for place, count in Counter(row.place for row in rows if not row.accumulated_error).items():
+                yield Finding(message, autocast, *place, help="call it on x.float() to be safe", calls=count)

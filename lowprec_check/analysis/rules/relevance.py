@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from lowprec_check.analysis.error_shares import (
     share_sentence,
     trusted_budget,
 )
-from lowprec_check.analysis.rules.registry import RAN_HERE, Finding, fixed_since, low_runs
+from lowprec_check.analysis.rules.registry import RAN_HERE, Finding, catalog_fix, low_runs
 from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.measures import MATTERS
 from lowprec_check.schema.module_paths import is_inside
@@ -57,7 +57,7 @@ def from_gaps(result: ScanResult, kind: GapKind, help: str | Callable[[Gap, Run]
                 gap.module,
                 gap.op,
                 gap.source or result.model.source,
-                help="; ".join(filter(None, (advice, fixed_since(gap, run, result)))),
+                help="; ".join(filter(None, (advice, catalog_fix(gap, run, result)))),
                 calls=gap.calls,
                 severity="note" if caught else None,
                 rests_on=gap.predicted_by or (RAN_HERE if run.evidence == "predicted" else None),
@@ -222,7 +222,7 @@ def _disproof(run: Run, module: str) -> Sentence | None:
 def wider_range(run: Run, result: ScanResult, module: str) -> Sentence:
     """The advice for a value that the run's format cannot hold; a format with more range only if it passes or was not tried."""
     wider, passing = _wider(run), passing_elsewhere(run, result)
-    if passing is None and wider and not any(runs_in(known, result) for known in wider):
+    if passing is None and wider and not any(_runs_in(known, result) for known in wider):
         passing = say("try {dtype:text}, which has a larger range", dtype=wider[0].short)
     return chained(keep_in_fp32(run, result, module), passing, between=", or ")
 
@@ -241,7 +241,7 @@ def keep_in_fp32(run: Run, result: ScanResult, module: str) -> Sentence:
 
 def passing_elsewhere(run: Run, result: ScanResult) -> Sentence | None:
     """``use autocast-bf16, which passes``: a format with more range that passes in this scan, autocast first."""
-    passing = [other for known in _wider(run) for other in runs_in(known, result) if other.status == "ok"]
+    passing = [other for known in _wider(run) for other in _runs_in(known, result) if other.status == "ok"]
     best = min(passing, key=lambda other: not other.is_autocast, default=None)
     return say("use {run:text}, which passes", run=best.key.label) if best is not None else None
 
@@ -268,9 +268,19 @@ def or_autocast(gap: Gap, run: Run, result: ScanResult) -> str:
     return f", or use {found[0].key.label}, where it runs" if found else ""
 
 
-def runs_in(wanted: FloatFormat, result: ScanResult) -> list[Run]:
-    """The runs that were made in a format, without plans."""
-    return [run for run in _tried(result) if run.format == wanted]
+def faster(run: Run, result: ScanResult, slow_in: Collection[FloatFormat]) -> str:
+    """What to do about an op that is slow in ``run``, and in runs of the formats ``slow_in``: by what the device accelerates."""
+    keep = "try the modules with this op in fp32: lowprec-check plan"
+    accelerated = {known: result.environment.get(f"{known.short}_accelerated") for known in LOW_FORMATS}
+    if run.format is not None and accelerated.get(run.format):
+        return f"the device accelerates {run.format.short}, but not this op; {keep}"
+    for known, yes in accelerated.items():
+        tried = _runs_in(known, result)
+        if yes and known not in slow_in and (not tried or any(other.status == "ok" for other in tried)):
+            return f"try {known.short}, which this device accelerates"
+    if all(yes is None for yes in accelerated.values()):
+        return f"use a dtype that the device accelerates, or {keep}"
+    return keep
 
 
 def recommended_instead(run: Run, result: ScanResult) -> Recommendation | None:
@@ -281,6 +291,11 @@ def recommended_instead(run: Run, result: ScanResult) -> Recommendation | None:
     same = (best.precision, best.backend, best.memory_format) == (run.precision, run.backend, run.memory_format)
     is_itself = same and not best.keep_fp32 and best.way in (None, "plain")
     return None if is_itself or not any(other.status == "ok" for other in result.runs if other.is_low) else best
+
+
+def _runs_in(wanted: FloatFormat, result: ScanResult) -> list[Run]:
+    """The runs that were made in a format, without plans."""
+    return [run for run in _tried(result) if run.format == wanted]
 
 
 def _tried(result: ScanResult) -> list[Run]:
