@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from lowprec_check.analysis.blame import Suspects
-from lowprec_check.analysis.predicted_rest import Keep, ModuleTree, PredictedRest
+from lowprec_check.analysis.predicted_error import Keep, ModuleTree, PredictedError
+from lowprec_check.analysis.suspects import Suspects
 from lowprec_check.schema.module_paths import paths_above
 
 ROUNDS = 12
@@ -135,7 +135,7 @@ class _Search:
         self.certain: set[str] = set()
         self.needed: set[str] = set()
         """Modules without which a set failed that passed with them."""
-        self.prediction: PredictedRest | None = None
+        self.prediction: PredictedError | None = None
         self.guessed = False
         """Whether the prediction contains guesses of hidden errors."""
 
@@ -161,7 +161,7 @@ class _Search:
         """Whether the base passes with ``keep`` in fp32; notes the error that is predicted for it without guesses."""
         normalized = self.tree.normalized(keep)
         if self.prediction is not None and not self.guessed and normalized not in self.trials.verdicts:
-            self.trials.predicted[normalized] = self.prediction.rest(normalized)
+            self.trials.predicted[normalized] = self.prediction.error(normalized)
         return self.trials.passes(normalized)
 
     # -- growing: find a set that passes
@@ -205,16 +205,16 @@ class _Search:
         if not self.tolerance or suspects.causes is None:
             return None
         kept, analyzed = self.tree.normalized(certain), self.tree.normalized(certain)
-        prediction = self.prediction = PredictedRest(self.tree, suspects.causes, kept)
+        prediction = self.prediction = PredictedError(self.tree, suspects.causes, kept)
         for _ in range(ROUNDS):
             keep = prediction.fewest(MARGIN * self.tolerance, kept)
             if keep not in self.trials.verdicts:
                 if self.passes(keep):
                     self._settle(keep)
                     return list(keep)
-                predicted, error = prediction.rest(keep), self.trials.verdict(keep).error
+                predicted, error = prediction.error(keep), self.trials.verdict(keep).error
                 if error is not None and predicted < error <= MISSED * predicted:
-                    prediction.learn(predicted, error)
+                    prediction.scale(predicted, error)
                     continue
             if suspects.guess is not None and not self.guessed:
                 self.guessed = True
@@ -295,7 +295,7 @@ class _Search:
         if not fresh:
             return untried[:1] if len(items) <= CONFIRMED else []
         assert self.prediction is not None
-        expected = self.prediction.rest({*items}.difference(fresh[:1]))
+        expected = self.prediction.error({*items}.difference(fresh[:1]))
         clearly = expected >= WIDE * self.tolerance and not self.guessed and fresh[0] not in self.certain
         if clearly and len(self.needed.intersection(items)) >= CONFIRMED:
             return []
@@ -328,7 +328,7 @@ class _Search:
         assert self.prediction is not None
         for path in fresh[1:most]:
             left = {*items}.difference(chunk, [path])
-            if path in self.certain or self.prediction.rest(left) > self.tolerance:
+            if path in self.certain or self.prediction.error(left) > self.tolerance:
                 break
             chunk.append(path)
         return chunk
