@@ -15,10 +15,9 @@ from shared_result import shared_result
 from training_result import training_result
 
 from lowprec_check.engine.machine import environment
-from lowprec_check.engine.scan_options import ScanOptions
 from lowprec_check.schema.columns import Columns, Part
 from lowprec_check.schema.op_calls import OpCall
-from lowprec_check.schema.options import ENVIRONMENT, OPTIONS
+from lowprec_check.schema.options import ScanOptions
 
 RESULT = shared_result()
 SCHEMA = json.loads((ROOT / "docs" / "schema.json").read_text(encoding="utf-8"))
@@ -59,8 +58,8 @@ def test_the_document_lists_what_is_saved(result: Any) -> None:
 
 
 def test_the_keys_of_environment_and_options_are_described() -> None:
-    assert set(environment("cpu")) == set(ENVIRONMENT)
-    assert set(ScanOptions().saved("fork")) | {"fail_on", "baseline"} == set(OPTIONS)
+    assert set(environment("cpu")) == set(KEYS["environment"])
+    assert set(ScanOptions().saved("fork")) | {"fail_on", "baseline"} == set(KEYS["options"])
 
 
 # -- columns
