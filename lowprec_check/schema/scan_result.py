@@ -58,7 +58,6 @@ SCHEMA = 1
 
 Evidence = Literal["measured", "predicted"]
 
-
 _MEASURED = ("latency_ms", "latency", "peak_memory_bytes", "timing", "setup_seconds", "compiler")
 """What only a run on the device itself can tell, and the times of its op calls."""
 
@@ -90,8 +89,7 @@ class Run(Struct, frozen=True, kw_only=True):
     """The call, counted from 1, in which it failed; ``None`` if it did not fail, or in the first."""
     failed_batch: int | None = None
     """The batch on which it failed, and which everything but time and memory is about: 1 for the second, ``inputs(1)``; ``None``
-    if it did not fail, or on the first.
-    """
+    if it did not fail, or on the first."""
     batches: BatchRanges | None = None
     """The status and the range of each op on every batch, if the scan was asked for more than one and the first passed."""
     output_error: ErrorStats | None = None
@@ -178,11 +176,9 @@ class Run(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for a predicted run with a measured time or memory."""
-        if self.evidence != "measured" and (any(map(self._has, _MEASURED)) or self.op_calls.are_timed):
+        has_measured = any(getattr(self, name) is not None for name in _MEASURED)
+        if self.evidence != "measured" and (has_measured or self.op_calls.are_timed):
             raise ValueError("a predicted run has no times and no memory: they would be those of another device")
-
-    def _has(self, name: str) -> bool:
-        return getattr(self, name) is not None
 
     @property
     def key(self) -> RunKey:
@@ -282,8 +278,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     """The line that makes the model, or defines its class: ``file.py:line``."""
     caller: str | None = None
     """The line of the user's own code that makes the model, or scans it, if ``source`` is in an installed package or unknown;
-    empty if there is none.
-    """
+    empty if there is none."""
     notes: list[str] = []
     """What to know of the model and its inputs, in words."""
 
