@@ -88,7 +88,7 @@ X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 # -- the limits of a format
 
 
-@pytest.mark.parametrize("format", [E4M3, E5M2, E4M3_UZ, E5M2_UZ, FP16, BF16], ids=lambda format: str(format.name))
+@pytest.mark.parametrize("format", [E4M3, E5M2, E4M3_UZ, E5M2_UZ, FP16, BF16], ids=lambda found: str(found.name))
 def test_limits_are_those_of_all_bit_patterns(format: FloatFormat) -> None:
     dtype = getattr(torch, format.name)
     bits = torch.arange(2 ** (8 * dtype.itemsize), dtype=torch.int64)
@@ -152,7 +152,8 @@ def test_an_issue_of_half_is_not_named_for_another_dtype() -> None:
     found = known_issue(
         older, "LP101", "aten.dot.default", Run(precision="half", device="xpu", status="error"), message
     )
-    assert found is not None and found.dtypes == ["half"]
+    assert found is not None
+    assert found.dtypes == ["half"]
     assert known_issue(older, "LP101", "aten.dot.default", Run(precision="fp8", device="xpu", status="error"), message) is None  # fmt: skip
 
 
@@ -211,7 +212,7 @@ def test_nothing_is_predicted_without_data(device: str) -> None:
 
 def test_a_dtype_that_this_torch_lacks_is_a_sentence() -> None:
     unknown = Precision(name="fp7", kind="cast", format=FloatFormat("float7", "fp7", "f7", 3, -6, 7, tolerance=1))
-    with pytest.raises(UsageError, match="has the dtype 'float7', which torch .* lacks.\nUpgrade torch"):
+    with pytest.raises(UsageError, match=r"has the dtype 'float7', which torch .* lacks.\nUpgrade torch"):
         application_of(unknown)
 
 
@@ -323,7 +324,7 @@ def test_an_object_that_is_no_axis_is_refused(monkeypatch: pytest.MonkeyPatch) -
             return E4M3
 
     monkeypatch.setattr(registry.importlib.metadata, "entry_points", lambda group: [Entry])
-    with pytest.raises(UsageError, match="which is a FloatFormat.\nRegister a Precision, a Backend"):
+    with pytest.raises(UsageError, match=r"which is a FloatFormat.\nRegister a Precision, a Backend"):
         registry.added_by_packages.__wrapped__()
 
 

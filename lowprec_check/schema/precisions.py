@@ -13,7 +13,6 @@ from lowprec_check.errors import UsageError
 from lowprec_check.schema.registry import Registry, words_in
 from lowprec_check.schema.run_key import PLAN
 
-
 Specials = Literal["ieee", "fn", "fnuz"]
 """Where Inf and NaN are: ``ieee``: they have an exponent of their own, above the largest; ``fn``: no Inf, and NaN is what would be
 the largest number, as in E4M3; ``fnuz``: no Inf, and NaN is what would be -0."""
