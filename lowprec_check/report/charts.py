@@ -11,7 +11,8 @@ from markupsafe import Markup, escape
 from lowprec_check.analysis.run_summary import candidates, degenerate_output, is_plan_of, label, memory_ratio
 from lowprec_check.analysis.speed import speed
 from lowprec_check.analysis.training_status import first_way
-from lowprec_check.report.blocks import Chart, SpeedOf, ratio_text, speed_text, visible
+from lowprec_check.report.blocks import Chart, SpeedOf, ratio_text, speed_text
+from lowprec_check.report.foreign_text import visible
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.precisions import LOW_FORMATS, FloatFormat
 from lowprec_check.schema.scan_result import Run, ScanResult
