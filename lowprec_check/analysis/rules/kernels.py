@@ -90,9 +90,8 @@ def dtype_mismatch(result: ScanResult) -> Iterator[Finding]:
         # after
         y = torch.ones(8, 8, dtype=x.dtype, device=x.device) @ x
     """
-    yield from from_gaps(
-        result, "dtype-mismatch", "use one dtype: create the tensor with dtype=x.dtype, or cast it here"
-    )
+    advice = "use one dtype: create the tensor with dtype=x.dtype, or cast it here"
+    yield from from_gaps(result, "dtype-mismatch", advice)
 
 
 @rule("LP104", "no-backend-kernel", "error")
@@ -227,9 +226,8 @@ def _slow_ops(run: Run, shortest: float) -> dict[str, tuple[Sentence, int]]:
     most = 2 * (run.latency_ms or float("inf")) if run.is_eager else run.latency_ms or 0.0
     where = None if run.is_eager else say("in eager mode")
     slow = {op: found for op, calls in times.items() if (found := _slow_total(calls, most, shortest)) is not None}
-    answers = {}
+    answers, slower = {}, "{ratio:times} slower than in fp32: {here:ms} instead of {fp32:ms}"
     for op, (here, fp32) in sorted(slow.items(), key=lambda item: -item[1][0]):
-        slower = "{ratio:times} slower than in fp32: {here:ms} instead of {fp32:ms}"
         message = say(slower, ratio=here / max(fp32, 1e-6), here=here, fp32=fp32)
         answers[op] = (chained(message, where, between=", "), len(times[op]))
     return answers
@@ -295,10 +293,8 @@ def unexplained_error(result: ScanResult) -> Iterator[Finding]:
         self.last = y
     """
     for run in low_runs(result):
-        if run.training is not None and any(map(unscales_fp16, run.training.ways[:1])):
-            continue
-        if run.status == "error" and run.complete and not run.gaps and run.exception is not None:
-            error = run.exception
+        error, ways = run.exception, run.training.ways[:1] if run.training is not None else []
+        if run.status == "error" and run.complete and not run.gaps and error and not any(map(unscales_fp16, ways)):
             where = (run, error.module, None, error.source or result.model.source)
             message = say("{when:text}{error:text}", when=on_which_call(run), error=error.text)
             advice = "fix this exception" if run.backend == EAGER else "use the eager backend, or fix this exception"

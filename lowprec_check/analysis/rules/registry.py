@@ -80,7 +80,7 @@ class Rule(NamedTuple):
         for finding in self.check(result):
             text, key = finding.message.text, finding.run.key if finding.run else None
             raised = text if finding.rests_on in (None, RAN_HERE) else None
-            issue = _known_issue(result, self.code, finding.op, finding.run, raised)
+            issue = known_issue(result, self.code, finding.op, finding.run, raised)
             advice = plain(finding.help) if isinstance(finding.help, str) else finding.help
             if issue:
                 advice = chained(advice, say("reported in {issue:text}", issue=issue.link))
@@ -226,7 +226,7 @@ def catalog_fix(gap: Gap, run: Run, result: ScanResult) -> str | None:
     return str(found) if found else None
 
 
-def _known_issue(
+def known_issue(
     result: ScanResult, code: str, op: str | None, run: Run | None, message: str | None
 ) -> KnownIssue | None:
     """The known issue that fits a finding best: same code, same op or model, not fixed in the torch of the runs.
