@@ -26,7 +26,7 @@ from lowprec_check.engine.run.target_runs import open_runs
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.timed_runs import untimed
 from lowprec_check.engine.scan_options import BudgetError, Names, OnOff, Reference, ScanOptions
-from lowprec_check.engine.trace.recorder import Errors
+from lowprec_check.engine.trace.journal import Errors
 from lowprec_check.errors import encodable
 from lowprec_check.process import Isolation
 from lowprec_check.schema.axes import replaced

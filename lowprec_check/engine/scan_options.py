@@ -10,8 +10,8 @@ from lowprec_check.analysis.rules.registry import check_codes
 from lowprec_check.catalog.declared import release_of
 from lowprec_check.engine.model.application import application_of
 from lowprec_check.engine.run.target_runs import RunOptions
-from lowprec_check.engine.trace.extra_modes import parse_withheld
-from lowprec_check.engine.trace.recorder import Errors
+from lowprec_check.engine.trace.journal import Errors
+from lowprec_check.engine.trace.plain_modes import parse_withheld
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.schema.axes import BACKENDS, MEMORY_FORMATS, RUN_MATRICES, RunMatrix, replaced

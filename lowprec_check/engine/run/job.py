@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from lowprec_check.engine.run.messages import FromJob
-from lowprec_check.engine.trace.dispatched_call import Place
-from lowprec_check.engine.trace.recorder import Errors
+from lowprec_check.engine.trace.journal import Errors
+from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.process.breadcrumb import shared_file
 from lowprec_check.schema.measures import PredictedDevice
 from lowprec_check.schema.precisions import PRECISIONS
@@ -82,7 +82,7 @@ class Job:
     without_kernel: tuple[str, ...] = ()
     slow: tuple[tuple[str, str], ...] = ()
     """Ops that are not run, and why."""
-    crashed: tuple[tuple[Place, str], ...] = ()
+    crashed: tuple[tuple[CallSite, str], ...] = ()
     """Where the process died twice, and how."""
     measure_once: bool = False
     repeats_reference: bool = False

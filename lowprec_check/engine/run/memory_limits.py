@@ -12,7 +12,7 @@ from torch import nn
 from lowprec_check.engine.core.free_memory import MemoryLimit, free_memory
 from lowprec_check.engine.model.memory import MOST_TIMES_FP32, ModelBytes, gibibytes
 from lowprec_check.engine.run.job import Job, JobFiles
-from lowprec_check.engine.trace.recorder import Errors
+from lowprec_check.engine.trace.journal import Errors
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 

@@ -30,7 +30,7 @@ from lowprec_check.engine.run.reference_errors import (
 from lowprec_check.engine.run.scenario import NotTimedError, time_in_scenario
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.timed_runs import TimedRuns, time_runs, untimed
-from lowprec_check.engine.trace.recorder import Errors
+from lowprec_check.engine.trace.journal import Errors
 from lowprec_check.engine.train.policies import unmeasured
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
