@@ -30,18 +30,14 @@ from lowprec_check.engine.run.reference_errors import (
 from lowprec_check.engine.run.scenario import NotTimedError, time_in_scenario
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.timed_runs import TimedRuns, time_runs, untimed
-from lowprec_check.engine.trace.journal import Errors
-from lowprec_check.engine.train.policies import unmeasured
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.schema.axes import BACKENDS
-from lowprec_check.schema.measures import PredictedDevice, Scenario
+from lowprec_check.schema.measures import Errors, PredictedDevice, Scenario
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, MemoryFormat, RunKey
 from lowprec_check.schema.scan_result import Run, skipped
 from lowprec_check.schema.training import TrainingSetup
-from lowprec_check.schema.training_policies import PolicyGradient
-from lowprec_check.schema.verdict import Status
 from lowprec_check.schema.what_if import WhatIf
 
 REFERENCE_BUDGET = 600.0
@@ -75,21 +71,6 @@ class RunOptions:
     scenario: Scenario | None = None
     steps: int = 0
     """Steps of training; 0 if only the forward pass is run."""
-
-    def __post_init__(self) -> None:
-        """Raise :class:`UsageError` for a number that is none or out of range; the command line has checked its own."""
-        check_number("budget", self.budget, above=0.0)
-        check_number("tolerance", self.tolerance, least=0.0)
-        if not isinstance(self.seed, int):
-            raise UsageError(f"seed is {self.seed!r}.", "Give an integer.")
-
-
-def check_number(name: str, value: Any, *, above: float | None = None, least: float | None = None) -> None:
-    """Raise :class:`UsageError` if ``value`` is neither ``None`` nor a number ``above`` one, or of ``least`` the other."""
-    fits = isinstance(value, (int, float)) and (above is None or value > above) and (least is None or value >= least)
-    if value is not None and not fits:
-        limit = f"above {above:g}" if above is not None else f"of at least {least:g}"
-        raise UsageError(f"{name} is {value!r}.", f"Give a number {limit}.")
 
 
 class TargetRuns:
@@ -270,18 +251,6 @@ class TargetRuns:
             return outcome.what_if
         why = why_incomplete(outcome, budget) or "; ".join(outcome.faults)
         return [WhatIf(format=name, note=why) for name in formats]
-
-    def policies(self, micro_batches: int) -> list[PolicyGradient]:
-        """The gradients that policies of distributed training accumulate over ``micro_batches``, on one CPU rank."""
-        budget = self.options.budget or REFERENCE_BUDGET
-        asked = {"policies": micro_batches, "plain": False, "instrumented": False, "steps": 0, "explain_budget": budget}
-        outcome = self._execute(self._job(REFERENCE, device="cpu", **asked))
-        ends: dict[str, Status] = {"done": "skipped", "crashed": "crashed"}
-        why = why_incomplete(outcome, budget) or "; ".join(outcome.faults)
-        return [
-            *outcome.policies,
-            *unmeasured(outcome.policies, micro_batches, why, ends.get(outcome.ended, "timeout")),
-        ]
 
     def _run(self, job: Job, *, instrumented: bool) -> Run:
         job = dataclasses.replace(job, instrumented=instrumented and not self._hidden_state)

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowprec_check.engine.core.devices import MemoryLimit
 from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow
-from lowprec_check.engine.core.free_memory import MemoryLimit
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.gradient_buffers import GradientBuffers, Part, pulled_back
 from lowprec_check.engine.trace.ops import Args, Kwargs
@@ -29,7 +29,7 @@ from lowprec_check.schema.op_calls import PRODUCTS, OpCall
 COMPACT = torch.bfloat16
 """The dtype in which the tape stores errors."""
 
-Errors = tuple[Tensor | None, ...]
+AddedErrors = tuple[Tensor | None, ...]
 """What an op adds to the error of one of its results, its own inputs being given: each part, or for each format; ``None``: nothing.
 
 All ops of a tape have the same errors in the same order; empty: none at all.
@@ -96,7 +96,7 @@ class ErrorTape:
                 self._call.results = results(call, args, kwargs)
         return args, [result.detach() for result in self._call.results]
 
-    def add(self, call: DispatchedCall, row: OpCall, outputs: Sequence[Tensor], errors: Sequence[Errors]) -> None:
+    def add(self, call: DispatchedCall, row: OpCall, outputs: Sequence[Tensor], errors: Sequence[AddedErrors]) -> None:
         """Record the results of the last :meth:`run`: each of ``outputs`` has its ``errors``."""
         taped, self._call = self._call, None
         if self.stopped is not None:
@@ -118,7 +118,7 @@ class ErrorTape:
             self.blocked[call.traits.name] = None
         self._append(_Node(row, inputs, found))
 
-    def add_source(self, row: OpCall, low: Tensor, errors: Errors) -> None:
+    def add_source(self, row: OpCall, low: Tensor, errors: AddedErrors) -> None:
         """Record errors that no op adds: those of a rounded input."""
         twin = self._twins.find(low) if low.layout == torch.strided else None
         if twin is not None and self.stopped is None:
@@ -167,8 +167,8 @@ class ErrorTape:
             self._bytes -= error.nbytes
             errors[index] = None
 
-    def _compact(self, errors: Errors) -> list[Tensor | None]:
-        """Errors in fewer bits, without NaN and Inf; ``None`` for zeros, unless to know them means to wait for an accelerator."""
+    def _compact(self, errors: AddedErrors) -> list[Tensor | None]:
+        """AddedErrors in fewer bits, without NaN and Inf; ``None`` for zeros, unless to know them means to wait for an accelerator."""
         compact: list[Tensor | None] = []
         for error in errors:
             if error is None or not error.numel() or error.dtype == COMPACT:
@@ -290,7 +290,7 @@ class _Output(NamedTuple):
     values: Tensor | None
     """The reference values with the graph of the op; ``None`` if no derivative leads there."""
     errors: list[Tensor | None]
-    """In the order of :data:`Errors`; those that turn out to be zero become ``None``."""
+    """In the order of :data:`AddedErrors`; those that turn out to be zero become ``None``."""
 
 
 class _Node:

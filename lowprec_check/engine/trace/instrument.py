@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager
+from lowprec_check.engine.core.devices import MemoryLimit, free_memory
 from lowprec_check.engine.core.dispatch_mode import DispatchMode
-from lowprec_check.engine.core.exceptions import first_line
-from lowprec_check.engine.core.free_memory import MemoryLimit, free_memory
 from lowprec_check.engine.core.output_comparison import compare_outputs, same_bits
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.seed import seed_everything
@@ -32,16 +31,16 @@ from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.trace.execution import Emulation
 from lowprec_check.engine.trace.function_mode import BackwardFailures, FunctionRescue, SteppingCall
-from lowprec_check.engine.trace.journal import Errors, Instrumented, Journal
+from lowprec_check.engine.trace.journal import Instrumented, Journal
 from lowprec_check.engine.trace.lockstep import Lockstep, seed_inputs, seed_state
 from lowprec_check.engine.trace.output_budget import Returned, error_budget, returned
 from lowprec_check.engine.trace.pending_figures import PendingFigures
 from lowprec_check.engine.trace.places import Places
 from lowprec_check.engine.trace.recorder import Recorder
 from lowprec_check.engine.trace.twins import storage_key
-from lowprec_check.errors import message_of, type_name
+from lowprec_check.errors import first_line, message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
-from lowprec_check.schema.measures import ErrorBudget
+from lowprec_check.schema.measures import ErrorBudget, Errors
 from lowprec_check.schema.module_paths import module_around, paths_above
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.scan_result import Gap

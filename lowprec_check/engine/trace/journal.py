@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Literal
 
 import msgspec
 
-from lowprec_check.engine.core.exceptions import first_line
+from lowprec_check.errors import first_line
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.measures import ErrorBudget, ModuleMagnitudes
 from lowprec_check.schema.op_calls import OpCall, OpCalls, to_columns
 from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.scan_result import Gap, GapKind
 from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo
-
-Errors = Literal["both", "accumulated", "none"]
-"""Which errors to compute: local and accumulated, only accumulated (no second run of each op), or none."""
 
 
 class Instrumented(Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from torch import Tensor
 from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow, widen, widened_dtype
 from lowprec_check.engine.core.tensor_comparison import CHUNK, TensorComparison, is_dense
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall, run_wide
-from lowprec_check.engine.trace.error_tape import COMPACT, Errors
+from lowprec_check.engine.trace.error_tape import COMPACT, AddedErrors
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.ops import Args, Kwargs, map_args
 from lowprec_check.engine.trace.pending_figures import Pending
@@ -256,13 +256,13 @@ def _widened_outputs(
 
 def added_errors(
     call: DispatchedCall, outputs: list[Tensor], exact: Sequence[Tensor | None] | None, *, waits: bool = True
-) -> list[Errors]:
+) -> list[AddedErrors]:
     """What the op adds to each of ``outputs`` before rounding, and by rounding; ``exact`` are the outputs without either.
 
     Rounding is that of the results on the rounded parameters, unless these need almost no rounding: a bias that is rounded
     already. Then it is that of ``exact``, which is as large as the error. ``waits``: whether this may wait for an accelerator.
     """
-    errors: list[Errors] = []
+    errors: list[AddedErrors] = []
     for index, out in enumerate(outputs):
         known = exact[index] if exact is not None and index < len(exact) else None
         if known is None or not is_float(out) or known.shape != out.shape or (call.traits.selects and not index):
@@ -288,7 +288,7 @@ def added_errors(
     return errors
 
 
-def _added_in_chunks(out: Tensor, own: Tensor, exact: Tensor) -> Errors | None:
+def _added_in_chunks(out: Tensor, own: Tensor, exact: Tensor) -> AddedErrors | None:
     """The same on a CPU, in chunks that stay in cache: a tensor is read once, and written in 16 bits without NaN and Inf.
 
     ``None`` if the tensors are not on a CPU, dense, in fp32 and of one layout.

@@ -18,20 +18,20 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode
-from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.floating_dtypes import NARROW, is_float, is_narrow, underflows
 from lowprec_check.engine.model.memory import StorageCounter
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall, run_wide
 from lowprec_check.engine.trace.execution import Emulation, Execution
-from lowprec_check.engine.trace.journal import Errors, Journal
+from lowprec_check.engine.trace.journal import Journal
 from lowprec_check.engine.trace.lockstep import GeneratorState, Lockstep, has_drawn, state_before
 from lowprec_check.engine.trace.magnitude_samples import MagnitudeSamples
 from lowprec_check.engine.trace.op_errors import OpErrors, added_errors, has_local_error, widened_arguments
 from lowprec_check.engine.trace.ops import Args, Kwargs, has_narrow_dtype, outputs_of, tensors_in
 from lowprec_check.engine.trace.places import Places
 from lowprec_check.engine.trace.twins import storage_key
-from lowprec_check.errors import message_of
+from lowprec_check.errors import first_line, message_of
 from lowprec_check.process.breadcrumb import Breadcrumb
+from lowprec_check.schema.measures import Errors
 from lowprec_check.schema.op_calls import OpCall
 
 T = TypeVar("T")
