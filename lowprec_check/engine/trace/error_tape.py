@@ -168,7 +168,7 @@ class ErrorTape:
             errors[index] = None
 
     def _compact(self, errors: AddedErrors) -> list[Tensor | None]:
-        """AddedErrors in fewer bits, without NaN and Inf; ``None`` for zeros, unless to know them means to wait for an accelerator."""
+        """Errors in fewer bits, without NaN and Inf; ``None`` for zeros, unless to know them means to wait for an accelerator."""
         compact: list[Tensor | None] = []
         for error in errors:
             if error is None or not error.numel() or error.dtype == COMPACT:
