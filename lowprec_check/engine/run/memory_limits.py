@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from lowprec_check.engine.core.free_memory import MemoryLimit, free_memory
+from lowprec_check.engine.core.devices import MemoryLimit, free_memory
 from lowprec_check.engine.model.memory import MOST_TIMES_FP32, ModelBytes, gibibytes
 from lowprec_check.engine.run.job import Job, JobFiles
 from lowprec_check.engine.trace.recorder import Errors
