@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lowprec_check.schema.precisions import PRECISIONS, FloatFormat
-from lowprec_check.schema.training import WAYS
+from lowprec_check.schema import ways_to_train
 
 Raw = dict[str, Any]
 Claim = Callable[..., bool]

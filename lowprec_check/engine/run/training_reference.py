@@ -27,11 +27,10 @@ from lowprec_check.engine.run.messages import Measures, MeasuresDone, PlainDone,
 from lowprec_check.engine.run.reference_errors import unchanged_reference
 from lowprec_check.engine.run.reference_file import read_reference, write_reference
 from lowprec_check.engine.run.training_steps import TrainingSteps
-from lowprec_check.engine.train.gradients import FirstGradients
+from lowprec_check.engine.train.first_step import FirstGradients
 from lowprec_check.engine.train.spread import SEEDS, Spread, add_noise
-from lowprec_check.engine.train.step import StepResult, TrainingStep
-from lowprec_check.engine.train.trajectory import Samples, StepFailedError, Trajectory
-from lowprec_check.engine.train.ways import PLAIN, state_bytes
+from lowprec_check.engine.train.steps import Samples, StepFailedError, StepResult, TrainingStep, Trajectory
+from lowprec_check.engine.train.ways.usual import PLAIN
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.training import TrainingRun, TrainingSetup, TrainingWay
 
@@ -122,7 +121,7 @@ class ReferenceTraining(TrainingSteps):
         self, base: Trajectory, samples: Samples, gradients: dict[str, Tensor], trained: TrainingStep
     ) -> None:
         """Train from other seeds; save all for the other runs, and send how the model was trained."""
-        optimizer, state = describe_optimizer(trained.updates.optimizer), state_bytes(trained.updates)
+        optimizer, state = describe_optimizer(trained.updates.optimizer), trained.state_bytes
         others = [self._other_seed(number) for number in range(1, SEEDS + 1)]
         assert self.outputs is not None
         assert self._loss is not None
