@@ -7,6 +7,7 @@ from typing import Literal
 
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.verdict import ExceptionInfo, Status
+from lowprec_check.schema.ways_to_train import WayToTrain, way_named
 
 Values = Literal["weight", "buffer", "optimizer state", "average"]
 """What an update changes: a parameter, a buffer (running statistics), the state of the optimizer, or an average of the weights."""
@@ -106,6 +107,11 @@ class TrainingWay(Struct, frozen=True, kw_only=True):
     """Loss scales of a ``GradScaler``."""
     state_bytes: int | None = None
     """Bytes of the weights, their copies and the state of the optimizer, after the last step."""
+
+    @property
+    def declared(self) -> WayToTrain:
+        """What is known of a way of this name."""
+        return way_named(self.name)
 
 
 class ParameterGradient(Struct, frozen=True, kw_only=True):

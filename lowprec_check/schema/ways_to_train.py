@@ -13,7 +13,7 @@ import inspect
 import pkgutil
 import textwrap
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from lowprec_check.schema.precisions import Kind, Precision
 from lowprec_check.schema.registry import Registry
@@ -40,6 +40,13 @@ class Updates(Protocol):
 
     def step(self) -> None:
         """Update the parameters."""
+
+
+class PastedClass(NamedTuple):
+    """A class of the code to paste."""
+
+    name: str
+    text: str
 
 
 def _of_the_model(updates: Updates) -> list[Any]:
@@ -75,8 +82,8 @@ class WayToTrain:
     """Whether it rounds at random: the weights are right on average, so their distance from those of fp32 is not judged."""
     one_context: bool = False
     """Whether autocast is entered once, around all steps; the loss is scaled as in the usual way."""
-    is_recommended: bool = True
-    """Whether it is recommended where it passes."""
+    is_trap: bool = False
+    """Whether it is tried to show that it fails, and never recommended."""
     trial: Trial = "each run"
     imports: tuple[str, ...] = ()
     """Lines of code to paste that import what :meth:`optimizer_code` needs."""
@@ -101,13 +108,15 @@ class WayToTrain:
             raise NotImplementedError
         return self.updater()(model.parameters(), make, *(() if scaler is None else (scaler,)))
 
-    def class_code(self) -> list[str]:
-        """The lines of the class that updates the weights; none without one."""
+    def pasted_class(self) -> PastedClass | None:
+        """The class that updates the weights; ``None`` without one."""
         if self.updater is None:
-            return []
+            return None
         text = textwrap.dedent(inspect.getsource(self.updater))
         (found,) = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef))
-        return textwrap.dedent("\n".join(text.splitlines()[found.lineno - 1 : found.end_lineno])).splitlines()
+        return PastedClass(
+            found.name, textwrap.dedent("\n".join(text.splitlines()[found.lineno - 1 : found.end_lineno]))
+        )
 
     def optimizer_code(self, optimizer: str) -> list[str]:
         """Lines of code to paste after ``optimizer``, a variable, is made."""
@@ -126,12 +135,14 @@ WAYS: Registry[WayToTrain] = Registry("way to train", WayToTrain, _built_in)
 
 def way_named(name: str) -> WayToTrain:
     """The way of that name; one that is not installed is shown by its name."""
-    return WAYS.find(name) or WayToTrain(name=name, words=name, summary="", order=0, is_recommended=False)
+    return WAYS.find(name) or WayToTrain(name=name, words=name, summary="", order=0)
 
 
 def ways_of(precision: Precision, steps: int) -> list[WayToTrain]:
     """The ways to try in each run of a precision, for that many steps. The first is what people write: the status of the run is its."""
     usual = WAYS.get("grad-scaler" if precision.kind == "autocast" and precision.format.underflows else "plain")
-    tried = (way for way in WAYS if way.trial == "each run" and way.suits(precision) and (steps > 1 or not way.one_context))
+    tried = (
+        way for way in WAYS if way.trial == "each run" and way.suits(precision) and (steps > 1 or not way.one_context)
+    )
     others = (dataclasses.replace(way, scale=usual.scale) if way.one_context else way for way in tried)
     return [usual, *(way for way in others if way.name != usual.name)]

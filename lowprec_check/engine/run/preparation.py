@@ -15,10 +15,10 @@ from lowprec_check.engine.run.job import Job
 from lowprec_check.engine.run.memory_limits import check_weights_fit
 from lowprec_check.engine.run.on_backend import OnBackend
 from lowprec_check.engine.train.steps import TrainingStep, with_step
-from lowprec_check.schema.ways_to_train import ways_of
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import EAGER
+from lowprec_check.schema.ways_to_train import ways_of
 
 
 @contextlib.contextmanager

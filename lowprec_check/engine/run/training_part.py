@@ -47,6 +47,7 @@ from lowprec_check.engine.train.steps import (
     TrainingStep,
     Trajectory,
     Watcher,
+    state_bytes,
 )
 from lowprec_check.engine.train.ways.usual import PLAIN, SUGGESTED
 from lowprec_check.errors import UsageError
@@ -203,7 +204,7 @@ class TrainingPart(TrainingSteps):
             skipped_steps=trajectory.skipped,
             initial_scale=way.scale,
             final_scale=step.scale,
-            state_bytes=step.state_bytes,
+            state_bytes=state_bytes(step.updates),
         )
 
     def _add(self, way: TrainingWay, loop: Loop | None, watchers: dict[str, Watcher]) -> None:

@@ -29,7 +29,7 @@ from lowprec_check.engine.run.reference_file import read_reference, write_refere
 from lowprec_check.engine.run.training_steps import TrainingSteps
 from lowprec_check.engine.train.first_step import FirstGradients
 from lowprec_check.engine.train.spread import SEEDS, Spread, add_noise
-from lowprec_check.engine.train.steps import Samples, StepFailedError, StepResult, TrainingStep, Trajectory
+from lowprec_check.engine.train.steps import Samples, StepFailedError, StepResult, TrainingStep, Trajectory, state_bytes
 from lowprec_check.engine.train.ways.usual import PLAIN
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.training import TrainingRun, TrainingSetup, TrainingWay
@@ -121,7 +121,7 @@ class ReferenceTraining(TrainingSteps):
         self, base: Trajectory, samples: Samples, gradients: dict[str, Tensor], trained: TrainingStep
     ) -> None:
         """Train from other seeds; save all for the other runs, and send how the model was trained."""
-        optimizer, state = describe_optimizer(trained.updates.optimizer), trained.state_bytes
+        optimizer, state = describe_optimizer(trained.updates.optimizer), state_bytes(trained.updates)
         others = [self._other_seed(number) for number in range(1, SEEDS + 1)]
         assert self.outputs is not None
         assert self._loss is not None

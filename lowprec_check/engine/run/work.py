@@ -41,12 +41,12 @@ from lowprec_check.engine.trace.extra_modes import withholding
 from lowprec_check.engine.trace.instrument import Instrumented, Options, fp32_state, run_instrumented
 from lowprec_check.engine.trace.what_if import predict
 from lowprec_check.engine.train.steps import TrainingStep, batches_of, with_step
-from lowprec_check.schema.ways_to_train import ways_of
 from lowprec_check.errors import first_line, message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.op_calls import FALLBACK_WARNING, OpCalls
 from lowprec_check.schema.run_key import CONTIGUOUS, REFERENCE
 from lowprec_check.schema.scan_result import Gap
+from lowprec_check.schema.ways_to_train import ways_of
 from lowprec_check.schema.what_if import WhatIf
 
 

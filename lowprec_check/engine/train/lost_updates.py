@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.floating_dtypes import NARROW, widen, widened_dtype
 from lowprec_check.engine.model.training import MakeOptimizer
 from lowprec_check.engine.train.steps import Samples, TrainingStep, Trajectory, Watcher
-from lowprec_check.errors import message_of, type_name
+from lowprec_check.errors import first_line, message_of, type_name
 from lowprec_check.schema.training import EpsilonCheck, LostUpdates, Values
 
 Name = tuple[str, Values]

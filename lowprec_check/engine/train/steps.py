@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lowprec_check.engine.core import accelerators as devices
-from lowprec_check.engine.core.exceptions import first_line
+from lowprec_check.engine.core import devices
 from lowprec_check.engine.core.floating_dtypes import is_float, real
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import call_model
@@ -23,7 +22,7 @@ from lowprec_check.engine.model.prepared import FailedCast, Prepared
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.training import LossInputs, loss_of, make_optimizer
 from lowprec_check.engine.model.user_module import call_user_code
-from lowprec_check.errors import UsageError, message_of, type_name
+from lowprec_check.errors import UsageError, first_line, message_of, type_name
 from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.ways_to_train import Updates, WayToTrain
 
@@ -54,7 +53,9 @@ class TrainingStep:
     average: Any
     """The average of the weights, if the user's file makes one."""
 
-    def __init__(self, target: Target, ready: Prepared, way: WayToTrain, call: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, target: Target, ready: Prepared, way: WayToTrain, call: Callable[..., Any] | None = None
+    ) -> None:
         self.target, self.way, self.model = target, way, ready.model
         self.phase: Phase = "forward"
         """The part that runs, or failed."""
@@ -118,18 +119,18 @@ class TrainingStep:
         scaler: Any = getattr(self.updates, "scaler", None)
         return None if scaler is None else float(scaler.get_scale())
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the weights, their copies, and the state of the optimizer."""
-        lists = [found for found in vars(self.updates).values() if isinstance(found, list)]
-        lists += [list(state.values()) for state in self.updates.optimizer.state.values()]
-        storages = [tensor.untyped_storage() for found in lists for tensor in found if isinstance(tensor, Tensor)]
-        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-
 
 def with_step(ready: Prepared, step: TrainingStep) -> Prepared:
     """``ready``, called by ``step``, which enters the context of the precision itself."""
     return ready._replace(call=step, enters_context=True)
+
+
+def state_bytes(updates: Updates) -> int:
+    """Bytes of the weights, their copies, and the state of the optimizer."""
+    lists = [found for found in vars(updates).values() if isinstance(found, list)]
+    lists += [list(state.values()) for state in updates.optimizer.state.values()]
+    storages = [tensor.untyped_storage() for found in lists for tensor in found if isinstance(tensor, Tensor)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def batches_of(target: Target, count: int) -> list[Target]:

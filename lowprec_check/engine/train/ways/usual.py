@@ -72,6 +72,6 @@ WAYS = (
         order=40,
         kinds=("autocast",),
         one_context=True,
-        is_recommended=False,
+        is_trap=True,
     ),
 )
