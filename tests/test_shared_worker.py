@@ -27,9 +27,9 @@ from lowprec_check.engine.run.launcher import Launcher
 from lowprec_check.engine.run.messages import PlainDone
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.scan import scan_target
-from lowprec_check.engine.scan_options import ScanOptions
 from lowprec_check.engine.trace import journal
 from lowprec_check.process import Isolation
+from lowprec_check.schema.options import ScanOptions
 
 HEAD = """
 import itertools, os, signal, subprocess, sys, threading, time

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, shared_kernel
+from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode
 from lowprec_check.engine.core.floating_dtypes import is_float
+from lowprec_check.engine.core.op_kernels import shared_kernel
 from lowprec_check.engine.device_twin.kernel_support import DTYPES, KernelSupport
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.execution import Retry

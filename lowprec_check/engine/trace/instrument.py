@@ -35,12 +35,12 @@ from lowprec_check.engine.trace.lockstep import Lockstep, seed_inputs, seed_stat
 from lowprec_check.engine.trace.output_budget import error_budget
 from lowprec_check.engine.trace.pending_figures import PendingFigures
 from lowprec_check.engine.trace.places import Places
-from lowprec_check.engine.trace.recorder import Errors, Recorder
+from lowprec_check.engine.trace.recorder import Recorder
 from lowprec_check.engine.trace.twins import Returned, returned, storage_key
 from lowprec_check.errors import first_line, message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.base import Struct
-from lowprec_check.schema.measures import ErrorBudget, ModuleMagnitudes
+from lowprec_check.schema.measures import ErrorBudget, Errors, ModuleMagnitudes
 from lowprec_check.schema.module_paths import module_around, paths_above
 from lowprec_check.schema.op_calls import OpCalls, to_columns
 from lowprec_check.schema.scan_result import Gap

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,11 +38,11 @@ from lowprec_check.engine.trace.places import Places
 from lowprec_check.engine.trace.twins import storage_key
 from lowprec_check.errors import first_line, message_of
 from lowprec_check.process.breadcrumb import Breadcrumb
+from lowprec_check.schema.measures import Errors
 from lowprec_check.schema.op_calls import OpCall
 
 T = TypeVar("T")
 
-Errors = Literal["both", "accumulated", "none"]
 """Which errors to compute: local and accumulated, only accumulated (no second run of each op), or none."""
 
 
