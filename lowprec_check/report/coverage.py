@@ -118,7 +118,8 @@ def _words(use: OpUse, key: str) -> str:
     support, precision = use.support[key], PRECISIONS.find(key)
     low, cell = precision.format.short if precision else key, cell_of(support)
     words = _CELLS[cell][0].format(dtype=low)
-    on = f" on {low} inputs" if cell in ("some", "none") and key.startswith("autocast") else ""
+    autocast = precision.kind == "autocast" if precision else key.startswith("autocast")
+    on = f" on {low} inputs" if cell in ("some", "none") and autocast else ""
     return words + on + (f", from torch {support.fixed_in}" if support.fixed_in else "")
 
 
