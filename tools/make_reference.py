@@ -28,10 +28,8 @@ COMMANDS = (
     "report",
     "diff",
     "op",
-    "catalog build",
     "catalog diff",
     "catalog gaps",
-    "catalog report",
     "explain",
     "env",
 )

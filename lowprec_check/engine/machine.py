@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from lowprec_check.catalog.declared import release_of
 from lowprec_check.catalog.predictable import predicted_device
+from lowprec_check.catalog.versions import release_of
 from lowprec_check.engine.core import accelerators as devices
 from lowprec_check.engine.core.compiled import IPEX, installed_version, minor_version
 from lowprec_check.errors import UsageError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from lowprec_check.analysis.rules.registry import check_codes
-from lowprec_check.catalog.declared import release_of
+from lowprec_check.catalog.versions import release_of
 from lowprec_check.engine.model.application import application_of
 from lowprec_check.engine.run.target_runs import RunOptions
 from lowprec_check.engine.trace.extra_modes import parse_withheld

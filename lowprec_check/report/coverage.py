@@ -16,7 +16,7 @@ from lowprec_check.analysis.coverage_changes import (
     reason_of,
 )
 from lowprec_check.analysis.suite_coverage import Cell, Coverage, OpUse, cell_of, precision_of
-from lowprec_check.catalog.declared import overload_name
+from lowprec_check.catalog.names import overload_name
 from lowprec_check.report.blocks import Block, Column, Document, Fold, Heading, Row, Say, Table, workflow_command
 from lowprec_check.report.diff import compared
 from lowprec_check.report.layout.html import html
