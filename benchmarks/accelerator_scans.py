@@ -275,7 +275,7 @@ def run_child(options: argparse.Namespace) -> None:
     phases = Phases()
     from lowprec_check.engine.load import TargetSpec, load_here
     from lowprec_check.engine.scan import scan_target
-    from lowprec_check.engine.scan_options import ScanOptions
+    from lowprec_check.schema.options import ScanOptions
 
     file, precisions, isolation = options.child
     phases.passed("import")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lowprec_check
-from lowprec_check.engine.core.free_memory import peak_allocated
+from lowprec_check.engine.core.devices import peak_allocated
 from lowprec_check.engine.model import memory as memory_need
 from lowprec_check.engine.model.memory import MOST_TIMES_FP32, SMALL, ModelBytes, Part, gibibytes
 from lowprec_check.engine.model.prepared import prepared

@@ -16,7 +16,7 @@ from conftest import EXAMPLES, Call
 from torch import Tensor, nn
 
 from lowprec_check import Run, ScanResult, scan
-from lowprec_check.engine.core import accelerators
+from lowprec_check.engine.core import devices
 from lowprec_check.engine.load import TargetSpec, load_here
 from lowprec_check.engine.model.memory import free_weights
 from lowprec_check.engine.model.plain_run import PlainResult
@@ -27,9 +27,9 @@ from lowprec_check.engine.run.launcher import Launcher
 from lowprec_check.engine.run.messages import PlainDone
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.scan import scan_target
-from lowprec_check.engine.scan_options import ScanOptions
 from lowprec_check.engine.trace import journal
 from lowprec_check.process import Isolation
+from lowprec_check.schema.options import ScanOptions
 
 HEAD = """
 import itertools, os, signal, subprocess, sys, threading, time
@@ -227,7 +227,7 @@ class Breaks(nn.Module):
 
 
 def test_a_broken_device_costs_its_row_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerators, "initialized", lambda: iter([FakeAccelerator]))  # forks have it too
+    monkeypatch.setattr(devices, "initialized", lambda: iter([FakeAccelerator]))  # forks have it too
     source = TargetSource(make_target(Breaks().eval(), torch.ones(2, 8)))
     result = scanned(source, "shared", precisions=["half", "bfloat16"])
     assert [run.status for run in result.runs] == ["ok", "error", "ok"]
@@ -240,7 +240,7 @@ def fails_on_the_device(target: Target, send: Send) -> None:
 
 
 def test_a_device_that_breaks_outside_of_a_call_is_an_error_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerators, "initialized", lambda: iter([FakeAccelerator]))
+    monkeypatch.setattr(devices, "initialized", lambda: iter([FakeAccelerator]))
     source = TargetSource(make_target(Breaks().eval(), torch.ones(2, 8)))
     with open_job_files() as files:
         job = Job(precision="half", device="cpu", files=files)

@@ -79,11 +79,8 @@ def lookup(
     low = None if dtype is None else dtype_of(dtype)
     chosen = _releases(kind, torch)
     sweeps = [release for release in chosen if isinstance(release, Sweep)]
-    if kind and is_declared(kind):
-        if torch:
-            declared.load(kind, torch)  # raises an error that lists the known releases
-    elif not sweeps:
-        sweep_of(kind or "cpu", torch)  # raises an error that lists the known versions
+    if not sweeps:
+        _release(kind or "cpu", torch)  # raises an error that lists the known versions, if there is none
     found = search(query, (sweeps or [sweep_of("cpu", torch)])[0].records)
     elsewhere: dict[str, list[str]] = {}
     if torch and kind is None:

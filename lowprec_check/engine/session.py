@@ -17,14 +17,13 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from lowprec_check.engine.load import TargetSpec, load_here
-from lowprec_check.engine.plan.planner import PlanOptions, growing_planning
+from lowprec_check.engine.plan.planner import growing_planning
 from lowprec_check.engine.run.isolation import WorkerError, best_isolation, check_isolation
 from lowprec_check.engine.run.launcher import OnProgress
 from lowprec_check.engine.run.place_log import model_line, note_model
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.worker_task import LOAD_SECONDS
-from lowprec_check.engine.scan import growing_scan
-from lowprec_check.engine.scan_options import ScanOptions
+from lowprec_check.engine.scan import check_options, growing_scan
 from lowprec_check.errors import ProcessLostError, UsageError, traceback_of
 from lowprec_check.process import Isolation
 from lowprec_check.process.breadcrumb import read_shared, shared_file
@@ -33,6 +32,7 @@ from lowprec_check.process.guardian import GUARDIAN
 from lowprec_check.process.supervisor import StateEvent, Supervisor, describe_exit
 from lowprec_check.schema.base import Struct, encoded
 from lowprec_check.schema.op_calls import OpCalls
+from lowprec_check.schema.options import PlanOptions, ScanOptions
 from lowprec_check.schema.plan import Planning
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import Run, ScanResult
@@ -89,7 +89,7 @@ def scan_file(
     ``options.budget`` limits the time to load, too. Raises :class:`UsageError` for what the user can fix, and
     :class:`ProcessLostError` if the process ends after it has loaded the target.
     """
-    options.check()
+    check_options(options)
     runs: dict[RunKey, Run] = {}
     session = _Session(spec, options.seed, isolation, options.budget or LOAD_SECONDS, on_progress)
     for result in session.grow(functools.partial(_grow_scan, options, spec.name)):

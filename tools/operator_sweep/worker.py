@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from lowprec_check.catalog.records import LOW, Dtype, Header
-from lowprec_check.engine.core.compiled import IPEX, installed_version, minor_version
+from lowprec_check.engine.core.installation import IPEX, cpu_info, extension_problem, installed_version
 from lowprec_check.engine.sweep.calls import Caller
 from lowprec_check.engine.sweep.failures import Raised
 from lowprec_check.engine.sweep.messages import Answer, Hello
@@ -25,7 +24,7 @@ def load_extension() -> str:
     version = installed_version(IPEX)
     if version is None:
         raise UsageError("Intel Extension for PyTorch is not installed.", "pip install 'lowprec-check[ipex]'")
-    if minor_version(version) != minor_version(torch.__version__):
+    if extension_problem() is not None:
         raise UsageError(
             f"Intel Extension for PyTorch {version} does not match torch {torch.__version__}.",
             f"Install the extension for torch {torch.__version__}.",
@@ -64,11 +63,8 @@ def hardware_of(device: str) -> tuple[str, list[str]]:
     """The name of the device, and the features of a CPU."""
     if device != "cpu":
         return str(getattr(torch, device).get_device_name(0)), []
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set[str]())
-    return name, [feature for feature in FEATURES if feature in flags]
+    flags = cpu_info("flags").split()
+    return cpu_info("model name") or "unknown", [feature for feature in FEATURES if feature in flags]
 
 
 def main() -> None:

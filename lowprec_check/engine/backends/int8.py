@@ -6,7 +6,7 @@ import platform
 from collections.abc import Callable
 from typing import Any
 
-from lowprec_check.engine.quantize.library import ipex_code, library, missing, torchao_code
+from lowprec_check.engine.quantize.library import library, missing, quantization_code
 from lowprec_check.schema.axes import Backend, Code, Example
 from lowprec_check.schema.measures import LayerError
 from lowprec_check.schema.precisions import BF16, Precision
@@ -32,7 +32,10 @@ class Int8(Backend):
         if platform.machine().lower() not in ("x86_64", "amd64"):
             return f"int8 quantizes for x86 CPUs, and this machine is {platform.machine()}"
         if precision.kind == "autocast" and precision.format != BF16:
-            return "beside int8 layers, the rest of the model can run in fp32 or bf16, not in fp16: use autocast-bf16"
+            other = precision.format.short
+            return (
+                f"beside int8 layers, the rest of the model can run in fp32 or bf16, not in {other}: use autocast-bf16"
+            )
         if precision.kind not in ("reference", "autocast"):
             return "int8 quantizes fp32 weights, which a cast has rounded already: use fp32 or autocast-bf16"
         return f"int8 cannot run here: {missing()}" if library() is None else None
@@ -40,7 +43,7 @@ class Int8(Backend):
     def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
         """The quantized model, calibrated on ``example.calibration()``; the first call compiles it."""
         from lowprec_check.engine.core.seed import kept_generators
-        from lowprec_check.engine.quantize.conversion import quantize
+        from lowprec_check.engine.quantize.library import quantize
 
         with kept_generators():
             return quantize(model, (example.args, example.kwargs), example.calibration)
@@ -52,7 +55,7 @@ class Int8(Backend):
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
         """The same calls of the library."""
-        return ipex_code(model) if library() == "ipex" else torchao_code(model)
+        return quantization_code(model)
 
 
 BACKEND = Int8()

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import msgspec
 
+from lowprec_check.engine.core.installation import extension_problem
 from lowprec_check.engine.run.explanation import why_incomplete
 from lowprec_check.engine.run.job import Job
 from lowprec_check.engine.run.outcome import JobOutcome
-from lowprec_check.engine.stack.intel_extension import extension_problem
 from lowprec_check.process import Isolation
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS

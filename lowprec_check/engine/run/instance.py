@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.compiled import own_compiled_code
-from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.job import Job, Send
@@ -26,7 +25,7 @@ from lowprec_check.engine.run.preparation import on_backend, on_device, prepared
 from lowprec_check.engine.run.target_source import Load
 from lowprec_check.engine.run.turns import WARM_UP_CALLS, TimedCalls
 from lowprec_check.engine.run.worker_task import work_on
-from lowprec_check.errors import message_of, type_name
+from lowprec_check.errors import first_line, message_of, type_name
 from lowprec_check.process.function_worker import SendBytes, end_if_forked
 
 SECONDS = 3.0

@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 from lowprec_check.engine.run.messages import FromJob
 from lowprec_check.engine.trace.dispatched_call import Place
-from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.process.breadcrumb import shared_file
-from lowprec_check.schema.measures import PredictedDevice
+from lowprec_check.schema.measures import Errors, PredictedDevice
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, MemoryFormat, RunKey
 from lowprec_check.schema.scan_result import Evidence
@@ -95,8 +94,6 @@ class Job:
     """Steps of training; 0 if only the forward pass is run."""
     extension: bool = False
     """Whether to train in the ways of Intel's extension, which changes the process for good."""
-    policies: int = 0
-    """Micro-batches over which the gradients of policies of distributed training are accumulated; 0 if they are not measured."""
 
     @property
     def is_reference(self) -> bool:

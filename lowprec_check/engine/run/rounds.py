@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 
 from lowprec_check.engine.core.compiled import own_compiled_code
-from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.model.plain_run import reraise_interrupt
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.isolation import WorkerError
@@ -39,7 +38,7 @@ from lowprec_check.engine.run.round_schedule import RoundSchedule
 from lowprec_check.engine.run.target_source import Load, TargetSource
 from lowprec_check.engine.run.turns import TimedCalls
 from lowprec_check.engine.run.worker_task import LOAD_SECONDS, work_on
-from lowprec_check.errors import message_of, type_name
+from lowprec_check.errors import first_line, message_of, type_name
 from lowprec_check.process.function_worker import FunctionWorker, SendBytes, end_if_forked
 from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor
 from lowprec_check.schema.measures import Latency, TimingConditions

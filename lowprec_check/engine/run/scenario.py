@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.model.plain_run import reraise_interrupt
 from lowprec_check.engine.run.instance import SECONDS, Instance, time_instance, work_as_instance
@@ -28,7 +27,7 @@ from lowprec_check.engine.run.messages import (
 )
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.worker_task import LOAD_SECONDS
-from lowprec_check.errors import message_of, type_name
+from lowprec_check.errors import first_line, message_of, type_name
 from lowprec_check.process import Isolation
 from lowprec_check.process.breadcrumb import clear_shared
 from lowprec_check.process.function_worker import FunctionWorker

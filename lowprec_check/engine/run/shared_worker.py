@@ -11,14 +11,13 @@ from typing import NamedTuple
 
 import torch
 
-from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.job import Job
 from lowprec_check.engine.run.leftovers import Leftovers
 from lowprec_check.engine.run.messages import Checked, FromJob, decode, encode
 from lowprec_check.engine.run.target_source import Load, TargetSource
 from lowprec_check.engine.run.worker_task import JobSender, Work, why_broken, work_on_job
-from lowprec_check.errors import UsageError, message_of
+from lowprec_check.errors import UsageError, first_line, message_of
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.process.function_worker import Channel, FunctionWorker
 from lowprec_check.process.supervisor import MessageEvent, Supervisor

@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 import torch
 
+from lowprec_check.catalog.names import why_not_covered
+from lowprec_check.engine.model.application import autocast_problem
 from lowprec_check.engine.model.prepared import format_problem
 from lowprec_check.engine.run.assemble import explained_by, make_run
 from lowprec_check.engine.run.explanation import Attempts, why_incomplete
@@ -30,18 +32,14 @@ from lowprec_check.engine.run.reference_errors import (
 from lowprec_check.engine.run.scenario import NotTimedError, time_in_scenario
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.timed_runs import TimedRuns, time_runs, untimed
-from lowprec_check.engine.trace.recorder import Errors
-from lowprec_check.engine.train.policies import unmeasured
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
-from lowprec_check.schema.axes import BACKENDS
-from lowprec_check.schema.measures import PredictedDevice, Scenario
+from lowprec_check.schema.axes import BACKENDS, device_type
+from lowprec_check.schema.measures import Errors, PredictedDevice, Scenario
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, MemoryFormat, RunKey
 from lowprec_check.schema.scan_result import Run, skipped
 from lowprec_check.schema.training import TrainingSetup
-from lowprec_check.schema.training_policies import PolicyGradient
-from lowprec_check.schema.verdict import Status
 from lowprec_check.schema.what_if import WhatIf
 
 REFERENCE_BUDGET = 600.0
@@ -75,21 +73,6 @@ class RunOptions:
     scenario: Scenario | None = None
     steps: int = 0
     """Steps of training; 0 if only the forward pass is run."""
-
-    def __post_init__(self) -> None:
-        """Raise :class:`UsageError` for a number that is none or out of range; the command line has checked its own."""
-        check_number("budget", self.budget, above=0.0)
-        check_number("tolerance", self.tolerance, least=0.0)
-        if not isinstance(self.seed, int):
-            raise UsageError(f"seed is {self.seed!r}.", "Give an integer.")
-
-
-def check_number(name: str, value: Any, *, above: float | None = None, least: float | None = None) -> None:
-    """Raise :class:`UsageError` if ``value`` is neither ``None`` nor a number ``above`` one, or of ``least`` the other."""
-    fits = isinstance(value, (int, float)) and (above is None or value > above) and (least is None or value >= least)
-    if value is not None and not fits:
-        limit = f"above {above:g}" if above is not None else f"of at least {least:g}"
-        raise UsageError(f"{name} is {value!r}.", f"Give a number {limit}.")
 
 
 class TargetRuns:
@@ -271,18 +254,6 @@ class TargetRuns:
         why = why_incomplete(outcome, budget) or "; ".join(outcome.faults)
         return [WhatIf(format=name, note=why) for name in formats]
 
-    def policies(self, micro_batches: int) -> list[PolicyGradient]:
-        """The gradients that policies of distributed training accumulate over ``micro_batches``, on one CPU rank."""
-        budget = self.options.budget or REFERENCE_BUDGET
-        asked = {"policies": micro_batches, "plain": False, "instrumented": False, "steps": 0, "explain_budget": budget}
-        outcome = self._execute(self._job(REFERENCE, device="cpu", **asked))
-        ends: dict[str, Status] = {"done": "skipped", "crashed": "crashed"}
-        why = why_incomplete(outcome, budget) or "; ".join(outcome.faults)
-        return [
-            *outcome.policies,
-            *unmeasured(outcome.policies, micro_batches, why, ends.get(outcome.ended, "timeout")),
-        ]
-
     def _run(self, job: Job, *, instrumented: bool) -> Run:
         job = dataclasses.replace(job, instrumented=instrumented and not self._hidden_state)
         outcome = self._launcher.execute_until_sure(job, self._op_limit())
@@ -316,7 +287,13 @@ class TargetRuns:
             return (
                 f"{backend.name} changes its process for good, so it runs in a worker only (--isolation fork or spawn)"
             )
-        reason = backend.skip_reason(PRECISIONS.get(key.precision), key.device, key.memory_format)
+        precision = PRECISIONS.get(key.precision)
+        if self.options.predicted is not None and precision.kind in ("cast", "autocast"):
+            problem = why_not_covered(precision)
+            if problem is not None:
+                return f"nothing can be predicted: {problem}"
+        reason = backend.skip_reason(precision, key.device, key.memory_format)
+        reason = reason or autocast_problem(precision, device_type(key.device))
         reason = reason or format_problem(key.memory_format, target.model, target.inputs)
         peak = self.fp32.peak_memory_bytes if self.fp32 else None
         return reason or why_too_large(target.model, self.options.device, self.isolation, peak, self._files)

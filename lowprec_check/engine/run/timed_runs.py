@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from lowprec_check.analysis.speed import FAILED_WHILE_TIMED, latency_outside_rounds
-from lowprec_check.engine.core.free_memory import free_memory
+from lowprec_check.engine.core.devices import free_memory
 from lowprec_check.engine.run.job import Job
 from lowprec_check.engine.run.launcher import Launcher
 from lowprec_check.engine.run.rounds import OnRound, time_in_rounds

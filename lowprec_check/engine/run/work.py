@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager, compiled_frames, own_compiled_code
-from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.device_twin.twin import (
     assumed_ops,
     become_twin,
@@ -29,7 +28,6 @@ from lowprec_check.engine.run.messages import (
     GapFound,
     InstrumentFault,
     OpCallsFound,
-    PolicyMeasured,
     Predicted,
     TwinOps,
 )
@@ -42,15 +40,13 @@ from lowprec_check.engine.trace.dispatched_call import Emulation
 from lowprec_check.engine.trace.extra_modes import withholding
 from lowprec_check.engine.trace.instrument import Instrumented, Options, fp32_state, run_instrumented
 from lowprec_check.engine.trace.what_if import predict
-from lowprec_check.engine.train.batches import batches_of
-from lowprec_check.engine.train.policies import measure_policies
-from lowprec_check.engine.train.step import TrainingStep, with_step
-from lowprec_check.engine.train.ways import ways_of
-from lowprec_check.errors import message_of, type_name
+from lowprec_check.engine.train.steps import TrainingStep, batches_of, with_step
+from lowprec_check.errors import first_line, message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.op_calls import FALLBACK_WARNING, OpCalls
 from lowprec_check.schema.run_key import CONTIGUOUS, REFERENCE
 from lowprec_check.schema.scan_result import Gap
+from lowprec_check.schema.ways_to_train import ways_of
 from lowprec_check.schema.what_if import WhatIf
 
 
@@ -76,9 +72,6 @@ def run_job(job: Job, target: Target, send: Send) -> None:
                 send(Predicted(_predict(job, target)))
         if job.extension:
             _train_with_extension(job, target, send)
-        if job.policies:
-            with _report_faults("measuring the policies", send), in_training(job, target) as ready:
-                measure_policies(target, ready, job.policies, job.seed, lambda found: send(PolicyMeasured(found)))
     if job.predicted is not None:
         send(TwinOps(known_ops(), assumed_ops()))
 
@@ -194,7 +187,7 @@ def _instrument(job: Job, target: Target, outputs: list[Tensor] | None, send: Se
     fp32 = fp32_state(target.model)
     if job.steps:
         with in_training(job, target) as ready, _kernels(job):
-            step = TrainingStep(target, ready, ways_of(ready.application, job.steps)[0], target.model)
+            step = TrainingStep(target, ready, ways_of(ready.precision, job.steps)[0], target.model)
             options = options._replace(step=step)
             stepping = with_step(ready, step)
             found = run_instrumented(stepping, target.args, target.kwargs, fp32, options, outputs)

@@ -6,7 +6,7 @@ import contextlib
 import faulthandler
 from collections.abc import Callable
 
-from lowprec_check.engine.core.accelerators import check_accelerators
+from lowprec_check.engine.core.devices import check_accelerators
 from lowprec_check.engine.model.plain_run import PlainResult, describe_error
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.job import Job, Send
