@@ -27,7 +27,7 @@ from lowprec_check.catalog.records import (
     why_operator_not_applicable,
 )
 from lowprec_check.catalog.support import OnCpu, OpSupport, Registration, SupportCell, TorchRelease
-from lowprec_check.catalog.versioned_file import Table, VersionedFile
+from lowprec_check.catalog.versioned_file import VersionedFile, VersionRows
 from lowprec_check.catalog.versions import has_extension, release_of, version_key
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import catalogued
@@ -170,7 +170,7 @@ class Release(TorchRelease):
     basis = "declared"
     modes = MODES[:2]
 
-    def __init__(self, device: str, torch: str, sources: Mapping[str, Source], ops: Table[DeclaredRow]) -> None:
+    def __init__(self, device: str, torch: str, sources: Mapping[str, Source], ops: VersionRows[DeclaredRow]) -> None:
         self.device, self.torch, self.sources, self.ops = device, torch, sources, ops
         """``torch`` is the release, `2.13`; ``ops`` are by overload name without a namespace: `add.Tensor`, `dot`."""
         self.release, self.key = torch, version_key(torch)

@@ -26,7 +26,7 @@ from lowprec_check.catalog.records import (
     why_operator_not_applicable,
 )
 from lowprec_check.catalog.support import OpSupport, SupportCell, TorchRelease
-from lowprec_check.catalog.versioned_file import Table, VersionedFile
+from lowprec_check.catalog.versioned_file import VersionedFile, VersionRows
 from lowprec_check.catalog.versions import has_extension, release_of
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import catalogued, device_type
@@ -57,7 +57,7 @@ class TimeColumns(StrictStruct, frozen=True, kw_only=True):
 class SweepTimes(Mapping[str, OpTimes]):
     """The times of one sweep by operator; each is decoded on first use."""
 
-    def __init__(self, rows: Table[TimeColumns], index: int) -> None:
+    def __init__(self, rows: VersionRows[TimeColumns], index: int) -> None:
         self._rows, self._index = rows, index
 
     def __getitem__(self, op: str) -> OpTimes:

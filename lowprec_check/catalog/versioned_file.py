@@ -134,9 +134,9 @@ class VersionedFile(Generic[AnyVersion, Row]):
         """The operators of all versions, sorted."""
         return list(self._changes)
 
-    def table(self, index: int, count: int | None = None) -> Table[Row]:
+    def table(self, index: int, count: int | None = None) -> VersionRows[Row]:
         """The rows of one of the :attr:`versions`; ``count`` is how many there must be."""
-        return Table(self, index, count)
+        return VersionRows(self, index, count)
 
     def is_in(self, op: str, index: int) -> bool:
         """Whether a version has the operator; does not decode anything."""
@@ -185,7 +185,7 @@ class VersionedFile(Generic[AnyVersion, Row]):
         return CatalogError(f"{self.path.name}:{number}: {message}", self.rebuild)
 
 
-class Table(Mapping[str, Row]):
+class VersionRows(Mapping[str, Row]):
     """The rows of one version by operator, sorted; each is decoded on first use."""
 
     def __init__(self, file: VersionedFile[AnyVersion, Row], index: int, count: int | None) -> None:
