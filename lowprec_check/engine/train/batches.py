@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 
-from lowprec_check.engine.model.batch import NoBatchError
+from lowprec_check.engine.model.inputs import NoBatchError
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.model.user_module import call_user_code
+from lowprec_check.engine.model.user_code import call_user_code
 
 
 def batches_of(target: Target, count: int) -> list[Target]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.engine.core.floating_dtypes import underflows, widen
-from lowprec_check.engine.model.application import Application
+from lowprec_check.engine.model.prepared import Application
 from lowprec_check.engine.model.training import MakeOptimizer
 from lowprec_check.engine.train.extension_updates import ExtensionUpdates
 from lowprec_check.engine.train.pasted.kahan import KahanSummation
