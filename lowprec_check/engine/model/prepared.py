@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
@@ -224,8 +225,14 @@ class Autocast(Application):
             module.register_forward_pre_hook(Borders(self.dtype).enter, with_kwargs=True, prepend=True)
 
     def context(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
-        """Autocast to the dtype."""
-        return torch.autocast(device_type, dtype=self.dtype)
+        """Autocast to the dtype; raises :class:`UsageError` if torch would ignore it."""
+        found = torch.autocast(device_type, dtype=self.dtype)
+        if not found._enabled:
+            raise UsageError(
+                f"torch's autocast does not support {self.precision.format.name} on {device_type}: it would compute in fp32.",
+                "Choose another precision.",
+            )
+        return found
 
     def make_standalone(self, model: nn.Module, device_type: str) -> None:
         """Wrap its ``forward`` and the hooks that it has in autocast."""
@@ -233,6 +240,21 @@ class Autocast(Application):
         for hooks in (model._forward_pre_hooks, model._forward_hooks):
             for key, hook in hooks.items():
                 hooks[key] = functools.partial(_under_autocast, self.dtype, device_type, hook)
+
+
+def autocast_problem(precision: Precision, device_type: str) -> str | None:
+    """Why autocast would compute in fp32, where torch only warns: it does not support the dtype; ``None`` if it does."""
+    if precision.kind != "autocast":
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            Autocast(precision).context(device_type)
+        except UsageError as error:
+            return error.message.rstrip(".")
+        except RuntimeError:  # the run itself raises it
+            return None
+    return None
 
 
 def application_of(precision: Precision) -> Application:

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import torch
 
-from lowprec_check.engine.model.prepared import format_problem
+from lowprec_check.catalog.names import why_not_covered
+from lowprec_check.engine.model.prepared import autocast_problem, format_problem
 from lowprec_check.engine.run.assemble import explained_by, make_run
 from lowprec_check.engine.run.explanation import Attempts, why_incomplete
 from lowprec_check.engine.run.extension_runs import has_extension_ways, with_extension_ways
@@ -32,7 +33,7 @@ from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.timed_runs import TimedRuns, time_runs, untimed
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
-from lowprec_check.schema.axes import BACKENDS
+from lowprec_check.schema.axes import BACKENDS, device_type
 from lowprec_check.schema.measures import Errors, PredictedDevice, Scenario
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, MemoryFormat, RunKey
@@ -285,7 +286,13 @@ class TargetRuns:
             return (
                 f"{backend.name} changes its process for good, so it runs in a worker only (--isolation fork or spawn)"
             )
-        reason = backend.skip_reason(PRECISIONS.get(key.precision), key.device, key.memory_format)
+        precision = PRECISIONS.get(key.precision)
+        if self.options.predicted is not None and precision.kind in ("cast", "autocast"):
+            problem = why_not_covered(precision)
+            if problem is not None:
+                return f"nothing can be predicted: {problem}"
+        reason = backend.skip_reason(precision, key.device, key.memory_format)
+        reason = reason or autocast_problem(precision, device_type(key.device))
         reason = reason or format_problem(key.memory_format, target.model, target.inputs)
         peak = self.fp32.peak_memory_bytes if self.fp32 else None
         return reason or why_too_large(target.model, self.options.device, self.isolation, peak, self._files)

@@ -27,11 +27,10 @@ from lowprec_check.engine.run.messages import Measures, MeasuresDone, PlainDone,
 from lowprec_check.engine.run.reference_errors import unchanged_reference
 from lowprec_check.engine.run.reference_file import read_reference, write_reference
 from lowprec_check.engine.run.training_steps import TrainingSteps
-from lowprec_check.engine.train.gradients import FirstGradients
+from lowprec_check.engine.train.first_step import FirstGradients
 from lowprec_check.engine.train.spread import SEEDS, Spread, add_noise
-from lowprec_check.engine.train.step import StepResult, TrainingStep
-from lowprec_check.engine.train.trajectory import Samples, StepFailedError, Trajectory
-from lowprec_check.engine.train.ways import PLAIN, state_bytes
+from lowprec_check.engine.train.steps import Samples, StepFailedError, StepResult, TrainingStep, Trajectory, state_bytes
+from lowprec_check.engine.train.ways.usual import PLAIN
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.training import TrainingRun, TrainingSetup, TrainingWay
 
