@@ -158,13 +158,16 @@ class OperatorMeasurement:
     def _failure(self, dtype: Dtype, mode: Mode, valid: list[list[int]]) -> Failure | None:
         """The most frequent failure of one cell, among the counted samples (all samples, if none runs forward)."""
         outcomes = self.outcomes[dtype, mode]
-        counted = valid[MODES.index(mode) % 2] if valid[0] else range(len(outcomes))
+        plain: Mode = (
+            "backward" if mode in ("backward", "autocast-backward") else "forward"
+        )  # without autocast, as in fp32
+        counted = valid[MODES.index(plain)] if valid[0] else range(len(outcomes))
         failed = [index for index in counted if isinstance(outcomes[index], Raised)]
         if not failed:
             return None
         raised, _ = Counter(cast("Raised", outcomes[index]) for index in failed).most_common(1)[0]
         at = None if raised.died else self._failing_overload(outcomes.index(raised), dtype, mode)
-        fp32 = self.outcomes["float32", MODES[MODES.index(mode) % 2]]
+        fp32 = self.outcomes["float32", plain]
         in_fp32 = dtype == "float32" or not any(fp32[index] is True for index in counted)
         ran, names = [index for index in counted if outcomes[index] is True], argument_names(self.operator)
         return Failure(
