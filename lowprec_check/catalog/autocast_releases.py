@@ -36,7 +36,6 @@ CastPolicy = Literal[HeaderPolicy, "fp16", "banned"]
 
 FILE = "autocast-policies.toml"
 DEVICES = ("cuda", "xpu")
-_REBUILD = "Restore the file, or rebuild it with python -m tools.autocast_policies."
 
 
 class DeviceOp(NamedTuple):
@@ -139,34 +138,10 @@ def releases() -> dict[str, ReadHeader]:
 
 
 def read_releases(path: Path) -> dict[str, ReadHeader]:
-    """The headers in a file by release, oldest first; raises :class:`UsageError` that names file and entry."""
+    """The headers in a file by release, oldest first; :mod:`tools.autocast_policies` checks what it writes."""
     found: dict[str, ReadHeader] = {}
     policies: dict[str, HeaderPolicy] = {}
     for changes in read_tables(path, "release", HeaderChanges):
-        if wrong := _why_wrong(changes, found, policies):
-            raise UsageError(f"{path.name}: release {changes.torch}: {wrong}.", _REBUILD)
         policies = {op: policy for op, policy in policies.items() if op not in changes.removed} | dict(changes.added())
-        if missing := {*HEADER_POLICIES} - {*policies.values()}:
-            raise UsageError(f"{path.name}: release {changes.torch}: no op is {min(missing)}.", _REBUILD)
         found[changes.torch] = ReadHeader(changes.build, policies)
-    if not found:
-        raise UsageError(f"{path.name}: no releases.", _REBUILD)
     return found
-
-
-def _why_wrong(
-    changes: HeaderChanges, earlier: Mapping[str, ReadHeader], before: Mapping[str, HeaderPolicy]
-) -> str | None:
-    """What is wrong with the changes of a release; ``before`` are the policies of the one before it."""
-    if release_of(changes.build) != changes.torch:
-        return f"build {changes.build} is not of this release"
-    if earlier and version_key(changes.torch) <= version_key(list(earlier)[-1]):
-        return "duplicate or not sorted"
-    named = [*changes.removed, *(op for op, _ in changes.added())]
-    if twice := {op for op in named if named.count(op) > 1}:
-        return f"duplicate op {min(twice)}"
-    for op in changes.removed:
-        if op not in before:
-            return f"removes {op}, which the release before does not have"
-    same = [f"{op} is {policy} already" for op, policy in changes.added() if before.get(op) == policy]
-    return same[0] if same else None
