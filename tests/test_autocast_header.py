@@ -17,7 +17,7 @@ from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowprec_check.catalog.autocast_releases import (
+from lowprec_check.catalog.predictable import (
     DEVICE_OPS,
     DEVICES,
     FILE,
