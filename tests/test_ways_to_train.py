@@ -87,7 +87,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("toy")
 def test_a_way_in_a_file_is_tried_reported_and_printed() -> None:
-    result = training(net(), X, "bfloat16,half,autocast-bf16", steps=3, optimizer=sgd(0.1), isolation="fork")
+    result = training(net(), X, "bfloat16,half,autocast-bf16", steps=3, optimizer=sgd(0.01), isolation="fork")
     run, found = trained(result, "bfloat16")
     names = ["plain", "master-weights", "twice", "split-weights", "kahan", "stochastic-rounding"]
     assert [way.name for way in found.ways] == names
@@ -105,7 +105,7 @@ def test_a_way_in_a_file_is_tried_reported_and_printed() -> None:
     code = training_code(run.key, result.model, result.training, way)
     assert "\nclass Twice:\n" in code
     assert "\nupdater = Twice(parameters, optimizer)\n" in code
-    space: dict[str, Any] = {"model": net(), "inputs": X, "loss": mean_square, "optimizer": sgd(0.1)}
+    space: dict[str, Any] = {"model": net(), "inputs": X, "loss": mean_square, "optimizer": sgd(0.01)}
     exec(compile(code, "pasted.py", "exec"), space)
     assert float(space["step_loss"]) == way.losses[-2]
 
