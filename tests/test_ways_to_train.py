@@ -107,7 +107,7 @@ def test_a_way_in_a_file_is_tried_reported_and_printed() -> None:
     assert "\nupdater = Twice(parameters, optimizer)\n" in code
     space: dict[str, Any] = {"model": net(), "inputs": X, "loss": mean_square, "optimizer": sgd(0.01)}
     exec(compile(code, "pasted.py", "exec"), space)
-    assert float(space["step_loss"]) == way.losses[-2]
+    assert space["step_loss"].item() == way.losses[-2]
 
 
 @pytest.mark.usefixtures("toy")
