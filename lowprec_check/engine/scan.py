@@ -29,7 +29,7 @@ from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.engine.run.target_runs import RunOptions, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.timed_runs import untimed
-from lowprec_check.engine.trace.extra_modes import parse_withheld
+from lowprec_check.engine.trace.plain_modes import parse_withheld
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.process import Isolation
 from lowprec_check.schema.axes import replaced

@@ -36,9 +36,10 @@ from lowprec_check.engine.run.preparation import in_eager_mode, in_training, on_
 from lowprec_check.engine.run.same_draws import judge_with_same_draws
 from lowprec_check.engine.run.training_part import TrainingPart
 from lowprec_check.engine.run.training_reference import ReferenceTraining
-from lowprec_check.engine.trace.dispatched_call import Emulation
-from lowprec_check.engine.trace.extra_modes import withholding
-from lowprec_check.engine.trace.instrument import Instrumented, Options, fp32_state, run_instrumented
+from lowprec_check.engine.trace.execution import Emulation
+from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
+from lowprec_check.engine.trace.journal import Instrumented
+from lowprec_check.engine.trace.plain_modes import withholding
 from lowprec_check.engine.trace.what_if import predict
 from lowprec_check.engine.train.steps import TrainingStep, batches_of, with_step
 from lowprec_check.errors import first_line, message_of, type_name
