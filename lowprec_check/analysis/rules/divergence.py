@@ -123,7 +123,7 @@ def _outside(found: Divergence | None) -> Sentence:
     if not found.step:
         first = "the loss is outside the range of fp32 runs before the first step: off by {value:three}"
         return say(first, value=found.value)
-    told = say(_OUTSIDE[found.what], step=found.step, value=found.value, limit=found.limit)
+    told = say(_OUTSIDE.get(found.what, _OUTSIDE["progress"]), step=found.step, value=found.value, limit=found.limit)
     furthest = say("furthest from fp32: {parameter:text}", parameter=found.parameter) if found.parameter else None
     return chained(told, furthest)
 
