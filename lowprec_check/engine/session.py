@@ -29,7 +29,7 @@ from lowprec_check.errors import ProcessLostError, UsageError, traceback_of
 from lowprec_check.process import Isolation
 from lowprec_check.process.breadcrumb import read_shared, shared_file
 from lowprec_check.process.function_worker import FunctionWorker, SendBytes, end_if_forked
-from lowprec_check.process.guardian import GUARDIAN
+from lowprec_check.process.process_group import GUARDIAN
 from lowprec_check.process.supervisor import StateEvent, Supervisor, describe_exit
 from lowprec_check.schema.base import Struct, encoded
 from lowprec_check.schema.op_calls import OpCalls

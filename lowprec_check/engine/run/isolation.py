@@ -15,8 +15,8 @@ import msgspec
 from lowprec_check.engine.core.accelerators import initialized
 from lowprec_check.errors import UsageError, traceback_of
 from lowprec_check.process import Isolation
-from lowprec_check.process.fork import WHOLE_PROCESS
 from lowprec_check.process.function_worker import FunctionWorker, SendBytes
+from lowprec_check.process.process_group import WHOLE_PROCESS
 from lowprec_check.process.supervisor import MessageEvent, Supervisor
 from lowprec_check.schema.base import Struct, encoded
 

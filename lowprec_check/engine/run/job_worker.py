@@ -30,8 +30,8 @@ from lowprec_check.engine.run.worker_task import LOAD_SECONDS, JobSender, Work, 
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.process.breadcrumb import Breadcrumb, Position, clear_shared, read_shared
-from lowprec_check.process.fork import WHOLE_PROCESS
 from lowprec_check.process.function_worker import FunctionWorker, Method, SendBytes
+from lowprec_check.process.process_group import WHOLE_PROCESS
 from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor, describe_exit, signal_name
 
 OnPosition = Callable[[Position | None], None]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lowprec_check.catalog.measured_sweep import MeasuredSweep
 from lowprec_check.engine.sweep.build import OperatorSweep, sweep_command
-from lowprec_check.process.guardian import GUARDIAN, announce
+from lowprec_check.process.process_group import GUARDIAN, announce
 
 _locks = [threading.Lock()]
 """One; in a fork a new one, since a thread of the parent may have held the other."""
