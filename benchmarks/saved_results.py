@@ -60,7 +60,7 @@ VARIANTS = (
     f"--device xpu --what-if {WHAT_IF}",
     "-p autocast-fp16 --isolation spawn",
 )
-TRAINING = ("--steps 4", "--steps 3 --policies 2", "--steps 8 -p half,autocast-fp16", "--errors none --times off")
+TRAINING = ("--steps 4", "--steps 3", "--steps 8 -p half,autocast-fp16", "--errors none --times off")
 BACKENDS = (
     "-p half,autocast-bf16 --backend inductor",
     "-p autocast-bf16 --backend int8",

@@ -16,9 +16,11 @@ from training_result import training_result
 
 from lowprec_check.engine.machine import environment
 from lowprec_check.engine.scan_options import ScanOptions
+from lowprec_check.report.registry import render
 from lowprec_check.schema.columns import Columns, Part
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.options import ENVIRONMENT, OPTIONS
+from lowprec_check.schema.scan_result import ScanResult
 
 RESULT = shared_result()
 SCHEMA = json.loads((ROOT / "docs" / "schema.json").read_text(encoding="utf-8"))
@@ -90,6 +92,20 @@ def test_columns_are_those_of_the_runs() -> None:
     assert runs["output_error.rel_l2"] == errors
     assert runs["latency.speedup.median"][2] == 1.38
     assert not any(isinstance(value, (list, dict, msgspec.Struct)) for column in runs.values() for value in column)
+
+
+@pytest.mark.parametrize("name", ["text", "markdown", "html"])
+def test_a_file_with_the_policies_of_an_older_version_is_read_and_rendered(name: str) -> None:
+    result = training_result()
+    saved = json.loads(result.to_json())
+    row = {"policy": "DDP bf16_compress_hook", "computes_in": "fp32", "reduced": "once", "micro_batches": 4}
+    saved["options"]["policies"], saved["policies"] = 4, [row | {"status": "ok", "gradient_error": 1.7e-3}]
+    for run in saved["runs"]:
+        run["policies"] = []
+    read = ScanResult.from_json(json.dumps(saved))
+    expected = msgspec.structs.replace(result, options=result.options | {"policies": 4})
+    assert read == expected
+    assert render(read, name) == render(expected, name)
 
 
 def test_an_unknown_part_is_an_error_that_names_the_known() -> None:

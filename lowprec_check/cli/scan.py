@@ -144,15 +144,6 @@ def scan(
             "Default: 1.",
         ),
     ] = None,
-    policies: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="With --train: also measure the gradients of FSDP2 and DDP in reduced precision, accumulated over N "
-            "micro-batches on one rank.",
-        ),
-    ] = None,
     save_plan: Annotated[
         Path | None, typer.Option("--save-plan", help="Save the plan found, for lowprec_check.apply.")
     ] = None,
@@ -224,7 +215,6 @@ def scan(
             prefer=prefer,
             train=train,
             steps=steps,
-            policies=policies,
         )
         spec = TargetSpec(target, tuple(inputs or ()), weights, scale_weights)
         result, ended_by = last_before_end(scan_file(spec, options, isolation, shown.step), shown.done)

@@ -62,7 +62,6 @@ def scan(
     prefer: Prefer = "speed",
     train: bool = False,
     steps: int | None = None,
-    policies: int | None = None,
     select: str | Sequence[str] = (),
     ignore: str | Sequence[str] = (),
     loss: Callable[..., Tensor] | None = None,
@@ -105,7 +104,6 @@ def scan(
         prefer: what the recommendation is to gain: ``speed``, ``memory`` (the smallest peak) or ``accuracy`` (the smallest error).
         train: scan steps of training: forward, loss, backward, optimizer.
         steps: how many steps of training each run makes, by default 1.
-        policies: with ``train``, also measure the gradients of FSDP2 and DDP in reduced precision, over this many micro-batches.
         select: report only diagnostics whose code starts with one of these prefixes.
         ignore: omit those whose code starts with one of these.
         loss: ``loss(output) -> tensor``; it is run and checked as part of the model. If it requires more arguments, it gets the
@@ -207,9 +205,6 @@ def growing_scan(
         if options.what_if is not None:
             predicted = target_runs.what_if(tuple(options.chosen_what_if()))
             result = msgspec.structs.replace(result, what_if=predicted)
-            yield result
-        if options.policies is not None:
-            result = msgspec.structs.replace(result, policies=target_runs.policies(options.policies))
             yield result
         batches = [target_runs, *further.batches]
         about = machine.environment | {"torch": result.torch}

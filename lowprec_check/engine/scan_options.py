@@ -55,7 +55,6 @@ class ScanOptions:
     prefer: Prefer = "speed"
     train: bool = False
     steps: int | None = None
-    policies: int | None = None
     select: str | Sequence[str] = ()
     ignore: str | Sequence[str] = ()
 
@@ -126,14 +125,10 @@ class ScanOptions:
 
     def _check_training(self) -> None:
         """Raise :class:`UsageError` for options that do not go together with training, or only with it."""
-        for name, number, what in (
-            ("steps", self.steps, "training steps"),
-            ("policies", self.policies, "micro-batches"),
-        ):
-            if number is not None and (not isinstance(number, int) or number < 1):
-                raise UsageError(f"{name} is {number!r}.", f"Give the number of {what}, at least 1.")
-            if number is not None and not self.train:
-                raise UsageError(f"{name} is the number of {what} of a scan of training.", "Add --train.")
+        if self.steps is not None and (not isinstance(self.steps, int) or self.steps < 1):
+            raise UsageError(f"steps is {self.steps!r}.", "Give the number of training steps, at least 1.")
+        if self.steps is not None and not self.train:
+            raise UsageError("steps is the number of training steps of a scan of training.", "Add --train.")
         if not self.train:
             return
         for name, given in (("scenario", self.scenario), ("what_if", self.what_if), ("predict", self.predict)):
@@ -191,7 +186,6 @@ class ScanOptions:
             "what_if": self.chosen_what_if(),
             "prefer": self.prefer,
             "steps": self.training_steps,
-            "policies": self.policies,
             "without_kernel": words_in(self.without_kernel),
         }
 

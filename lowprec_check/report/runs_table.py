@@ -18,13 +18,11 @@ from lowprec_check.schema.statements import (
     Statement,
     bytes_figure,
     chained,
-    counted,
     milliseconds,
     percent,
     plain,
     say,
 )
-from lowprec_check.schema.training_policies import PolicyGradient
 from lowprec_check.schema.what_if import WhatIf
 
 # -- The table of runs: status, error, speed, memory and what else was measured, and why a run fails
@@ -163,8 +161,7 @@ def _why_reference(run: Run) -> str:
     return ", ".join(parts)
 
 
-# -- What some scans have beside their runs, as blocks: quantized layers, predictions of ``--what-if``,
-# distributed policies
+# -- What some scans have beside their runs, as blocks: quantized layers, predictions of ``--what-if``
 
 _LAYERS = 5
 """Layers of a quantized run that a table names."""
@@ -176,7 +173,6 @@ def extra_blocks(result: ScanResult) -> Iterator[Block]:
     """The sections that a result has; none for most."""
     yield from _layers(result)
     yield from _what_if(result)
-    yield from _policies(result)
 
 
 def _layers(result: ScanResult) -> Iterator[Block]:
@@ -240,55 +236,3 @@ def _causes(entry: WhatIf) -> Sentence | None:
         if share >= MATTERS
     ]
     return chained(*named, between=", ") if named else None
-
-
-def _policies(result: ScanResult) -> Iterator[Block]:
-    if not result.policies:
-        return
-    columns = [
-        Column("policy", "code"),
-        Column("computes in"),
-        Column("reduced", "text", "The micro-batches after which ranks would sum their gradients."),
-        Column("gradient error", "error", "Relative L2 error of the gradient of all parameters against plain fp32."),
-        Column("why", "sentence"),
-    ]
-    when = {"once": "after the last", "each time": "after each"}
-    rows = [
-        Row(
-            [
-                found.policy,
-                found.computes_in,
-                when.get(found.reduced, found.reduced),
-                _policy_error(found),
-                _policy(found),
-            ]
-        )
-        for found in result.policies
-    ]
-    number = counted(result.policies[0].micro_batches, "micro-batch")
-    yield Heading(f"Distributed policies: gradients accumulated over {number}", anchor="policies")
-    yield Table(columns, rows, "distributed policies")
-    made = next((f" Micro-batches: {found.batches}." for found in result.policies if found.batches), "")
-    yield Say(f"Measured on one CPU rank; the sum over more ranks adds to the error.{made}", role="hint")
-
-
-def _policy_error(found: PolicyGradient) -> ErrorOf | None:
-    if found.gradient_error is None and found.status != "nonfinite":
-        return None
-    return ErrorOf(found.gradient_error, None, "NaN or Inf" if found.gradient_error is None else "")
-
-
-def _policy(found: PolicyGradient) -> str | None:
-    parts = [] if found.status in ("ok", "nonfinite", "error") else [plain(found.status)]
-    if found.exception is not None:
-        place = " ".join(filter(None, (found.exception.module, found.exception.source)))
-        parts.append(plain(f"{found.exception.text} ({place})" if place else found.exception.text))
-    if found.reason:
-        parts.append(plain(found.reason))
-    if found.worst_parameter is not None and found.worst_error is not None:
-        words = "most in {parameter:text}: {error:error}"
-        parts.append(say(words, parameter=found.worst_parameter, error=found.worst_error))
-    for share, what in ((found.underflow, "underflow"), (found.overflow, "overflow")):
-        if share:
-            parts.append(say(f"{{share:share}} of the elements {what}", share=share))
-    return chained(*parts).text if parts else None

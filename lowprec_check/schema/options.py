@@ -51,7 +51,6 @@ OPTIONS = {
     "what_if": "The formats whose output error was predicted.",
     "prefer": "What the recommendation is to gain: `speed`, `memory` or `accuracy`.",
     "steps": "Steps of training in each run; 0 if only the forward pass was run.",
-    "policies": "Number of micro-batches for the gradients of FSDP2 and DDP; `null` if they were not measured.",
     "without_kernel": "Kernels that were treated as missing.",
     "fail_on": "The scan's `--fail-on`, which decides what fails in JUnit; missing in a result of the Python API.",
     "baseline": "`true` if the scan had a baseline, with which findings that rest on times do not fail.",

@@ -35,7 +35,6 @@ from lowprec_check.schema.precisions import PRECISIONS, Precision
 from lowprec_check.schema.run_key import EAGER, REFERENCE, MemoryFormat, RunKey, qualified
 from lowprec_check.schema.statements import Statement
 from lowprec_check.schema.training import TrainingRun, TrainingSetup
-from lowprec_check.schema.training_policies import PolicyGradient
 from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo, Status
 from lowprec_check.schema.what_if import WhatIf
 
@@ -304,8 +303,6 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     """The device that is not here, and what the predictions for it rest on; ``None`` if the runs were measured."""
     training: TrainingSetup | None = None
     """How the model was trained; ``None`` if only the forward pass was run."""
-    policies: list[PolicyGradient] = []
-    """The gradients of FSDP2 and DDP in reduced precision, if the scan was asked for them."""
     what_if: list[WhatIf] = []
     """The output errors predicted for the formats of ``--what-if``, none of which was run."""
     source_lines: dict[str, str] = {}

@@ -95,8 +95,6 @@ class Job:
     """Steps of training; 0 if only the forward pass is run."""
     extension: bool = False
     """Whether to train in the ways of Intel's extension, which changes the process for good."""
-    policies: int = 0
-    """Micro-batches over which the gradients of policies of distributed training are accumulated; 0 if they are not measured."""
 
     @property
     def is_reference(self) -> bool:

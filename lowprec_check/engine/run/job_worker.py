@@ -15,7 +15,6 @@ from lowprec_check.engine.run.messages import (
     Loaded,
     MeasuresDone,
     PlainDone,
-    PolicyMeasured,
     ToolFailed,
     TurnTimed,
     UsageFailed,
@@ -113,7 +112,7 @@ def _set_limits(event: MessageEvent[JobWorker, FromJob], job: Job, op_limit: flo
     failed = isinstance(message, PlainDone) and message.result.status == "error"
     if failed or isinstance(message, MeasuresDone):  # the instrumented part may be next
         worker.set_timeout(max(job.call_budget, job.explain_budget))
-    elif isinstance(message, (Loaded, CallStarted, PlainDone, PolicyMeasured, TurnTimed)):
+    elif isinstance(message, (Loaded, CallStarted, PlainDone, TurnTimed)):
         worker.set_timeout(job.call_budget if job.plain else job.explain_budget)
     if failed or (isinstance(message, Loaded) and job.measure_once):
         worker.op_limit = op_limit

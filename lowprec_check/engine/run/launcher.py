@@ -153,8 +153,6 @@ class Launcher:
 
 def _described(job: Job) -> tuple[str, str]:
     """The name of ``job`` for progress, and what it does before the first op."""
-    if job.policies:
-        return "policies", "accumulating gradients"
     if job.extension:
         return job.key.label, "training with Intel's extension"
     if job.what_if:

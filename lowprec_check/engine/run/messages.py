@@ -13,7 +13,6 @@ from lowprec_check.schema.measures import CompilerCheck, LayerError
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.scan_result import Gap
 from lowprec_check.schema.training import TrainingRun, TrainingSetup
-from lowprec_check.schema.training_policies import PolicyGradient
 from lowprec_check.schema.verdict import ErrorStats
 from lowprec_check.schema.what_if import WhatIf
 
@@ -85,12 +84,6 @@ class Predicted(Struct, frozen=True, tag="predicted"):
     """The output errors of formats that are not run."""
 
     entries: list[WhatIf]
-
-
-class PolicyMeasured(Struct, frozen=True, tag="policy"):
-    """The gradient that a policy of distributed training accumulates."""
-
-    gradient: PolicyGradient
 
 
 class TwinOps(Struct, frozen=True, tag="twin-ops"):
@@ -175,7 +168,6 @@ FromJob = (
     | OpCallsFound
     | Explained
     | Predicted
-    | PolicyMeasured
     | TwinOps
     | InstrumentFault
     | InstanceReady

@@ -16,7 +16,6 @@ from lowprec_check.engine.run.messages import (
     MeasuresDone,
     OpCallsFound,
     PlainDone,
-    PolicyMeasured,
     Predicted,
     TrainingDone,
     TurnFailed,
@@ -29,7 +28,6 @@ from lowprec_check.process.breadcrumb import Position
 from lowprec_check.process.supervisor import signal_name
 from lowprec_check.schema.op_calls import OpCalls, concatenate
 from lowprec_check.schema.scan_result import Gap
-from lowprec_check.schema.training_policies import PolicyGradient
 from lowprec_check.schema.what_if import WhatIf
 
 FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGALRM", "SIGXCPU")
@@ -58,8 +56,6 @@ class JobOutcome:
     """The turns of all runs, if this job timed them."""
     what_if: list[WhatIf] | None = None
     """The output errors of formats that are not run, if they were predicted."""
-    policies: list[PolicyGradient] = dataclasses.field(default_factory=list)
-    """The gradients that policies of distributed training accumulate, as far as they were measured."""
     twin_ops: TwinOps | None = None
     """The ops that the twin of a device ran, if the job predicted."""
     faults: list[str] = dataclasses.field(default_factory=list)
@@ -102,8 +98,6 @@ class JobOutcome:
             self.op_calls_found.append(message.op_calls)
         elif isinstance(message, Predicted):
             self.what_if = message.entries
-        elif isinstance(message, PolicyMeasured):
-            self.policies.append(message.gradient)
         elif isinstance(message, TwinOps):
             self.twin_ops = message
         elif isinstance(message, (TurnTimed, TurnFailed)):

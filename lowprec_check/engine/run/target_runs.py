@@ -31,7 +31,6 @@ from lowprec_check.engine.run.scenario import NotTimedError, time_in_scenario
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.timed_runs import TimedRuns, time_runs, untimed
 from lowprec_check.engine.trace.recorder import Errors
-from lowprec_check.engine.train.policies import unmeasured
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.schema.axes import BACKENDS
@@ -40,8 +39,6 @@ from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, MemoryFormat, RunKey
 from lowprec_check.schema.scan_result import Run, skipped
 from lowprec_check.schema.training import TrainingSetup
-from lowprec_check.schema.training_policies import PolicyGradient
-from lowprec_check.schema.verdict import Status
 from lowprec_check.schema.what_if import WhatIf
 
 REFERENCE_BUDGET = 600.0
@@ -270,18 +267,6 @@ class TargetRuns:
             return outcome.what_if
         why = why_incomplete(outcome, budget) or "; ".join(outcome.faults)
         return [WhatIf(format=name, note=why) for name in formats]
-
-    def policies(self, micro_batches: int) -> list[PolicyGradient]:
-        """The gradients that policies of distributed training accumulate over ``micro_batches``, on one CPU rank."""
-        budget = self.options.budget or REFERENCE_BUDGET
-        asked = {"policies": micro_batches, "plain": False, "instrumented": False, "steps": 0, "explain_budget": budget}
-        outcome = self._execute(self._job(REFERENCE, device="cpu", **asked))
-        ends: dict[str, Status] = {"done": "skipped", "crashed": "crashed"}
-        why = why_incomplete(outcome, budget) or "; ".join(outcome.faults)
-        return [
-            *outcome.policies,
-            *unmeasured(outcome.policies, micro_batches, why, ends.get(outcome.ended, "timeout")),
-        ]
 
     def _run(self, job: Job, *, instrumented: bool) -> Run:
         job = dataclasses.replace(job, instrumented=instrumented and not self._hidden_state)

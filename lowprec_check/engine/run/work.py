@@ -29,7 +29,6 @@ from lowprec_check.engine.run.messages import (
     GapFound,
     InstrumentFault,
     OpCallsFound,
-    PolicyMeasured,
     Predicted,
     TwinOps,
 )
@@ -43,7 +42,6 @@ from lowprec_check.engine.trace.extra_modes import withholding
 from lowprec_check.engine.trace.instrument import Instrumented, Options, fp32_state, run_instrumented
 from lowprec_check.engine.trace.what_if import predict
 from lowprec_check.engine.train.batches import batches_of
-from lowprec_check.engine.train.policies import measure_policies
 from lowprec_check.engine.train.step import TrainingStep, with_step
 from lowprec_check.engine.train.ways import ways_of
 from lowprec_check.errors import message_of, type_name
@@ -76,9 +74,6 @@ def run_job(job: Job, target: Target, send: Send) -> None:
                 send(Predicted(_predict(job, target)))
         if job.extension:
             _train_with_extension(job, target, send)
-        if job.policies:
-            with _report_faults("measuring the policies", send), in_training(job, target) as ready:
-                measure_policies(target, ready, job.policies, job.seed, lambda found: send(PolicyMeasured(found)))
     if job.predicted is not None:
         send(TwinOps(known_ops(), assumed_ops()))
 
