@@ -17,8 +17,7 @@ from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.model.training import MakeOptimizer
 from lowprec_check.engine.model.user_module import texts_of_lines
 from lowprec_check.engine.plan.planner import plan_for_scan
-from lowprec_check.engine.run.ablations import with_ablation
-from lowprec_check.engine.run.further_batches import open_batches
+from lowprec_check.engine.run.further_runs import open_batches, with_ablation
 from lowprec_check.engine.run.isolation import check_isolation, check_isolation_of_twins, isolated, isolation_on
 from lowprec_check.engine.run.launcher import OnProgress
 from lowprec_check.engine.run.model_info import describe_target

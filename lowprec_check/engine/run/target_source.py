@@ -18,13 +18,10 @@ from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_module import UserImports
 from lowprec_check.engine.run.isolation import accelerator_in_use, best_isolation, isolated
 from lowprec_check.errors import UsageError, message_of, type_name
+from lowprec_check.engine.run.worker import Load
 from lowprec_check.process import Isolation
 from lowprec_check.process.breadcrumb import read_shared, shared_file
 from lowprec_check.process.function_worker import KeptWorker, Method
-
-Load = Callable[[], Target]
-"""Returns the target inside a worker; picklable if the worker is a fresh interpreter."""
-
 
 class FreshLoad(NamedTuple):
     """Loads the target in a fresh interpreter, which inherits ``descriptors``."""

@@ -1,4 +1,4 @@
-"""The plain part of a job that trains: steps in each way, without instruments, judged against fp32 runs from other seeds."""
+"""The plain part of a task that trains: steps in each way, without instruments, judged against fp32 runs from other seeds."""
 
 from __future__ import annotations
 
@@ -18,16 +18,9 @@ from lowprec_check.engine.model.plain_run import PlainResult, describe_error, ou
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.training import make_optimizer
-from lowprec_check.engine.run.job import Job, Send
-from lowprec_check.engine.run.messages import (
-    InstrumentFault,
-    Measures,
-    MeasuresDone,
-    PlainDone,
-    TrainingDone,
-)
-from lowprec_check.engine.run.training_reference import TrainingReference
-from lowprec_check.engine.run.training_steps import TrainingSteps
+from lowprec_check.engine.run.messages import Fault, Send, TrainingDone
+from lowprec_check.engine.run.tasks import ModelTask
+from lowprec_check.engine.run.training_reference import TrainingReference, TrainingSteps
 from lowprec_check.engine.trace.places import Places
 from lowprec_check.engine.train.epsilon import check_epsilon
 from lowprec_check.engine.train.extension_updates import extension_ways
@@ -37,7 +30,7 @@ from lowprec_check.engine.train.lost_updates import LostUpdateCounter, lost_buff
 from lowprec_check.engine.train.spread import Spread
 from lowprec_check.engine.train.step import StepResult, TrainingStep
 from lowprec_check.engine.train.trajectory import MAX_SKIPPED, Loop, StepFailedError, Trajectory, Watcher
-from lowprec_check.engine.train.ways import DEFAULT_SCALE, PLAIN, Way, state_bytes, ways_of
+from lowprec_check.engine.train.ways import DEFAULT_SCALE, PLAIN, Way, state_bytes
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.training import EXTENSION_WAYS, WAYS, LossScale, TrainingRun, TrainingWay
 from lowprec_check.schema.verdict import ErrorStats, Status
@@ -46,23 +39,17 @@ from lowprec_check.schema.verdict import ErrorStats, Status
 class TrainingPart(TrainingSteps):
     """Trains the model ``ready`` on ``batches`` in each way of its precision; sends what it finds."""
 
-    def __init__(self, job: Job, target: Target, ready: Prepared, send: Send, batches: Sequence[Target]) -> None:
-        super().__init__(job, target, ready, send, batches)
-        self._reference = TrainingReference.load(job)
-        self._ways = ways_of(ready.application, job.steps)
+    def __init__(self, task: ModelTask, target: Target, ready: Prepared, send: Send, batches: Sequence[Target]) -> None:
+        super().__init__(task, target, ready, send, batches)
+        self._reference = TrainingReference.load(task.files)
         self._training = TrainingRun(ways=[])
-        self._limit = max(job.budget, 3 * job.steps * (job.fp32_ms or 0.0) / 1e3)
+        self._limit = max(task.budget, 3 * task.steps * (task.fp32_ms or 0.0) / 1e3)
         """Seconds for the steps of the first way, and for those of all others together."""
         self._seconds = 0.0
         """What the others have taken."""
 
-    @property
-    def too_slow(self) -> bool:
-        """Whether a step failed, or is too slow to be repeated."""
-        return self.result.status == "error" or self.result.seconds > self.job.slow_seconds
-
     def run(self) -> None:
-        """Train in the first way, whose status is that of the run."""
+        """Train in the first way, whose status is that of the run; the error is that of the output and the loss in the first step."""
         way, watchers = self._ways[0], self._watchers(self._ways[0])
         found, loop = self._train(way, watchers)
         error = None
@@ -70,8 +57,19 @@ class TrainingPart(TrainingSteps):
             mine = [tensor.cpu() for tensor in self.outputs[: len(self._reference.outputs)]]
             compared = compare_outputs(mine, self._reference.outputs)
             error = compared.error if compared.compared else None
-        self.result = _plain_result(found, loop, error)
-        self._send(PlainDone(self.result))
+        trajectory = Trajectory() if loop is None else loop.trajectory
+        seconds = trajectory.seconds
+        self.result = PlainResult(
+            status=found.status,
+            exception=found.exception,
+            output_error=error,
+            seconds=min(seconds, default=0.0),
+            first_seconds=seconds[0] if seconds else 0.0,
+            calls=max(1, trajectory.steps),
+            failed_call=found.failed_step if found.failed_step != 1 else None,
+            loss=found.losses[-1] if found.losses else None,
+        )
+        self._send(self.result)
         self._add(found, loop, watchers)
 
     def compare_ways(self) -> None:
@@ -98,35 +96,20 @@ class TrainingPart(TrainingSteps):
         for way in ways:
             if self._seconds > self._limit:
                 left_out.append(WAYS[way.name])
-            else:
-                self._try(way)
-        if left_out:
-            self._send(InstrumentFault(f"not tried, since steps take long here: {', '.join(left_out)}"))
-
-    def _try(self, way: Way) -> None:
-        watchers = self._watchers(way)
-        try:
-            found, loop = self._train(way, watchers)
-        except UsageError:
-            raise
-        except Exception as error:
-            if way.name not in EXTENSION_WAYS:
+                continue
+            watchers = self._watchers(way)
+            try:
+                found, loop = self._train(way, watchers)
+            except UsageError:
                 raise
-            exception = describe_error(error, self.ready.model)  # of ipex.optimize, before the first step
-            failed = TrainingWay(name=way.name, status="error", exception=exception, failed_step=1)
-            self._report(ways=[*self._training.ways, failed])
-        else:
+            except Exception as error:
+                if way.name not in EXTENSION_WAYS:
+                    raise
+                exception = describe_error(error, self.ready.model)  # of ipex.optimize, before the first step
+                found, loop = TrainingWay(name=way.name, status="error", exception=exception, failed_step=1), None
             self._add(found, loop, watchers)
-
-    def measure(self) -> None:
-        """Send the time of the fastest step, and the peak memory of one more."""
-        if self.result.status == "error":
-            return
-        measures = Measures(latency_ms=self.result.seconds * 1e3)
-        self._send(MeasuresDone(measures))
-        if self.job.measured and not self.too_slow:
-            peak = self._peak_of_step(self._ways[0])
-            self._send(MeasuresDone(msgspec.structs.replace(measures, peak_memory_bytes=peak)))
+        if left_out:
+            self._send(Fault(f"not tried, since steps take long here: {', '.join(left_out)}"))
 
     def _make(self, parameters: Any) -> Any:
         return make_optimizer(self.target.optimizer, list(parameters))
@@ -151,9 +134,9 @@ class TrainingPart(TrainingSteps):
             exception = msgspec.structs.replace(describe_error(error, self.ready.model), phase="optimizer")
             return TrainingWay(name=way.name, status="error", exception=exception, failed_step=1), None
         keep = self._keep_outputs if way == self._ways[0] else None
-        loop = self._loop(step, self.job.seed, list(watchers.values()), keep)
+        loop = self._loop(step, self.task.seed, list(watchers.values()), keep)
         try:
-            trajectory = loop.run(self.job.steps, may_continue=lambda seconds: seconds <= self._limit)
+            trajectory = loop.run(self.task.steps, may_continue=lambda seconds: seconds <= self._limit)
         except StepFailedError as failure:
             exception = msgspec.structs.replace(describe_error(failure.error, self.ready.model), phase=step.phase)
             failed = loop.trajectory.steps + 1
@@ -161,15 +144,12 @@ class TrainingPart(TrainingSteps):
         if way != self._ways[0]:
             self._seconds += sum(trajectory.seconds)
         for fault in loop.faults:
-            self._send(InstrumentFault(fault))
+            self._send(Fault(fault))
         return self._judged(way, step, trajectory), loop
-
-    def _keep_outputs(self, result: StepResult) -> None:
-        self.outputs = [tensor.clone() for tensor in output_tensors(result)]
 
     def _judged(self, way: Way, step: TrainingStep, trajectory: Trajectory) -> TrainingWay:
         spread = Spread(
-            self._reference.base, self._reference.others, self._reference.samples, self.job.tolerance or 0.0
+            self._reference.base, self._reference.others, self._reference.samples, self.task.tolerance or 0.0
         )
         status: Status = "ok"
         divergence, failed = None, None
@@ -252,7 +232,7 @@ class TrainingPart(TrainingSteps):
             step = TrainingStep(self.target, self.ready, PLAIN, self.target.model)
             with compiled_code_in_eager(), ModuleStack(self.ready.model) as stack:
                 mode = LargestGradient(Places(stack, lambda: "forward"), self.ready.application.dtype)
-                seed_everything(self.job.seed)
+                seed_everything(self.task.seed)
                 inputs, named = self.ready.inputs(self.target.args, self.target.kwargs)
                 with mode:
                     _, loss = step.forward(inputs, named)
@@ -261,19 +241,3 @@ class TrainingPart(TrainingSteps):
             if math.isfinite(largest.value):
                 break
         return largest
-
-
-def _plain_result(way: TrainingWay, loop: Loop | None, output_error: ErrorStats | None) -> PlainResult:
-    """The verdict on the first way, as that of the run; its error is that of the output and the loss in the first step."""
-    trajectory = Trajectory() if loop is None else loop.trajectory
-    seconds = trajectory.seconds
-    return PlainResult(
-        status=way.status,
-        exception=way.exception,
-        output_error=output_error,
-        seconds=min(seconds, default=0.0),
-        first_seconds=seconds[0] if seconds else 0.0,
-        calls=max(1, trajectory.steps),
-        failed_call=way.failed_step if way.failed_step != 1 else None,
-        loss=way.losses[-1] if way.losses else None,
-    )

@@ -50,7 +50,7 @@ from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo
 # -- What the instrumented part of a run found. Sent from the worker as it is
 
 
-class Instrumented(Struct, frozen=True, kw_only=True):
+class Instrumented(Struct, frozen=True, kw_only=True, tag="explained"):
     """The result of the instrumented part; a worker sends it."""
 
     gaps: list[Gap]
