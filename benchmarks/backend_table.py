@@ -15,11 +15,11 @@ from tabulate import tabulate
 
 from lowprec_check.analysis.run_summary import memory_ratio
 from lowprec_check.analysis.speed import speed
+from lowprec_check.engine.core.installation import extension_problem
 from lowprec_check.engine.load import TargetSpec
-from lowprec_check.engine.scan_options import ScanOptions
 from lowprec_check.engine.session import scan_file
-from lowprec_check.engine.stack.intel_extension import extension_problem
 from lowprec_check.report.blocks import SpeedOf, speed_of, speed_text
+from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 MODELS = {

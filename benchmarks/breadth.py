@@ -26,9 +26,9 @@ from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.zoo import import_torchvision
 from lowprec_check.engine.run.isolation import isolated
-from lowprec_check.engine.scan_options import ScanOptions
 from lowprec_check.engine.session import scan_file
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.precisions import PRECISIONS, low_precisions
 from lowprec_check.schema.scan_result import Run, ScanResult
 

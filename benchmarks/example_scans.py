@@ -11,8 +11,8 @@ from typing import Any
 
 from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.engine.load import TargetSpec
-from lowprec_check.engine.scan_options import ScanOptions
 from lowprec_check.engine.session import scan_file
+from lowprec_check.schema.options import ScanOptions
 
 ROOT = Path(__file__).parent.parent
 TRAINING = "train_"

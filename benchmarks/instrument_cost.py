@@ -26,7 +26,7 @@ from report_files import head, made, save
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from lowprec_check.engine.core.free_memory import peak_allocated
+from lowprec_check.engine.core.devices import peak_allocated
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.plain_run import output_tensors, run_once
 from lowprec_check.engine.model.prepared import prepared

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from lowprec_check.engine.load import TargetSpec
 from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.model.zoo import import_torchvision
-from lowprec_check.engine.plan.planner import PlanOptions, plan_target
+from lowprec_check.engine.plan.planner import plan_target
 from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.schema.options import PlanOptions
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from generated import FAULTS, STEPS, Project, build, inputs

@@ -29,7 +29,7 @@ from report_files import head, made, save
 from verdict_breadth import PRECISIONS, Case, cases, in_processes
 
 from lowprec_check import ScanResult, scan
-from lowprec_check.engine.core.accelerators import is_available
+from lowprec_check.engine.core.devices import is_available
 from lowprec_check.engine.model.load_target import load_target
 
 State = dict[str, Any]

@@ -58,6 +58,12 @@ def message_of(error: BaseException) -> str:
     return text_of(error)
 
 
+def first_line(message: str) -> str:
+    """The first non-empty line of ``message``, and the next one after a colon: torch adds C++ stack traces below."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return " ".join(lines[:2] if lines[:1] and lines[0].endswith(":") else lines[:1])
+
+
 def text_of(value: Any) -> str:
     """``str(value)`` of an object of foreign code, :func:`encodable` and at most :data:`LONGEST_MESSAGE` characters long.
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lowprec_check import Backend, ScanResult, UsageError, scan
 from lowprec_check.analysis.conclusion import wanted_runs
 from lowprec_check.analysis.snippet import snippet
-from lowprec_check.engine.core.free_memory import peak_allocated
+from lowprec_check.engine.core.devices import peak_allocated
 from lowprec_check.engine.core.output_comparison import compare_outputs
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.model.load_target import load_target

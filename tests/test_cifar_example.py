@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from lowprec_check.engine.stack.intel_extension import extension_problem
+from lowprec_check.engine.core.installation import extension_problem
 
 
 @pytest.fixture(scope="module")

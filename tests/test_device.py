@@ -8,14 +8,14 @@ import pytest
 import torch
 from conftest import ROOT
 
-from lowprec_check.engine.core import accelerators as devices
+from lowprec_check.engine.core import devices
 from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.run.reference_errors import failed_reference
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.verdict import ExceptionInfo
 
-FILES = ("engine/core/accelerators.py", "engine/machine.py")
+FILES = ("engine/core/devices.py", "engine/machine.py")
 """The files that may use a device module."""
 
 

@@ -28,8 +28,8 @@ from lowprec_check.engine.machine import machine_for
 from lowprec_check.engine.model.zoo import import_torchvision
 from lowprec_check.engine.run.isolation import isolated
 from lowprec_check.engine.scan import scan_target
-from lowprec_check.engine.scan_options import ScanOptions
 from lowprec_check.schema.measures import PredictedDevice
+from lowprec_check.schema.options import ScanOptions
 
 ROOT = Path(__file__).parent.parent
 LOW = ("half", "bfloat16", "autocast-fp16", "autocast-bf16")

@@ -16,10 +16,11 @@ from conftest import Mlp, call_process
 from torch import Tensor, nn
 
 from lowprec_check.engine.backends import ipex, ipex_compile, ipex_jit
-from lowprec_check.engine.core.compiled import IPEX
-from lowprec_check.engine.stack.frozen_trace import frozen_trace, frozen_trace_code
+from lowprec_check.engine.backends.jit import frozen_trace, frozen_trace_code
+from lowprec_check.engine.core.installation import IPEX
 from lowprec_check.schema.axes import Backend, Example, replaced
 from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.run_key import RunKey
 
 BACKENDS: list[Backend] = [ipex.BACKEND, ipex_jit.BACKEND, ipex_compile.BACKEND]
 MODEL = """
@@ -167,7 +168,7 @@ def example_of(call: str, precision: str) -> Example:
 def test_a_frozen_trace_gives_what_the_model_and_the_code_give(call: str, precision: str) -> None:
     torch.manual_seed(0)
     model = (Mlp() if call == "model(inputs)" else Noisy()).eval()
-    example, lines = example_of(call, precision), frozen_trace_code(call, autocast=precision != "fp32")
+    example, lines = example_of(call, precision), frozen_trace_code(call, RunKey(precision))
     context = torch.autocast("cpu", torch.bfloat16) if precision != "fp32" else contextlib.nullcontext()
     with torch.no_grad(), context:
         state = torch.get_rng_state()

@@ -27,11 +27,12 @@ from lowprec_check.engine.load import TargetSpec
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.model.zoo import import_torchvision
 from lowprec_check.engine.plan.apply import describe_modules
-from lowprec_check.engine.plan.planner import PlanOptions, plan_target
+from lowprec_check.engine.plan.planner import plan_target
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.session import plan_file
 from lowprec_check.report.layout.text import text
 from lowprec_check.report.plan import plan_document
+from lowprec_check.schema.options import PlanOptions
 from lowprec_check.schema.plan import Planning
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo

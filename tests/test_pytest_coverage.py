@@ -19,8 +19,8 @@ from watched import watching
 from lowprec_check import catalog
 from lowprec_check.catalog.aten import AtenCatalog
 from lowprec_check.catalog.numbers import COMPLEX_OPERATORS
-from lowprec_check.engine.core.accelerators import is_available
 from lowprec_check.engine.core.autocast_policies import autocast_policies
+from lowprec_check.engine.core.devices import is_available
 from lowprec_check.engine.sweep.samples import load_operators
 from lowprec_check.pytest_plugin import coverage  # noqa: F401 - imported once for all projects
 from lowprec_check.pytest_plugin.fixture import watch  # noqa: F401 - imported once for all projects

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ from shared_result import shared_result
 from training_result import training_result
 
 from lowprec_check.engine.machine import environment
-from lowprec_check.engine.scan_options import ScanOptions
 from lowprec_check.report.registry import render
 from lowprec_check.schema.columns import Columns, Part
 from lowprec_check.schema.op_calls import OpCall
-from lowprec_check.schema.options import ENVIRONMENT, OPTIONS
+from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.scan_result import ScanResult
+
+sys.path.insert(0, str(ROOT / "tools"))
+from saved_fields import KEYS
 
 RESULT = shared_result()
 SCHEMA = json.loads((ROOT / "docs" / "schema.json").read_text(encoding="utf-8"))
@@ -61,8 +64,8 @@ def test_the_document_lists_what_is_saved(result: Any) -> None:
 
 
 def test_the_keys_of_environment_and_options_are_described() -> None:
-    assert set(environment("cpu")) == set(ENVIRONMENT)
-    assert set(ScanOptions().saved("fork")) | {"fail_on", "baseline"} == set(OPTIONS)
+    assert set(environment("cpu")) == set(KEYS["environment"])
+    assert set(ScanOptions().saved("fork")) | {"fail_on", "baseline"} == set(KEYS["options"])
 
 
 # -- columns

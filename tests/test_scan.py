@@ -302,7 +302,7 @@ def test_spawned_workers_load_the_target_again(tmp_path: Path) -> None:
     """If a process cannot fork, as with an accelerator in use."""
     from lowprec_check.engine.load import TargetSpec, load_here
     from lowprec_check.engine.scan import scan_target
-    from lowprec_check.engine.scan_options import ScanOptions
+    from lowprec_check.schema.options import ScanOptions
 
     path = tmp_path / "spawned.py"
     path.write_text("import torch\nmodel = torch.nn.Linear(8, 8).eval()\ninputs = torch.ones(2, 8)\n")

@@ -19,9 +19,9 @@ from lowprec_check import scan
 from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.engine.load import TargetSpec
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
-from lowprec_check.engine.scan_options import ScanOptions
 from lowprec_check.engine.session import scan_file
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.options import ScanOptions
 
 
 def small_net(seed: int = 0) -> nn.Sequential:

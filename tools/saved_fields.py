@@ -14,11 +14,39 @@ import msgspec
 
 from lowprec_check.analysis.statements.kinds import kinds
 from lowprec_check.schema.op_calls import OpCall, OpCalls
-from lowprec_check.schema.options import ENVIRONMENT, OPTIONS
+from lowprec_check.schema.options import ScanOptions, declared_in
 from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.statements import Statement
 
-KEYS = {"environment": ENVIRONMENT, "options": OPTIONS}
+ENVIRONMENT = {
+    "torch": "The version of torch.",
+    "python": "The version of Python.",
+    "platform": "The operating system and the processor's architecture.",
+    "device": "The device of the runs: `cpu`, `cuda:0`.",
+    "device_name": "Its name.",
+    "default_autocast": "The dtype that autocast uses on it by default.",
+    "cpu_capability": "The instruction set that torch uses on the CPU.",
+    "cpu_features": "Instructions of the CPU that matter to low precision.",
+    "fp16_accelerated": "Whether the device computes matrix products in fp16; `null` if torch cannot tell.",
+    "bf16_accelerated": "Whether the device computes matrix products in bf16; `null` if torch cannot tell.",
+    "threads": "Threads that torch uses in an op.",
+    "cores": "Processor cores of the machine.",
+    "accelerators": "The accelerators of the machine, in words.",
+    "torchvision": "The version of torchvision; `null` if it is not installed.",
+    "timm": "The version of timm; `null` if it is not installed.",
+    "transformers": "The version of transformers; `null` if it is not installed.",
+    "ipex": "The version of Intel's extension; `null` if it is not installed.",
+    "ipex_fits": "Whether Intel's extension fits this torch; `null` if it is not installed.",
+}
+
+SAVED_OPTIONS = {
+    "isolation": "How runs are kept apart: `fork`, `spawn`, `shared` or `none`.",
+    **{name: declared.text for name, _, _, declared in declared_in(ScanOptions) if declared.saved},
+    "fail_on": "The scan's `--fail-on`, which decides what fails in JUnit; missing in a result of the Python API.",
+    "baseline": "`true` if the scan had a baseline, with which findings that rest on times do not fail.",
+}
+
+KEYS = {"environment": ENVIRONMENT, "options": SAVED_OPTIONS}
 """The keys of fields that are plain objects, with their descriptions."""
 
 HEAD = """# The saved JSON

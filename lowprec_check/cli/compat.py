@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowprec_check.cli.app import FINDINGS, app, print_status
-from lowprec_check.cli.options import Backends, Devices, Precisions, Quiet, names_of
+from lowprec_check.cli.options import Backends, Budget, Devices, Precisions, Quiet
 from lowprec_check.errors import Terminated, UsageError
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.precisions import PRECISIONS
@@ -50,7 +50,7 @@ def compat(
     device: Devices = None,
     precision: Precisions = None,
     backend: Backends = None,
-    budget: Annotated[float | None, typer.Option(min=0.1, help="Seconds for each part of a run, as in scan.")] = None,
+    budget: Budget = None,
     scan_options: ScanOptions = "",
     jobs: Annotated[
         int, typer.Option("--jobs", "-j", min=1, help="Number of parallel scans; they distort each other's times.")
@@ -116,8 +116,8 @@ def _options(
         words = shlex.split(more)
     except ValueError as error:
         raise UsageError(f"Cannot parse --scan-options: {error}.", "Quote it as in a shell.") from None
-    named = [word for name in names_of(PRECISIONS, precision) or [] for word in ("-p", name)]
-    named += [word for name in names_of(BACKENDS, backend) or [] for word in ("--backend", name)]
+    named = [word for name in PRECISIONS.names_in(precision or []) for word in ("-p", name)]
+    named += [word for name in BACKENDS.names_in(backend or []) for word in ("--backend", name)]
     return (*named, *(("--budget", f"{budget:g}") if budget is not None else ()), *words)
 
 

@@ -1,19 +1,51 @@
-"""Options that several commands share; their help lists all registered names."""
+"""Options of commands: those declared in :mod:`lowprec_check.schema.options`, and a few that only commands have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from lowprec_check import process
-from lowprec_check.schema.axes import BACKENDS, DEVICES, MEMORY_FORMATS, RUN_MATRICES, catalogued
-from lowprec_check.schema.options import FORMS
-from lowprec_check.schema.precisions import formats, low_precisions
-from lowprec_check.schema.registry import Registry, choices
-from lowprec_check.schema.what_if import WHAT_IF_FORMATS
+from lowprec_check.schema.options import FORMS, DeclaredOptions, PlanOptions, ScanOptions, declared_in
+
+
+def takes_options(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose parameter ``options`` becomes one parameter for each option that its type declares."""
+    signature = inspect.signature(command, eval_str=True)
+    kind: type[DeclaredOptions] = signature.parameters["options"].annotation
+    declared = {each.name: each for each in _parameters(kind)}
+
+    @functools.wraps(command)
+    def with_options(**given: Any) -> None:
+        values = {name: given.pop(name) for name in declared}
+        command(options=kind(**{name: value for name, value in values.items() if value is not None}), **given)
+
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in signature.parameters.items():
+        parameters += declared.values() if name == "options" else [parameter]
+    with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return with_options
+
+
+def _parameters(options: type[DeclaredOptions]) -> Iterator[inspect.Parameter]:
+    """The declared options as parameters of a command."""
+    for name, kind, default, declared in declared_in(options):
+        names = declared.names or (declared.registry.names if declared.registry is not None else None)
+        info = typer.Option(
+            *(declared.flags or (f"--{name.replace('_', '-')}",)),
+            metavar=declared.metavar or ("NAME" if declared.registry is not None else None),
+            min=0.1 if declared.above is not None else declared.least,  # typer has no limit that is itself excluded
+            autocompletion=completing(names) if names is not None else None,
+            help=declared.sentence("; repeatable or comma-separated" if declared.takes_several else ""),
+        )
+        typed = list[str] | None if declared.takes_several else kind
+        unset = None if declared.takes_several else default
+        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=unset, annotation=Annotated[typed, info])
 
 
 def completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
@@ -26,15 +58,17 @@ def completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]
     return complete
 
 
-_PRECISIONS = ", ".join(precision.name for precision in low_precisions())
-_BACKENDS = ", ".join(f"{backend.name} ({backend.summary})" for backend in BACKENDS)
-_DEVICES = choices(DEVICES.names())
-_TOLERANCES = ", ".join(f"{f.tolerance:g} for {f.short}" for f in formats() if f.name != "float32")
+def _declared(options: type[DeclaredOptions], name: str) -> Any:
+    """One declared option, for a command that takes a few of them."""
+    return next(each.annotation.__metadata__[0] for each in _parameters(options) if each.name == name)
 
-Target = Annotated[
-    str,
-    typer.Argument(metavar="TARGET", help=f"Model: {FORMS}."),
-]
+
+Precisions = Annotated[list[str] | None, _declared(ScanOptions, "precisions")]
+Backends = Annotated[list[str] | None, _declared(ScanOptions, "backends")]
+Budget = Annotated[float | None, _declared(ScanOptions, "budget")]
+Devices = Annotated[list[str] | None, _declared(ScanOptions, "device")]
+Device = Annotated[str | None, _declared(PlanOptions, "device")]
+Target = Annotated[str, typer.Argument(metavar="TARGET", help=f"Model: {FORMS}.")]
 Inputs = Annotated[
     list[str] | None,
     typer.Option(
@@ -47,106 +81,6 @@ Weights = Annotated[
         metavar="FILE", help="State dict to load into the model: a file of torch.save or .safetensors; weights only."
     ),
 ]
-ScaleWeights = Annotated[
-    bool,
-    typer.Option(
-        "--scale-weights",
-        help="Scale random weights of layers whose output vanishes or explodes: with the initial weights of many models the "
-        "output is 1e-12 or zero, and cannot be judged.",
-    ),
-]
-Precisions = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--precision",
-        "-p",
-        metavar="NAME",
-        autocompletion=completing(lambda: [precision.name for precision in low_precisions()]),
-        help=f"{_PRECISIONS}, or an alias such as fp16 (half); repeatable or comma-separated. Default: all.",
-    ),
-]
-Backends = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--backend",
-        metavar="NAME",
-        autocompletion=completing(BACKENDS.names),
-        help=f"How to execute the model: {_BACKENDS}; repeatable or comma-separated. Default: eager.",
-    ),
-]
-MemoryFormats = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--memory-format",
-        metavar="NAME",
-        autocompletion=completing(MEMORY_FORMATS.names),
-        help=f"{choices(MEMORY_FORMATS.names())}; repeatable or comma-separated. Default: contiguous.",
-    ),
-]
-Matrix = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        autocompletion=completing(RUN_MATRICES.names),
-        help=f"Set of runs: {'; '.join(f'{matrix.name} ({matrix.summary})' for matrix in RUN_MATRICES)}. "
-        "-p, --backend and --memory-format replace its parts.",
-    ),
-]
-WhatIfFormats = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--what-if",
-        metavar="NAME",
-        autocompletion=completing(WHAT_IF_FORMATS.names),
-        help="Predict the output error of a format without running it: "
-        f"{', '.join(f'{chosen.name} ({chosen.summary})' for chosen in WHAT_IF_FORMATS)}; repeatable or comma-separated.",
-    ),
-]
-Backend = Annotated[str, typer.Option("--backend", metavar="NAME", help=f"How to execute the model: {_BACKENDS}.")]
-_PREDICTED = f"{choices([name for name in catalogued() if name != 'cpu'])} that is not here is predicted"
-Device = Annotated[
-    str | None,
-    typer.Option(
-        autocompletion=completing(DEVICES.names),
-        help=f"Device: {_DEVICES}. Default: an accelerator if there is one, else cpu.",
-    ),
-]
-ScannedDevice = Annotated[
-    str | None,
-    typer.Option(
-        "--device",
-        autocompletion=completing(DEVICES.names),
-        help=f"Device: {_DEVICES}; {_PREDICTED}. Default: an accelerator if there is one, else cpu.",
-    ),
-]
-PredictedTorch = Annotated[
-    str | None,
-    typer.Option(
-        "--torch",
-        metavar="X.Y",
-        help="Release of torch to predict for, with --device. Default: the installed one.",
-    ),
-]
-Predict = Annotated[
-    bool,
-    typer.Option("--predict", help="Predict, although the device named by --device is here and could be measured."),
-]
-Devices = Annotated[
-    list[str] | None,
-    typer.Option(
-        autocompletion=completing(DEVICES.names),
-        help=f"Device: {_DEVICES}; {_PREDICTED}; repeatable, one row per device.",
-    ),
-]
-Tolerance = Annotated[
-    float | None,
-    typer.Option(min=0.0, help=f"Largest relative L2 error of the output that passes. Default: {_TOLERANCES}."),
-]
-Seed = Annotated[int, typer.Option(help="Random seed of every run.")]
-WithoutKernel = Annotated[
-    list[str] | None,
-    typer.Option("--without-kernel", help="Simulate a missing kernel, e.g. aten.dot:half; repeatable."),
-]
 Isolation = Annotated[
     process.Isolation | None,
     typer.Option(
@@ -157,11 +91,3 @@ Isolation = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Do not show progress.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-def names_of(registry: Registry[Any], values: Iterable[str] | None) -> list[str] | None:
-    """The registered names that a repeatable option names, each once; a value may be a comma-separated list.
-
-    ``None`` if the option is absent; raises :class:`UsageError` for an unknown name.
-    """
-    return None if values is None else registry.names_in(values)

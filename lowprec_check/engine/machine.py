@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from typing import Any
 
 import torch
 
 from lowprec_check.catalog.declared import release_of
 from lowprec_check.catalog.predictable import predicted_device
-from lowprec_check.engine.core import accelerators as devices
-from lowprec_check.engine.core.compiled import IPEX, installed_version, minor_version
+from lowprec_check.engine.core import devices
+from lowprec_check.engine.core.installation import IPEX, cpu_info, extension_problem, installed_version
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import accelerators, device_of
 from lowprec_check.schema.base import Struct
@@ -69,7 +68,9 @@ def environment(device: str | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "device": str(chosen),
-        "device_name": devices.name_of(chosen) if chosen.type != "cpu" else _cpu_name(),
+        "device_name": devices.name_of(chosen)
+        if chosen.type != "cpu"
+        else cpu_info("model name") or platform.processor() or platform.machine(),
         "default_autocast": str(devices.default_autocast_dtype(chosen))[6:],
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cpu_features": [feature for feature in CPU_FEATURES if _has(feature)],
@@ -79,7 +80,7 @@ def environment(device: str | None = None) -> dict[str, Any]:
         "accelerators": [_describe(kind) for kind in accelerators() if devices.is_available(kind)],
         **{package: installed_version(package) for package in ("torchvision", "timm", "transformers")},
         "ipex": installed_version(IPEX),
-        "ipex_fits": ipex_fits(),
+        "ipex_fits": None if installed_version(IPEX) is None else extension_problem() is None,
     }
 
 
@@ -108,28 +109,6 @@ def _describe(kind: str) -> str:
     except RuntimeError:  # in a fork of a process that has asked for its accelerators
         name = "not used here"
     return f"{kind} ×{count}: {name}"
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def ipex_fits() -> bool | None:
-    """Whether the installed Intel extension matches this torch; ``None`` if it is not installed.
-
-    The versions are compared without importing it: with another torch, its import ends the process.
-    """
-    version = installed_version(IPEX)
-    if version is None:
-        return None
-    return minor_version(version) == minor_version(torch.__version__) and sys.platform.startswith("linux")
 
 
 def version() -> str:

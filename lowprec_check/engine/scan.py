@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -11,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.analysis.conclusion import conclude, wanted_runs
+from lowprec_check.analysis.rules.registry import check_codes
+from lowprec_check.catalog.declared import release_of
 from lowprec_check.engine.machine import Machine, machine_for, version
+from lowprec_check.engine.model.application import application_of
 from lowprec_check.engine.model.batch import Calibration
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.model.training import MakeOptimizer
@@ -21,102 +25,70 @@ from lowprec_check.engine.run.further_runs import open_batches, with_ablation
 from lowprec_check.engine.run.isolation import check_isolation, check_isolation_of_twins, isolated, isolation_on
 from lowprec_check.engine.run.launcher import OnProgress
 from lowprec_check.engine.run.model_info import describe_target
-from lowprec_check.engine.run.target_runs import open_runs
+from lowprec_check.engine.run.target_runs import RunOptions, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.timed_runs import untimed
-from lowprec_check.engine.scan_options import BudgetError, Names, OnOff, Reference, ScanOptions
-from lowprec_check.engine.trace.recorder import Errors
-from lowprec_check.errors import encodable
+from lowprec_check.engine.trace.extra_modes import parse_withheld
+from lowprec_check.errors import UsageError, encodable
 from lowprec_check.process import Isolation
 from lowprec_check.schema.axes import replaced
-from lowprec_check.schema.findings import Prefer
-from lowprec_check.schema.measures import Scenario
+from lowprec_check.schema.measures import PredictedDevice
+from lowprec_check.schema.options import Names, ScanOptions, called_with, option
+from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 
-def scan(
-    model: nn.Module,
-    inputs: Any,
-    *,
-    precisions: Names = None,
-    precision: Names = None,
-    backends: Names = None,
-    memory_formats: Names = None,
-    matrix: str | None = None,
-    device: str | torch.device | None = None,
-    torch_version: str | None = None,
-    predict: bool = False,
-    budget: float | None = None,
-    errors: Errors = "both",
-    budget_error: BudgetError = "auto",
-    reference: Reference = "fp32",
-    tolerance: float | None = None,
-    seed: int = 0,
-    without_kernel: str | Sequence[str] = (),
-    batches: int = 1,
-    plan: bool | None = None,
-    times: OnOff = "on",
-    scenario: Scenario | None = None,
-    what_if: Names = None,
-    prefer: Prefer = "speed",
-    train: bool = False,
-    steps: int | None = None,
-    select: str | Sequence[str] = (),
-    ignore: str | Sequence[str] = (),
-    loss: Callable[..., Tensor] | None = None,
-    optimizer: MakeOptimizer | torch.optim.Optimizer | None = None,
-    average: Callable[[nn.Module], Any] | None = None,
-    metric: Callable[[nn.Module], float] | None = None,
-    calibration: Calibration | None = None,
-    isolation: Isolation | None = None,
-    on_progress: OnProgress | None = None,
-) -> ScanResult:
+@dataclass(frozen=True, kw_only=True)
+class ScanArguments(ScanOptions):
+    """The keyword arguments of :func:`scan`."""
+
+    precision: Names = option(None, "Another name of precisions.")
+    loss: Callable[..., Tensor] | None = option(
+        None,
+        "loss(output) -> tensor, run and checked as part of the model. If it requires more arguments, it gets the elements of a "
+        "batch that the model does not take, or the inputs if there are none.",
+        unset="of training, the loss that the model returns, cross-entropy with random labels, or the mean squared difference from "
+        "random targets",
+    )
+    optimizer: MakeOptimizer | torch.optim.Optimizer | None = option(
+        None, "optimizer(parameters) -> Optimizer, or one of the model's parameters to imitate.", unset="AdamW(lr=1e-3)"
+    )
+    average: Callable[[nn.Module], Any] | None = option(
+        None, "average(model) returns an average of the weights with a method update_parameters, such as AveragedModel."
+    )
+    metric: Callable[[nn.Module], float] | None = option(None, "metric(model) -> float, reported for each run.")
+    calibration: Calibration | None = option(
+        None,
+        "Batches like inputs that int8 is calibrated on (a list, a DataLoader), or a function that returns or yields them.",
+        unset="inputs",
+    )
+    isolation: Isolation | None = option(
+        None,
+        "fork runs in copies of this process; spawn in fresh interpreters, to which the model is pickled; shared one after another "
+        "in one worker; none in this process, unprotected.",
+        unset="fork if possible, on an accelerator shared, none once this process uses an accelerator",
+    )
+    on_progress: OnProgress | None = option(None, "Called with the name of the run and its current step.")
+
+    def __post_init__(self) -> None:
+        """Raise :class:`UsageError` if the precisions are given by both their names."""
+        if self.precision is not None:
+            if self.precisions is not None:
+                message = "Both precision and precisions are given."
+                raise UsageError(message, "They are two names of one argument: give one.")
+            object.__setattr__(self, "precisions", self.precision)
+        super().__post_init__()
+
+
+@called_with(ScanArguments)
+def scan(model: nn.Module, inputs: Any, given: ScanArguments) -> ScanResult:
     """Scan ``model`` on ``inputs``; the model, the inputs and global state are left unchanged.
 
     Args:
         model: in fp32, in the mode (``eval`` or ``train``) to scan it in.
         inputs: a tensor, a tuple of positional arguments, a mapping of keyword arguments, or a function that returns one of
             these. Of a ``DataLoader`` or ``Dataset`` one batch is taken; NumPy arrays become tensors.
-        precisions: names such as ``half``, ``bfloat16``, ``autocast-fp16``, ``autocast-bf16``, or their aliases (``fp16``,
-            ``amp-fp16``, ``torch.float16``): one, several, or several in one string with commas; by default all of them.
-        precision: another name of ``precisions``.
-        backends: how to execute the model: ``inductor``, ``jit``, …; by default ``eager``.
-        memory_formats: ``contiguous``, ``channels_last`` or both.
-        matrix: a set of runs, ``default``, ``full`` or ``ci``; the three arguments above replace its parts.
-        device: ``cpu``, ``cuda``, ``xpu`` or ``mps``; by default an accelerator if there is one, else the CPU. For ``cuda`` or
-            ``xpu`` that is not here, the runs are predicted.
-        torch_version: the release of torch to predict for, ``2.15``; by default the installed one.
-        predict: whether to predict for the device although it is here.
-        budget: seconds for each part of a run; by default 20, or ten fp32 forwards if that is more.
-        errors: errors to compute for each op: ``both`` (local and accumulated); ``accumulated`` and ``none`` are faster.
-        budget_error: find out which ops the error of the output comes from, which needs both errors and memory for all activations:
-            ``auto`` within 2.2 times the memory of fp32, or 4 GiB; ``on`` within what is free; ``off`` not, which takes less time.
-        reference: dtype of the reference that each op is compared with, ``fp32`` or ``fp64``.
-        tolerance: the largest rel_l2 of the output that passes; by default the tolerance of the precision.
-        seed: random seed of every run.
-        without_kernel: kernels to treat as missing, such as ``aten.dot:half``.
-        batches: number of batches that ``inputs`` (a function, loader or generator) gives; what passes on the first must pass on all.
-        plan: whether to search for modules to keep in fp32 for each precision that fails; by default only if none passes.
-        times: ``off`` does not compare times, as a test does not need to.
-        scenario: also time every run: ``offline`` (on all cores) or ``realtime`` (several instances with batches of 1).
-        what_if: formats whose output error to predict, without running them: ``fp8-e4m3``, ``tf32``, ``int8-weights``, …
-        prefer: what the recommendation is to gain: ``speed``, ``memory`` (the smallest peak) or ``accuracy`` (the smallest error).
-        train: scan steps of training: forward, loss, backward, optimizer.
-        steps: how many steps of training each run makes, by default 1.
-        select: report only diagnostics whose code starts with one of these prefixes.
-        ignore: omit those whose code starts with one of these.
-        loss: ``loss(output) -> tensor``; it is run and checked as part of the model. If it requires more arguments, it gets the
-            elements of a batch that the model does not take, or the inputs if there are none. By default, of training: the
-            loss that the model returns, cross-entropy with random labels, or the mean squared difference from random targets.
-        optimizer: ``optimizer(parameters) -> Optimizer``, or one of the model's parameters to imitate; by default ``AdamW(lr=1e-3)``.
-        average: ``average(model)`` returns an average of the weights with a method ``update_parameters``, such as ``AveragedModel``.
-        metric: ``metric(model) -> float``; it is reported for each run.
-        calibration: batches like ``inputs`` that int8 is calibrated on (a list, a ``DataLoader``), or a function that returns
-            or yields them; by default ``inputs``.
-        isolation: ``fork`` runs in copies of this process (the default if possible); ``spawn`` in fresh interpreters, to
-            which the model is pickled; ``shared`` one after another in one worker (the default on an accelerator); ``none``
-            in this process, unprotected (the default once it uses an accelerator).
-        on_progress: called with the name of the run and its current step.
 
     Returns:
         the result of all runs, with diagnostics and a recommendation.
@@ -124,12 +96,11 @@ def scan(
     Raises:
         UsageError: the model, its inputs or an option is not valid; the message explains what to do.
     """
-    options = ScanOptions.given(locals())
-    check_isolation(isolation)
-    options.check()
-    functions = {"loss": loss, "optimizer": optimizer, "average": average, "metric": metric}
-    source = TargetSource(make_target(model, inputs, calibration=calibration, **functions))
-    return scan_target(source, isolation, options, on_progress=on_progress)
+    check_isolation(given.isolation)
+    check_options(given)
+    functions = {name: getattr(given, name) for name in ("loss", "optimizer", "average", "metric")}
+    source = TargetSource(make_target(model, inputs, calibration=given.calibration, **functions))
+    return scan_target(source, given.isolation, given, on_progress=given.on_progress)
 
 
 def scan_target(
@@ -154,7 +125,7 @@ def growing_scan(
     on_progress: OnProgress | None = None,
 ) -> Iterator[ScanResult]:
     """Yield the result after each run, without its conclusion; the last one has all runs."""
-    options.check()
+    check_options(options)
     asking = source.isolation_of_functions(isolation, options.device)
     machine = isolated(
         lambda: machine_for(options.device, options.torch_version, predict=options.predict), asking, Machine
@@ -164,7 +135,7 @@ def growing_scan(
     if machine.predicted is not None:
         check_isolation_of_twins(isolation)
     source.isolated_by(isolation)
-    settings = options.for_runs(runs_on, machine.predicted)
+    settings = run_options(options, runs_on, machine.predicted)
     if settings.steps:
         importlib.import_module("torch._dynamo")  # optimizers import it, which takes a second in each fork
     target = source.target
@@ -176,7 +147,7 @@ def growing_scan(
         fp32 = target_runs.reference()
         further.references(fp32)
         model = describe_target(target, fp32, trains=settings.steps > 0)
-        notes = [*model.notes, *replaced(options.chosen_backends())[1]]
+        notes = [*model.notes, *replaced(options.names_of("backends"))[1]]
         result = ScanResult(
             tool=f"lowprec-check {version()}",
             target=name,
@@ -201,8 +172,8 @@ def growing_scan(
         runs, conditions = target_runs.time(result.runs[1:]) if options.times == "on" else untimed(result.runs)
         result = msgspec.structs.replace(result, runs=runs, timing_conditions=conditions)
         yield result
-        if options.what_if is not None:
-            predicted = target_runs.what_if(tuple(options.chosen_what_if()))
+        if options.what_if:
+            predicted = target_runs.what_if(tuple(options.what_if))
             result = msgspec.structs.replace(result, what_if=predicted)
             yield result
         batches = [target_runs, *further.batches]
@@ -210,6 +181,44 @@ def growing_scan(
         planned = plan_for_scan(batches, result.runs, about, name, wanted=options.plan, on_progress=on_progress)
         if planned is not None:
             yield msgspec.structs.replace(result, runs=[*result.runs, planned[0]], plan=planned[1])
+
+
+def check_options(options: ScanOptions) -> None:
+    """Raise :class:`UsageError` for a value that cannot be used, before anything runs."""
+    for name in options.names_of("precisions"):
+        application_of(PRECISIONS.get(name))
+    axes = options.names_of("precisions"), options.names_of("backends"), options.names_of("memory_formats")
+    if axes == ([REFERENCE], [EAGER], [CONTIGUOUS]):
+        raise UsageError("fp32 is the reference that every scan runs.", "Add a lower precision, such as half.")
+    if options.torch_version is not None:
+        release_of(options.torch_version)
+    parse_withheld(options.without_kernel)
+    check_codes([*options.select, *options.ignore])
+
+
+def run_options(options: ScanOptions, device: str, predicted: PredictedDevice | None) -> RunOptions:
+    """The options of each run, on the resolved ``device``, which may stand for one that is not here."""
+    if predicted is not None and options.train:
+        raise UsageError(
+            f"Training is not predicted: {predicted.name} is not here.",
+            "Run it on the device, or with --device cpu.",
+        )
+    if predicted is not None and options.scenario is not None:
+        raise UsageError("A prediction has no times, so no scenario.", "Leave out --scenario.")
+    return RunOptions(
+        device=device,
+        predicted=predicted,
+        budget=options.budget,
+        errors=options.errors,
+        budget_error=options.budget_error != "off",
+        limits_memory=options.budget_error != "on",
+        reference=options.reference,
+        tolerance=options.tolerance,
+        seed=options.seed,
+        without_kernel=tuple(options.without_kernel),
+        scenario=options.scenario,
+        steps=options.training_steps,
+    )
 
 
 def _lines_named_by(run: Run) -> list[str | None]:

@@ -223,7 +223,7 @@ def is_device_available(device: str) -> bool:
     kind = device_of(device).name
     if kind == "cpu":
         return True
-    from lowprec_check.engine.core.accelerators import is_available
+    from lowprec_check.engine.core.devices import is_available
 
     return is_available(device)
 
@@ -235,7 +235,7 @@ def _same_device(device: str) -> str:
         return kind
     if colon or not is_device_available(kind):
         return f"{kind}:{index or 0}"
-    from lowprec_check.engine.core.accelerators import default_index
+    from lowprec_check.engine.core.devices import default_index
 
     return f"{kind}:{default_index(kind)}"
 

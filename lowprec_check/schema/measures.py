@@ -9,6 +9,12 @@ from lowprec_check.schema.verdict import Status
 
 # -- Times, and what some scans measure besides: times in a scenario, errors of quantized layers
 
+Errors = Literal["both", "accumulated", "none"]
+"""The errors that are computed for each op: local and accumulated ones, these, or none."""
+
+Reference = Literal["fp32", "fp64"]
+"""The precision of the reference that each op is compared with."""
+
 Scenario = Literal["offline", "realtime"]
 """``offline``: the inputs as they are, on all cores; ``realtime``: batches of 1 in several instances of at most 4 cores."""
 

@@ -96,6 +96,16 @@ class OpCall(msgspec.Struct, gc=False):
         """Whether it ran in the forward pass, as every call of a scan without training."""
         return self.phase is None or self.phase == "forward"
 
+    @property
+    def gives_nonfinite(self) -> bool:
+        """Whether it turns finite values into Inf or NaN."""
+        return bool(self.introduced_inf or self.introduced_nan)
+
+    @property
+    def place(self) -> tuple[str, str, str | None]:
+        """Module, op and line."""
+        return self.module, self.op, self.source
+
 
 _ZERO = 0.0
 

@@ -1,57 +1,392 @@
-"""The options of a scan as they are saved, and the words for them."""
+"""The options of a scan and of a search for a plan, each declared once: the Python API, the command line, settings, the saved JSON and
+the documentation all derive from :class:`ScanOptions` and :class:`PlanOptions`.
+"""
 
 from __future__ import annotations
 
-# -- The ways to name a target, for help and messages
+import dataclasses
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, get_args, get_type_hints
+
+from lowprec_check.errors import UsageError
+from lowprec_check.process import Isolation
+from lowprec_check.schema.axes import BACKENDS, DEVICES, MEMORY_FORMATS, RUN_MATRICES, catalogued, replaced
+from lowprec_check.schema.findings import Prefer
+from lowprec_check.schema.measures import Errors, Reference, Scenario
+from lowprec_check.schema.precisions import PRECISIONS, bases_called, formats, low_precisions, plan_bases
+from lowprec_check.schema.registry import Registry, choices, words_in
+from lowprec_check.schema.run_key import EAGER
+from lowprec_check.schema.what_if import WHAT_IF_FORMATS
 
 FORMS = "mymodel.py, mymodel.py:make_model, package.module:attr, torchvision:NAME, timm:NAME, transformers:NAME or hf:FOLDER"
+"""The ways to name a target, for help and messages."""
+
+Names = str | Sequence[str] | None
+"""One name, several, or ``None`` for the default."""
+Words = str | Sequence[str]
+"""One text, several, or several in one, separated by commas."""
 
 
-# -- What the keys of ``environment`` and ``options`` in a saved result mean: those have no class of their own
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """What is known of an option besides its name, type and default value."""
 
-ENVIRONMENT = {
-    "torch": "The version of torch.",
-    "python": "The version of Python.",
-    "platform": "The operating system and the processor's architecture.",
-    "device": "The device of the runs: `cpu`, `cuda:0`.",
-    "device_name": "Its name.",
-    "default_autocast": "The dtype that autocast uses on it by default.",
-    "cpu_capability": "The instruction set that torch uses on the CPU.",
-    "cpu_features": "Instructions of the CPU that matter to low precision.",
-    "fp16_accelerated": "Whether the device computes matrix products in fp16; `null` if torch cannot tell.",
-    "bf16_accelerated": "Whether the device computes matrix products in bf16; `null` if torch cannot tell.",
-    "threads": "Threads that torch uses in an op.",
-    "cores": "Processor cores of the machine.",
-    "accelerators": "The accelerators of the machine, in words.",
-    "torchvision": "The version of torchvision; `null` if it is not installed.",
-    "timm": "The version of timm; `null` if it is not installed.",
-    "transformers": "The version of transformers; `null` if it is not installed.",
-    "ipex": "The version of Intel's extension; `null` if it is not installed.",
-    "ipex_fits": "Whether Intel's extension fits this torch; `null` if it is not installed.",
-}
+    text: str
+    """A sentence or two for ``--help``, the Python documentation and that of the saved JSON."""
+    unset: str = ""
+    """What is done without it, if its default value does not say so."""
+    flags: tuple[str, ...] = ()
+    """On the command line; by default ``--name-of-the-field``."""
+    metavar: str | None = None
+    kind: Any = None
+    """The type on the command line, if the Python API takes more."""
+    names: Callable[[], list[str]] | None = None
+    """The names to choose from, which a shell completes."""
+    registry: Registry[Any] | None = None
+    """Of which one name or several are given, or aliases; :class:`DeclaredOptions` keeps the registered names."""
+    repeatable: bool = False
+    """Whether it takes several words that are in no registry."""
+    least: float | None = None
+    above: float | None = None
+    saved: bool = True
+    """Whether the options of a saved result have it."""
 
-OPTIONS = {
-    "isolation": "How runs are kept apart: `fork`, `spawn`, `shared` or `none`.",
-    "precisions": "The precisions that were run.",
-    "backends": "The backends that were run.",
-    "memory_formats": "The memory formats that were run.",
-    "select": "Prefixes of the codes to report; empty for all.",
-    "ignore": "Prefixes of the codes not to report.",
-    "budget": "Seconds for each part of a run; `null` for the default.",
-    "errors": "Which errors were computed for each op: `both`, `accumulated` or `none`.",
-    "budget_error": "Whether to find out which ops the output error comes from: `auto`, `on` or `off`.",
-    "reference": "The dtype of the reference for the errors of each op: `fp32` or `fp64`.",
-    "tolerance": "The tolerance that was asked for; `null` for that of each precision.",
-    "seed": "The random seed of every run.",
-    "batches": "Number of batches that were run.",
-    "times": "Whether times were compared: `on` or `off`.",
-    "predict": "Whether the runs were predicted although the device is here.",
-    "torch_version": "The release of torch to predict for; `null` for the installed one.",
-    "scenario": "The scenario of the times in `timing`: `offline` or `realtime`; `null` without one.",
-    "what_if": "The formats whose output error was predicted.",
-    "prefer": "What the recommendation is to gain: `speed`, `memory` or `accuracy`.",
-    "steps": "Steps of training in each run; 0 if only the forward pass was run.",
-    "without_kernel": "Kernels that were treated as missing.",
-    "fail_on": "The scan's `--fail-on`, which decides what fails in JUnit; missing in a result of the Python API.",
-    "baseline": "`true` if the scan had a baseline, with which findings that rest on times do not fail.",
-}
+    def sentence(self, more: str = "") -> str:
+        """The text, with ``more`` before its full stop, and what the default is."""
+        text = f"{self.text.removesuffix('.')}{more}." if more else self.text
+        return f"{text} Default: {self.unset}." if self.unset else text
+
+    @property
+    def takes_several(self) -> bool:
+        """Whether several words may be given."""
+        return self.repeatable or self.registry is not None
+
+
+def option(default: Any, text: str, **more: Any) -> Any:
+    """A field of :class:`DeclaredOptions`; ``more`` as in :class:`Declared`."""
+    return field(default=default, metadata={"declared": Declared(text=text, **more)})
+
+
+def declared_in(options: type[DeclaredOptions]) -> Iterator[tuple[str, Any, Any, Declared]]:
+    """The name, the type, the default value and the declaration of each option; other fields are left out."""
+    types = get_type_hints(options)
+    for each in dataclasses.fields(options):  # type: ignore[arg-type]
+        if "declared" in each.metadata:
+            declared = each.metadata["declared"]
+            yield each.name, declared.kind or types[each.name], each.default, declared
+
+
+class DeclaredOptions:
+    """Options whose values are checked and put into one form when they are given; raises :class:`UsageError` for a wrong value."""
+
+    def __post_init__(self) -> None:
+        """Names become those registered, each once; texts that hold several words become these words."""
+        for name, kind, _, declared in declared_in(type(self)):
+            given = getattr(self, name)
+            if declared.registry is not None:
+                given = None if given is None else tuple(declared.registry.names_in(given))
+            elif declared.repeatable:
+                given = None if given is None else tuple(words_in(given))
+            elif name == "device" and given is not None:
+                given = str(given)
+            else:
+                _check_value(name, kind, given, declared)
+            object.__setattr__(self, name, given)
+
+
+def _check_value(name: str, kind: Any, given: Any, declared: Declared) -> None:
+    allowed = [value for part in (kind, *get_args(kind)) for value in get_args(part) if isinstance(value, str)]
+    optional = type(None) in get_args(kind)
+    if allowed and given not in allowed and not (optional and given is None):
+        raise UsageError(f"Unknown {name} {given!r}.", f"Choose from {', '.join(allowed)}.")
+    if declared.least is not None or declared.above is not None:
+        check_number(
+            name, given, least=declared.least, above=declared.above, whole=float not in (kind, *get_args(kind))
+        )
+    elif kind is int and not isinstance(given, int):
+        raise UsageError(f"{name} is {given!r}.", "Give an integer.")
+
+
+def check_number(
+    name: str, given: Any, *, above: float | None = None, least: float | None = None, whole: bool = False
+) -> None:
+    """Raise :class:`UsageError` if ``given`` is neither ``None`` nor a (``whole``) number ``above`` one, or of ``least`` the other."""
+    fits = isinstance(given, int if whole else (int, float))
+    fits = fits and (above is None or given > above) and (least is None or given >= least)
+    if given is not None and not fits:
+        limit = f"above {above:g}" if above is not None else f"of at least {least:g}"
+        raise UsageError(f"{name} is {given!r}.", f"Give {'an integer' if whole else 'a number'} {limit}.")
+
+
+P = ParamSpec("P")
+Given = TypeVar("Given", bound=DeclaredOptions)
+Found = TypeVar("Found")
+Found_co = TypeVar("Found_co", covariant=True)
+
+
+class OfModel(Protocol[P, Found_co]):
+    """A function of a model and its inputs with the options ``P``."""
+
+    def __call__(self, model: Any, inputs: Any, *args: P.args, **given: P.kwargs) -> Found_co:
+        """Call it; ``inputs`` as for :func:`lowprec_check.scan`."""
+
+
+def called_with(arguments: Callable[P, Given]) -> Callable[[Callable[[Any, Any, Given], Found]], OfModel[P, Found]]:
+    """Makes ``f(model, inputs, given)`` a function of the Python API, ``f(model, inputs, *, option=…)``, with the fields of
+    ``arguments`` as keyword arguments, also in its signature and documentation.
+    """
+
+    def decorated(function: Callable[[Any, Any, Given], Found]) -> OfModel[P, Found]:
+        @functools.wraps(function)
+        def called(model: Any, inputs: Any, *args: P.args, **given: P.kwargs) -> Found:
+            signature.bind(model, inputs, *args, **given)
+            return function(model, inputs, arguments(*args, **given))
+
+        positional = list(inspect.signature(function).parameters.values())[:2]
+        signature = inspect.Signature([*positional, *inspect.signature(arguments).parameters.values()])
+        texts = [
+            textwrap.fill(f"{name}: {declared.sentence()}", 120, initial_indent=" " * 8, subsequent_indent=" " * 12)
+            for name, _, _, declared in declared_in(arguments)  # type: ignore[arg-type]
+        ]
+        head, returns, tail = (function.__doc__ or "").partition("\n\n    Returns:")
+        called.__doc__ = "\n".join([head, *texts]) + returns + tail
+        called.__signature__ = signature  # type: ignore[attr-defined]
+        return called
+
+    return decorated
+
+
+# -- Options that a scan and a search have in common
+
+_DEVICES = choices(DEVICES.names())
+_TOLERANCES = ", ".join(f"{f.tolerance:g} for {f.short}" for f in formats() if f.name != "float32")
+_BACKENDS = ", ".join(f"{backend.name} ({backend.summary})" for backend in BACKENDS)
+PREDICTED = f"{choices([name for name in catalogued() if name != 'cpu'])} that is not here is predicted"
+
+
+def _device(text: str = "") -> Any:
+    unset = "an accelerator if there is one, else cpu"
+    return option(None, f"Device: {_DEVICES}{text}.", unset=unset, kind=str | None, names=DEVICES.names, saved=False)
+
+
+def _tolerance() -> Any:
+    return option(None, "Largest relative L2 error of the output that passes.", unset=_TOLERANCES, least=0.0)
+
+
+def _seed() -> Any:
+    return option(0, "Random seed of every run.")
+
+
+def _without_kernel() -> Any:
+    return option((), "Simulate a missing kernel, e.g. aten.dot:half.", repeatable=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScanOptions(DeclaredOptions):
+    """What to run and how; the fields are arguments of :func:`lowprec_check.scan` and options of ``lowprec-check scan``."""
+
+    precisions: Names = option(
+        None,
+        f"Precisions to run: {', '.join(p.name for p in low_precisions())}, or an alias such as fp16 (half).",
+        unset="all",
+        flags=("--precision", "-p"),
+        names=lambda: [precision.name for precision in low_precisions()],
+        registry=PRECISIONS,
+    )
+    backends: Names = option(
+        None, f"How to execute the model: {_BACKENDS}.", unset=EAGER, flags=("--backend",), registry=BACKENDS
+    )
+    memory_formats: Names = option(
+        None,
+        f"Memory formats: {choices(MEMORY_FORMATS.names())}.",
+        unset="contiguous",
+        flags=("--memory-format",),
+        registry=MEMORY_FORMATS,
+    )
+    matrix: str | None = option(
+        None,
+        f"Set of runs: {'; '.join(f'{matrix.name} ({matrix.summary})' for matrix in RUN_MATRICES)}. "
+        "Precisions, backends and memory formats that are given replace its parts.",
+        metavar="NAME",
+        names=RUN_MATRICES.names,
+        saved=False,
+    )
+    device: Any = _device(f"; {PREDICTED}")
+    torch_version: str | None = option(
+        None,
+        "Release of torch to predict for, with a device.",
+        unset="the installed one",
+        flags=("--torch",),
+        metavar="X.Y",
+    )
+    predict: bool = option(False, "Predict, although the device is here and could be measured.")
+    budget: float | None = option(
+        None,
+        "Seconds for each part of a run.",
+        unset="20, or the time of ten fp32 forward passes if longer",
+        above=0.0,
+    )
+    errors: Errors = option("both", "Errors to compute for each op; accumulated and none are faster.")
+    budget_error: Literal["auto", "on", "off"] = option(
+        "auto",
+        "Find out which ops the error of the output comes from; takes time, and memory for all activations. Needs both errors. "
+        "auto: within 2.2 times the memory of fp32, or 4 GiB.",
+    )
+    reference: Reference = option("fp32", "Precision of the reference for the errors of each op.")
+    tolerance: float | None = _tolerance()
+    seed: int = _seed()
+    without_kernel: Words = _without_kernel()
+    batches: int = option(
+        1,
+        "Number of batches: inputs(0), inputs(1), …, or items of a loader or generator. Runs that pass on the first "
+        "are run on the others; LP205 reports values that grow.",
+        metavar="N",
+        least=1,
+    )
+    plan: bool | None = option(
+        None,
+        "For each precision that fails, search for modules to keep in fp32.",
+        unset="only if none passes",
+        flags=("--plan/--no-plan",),
+        saved=False,
+    )
+    times: Literal["on", "off"] = option(
+        "on", "Call all runs in turns, to compare their times with fp32. off saves some seconds, in a CI for example."
+    )
+    scenario: Scenario | None = option(
+        None,
+        "Also time every run as it is served: offline (the inputs on all cores) or realtime (batches of 1, in several "
+        "instances of at most 4 cores at a time).",
+    )
+    what_if: Names = option(
+        None,
+        "Predict the output error of a format without running it: "
+        f"{', '.join(f'{chosen.name} ({chosen.summary})' for chosen in WHAT_IF_FORMATS)}.",
+        registry=WHAT_IF_FORMATS,
+    )
+    prefer: Prefer = option("speed", "What the recommendation is to gain, among the precisions that pass.")
+    train: bool = option(
+        False,
+        "Scan training: forward, loss, backward, optimizer. Uses loss(output) and optimizer(parameters) of the file if "
+        "it defines them.",
+        saved=False,
+    )
+    steps: int | None = option(
+        None,
+        "Of training: steps of each run, compared with fp32 and with the spread of fp32 runs from other seeds.",
+        unset="1",
+        metavar="K",
+        least=1,
+    )
+    select: Words = option((), "Only findings whose code starts with this prefix, e.g. LP1.", repeatable=True)
+    ignore: Words = option((), "No findings whose code starts with this prefix.", repeatable=True)
+
+    def __post_init__(self) -> None:
+        """Raise :class:`UsageError` for options that do not go together, too."""
+        super().__post_init__()
+        object.__setattr__(self, "matrix", None if self.matrix is None else RUN_MATRICES.get(self.matrix).name)
+        if self.steps is not None and not self.train:
+            raise UsageError("steps is the number of training steps of a scan of training.", "Add --train.")
+        if not self.train:
+            return
+        for name in ("scenario", "what_if", "predict"):
+            if getattr(self, name):
+                raise UsageError(
+                    f"{name} is about the forward pass, not about training.", f"Leave out --{name.replace('_', '-')}."
+                )
+        if self.batches > 1:
+            raise UsageError("Training takes a new batch for each step by itself.", "Leave out --batches.")
+
+    def names_of(self, axis: Literal["precisions", "backends", "memory_formats"]) -> list[str]:
+        """The names that are run, those of the matrix if none is given."""
+        matrix = RUN_MATRICES.get(self.matrix or RUN_MATRICES.names()[0])
+        of_matrix: Callable[[], list[str]] = getattr(matrix, axis)
+        return list(getattr(self, axis) or of_matrix())
+
+    @property
+    def training_steps(self) -> int:
+        """Steps of training; 0 if only the forward pass is run."""
+        return (self.steps or 1) if self.train else 0
+
+    def saved(self, isolation: Isolation) -> dict[str, Any]:
+        """The options as they are saved with the result."""
+        chosen = {
+            "precisions": self.names_of("precisions"),
+            "backends": replaced(self.names_of("backends"))[0],
+            "memory_formats": self.names_of("memory_formats"),
+            "what_if": self.what_if or (),
+            "steps": self.training_steps,
+        }
+        named = {
+            name: getattr(self, name) for name, _, _, declared in declared_in(ScanOptions) if declared.saved
+        } | chosen
+        return {"isolation": isolation} | {k: list(v) if isinstance(v, tuple) else v for k, v in named.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(DeclaredOptions):
+    """What to search for and how; the fields are arguments of :func:`lowprec_check.find_plan` and options of ``lowprec-check plan``."""
+
+    dtype: Any = option(
+        None,
+        f"{choices(list(dict.fromkeys(base.format.short for base in plan_bases())))}, or a precision such as autocast-fp16.",
+        unset="try all, keep the best",
+        flags=("--dtype", "--precision", "-p"),
+        metavar="NAME",
+        repeatable=True,
+    )
+    base: str | None = option(
+        None,
+        f"How the other modules run: {choices(list(dict.fromkeys(base.kind for base in plan_bases())))}.",
+        unset="try all, keep the best",
+    )
+    backend: str = option(EAGER, f"How to execute the model: {_BACKENDS}.", metavar="NAME")
+    device: Any = _device()
+    tolerance: float | None = _tolerance()
+    use_metric: bool = option(
+        False, "Judge by metric(model) from the file (higher is better) instead of the tolerance.", flags=("--metric",)
+    )
+    max_drop: float | None = option(
+        None, "Largest drop of the metric that passes.", unset="1% of the metric in fp32", least=0.0
+    )
+    batches: int = option(
+        1,
+        "Number of batches that must pass: inputs(0), inputs(1), ….",
+        flags=("--inputs-from",),
+        metavar="N",
+        least=1,
+    )
+    max_trials: int = option(200, "Maximum number of trial runs per base.", least=1)
+    seconds: float = option(600.0, "Seconds for the whole search.", flags=("--budget",), above=0.0)
+    seed: int = _seed()
+    without_kernel: Words = _without_kernel()
+    predict: bool = True
+    """Whether sets are proposed by the error budget; otherwise each is found by trials alone, which takes more of them."""
+
+    def __post_init__(self) -> None:
+        """Raise :class:`UsageError` for options that do not go together, too."""
+        super().__post_init__()
+        BACKENDS.get(self.backend)
+        kinds = list(dict.fromkeys(base.kind for base in plan_bases()))
+        if self.base is not None and self.base not in kinds:
+            raise UsageError(f"Unknown base {self.base!r}.", f"Choose from {', '.join(kinds)}.")
+        if not self.bases():
+            asked = " or ".join(self.dtype or ())
+            raise UsageError(
+                f"No precision is both {asked} and {self.base}.", "Leave out --base, or give another --dtype."
+            )
+        if self.use_metric and self.tolerance is not None:
+            raise UsageError(
+                "Both a metric and a tolerance are given.", "Give one; --max-drop is the metric's tolerance."
+            )
+        if self.max_drop is not None and not self.use_metric:
+            raise UsageError("--max-drop needs a metric.", "Add --metric.")
+
+    def bases(self) -> list[str]:
+        """The precisions to start from, in the order of the search."""
+        asked = bases_called(self.dtype)
+        return [base.name for base in plan_bases() if base in asked and self.base in (None, base.kind)]

@@ -31,7 +31,7 @@ from lowprec_check.schema.measures import (
 )
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Plan
-from lowprec_check.schema.precisions import PRECISIONS, Precision
+from lowprec_check.schema.precisions import PRECISIONS, FloatFormat, Precision
 from lowprec_check.schema.run_key import EAGER, REFERENCE, MemoryFormat, RunKey, qualified
 from lowprec_check.schema.statements import Statement
 from lowprec_check.schema.training import TrainingRun, TrainingSetup
@@ -57,7 +57,6 @@ __all__ = [
 SCHEMA = 1
 
 Evidence = Literal["measured", "predicted"]
-
 
 _MEASURED = ("latency_ms", "latency", "peak_memory_bytes", "timing", "setup_seconds", "compiler")
 """What only a run on the device itself can tell, and the times of its op calls."""
@@ -90,8 +89,7 @@ class Run(Struct, frozen=True, kw_only=True):
     """The call, counted from 1, in which it failed; ``None`` if it did not fail, or in the first."""
     failed_batch: int | None = None
     """The batch on which it failed, and which everything but time and memory is about: 1 for the second, ``inputs(1)``; ``None``
-    if it did not fail, or on the first.
-    """
+    if it did not fail, or on the first."""
     batches: BatchRanges | None = None
     """The status and the range of each op on every batch, if the scan was asked for more than one and the first passed."""
     output_error: ErrorStats | None = None
@@ -178,11 +176,9 @@ class Run(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for a predicted run with a measured time or memory."""
-        if self.evidence != "measured" and (any(map(self._has, _MEASURED)) or self.op_calls.are_timed):
+        has_measured = any(getattr(self, name) is not None for name in _MEASURED)
+        if self.evidence != "measured" and (has_measured or self.op_calls.are_timed):
             raise ValueError("a predicted run has no times and no memory: they would be those of another device")
-
-    def _has(self, name: str) -> bool:
-        return getattr(self, name) is not None
 
     @property
     def key(self) -> RunKey:
@@ -213,6 +209,26 @@ class Run(Struct, frozen=True, kw_only=True):
     def basis(self) -> Precision | None:
         """The precision, or the base of a plan; ``None`` if it is unknown here."""
         return PRECISIONS.find(self.base or self.precision)
+
+    @property
+    def format(self) -> FloatFormat | None:
+        """The float format of its :attr:`basis`."""
+        return self.basis.format if self.basis else None
+
+    @property
+    def is_autocast(self) -> bool:
+        """Whether it, or the base of a plan, runs under autocast."""
+        return self.basis is not None and self.basis.kind == "autocast"
+
+    @property
+    def rel_l2(self) -> float | None:
+        """That of its output; ``None`` if nothing was compared, or it is infinite."""
+        return self.output_error.rel_l2 if self.output_error else None
+
+    @property
+    def distance(self) -> float | None:
+        """What is held against the tolerance; ``None`` if nothing was compared, or it is infinite."""
+        return self.output_error.distance if self.output_error else None
 
 
 def skipped(key: RunKey, reason: str, evidence: Evidence = "measured") -> Run:
@@ -262,8 +278,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     """The line that makes the model, or defines its class: ``file.py:line``."""
     caller: str | None = None
     """The line of the user's own code that makes the model, or scans it, if ``source`` is in an installed package or unknown;
-    empty if there is none.
-    """
+    empty if there is none."""
     notes: list[str] = []
     """What to know of the model and its inputs, in words."""
 

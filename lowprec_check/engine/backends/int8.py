@@ -6,7 +6,7 @@ import platform
 from collections.abc import Callable
 from typing import Any
 
-from lowprec_check.engine.quantize.library import ipex_code, library, missing, torchao_code
+from lowprec_check.engine.quantize.library import library, missing, quantization_code
 from lowprec_check.schema.axes import Backend, Code, Example
 from lowprec_check.schema.measures import LayerError
 from lowprec_check.schema.precisions import BF16, Precision
@@ -40,7 +40,7 @@ class Int8(Backend):
     def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
         """The quantized model, calibrated on ``example.calibration()``; the first call compiles it."""
         from lowprec_check.engine.core.seed import kept_generators
-        from lowprec_check.engine.quantize.conversion import quantize
+        from lowprec_check.engine.quantize.library import quantize
 
         with kept_generators():
             return quantize(model, (example.args, example.kwargs), example.calibration)
@@ -52,7 +52,7 @@ class Int8(Backend):
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
         """The same calls of the library."""
-        return ipex_code(model) if library() == "ipex" else torchao_code(model)
+        return quantization_code(model)
 
 
 BACKEND = Int8()

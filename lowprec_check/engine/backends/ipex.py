@@ -1,15 +1,75 @@
-"""Intel's extension: ``ipex.optimize``, called eagerly."""
+"""Intel's extension for PyTorch: ``ipex.optimize``, called eagerly, and what the other backends with it share."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
-from lowprec_check.engine.stack.intel_extension import IMPORT, ExtensionBackend, optimize_code, optimized
-from lowprec_check.schema.axes import Code, Example
-from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.engine.core.installation import (
+    ARCHIVED,
+    IPEX,
+    LAST_FIT,
+    extension_problem,
+    installed_version,
+    minor_version,
+)
+from lowprec_check.schema.axes import Backend, Code, Example, Replacement
+from lowprec_check.schema.precisions import PRECISIONS, Precision
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo
+
+IMPORT = "import intel_extension_for_pytorch as ipex"
+
+
+class ExtensionBackend(Backend):
+    """A backend that uses the extension."""
+
+    changes_process = True  # the extension overrides kernels of autocast when it is imported
+    successor: ClassVar[str]
+    """The backend that does the same on newer torch."""
+
+    def skip_reason(self, precision: Precision, device: str, memory_format: str) -> str | None:
+        """Why the extension cannot be used on ``device``; precisions that it does not support raise an exception in the run."""
+        if device != "cpu":
+            return f"{IPEX} on PyPI supports the CPU only; use the backend inductor on {device}"
+        return extension_problem()
+
+    def replacement(self) -> Replacement | None:
+        """The backend that does the same, if torch is newer than 2.8 and the extension is not installed."""
+        torch = minor_version(installed_version("torch"))
+        if torch is None or torch <= LAST_FIT or installed_version(IPEX) is not None:
+            return None
+        successors = {
+            "inductor-freeze": "torch.compile with frozen weights, which it prepacks for oneDNN as ipex.optimize did",
+            "inductor": "torch.compile with inductor",
+        }
+        instead = successors[self.successor]
+        return Replacement(self.successor, f"{ARCHIVED}; it was replaced by {instead} (on Intel GPUs, by torch.xpu)")
+
+
+def optimized(model: Any, precision: Precision, **options: Any) -> Any:
+    """A copy of ``model``, an ``nn.Module`` in ``precision`` on the CPU, after ``ipex.optimize`` with ``options``.
+
+    Raises ``AssertionError`` for fp16 with prepacked weights on a CPU without fp16 instructions, and for a model in training mode.
+    """
+    torch: Any = importlib.import_module("torch")
+    ipex: Any = importlib.import_module("intel_extension_for_pytorch")
+    if _gives_dtype(precision):
+        options["dtype"] = getattr(torch, precision.format.name)
+    return ipex.optimize(model, **options)
+
+
+def optimize_code(key: RunKey, options: str = "") -> str:
+    """The call of :func:`optimized` as code; ``options`` are further arguments, ``weights_prepack=False``."""
+    precision = PRECISIONS.get(key.precision)
+    dtype = f"dtype={precision.format.dtype}" if _gives_dtype(precision) else ""
+    return f"ipex.optimize({', '.join(filter(None, ['model', dtype, options]))})"
+
+
+def _gives_dtype(precision: Precision) -> bool:
+    """Whether ``ipex.optimize`` gets the dtype of ``precision``: a custom precision changes the model itself."""
+    return precision.kind in ("cast", "autocast")
 
 
 class Ipex(ExtensionBackend):
@@ -27,7 +87,7 @@ class Ipex(ExtensionBackend):
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
         """``ipex.optimize`` before the call."""
-        return Code(imports=(IMPORT,), before=(f"model = {optimize_code(PRECISIONS.get(key.precision))}",))
+        return Code(imports=(IMPORT,), before=(f"model = {optimize_code(key)}",))
 
 
 BACKEND = Ipex()

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lowprec_check.engine.stack.intel_extension import IMPORT, ExtensionBackend, optimize_code, optimized
+from lowprec_check.engine.backends.ipex import IMPORT, ExtensionBackend, optimize_code, optimized
 from lowprec_check.schema.axes import Code, Example
-from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo
 
@@ -24,14 +23,13 @@ class IpexCompile(ExtensionBackend):
         """The compiled model, which is compiled in its first call."""
         import torch
 
-        compiled: Callable[..., Any] = torch.compile(
-            optimized(model, example.precision, weights_prepack=False), backend="ipex"
-        )
+        found = optimized(model, example.precision, weights_prepack=False)
+        compiled: Callable[..., Any] = torch.compile(found, backend="ipex")
         return compiled
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
         """``ipex.optimize`` and ``torch.compile`` before the call."""
-        optimize = optimize_code(PRECISIONS.get(key.precision), "weights_prepack=False")
+        optimize = optimize_code(key, "weights_prepack=False")
         return Code(imports=(IMPORT,), before=(f'model = torch.compile({optimize}, backend="ipex")',))
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lowprec_check.engine.stack.frozen_trace import frozen_trace, frozen_trace_code
-from lowprec_check.engine.stack.intel_extension import IMPORT, ExtensionBackend, optimize_code, optimized
+from lowprec_check.engine.backends.ipex import IMPORT, ExtensionBackend, optimize_code, optimized
+from lowprec_check.engine.backends.jit import frozen_trace, frozen_trace_code
 from lowprec_check.schema.axes import Code, Example
-from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo
 
@@ -27,12 +26,8 @@ class IpexJit(ExtensionBackend):
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
         """``ipex.optimize`` before the call, the trace inside its context."""
-        precision = PRECISIONS.get(key.precision)
-        return Code(
-            imports=(IMPORT,),
-            before=(f"model = {optimize_code(precision)}",),
-            inside=frozen_trace_code(model.call, autocast=precision.kind == "autocast"),
-        )
+        inside = frozen_trace_code(model.call, key)
+        return Code(imports=(IMPORT,), before=(f"model = {optimize_code(key)}",), inside=inside)
 
 
 BACKEND = IpexJit()

@@ -1,11 +1,11 @@
-"""``torch.jit.trace`` and ``torch.jit.freeze``."""
+"""``torch.jit.trace`` and ``torch.jit.freeze`` of a model, as a backend, as a function and as code to paste."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
-from lowprec_check.engine.stack.frozen_trace import frozen_trace, frozen_trace_code
 from lowprec_check.schema.axes import Backend, Code, Example
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import RunKey
@@ -26,8 +26,55 @@ class Jit(Backend):
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
         """Trace, freeze; inside the context, so that the graph has the casts of autocast."""
-        autocast = PRECISIONS.get(key.precision).kind == "autocast"
-        return Code(inside=frozen_trace_code(model.call, autocast=autocast))
+        return Code(inside=frozen_trace_code(model.call, key))
 
 
 BACKEND = Jit()
+
+_WARM_UP_CALLS = 2
+"""The first call profiles the graph and the second one optimizes it, so their results may differ in the last bits."""
+
+
+def frozen_trace(model: Any, example: Example) -> Callable[..., Any]:
+    """``model``, an ``nn.Module`` in eval mode, as a frozen graph, after the calls that optimize it.
+
+    Without autocast's cache of weights: the graph would hold a cast weight of another call as an input. The random number
+    generators are left as they were. Raises what torch raises if the model cannot be traced.
+    """
+    import torch
+
+    from lowprec_check.engine.core.pytree import map_tensors
+    from lowprec_check.engine.core.seed import kept_generators
+
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with kept_generators():
+            args, kwargs = map_tensors((example.args, example.kwargs), torch.clone)
+            given: dict[str, Any] = {"example_inputs": args}
+            if kwargs:  # torch.jit.trace takes arguments of one kind
+                bound = inspect.signature(model.forward).bind(*args, **kwargs)
+                given = {"example_kwarg_inputs": dict(bound.arguments)}
+            traced: Any = torch.jit.trace(model, **given, check_trace=False, strict=False)
+            frozen: Callable[..., Any] = torch.jit.freeze(traced)
+            for _ in range(_WARM_UP_CALLS):
+                frozen(*map_tensors(example.args, torch.clone), **map_tensors(example.kwargs, torch.clone))
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+    return frozen
+
+
+def frozen_trace_code(call: str, key: RunKey) -> tuple[str, ...]:
+    """The lines that do the same inside the context of the call, which is ``call``: ``model(*inputs)``."""
+    examples = {
+        "model(inputs)": "(inputs,)",
+        "model(*inputs)": "tuple(inputs)",
+        "model(**inputs)": "example_kwarg_inputs=dict(inputs)",
+    }
+    autocast = PRECISIONS.get(key.precision).kind == "autocast"
+    return (
+        *(["torch.set_autocast_cache_enabled(False)  # autocast restores it"] if autocast else []),
+        f"model = torch.jit.freeze(torch.jit.trace(model, {examples[call]}, check_trace=False, strict=False))",
+        f"for _ in range({_WARM_UP_CALLS}):  # the graph is optimized",
+        f"    {call}",
+    )

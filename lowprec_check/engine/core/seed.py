@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lowprec_check.engine.core.accelerators import initialized
+from lowprec_check.engine.core.devices import initialized
 
 
 def seed_everything(seed: int) -> None:

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.model.inputs import Arguments, accepts, as_call, call_with_number, is_function
 from lowprec_check.engine.model.user_module import call_function, call_user_code
-from lowprec_check.errors import UsageError, message_of, type_name
+from lowprec_check.errors import UsageError, first_line, message_of, type_name
 from lowprec_check.schema.axes import Call
 
 # -- Batches of tensors from what people call inputs: a data loader, a dataset, an iterator, NumPy arrays

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.model.inputs import inputs_code, parse_inputs
 from lowprec_check.engine.model.target import Target, unchecked_target
 from lowprec_check.engine.model.user_module import call_user_code
 from lowprec_check.engine.model.zoo import check_memory, import_zoo, unknown_name
-from lowprec_check.errors import UsageError, message_of, type_name
+from lowprec_check.errors import UsageError, first_line, message_of, type_name
 
 TOKENS, SAMPLES = 32, 16_000
 """Length of the default inputs: tokens of a text, samples of a sound (one second)."""

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.errors import UsageError, message_of
+from lowprec_check.errors import UsageError, first_line, message_of
 
 PASTE_INPUTS = """Add to the file (a tensor, a tuple, a dict of keyword arguments, or a function that returns one):
 

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.model.batch import BatchMaker, check_calibration
 from lowprec_check.engine.model.huggingface_zoo import load_folder, load_transformers
 from lowprec_check.engine.model.inputs import (
@@ -46,7 +45,7 @@ from lowprec_check.engine.model.user_module import (
     import_name,
 )
 from lowprec_check.engine.model.zoo import load_timm, load_torchvision
-from lowprec_check.errors import UsageError, encodable, message_of
+from lowprec_check.errors import UsageError, encodable, first_line, message_of
 from lowprec_check.schema.options import FORMS
 
 # -- Loads a state dict from a file into a model: tensors only, no code in the file is run

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lowprec_check.engine.core import accelerators as devices
-from lowprec_check.engine.core.accelerators import release_memory
+from lowprec_check.engine.core import devices
 from lowprec_check.engine.core.compiled import compiled_code_in_eager
+from lowprec_check.engine.core.devices import peak_allocated, release_memory
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
-from lowprec_check.engine.core.free_memory import peak_allocated
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import call_model

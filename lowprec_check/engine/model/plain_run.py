@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from lowprec_check.engine.core import accelerators as devices
+from lowprec_check.engine.core import devices
 from lowprec_check.engine.core.compiled import compiled_code_in_eager, compiled_frames
-from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.floating_dtypes import NARROW, is_float
 from lowprec_check.engine.core.output_comparison import NOTHING, OutputComparison, compare_outputs, is_zero
 from lowprec_check.engine.core.pytree import leaves
@@ -27,7 +26,7 @@ from lowprec_check.engine.core.seed import generator_states, seed_everything
 from lowprec_check.engine.core.source_location import call_model, module_names, traceback_lines
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import WithLoss
-from lowprec_check.errors import Terminated, message_of, text_of, type_name
+from lowprec_check.errors import Terminated, first_line, message_of, text_of, type_name
 from lowprec_check.process.function_worker import end_if_forked, in_worker
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo, Status

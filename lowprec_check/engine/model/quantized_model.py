@@ -12,7 +12,7 @@ from lowprec_check.engine.core.seed import kept_generators
 from lowprec_check.engine.model.application import application_of
 from lowprec_check.engine.model.batch import Calibration
 from lowprec_check.engine.model.target import make_target
-from lowprec_check.engine.quantize import conversion
+from lowprec_check.engine.quantize import library
 from lowprec_check.engine.quantize.quantized import Quantized
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import BACKENDS
@@ -71,7 +71,7 @@ def quantize(
         raise UsageError(f"The model cannot be quantized: {reason}.")
     target = make_target(model, inputs, calibration=calibration)
     with kept_generators(), torch.no_grad(), application_of(chosen).context("cpu"):
-        return QuantizedModel(conversion.quantize(target.model, target.inputs, target.calibration), chosen.name)
+        return QuantizedModel(library.quantize(target.model, target.inputs, target.calibration), chosen.name)
 
 
 def load_quantized(path: str | Path) -> QuantizedModel:
@@ -80,7 +80,7 @@ def load_quantized(path: str | Path) -> QuantizedModel:
     Raises :class:`UsageError` if the file is no such model, or this environment lacks the library. Load only files that you trust:
     torch reads them.
     """
-    quantized, texts = conversion.load(path, [_PRECISION])
+    quantized, texts = library.load(path, [_PRECISION])
     if texts[_PRECISION] not in ("fp32", "autocast-bf16"):
         raise UsageError(f"Cannot load {path}: it was not saved by lowprec_check.quantize.")
     return QuantizedModel(quantized, texts[_PRECISION])

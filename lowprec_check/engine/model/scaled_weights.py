@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
-from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.core.source_location import call_model
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
-from lowprec_check.errors import UsageError, message_of, type_name
+from lowprec_check.errors import UsageError, first_line, message_of, type_name
 
 NOTE = "random weights, scaled where outputs of layers vanish or explode"
 HEALTHY = "no random weight was scaled: no output of a layer vanishes or explodes"

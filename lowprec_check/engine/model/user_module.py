@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from lowprec_check.engine.core.exceptions import says_device_is_absent
+from lowprec_check.engine.core.devices import says_device_is_absent
 from lowprec_check.engine.core.source_location import is_own_file, is_user_code, own_line, show_line, source_line
 from lowprec_check.errors import Terminated, UsageError, encodable, message_of, text_of, type_name
 from lowprec_check.process.function_worker import end_if_forked, in_worker

@@ -11,11 +11,10 @@ import psutil
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.model import torchvision_ops
 from lowprec_check.engine.model.inputs import inputs_code, parse_inputs
 from lowprec_check.engine.model.target import Target, unchecked_target
-from lowprec_check.errors import UsageError, message_of, type_name
+from lowprec_check.errors import UsageError, first_line, message_of, type_name
 
 # -- What the loaders of models by name share
 

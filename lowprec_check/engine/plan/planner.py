@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lowprec_check.analysis.blame import blame
@@ -20,16 +19,15 @@ from lowprec_check.engine.plan.trials import Limits, Objective, Proposal, Propos
 from lowprec_check.engine.run.isolation import check_isolation, isolated, isolation_on
 from lowprec_check.engine.run.launcher import OnProgress
 from lowprec_check.engine.run.model_info import describe_target
-from lowprec_check.engine.run.target_runs import RunOptions, TargetRuns, check_number, open_runs
+from lowprec_check.engine.run.target_runs import RunOptions, TargetRuns, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.trace.extra_modes import parse_withheld
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.process import Isolation
-from lowprec_check.schema.axes import BACKENDS, replaced
+from lowprec_check.schema.axes import replaced
+from lowprec_check.schema.options import PlanOptions, called_with, option
 from lowprec_check.schema.plan import Plan, Planning
-from lowprec_check.schema.precisions import bases_called, plan_bases
-from lowprec_check.schema.registry import words_in
-from lowprec_check.schema.run_key import EAGER
+from lowprec_check.schema.precisions import plan_bases
 from lowprec_check.schema.scan_result import Run
 
 QUICK = Limits(max_trials=60, seconds=120.0)
@@ -37,99 +35,29 @@ QUICK = Limits(max_trials=60, seconds=120.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """What to search for and how; see the arguments of :func:`find_plan`."""
+class PlanArguments(PlanOptions):
+    """The keyword arguments of :func:`find_plan`."""
 
-    dtype: object = None
-    """One name of a format or a precision, or several; ``None``: all."""
-    base: str | None = None
-    backend: str = EAGER
-    use_metric: bool = False
-    max_drop: float | None = None
-    batches: int = 1
-    max_trials: int = Limits.max_trials
-    seconds: float = Limits.seconds
-    device: str | None = None
-    tolerance: float | None = None
-    seed: int = 0
-    without_kernel: str | Sequence[str] = ()
-    predict: bool = True
-    """Whether sets are proposed by the error budget; otherwise each is found by trials alone, which takes more of them."""
+    loss: Callable[[Any], Tensor] | None = option(None, "loss(output) -> tensor, run as part of the model.")
+    metric: Callable[[nn.Module], float] | None = option(
+        None, "metric(model) -> float, higher is better; used instead of the tolerance."
+    )
+    isolation: Isolation | None = option(None, "fork, spawn, shared or none, as for a scan.")
+    on_progress: OnProgress | None = option(None, "Called with the name of the run and its progress.")
 
-    def bases(self) -> list[str]:
-        """The precisions to start from, in the order of the search."""
-        asked = bases_called(self.dtype)
-        return [base.name for base in plan_bases() if base in asked and self.base in (None, base.kind)]
-
-    def check(self, target: Target) -> None:
-        """Raise :class:`UsageError` for options that cannot be searched, before anything runs."""
-        BACKENDS.get(self.backend)
-        check_number("max_drop", self.max_drop, least=0.0)
-        check_number("seconds", self.seconds, above=0.0)
-        if self.batches < 1:
-            raise UsageError(f"{self.batches} batches are too few to search.", "Give at least 1.")
-        if self.base is not None and not any(base.kind == self.base for base in plan_bases()):
-            kinds = dict.fromkeys(base.kind for base in plan_bases())
-            raise UsageError(f"Unknown base {self.base!r}.", f"Choose from {', '.join(kinds)}.")
-        if not self.bases():
-            asked = " or ".join(words_in(self.dtype))
-            raise UsageError(
-                f"No precision is both {asked} and {self.base}.", "Leave out --base, or give another --dtype."
-            )
-        if self.use_metric and self.tolerance is not None:
-            raise UsageError(
-                "Both a metric and a tolerance are given.", "Give one; --max-drop is the metric's tolerance."
-            )
-        if self.max_drop is not None and not self.use_metric:
-            raise UsageError("--max-drop needs a metric.", "Add --metric.")
-        if self.use_metric and target.metric is None:
-            raise UsageError(
-                "The file defines no metric.", "Define `def metric(model): return accuracy`, higher is better."
-            )
-        parse_withheld(words_in(self.without_kernel))
+    def __post_init__(self) -> None:
+        """A metric that is given is used."""
+        object.__setattr__(self, "use_metric", self.metric is not None)
+        super().__post_init__()
 
 
-def find_plan(
-    model: nn.Module,
-    inputs: Any,
-    *,
-    dtype: str | torch.dtype | Sequence[str | torch.dtype] | None = None,
-    base: str | None = None,
-    backend: str = EAGER,
-    max_drop: float | None = None,
-    batches: int = 1,
-    max_trials: int = Limits.max_trials,
-    seconds: float = Limits.seconds,
-    device: str | torch.device | None = None,
-    tolerance: float | None = None,
-    seed: int = 0,
-    without_kernel: str | Sequence[str] = (),
-    loss: Callable[[Any], Tensor] | None = None,
-    metric: Callable[[nn.Module], float] | None = None,
-    isolation: Isolation | None = None,
-    on_progress: OnProgress | None = None,
-) -> Planning:
+@called_with(PlanArguments)
+def find_plan(model: nn.Module, inputs: Any, given: PlanArguments) -> Planning:
     """Find the fewest modules of ``model`` that must stay in fp32 for it to pass, confirmed by plain runs.
 
     Args:
         model: in fp32, in the mode (``eval`` or ``train``) to search in.
         inputs: as for :func:`lowprec_check.scan`; for several batches, a function of the batch number.
-        dtype: ``bf16`` or ``fp16``, or a precision such as ``autocast-fp16``, by any of their names: one, several, or several in
-            one string with commas; default: all of them.
-        base: how the other modules run, ``autocast`` or ``cast``; default: the better one.
-        backend: how the model is executed.
-        max_drop: how far the metric may fall below fp32's, in its units; default: 1 % of fp32's.
-        batches: number of batches that must pass.
-        max_trials: most runs of the model for each base.
-        seconds: most time for the whole search.
-        device: default: an accelerator if there is one, else the CPU.
-        tolerance: the largest relative error of the output that passes; default: that of the precision.
-        seed: of every run.
-        without_kernel: kernels to run without, as if torch lacked them: ``aten.dot:half``.
-        loss: ``loss(output) -> tensor``, run as part of the model.
-        metric: ``metric(model) -> float``, higher is better; used instead of the tolerance.
-        isolation: ``fork``, ``spawn``, ``shared`` or ``none``, as for a scan.
-        on_progress: called with the name of the run and its progress.
 
     Returns:
         Every base that was tried, and the best plan if there is one.
@@ -137,23 +65,9 @@ def find_plan(
     Raises:
         UsageError: the model or an option cannot be used; the message explains what to do.
     """
-    check_isolation(isolation)
-    target = make_target(model, inputs, loss=loss, metric=metric)
-    options = PlanOptions(
-        dtype=dtype,
-        base=base,
-        backend=backend,
-        use_metric=metric is not None,
-        max_drop=max_drop,
-        batches=batches,
-        max_trials=max_trials,
-        seconds=seconds,
-        device=None if device is None else str(device),
-        tolerance=tolerance,
-        seed=seed,
-        without_kernel=without_kernel,
-    )
-    return plan_target(TargetSource(target), isolation, options, on_progress=on_progress)
+    check_isolation(given.isolation)
+    target = make_target(model, inputs, loss=given.loss, metric=given.metric)
+    return plan_target(TargetSource(target), given.isolation, given, on_progress=given.on_progress)
 
 
 def plan_target(
@@ -179,7 +93,11 @@ def growing_planning(
 ) -> Iterator[Planning]:
     """Yield the bases tried so far and the best plan found, after each base."""
     target = source.target
-    options.check(target)
+    if options.use_metric and target.metric is None:
+        raise UsageError(
+            "The file defines no metric.", "Define `def metric(model): return accuracy`, higher is better."
+        )
+    parse_withheld(options.without_kernel)
     asking = source.isolation_of_functions(isolation, options.device)
     machine = isolated(lambda: environment(options.device), asking, dict[str, Any])
     isolation = isolation or isolation_on(machine["device"], source.best_on(machine["device"]))
@@ -188,7 +106,7 @@ def growing_planning(
         device=machine["device"],
         tolerance=options.tolerance,
         seed=options.seed,
-        without_kernel=tuple(words_in(options.without_kernel)),
+        without_kernel=tuple(options.without_kernel),
         budget_error=options.predict,
     )
     name = encodable(spec or target.name)

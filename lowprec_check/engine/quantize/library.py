@@ -1,17 +1,21 @@
-"""Which library quantizes here, what to install if there is none, and the code to paste."""
+"""The library that quantizes on the installed torch: which it is, what to install if there is none, its calls and its code to paste."""
 
 from __future__ import annotations
 
-from typing import Literal
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from lowprec_check.engine.core.compiled import MinorVersion, installed_version, minor_version
-from lowprec_check.engine.stack.intel_extension import extension_problem
-from lowprec_check.schema.axes import Code
+from lowprec_check.engine.core.installation import extension_problem, installed_version, minor_version
+from lowprec_check.errors import UsageError
+from lowprec_check.schema.axes import Call, Code
 from lowprec_check.schema.scan_result import ModelInfo
 
-# -- Which library quantizes here, and what to install if there is none
-#
-# Versions are read from the packages' metadata: with another torch than its own, importing Intel's extension ends the process.
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lowprec_check.engine.quantize.quantized import Calibration, Quantized
 
 Library = Literal["ipex", "torchao"]
 
@@ -26,45 +30,99 @@ def library() -> Library | None:
     """What quantizes on the installed torch: Intel's extension if it fits, else torchao if it does; ``None`` if neither."""
     if extension_problem() is None:
         return "ipex"
-    return "torchao" if _torchao_fits() else None
+    torch, torchao = (minor_version(installed_version(package)) for package in ("torch", "torchao"))
+    fitting = minor_version(fitting_torchao())
+    if torch is None or torchao is None or fitting is None:
+        return None
+    # a torchao that is too new for a torch of the table imports what it lacks
+    fits = torchao >= fitting if torch > max(FITTING) else torchao == fitting
+    return "torchao" if fits else None
 
 
 def missing() -> str:
     """What to install, if :func:`library` is ``None``."""
-    installed, needed = version_of("torchao"), f"pip install torchao=={fitting_torchao()}"
-    torch = ".".join(map(str, version_of("torch") or ()))
-    if installed is None:
+    needed = f"pip install torchao=={fitting_torchao()}"
+    torch, torchao = (minor_version(installed_version(package)) for package in ("torch", "torchao"))
+    if torchao is None:
         return f"it needs torchao, which is not installed: {needed}"
-    return f"torchao {'.'.join(map(str, installed))} does not fit torch {torch}: {needed}"
+    return f"torchao {'.'.join(map(str, torchao))} does not fit torch {'.'.join(map(str, torch or ()))}: {needed}"
 
 
 def fitting_torchao() -> str:
     """The version of torchao for the installed torch."""
-    torch = version_of("torch")
+    torch = minor_version(installed_version("torch"))
     return FITTING.get(torch, NEWEST) if torch is not None else NEWEST
 
 
-def version_of(package: str) -> MinorVersion | None:
-    """Major and minor version of an installed package; ``None`` if it is not installed."""
-    return minor_version(installed_version(package))
+def quantize(model: nn.Module, example: Call, calibration: Calibration) -> Quantized:
+    """Quantize a copy of ``model`` in the current context (autocast); ``model`` is left unchanged.
+
+    ``example`` is a call of it, to whose shapes the result is bound. Raises :class:`UsageError` if no library is installed
+    that can, the model is in training mode, or no layer of it can be quantized.
+    """
+    if model.training:
+        raise UsageError(
+            "The model is in training mode; static quantization is for inference.", "Call model.eval() in your file."
+        )
+    found = library()
+    if found is None:
+        raise UsageError(f"int8 cannot run here: {missing()}.")
+    if found == "ipex":
+        from lowprec_check.engine.quantize.ipex_static import quantize_with_ipex
+
+        return quantize_with_ipex(model, example, calibration)
+    from lowprec_check.engine.quantize.torchao_pt2e import quantize_with_torchao
+
+    return quantize_with_torchao(model, example, calibration)
 
 
-def _torchao_fits() -> bool:
-    """Whether torchao is installed, is not older than what fits, and is not so new that this torch lacks what it imports."""
-    installed, torch, oldest = version_of("torchao"), version_of("torch"), minor_version(fitting_torchao())
-    if installed is None or torch is None or oldest is None:
-        return False
-    newest_torch_of_table = max(FITTING)
-    return installed >= oldest if torch > newest_torch_of_table else installed == oldest
+def load(path: str | Path, extra: Iterable[str]) -> tuple[Quantized, dict[str, str]]:
+    """The model that :meth:`Quantized.save` wrote, and its texts named ``extra``; raises :class:`UsageError` if it is none."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            is_script = any(name.partition("/")[2].startswith("code/") for name in file.namelist())
+    except (OSError, zipfile.BadZipFile) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not a saved model"
+        raise UsageError(f"Cannot load {path}: {reason}.") from None
+    if library() != ("ipex" if is_script else "torchao"):
+        needed = "Intel's extension and the torch that fits it" if is_script else "torchao"
+        raise UsageError(f"Cannot load {path}: it was quantized by {needed}, which this environment lacks.")
+    if is_script:
+        from lowprec_check.engine.quantize.ipex_static import load_ipex
+
+        return load_ipex(path, extra)
+    from lowprec_check.engine.quantize.torchao_pt2e import load_torchao
+
+    return load_torchao(path, extra)
 
 
-# -- The code to paste that quantizes a model
-
-
-def torchao_code(model: ModelInfo) -> Code:
-    """Code for torchao's PT2E and inductor."""
-    args, kwargs = _example(model)
-    given = f"{args}, {kwargs}" if kwargs != "{}" else args
+def quantization_code(model: ModelInfo) -> Code:
+    """The code to paste that quantizes ``model`` by the :func:`library`."""
+    args = "(inputs,)" if model.call == "model(inputs)" else "tuple(inputs)"
+    example, exported, traced = f"example_inputs={args}", args, args
+    if model.call == "model(**inputs)":
+        example, exported = "example_kwarg_inputs=dict(inputs)", "(), dict(inputs)"
+        traced = example
+    call = model.call.replace("model(", "prepared(")
+    calibrate: tuple[str, ...] = (call,)
+    if model.calibration:
+        calibrate = (f"for batch in {model.calibration}:", f"    {call.replace('inputs', 'batch')}")
+    if library() == "ipex":
+        return Code(
+            imports=("import copy", "import intel_extension_for_pytorch as ipex"),
+            inside=(
+                'with torch.autocast("cpu", enabled=False):  # the ranges are those of fp32',
+                "    mapping = ipex.quantization.default_static_qconfig_mapping",
+                "    # a copy: prepare changes the memory format of the weights",
+                f"    prepared = ipex.quantization.prepare(copy.deepcopy(model), mapping, {example}, inplace=True)",
+                *(f"    {line}" for line in calibrate),
+                "model = ipex.quantization.convert(prepared)",
+                f"model = torch.jit.trace(model, {traced}, strict=False, check_trace=False)",
+                "model = torch.jit.freeze(model)",
+                "for _ in range(2):  # TorchScript compiles in the first calls",
+                f"    {model.call}",
+            ),
+        )
     return Code(
         imports=(
             "import torch._inductor.config",
@@ -76,45 +134,10 @@ def torchao_code(model: ModelInfo) -> Code:
         ),
         before=("torch._inductor.config.freezing = True  # without it, no int8 kernels",),
         inside=(
-            f"exported = torch.export.export(model, {given}, strict=True).module()",
+            f"exported = torch.export.export(model, {exported}, strict=True).module()",
             "quantizer = X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config())",
             "prepared = prepare_pt2e(exported, quantizer)",
-            *_calibrate(model),
+            *calibrate,
             "model = torch.compile(convert_pt2e(prepared))  # its first call compiles",
         ),
     )
-
-
-def ipex_code(model: ModelInfo) -> Code:
-    """Code for Intel's extension."""
-    args, kwargs = _example(model)
-    prepared = f"example_inputs={args}" if args != "()" else f"example_kwarg_inputs={kwargs}"
-    return Code(
-        imports=("import copy", "import intel_extension_for_pytorch as ipex"),
-        inside=(
-            'with torch.autocast("cpu", enabled=False):  # the ranges are those of fp32',
-            "    mapping = ipex.quantization.default_static_qconfig_mapping",
-            "    # a copy: prepare changes the memory format of the weights",
-            f"    prepared = ipex.quantization.prepare(copy.deepcopy(model), mapping, {prepared}, inplace=True)",
-            *(f"    {line}" for line in _calibrate(model)),
-            "model = ipex.quantization.convert(prepared)",
-            f"model = torch.jit.trace(model, {prepared.replace('example_inputs=', '')}, strict=False, check_trace=False)",
-            "model = torch.jit.freeze(model)",
-            "for _ in range(2):  # TorchScript compiles in the first calls",
-            f"    {model.call}",
-        ),
-    )
-
-
-def _example(model: ModelInfo) -> tuple[str, str]:
-    """The positional and keyword arguments of the call, as code."""
-    if model.call == "model(**inputs)":
-        return "()", "dict(inputs)"
-    return ("(inputs,)", "{}") if model.call == "model(inputs)" else ("tuple(inputs)", "{}")
-
-
-def _calibrate(model: ModelInfo) -> tuple[str, ...]:
-    if not model.calibration:
-        return (model.call.replace("model(", "prepared("),)
-    call = model.call.replace("model(", "prepared(").replace("inputs", "batch")
-    return (f"for batch in {model.calibration}:", f"    {call}")

@@ -21,8 +21,8 @@ from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.model.plain_run import output_tensors, run_once
 from lowprec_check.engine.model.prepared import Prepared, prepared
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.run.tasks import ModelTask
 from lowprec_check.engine.run.preparation import in_eager_mode, on_backend
+from lowprec_check.engine.run.tasks import ModelTask
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import CompilerCheck, CompilerVerdict
 from lowprec_check.schema.precisions import FP32, FP64, Precision

@@ -12,7 +12,7 @@ from typing import TypeVar, get_args
 
 import msgspec
 
-from lowprec_check.engine.core.accelerators import initialized
+from lowprec_check.engine.core.devices import initialized
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.process.function_worker import Channel, Ended, FunctionWorker

@@ -173,9 +173,7 @@ class Launcher:
         if self.hidden_state or BACKENDS.get(task.backend).changes_process:
             self.renew()
         idle_limit = max(Activity.SECONDS, min(IDLE_SECONDS, task.budget / 2))
-        return self._execute_in(
-            self.isolation, task, idle_limit if self._forks and self._forks_may_wait else math.inf
-        )
+        return self._execute_in(self.isolation, task, idle_limit if self._forks and self._forks_may_wait else math.inf)
 
     def _execute_in(self, isolation: Isolation, task: ModelTask, idle_limit: float = math.inf) -> Outcome:
         report = functools.partial(self._report_position, task)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
-from lowprec_check.engine.core.accelerators import release_memory
+from lowprec_check.engine.core.devices import release_memory
 from lowprec_check.engine.core.source_location import is_installed, is_user_code
 from lowprec_check.process.interpreter import current_folder
 from lowprec_check.schema.axes import DEVICES

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from lowprec_check.engine.core.free_memory import MemoryLimit, free_memory
+from lowprec_check.engine.core.devices import MemoryLimit, free_memory
 from lowprec_check.engine.model.memory import MOST_TIMES_FP32, ModelBytes, gibibytes
 from lowprec_check.engine.run.tasks import AnalysisTask, TaskFiles
-from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
+from lowprec_check.schema.measures import Errors
 
 _FEWER: tuple[Errors, ...] = ("both", "accumulated", "none")
 """The errors that an instrumented part can compute; each needs less memory than the one before."""

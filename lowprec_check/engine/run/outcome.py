@@ -205,7 +205,10 @@ def make_run(task: RunTask, outcome: Outcome) -> Run:
         fields |= dict.fromkeys(("latency_ms", "setup_seconds", "compiler", "peak_memory_bytes"))
         fields["op_calls"] = without_times(calls)
     called = set(calls.op)
-    for name in ("known_ops", "assumed_ops"):  # without those of the instruments; all if the calls of the model are not known
+    for name in (
+        "known_ops",
+        "assumed_ops",
+    ):  # without those of the instruments; all if the calls of the model are not known
         fields[name] = [op for op in fields.get(name, ()) if op in called or not called]
     return Run(
         precision=task.precision,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from lowprec_check.engine.core.exceptions import says_device_is_absent
+from lowprec_check.engine.core.devices import says_device_is_absent
 from lowprec_check.engine.model.inputs import describe_inputs
 from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.model.target import Target

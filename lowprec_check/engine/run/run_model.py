@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager, compiled_frames
-from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.device_twin.twin import assumed_ops, emulating, known_ops
 from lowprec_check.engine.model.plain_run import reraise_interrupt, run_once
 from lowprec_check.engine.model.target import Target
@@ -29,7 +28,7 @@ from lowprec_check.engine.trace.what_if import predict
 from lowprec_check.engine.train.batches import batches_of
 from lowprec_check.engine.train.step import TrainingStep, with_step
 from lowprec_check.engine.train.ways import ways_of
-from lowprec_check.errors import message_of, type_name
+from lowprec_check.errors import first_line, message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.run_key import CONTIGUOUS, REFERENCE
 

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import torch
 
+from lowprec_check.engine.core.installation import extension_problem
 from lowprec_check.engine.model.prepared import format_problem
-from lowprec_check.engine.stack.intel_extension import extension_problem
 from lowprec_check.engine.run.launcher import Launcher, OnProgress
 from lowprec_check.engine.run.memory_limits import check_weights_fit, why_too_large
 from lowprec_check.engine.run.messages import Measures
@@ -22,11 +22,10 @@ from lowprec_check.engine.run.scenario import NotTimedError, time_in_scenario
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.tasks import ExtensionTask, ModelTask, RunTask, TaskFiles, WhatIfTask, open_task_files
 from lowprec_check.engine.run.timed_runs import TimedRuns, time_runs, untimed
-from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.schema.axes import BACKENDS
-from lowprec_check.schema.measures import PredictedDevice, Scenario
+from lowprec_check.schema.measures import Errors, PredictedDevice, Scenario
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, MemoryFormat, RunKey
 from lowprec_check.schema.scan_result import Run, skipped
@@ -72,21 +71,6 @@ class RunOptions:
     scenario: Scenario | None = None
     steps: int = 0
     """Steps of training; 0 if only the forward pass is run."""
-
-    def __post_init__(self) -> None:
-        """Raise :class:`UsageError` for a number that is none or out of range; the command line has checked its own."""
-        check_number("budget", self.budget, above=0.0)
-        check_number("tolerance", self.tolerance, least=0.0)
-        if not isinstance(self.seed, int):
-            raise UsageError(f"seed is {self.seed!r}.", "Give an integer.")
-
-
-def check_number(name: str, value: Any, *, above: float | None = None, least: float | None = None) -> None:
-    """Raise :class:`UsageError` if ``value`` is neither ``None`` nor a number ``above`` one, or of ``least`` the other."""
-    fits = isinstance(value, (int, float)) and (above is None or value > above) and (least is None or value >= least)
-    if value is not None and not fits:
-        limit = f"above {above:g}" if above is not None else f"of at least {least:g}"
-        raise UsageError(f"{name} is {value!r}.", f"Give a number {limit}.")
 
 
 _FROM_OPTIONS = {field.name for field in dataclasses.fields(RunOptions)} & {

@@ -5,23 +5,22 @@ from __future__ import annotations
 import functools
 import os
 import pickle
-from collections.abc import Callable
 from typing import NamedTuple
 
 import cloudpickle
 
-from lowprec_check.engine.core.accelerators import cuda_driver_is_initialized, in_bad_fork
-from lowprec_check.engine.core.exceptions import first_line
+from lowprec_check.engine.core.devices import cuda_driver_is_initialized, in_bad_fork
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.model.memory import free_weights
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_module import UserImports
 from lowprec_check.engine.run.isolation import accelerator_in_use, best_isolation, isolated
-from lowprec_check.errors import UsageError, message_of, type_name
 from lowprec_check.engine.run.worker import Load
+from lowprec_check.errors import UsageError, first_line, message_of, type_name
 from lowprec_check.process import Isolation
 from lowprec_check.process.breadcrumb import read_shared, shared_file
 from lowprec_check.process.function_worker import KeptWorker, Method
+
 
 class FreshLoad(NamedTuple):
     """Loads the target in a fresh interpreter, which inherits ``descriptors``."""

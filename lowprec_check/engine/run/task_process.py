@@ -9,13 +9,13 @@ import math
 import pickle
 from collections.abc import Callable
 
+from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.run.messages import CallStarted, Checked, Loaded, Measures, TaskMessage, TurnTimed, decode
 from lowprec_check.engine.run.outcome import Outcome
 from lowprec_check.engine.run.place_log import model_line
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.tasks import AnalysisTask, ExplainTask, ModelTask
 from lowprec_check.engine.run.worker import QUESTION, do_task, serve, work
-from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.process import Isolation
 from lowprec_check.process.breadcrumb import Breadcrumb, Position, clear_shared, read_shared
 from lowprec_check.process.function_worker import Ended, FunctionWorker, Method
@@ -123,7 +123,9 @@ def _owner(task: ModelTask, source: TargetSource) -> tuple[object, ...]:
 def _set_limits(worker: TaskWorker, message: TaskMessage, task: ModelTask) -> None:
     """Each call and each part gets its budget; if the plain run is too slow or failed, each op gets its limit."""
     failed = isinstance(message, PlainResult) and message.status == "error"
-    if isinstance(task, AnalysisTask) and (failed or isinstance(message, Measures)):  # the instrumented part may be next
+    if isinstance(task, AnalysisTask) and (
+        failed or isinstance(message, Measures)
+    ):  # the instrumented part may be next
         worker.set_timeout(max(task.call_budget, task.explain_budget))
     elif isinstance(message, (Loaded, CallStarted, PlainResult, TurnTimed)):
         worker.set_timeout(task.part_budget)

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from typing import NamedTuple, TypeVar
 
 from lowprec_check.engine.trace.dispatched_call import Place
-from lowprec_check.engine.trace.recorder import Errors
 from lowprec_check.process.breadcrumb import shared_file
-from lowprec_check.schema.measures import PredictedDevice
+from lowprec_check.schema.measures import Errors, PredictedDevice
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, MemoryFormat, RunKey
 from lowprec_check.schema.scan_result import Evidence

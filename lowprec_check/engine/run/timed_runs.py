@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
 from lowprec_check.analysis.speed import FAILED_WHILE_TIMED, latency_outside_rounds
-from lowprec_check.engine.core.free_memory import free_memory
+from lowprec_check.engine.core.devices import free_memory
 from lowprec_check.engine.run.launcher import Launcher
 from lowprec_check.engine.run.messages import Loaded, NextTurn, Ready, TaskMessage, TurnTimed
 from lowprec_check.engine.run.target_source import TargetSource
@@ -82,12 +82,12 @@ def time_runs(
             latencies[run.key] = latency_outside_rounds(run.latency_ms / 1e3, reference, run.calls)
     answers = []
     for run in (fp32, *runs):
+        changes: dict[str, Any] = {}
         if run.key in failures:
-            run = msgspec.structs.replace(run, notes=[*run.notes, FAILED_WHILE_TIMED + failures[run.key]])
+            changes["notes"] = [*run.notes, FAILED_WHILE_TIMED + failures[run.key]]
         if run.key in latencies:
-            known = latencies[run.key]
-            run = msgspec.structs.replace(run, latency=known, latency_ms=known.median_ms)
-        answers.append(run)
+            changes |= {"latency": latencies[run.key], "latency_ms": latencies[run.key].median_ms}
+        answers.append(msgspec.structs.replace(run, **changes))
     worst = TimingConditions(
         waited=max((known.waited for known in conditions if known.waited is not None), default=None),
         speed_change=max((known.speed_change for known in conditions if known.speed_change is not None), default=None),

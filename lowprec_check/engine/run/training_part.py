@@ -14,7 +14,7 @@ from lowprec_check.engine.core.floating_dtypes import NARROW, underflows
 from lowprec_check.engine.core.output_comparison import compare_outputs
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import ModuleStack
-from lowprec_check.engine.model.plain_run import PlainResult, describe_error, output_tensors
+from lowprec_check.engine.model.plain_run import PlainResult, describe_error
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.training import make_optimizer
@@ -28,12 +28,12 @@ from lowprec_check.engine.train.gradients import FirstGradients, compare_gradien
 from lowprec_check.engine.train.loss_scale import Largest, LargestGradient, suggested_scale
 from lowprec_check.engine.train.lost_updates import LostUpdateCounter, lost_buffer_updates
 from lowprec_check.engine.train.spread import Spread
-from lowprec_check.engine.train.step import StepResult, TrainingStep
+from lowprec_check.engine.train.step import TrainingStep
 from lowprec_check.engine.train.trajectory import MAX_SKIPPED, Loop, StepFailedError, Trajectory, Watcher
 from lowprec_check.engine.train.ways import DEFAULT_SCALE, PLAIN, Way, state_bytes
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.training import EXTENSION_WAYS, WAYS, LossScale, TrainingRun, TrainingWay
-from lowprec_check.schema.verdict import ErrorStats, Status
+from lowprec_check.schema.verdict import Status
 
 
 class TrainingPart(TrainingSteps):

@@ -10,7 +10,7 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -187,9 +187,7 @@ class TimedCalls:
 def _enough(seconds: list[float]) -> bool:
     total = sum(seconds)
     return (
-        len(seconds) >= MOST_CALLS
-        or total >= ENOUGH_SECONDS
-        or (len(seconds) >= LEAST_CALLS and total >= TURN_SECONDS)
+        len(seconds) >= MOST_CALLS or total >= ENOUGH_SECONDS or (len(seconds) >= LEAST_CALLS and total >= TURN_SECONDS)
     )
 
 
@@ -215,7 +213,7 @@ DISTURBED = 0.03
 MORE = 3.0
 """How many times as long rounds are repeated then, or if times vary much."""
 
-SECONDS = 1.5
+ROUNDS_SECONDS = 1.5
 """How long rounds are repeated."""
 
 
@@ -223,12 +221,12 @@ class RoundSchedule:
     """Iterates over the rows to time, the first of which is fp32; :meth:`add` takes what was measured."""
 
     def __init__(self, rows: int, seconds: float | None = None) -> None:
-        """``seconds``: how long rounds are repeated, after the first :data:`FEW`; by default :data:`SECONDS`."""
+        """``seconds``: how long rounds are repeated, after the first :data:`FEW`; by default :data:`ROUNDS_SECONDS`."""
         self.turns: list[dict[int, TurnTimed]] = [{} for _ in range(rows)]
         """By row, its turn in each round."""
         self.failures: dict[int, str] = {}
         """Why a row could not be timed, though it had run before."""
-        self._seconds = SECONDS if seconds is None else seconds
+        self._seconds = ROUNDS_SECONDS if seconds is None else seconds
         self.number = 0
         """The number of the round."""
 

@@ -15,9 +15,8 @@ from collections.abc import Callable
 
 import torch
 
-from lowprec_check.engine.core.accelerators import check_accelerators
 from lowprec_check.engine.core.compiled import own_compiled_code
-from lowprec_check.engine.core.exceptions import first_line
+from lowprec_check.engine.core.devices import check_accelerators
 from lowprec_check.engine.device_twin.twin import become_twin, check_process
 from lowprec_check.engine.model.plain_run import PlainResult, describe_error
 from lowprec_check.engine.model.target import Target
@@ -37,7 +36,7 @@ from lowprec_check.engine.run.tasks import (
     WhatIfTask,
 )
 from lowprec_check.engine.run.turns import Receive, time_in_place, time_instance, time_turns
-from lowprec_check.errors import UsageError, message_of
+from lowprec_check.errors import UsageError, first_line, message_of
 from lowprec_check.process.function_worker import Channel, Ended
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.op_calls import FALLBACK_WARNING

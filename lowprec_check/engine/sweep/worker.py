@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from lowprec_check.catalog.records import LOW, Dtype, Header
-from lowprec_check.engine.core.compiled import IPEX, installed_version, minor_version
+from lowprec_check.engine.core.installation import IPEX, cpu_info, extension_problem, installed_version
 from lowprec_check.engine.sweep.calls import Setting
 from lowprec_check.engine.sweep.measure import OperatorMeasurement
 from lowprec_check.engine.sweep.messages import Answer, CannotMeasure, Fault, Hello, Task
@@ -76,7 +76,7 @@ def _prepare(options: argparse.Namespace) -> tuple[dict[str, Any], Header, Setti
         torch=torch.__version__.partition("+")[0],
         capability=_capability(device),
         hardware=_hardware(device),
-        features=_cpu_features() if device == "cpu" else [],
+        features=[name for name in FEATURES if name in cpu_info("flags").split()] if device == "cpu" else [],
         extension=extension,
         autocast=list(setting.autocast),
         samples=options.samples,
@@ -92,7 +92,7 @@ def _load_extension(name: str | None) -> str | None:
     version = installed_version(IPEX)
     if version is None:
         raise UsageError("Intel Extension for PyTorch is not installed.", "pip install 'lowprec-check[ipex]'")
-    if minor_version(version) != minor_version(torch.__version__):
+    if extension_problem() is not None:
         raise UsageError(
             f"Intel Extension for PyTorch {version} does not match torch {torch.__version__}.",
             f"Install the extension for torch {torch.__version__}.",
@@ -137,20 +137,7 @@ def _capability(device: str) -> str:
 def _hardware(device: str) -> str:
     if device != "cpu":
         return str(getattr(torch, device).get_device_name(0))
-    return next((line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")), "unknown")
-
-
-def _cpu_features() -> list[str]:
-    flags = next((set(line.split()) for line in _cpuinfo() if line.startswith("flags")), set[str]())
-    return [feature for feature in FEATURES if feature in flags]
-
-
-def _cpuinfo() -> list[str]:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return file.read().splitlines()
-    except OSError:
-        return []
+    return cpu_info("model name") or "unknown"
 
 
 if __name__ == "__main__":

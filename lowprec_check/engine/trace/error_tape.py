@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowprec_check.engine.core.devices import MemoryLimit
 from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow
-from lowprec_check.engine.core.free_memory import MemoryLimit
 from lowprec_check.engine.core.tensor_comparison import CHUNK, is_dense
 from lowprec_check.engine.trace.differentiable import GradientBuffers, Part, pulled_back
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.exceptions import is_out_of_memory
+from lowprec_check.engine.core.devices import is_out_of_memory
 from lowprec_check.engine.core.floating_dtypes import NARROW, is_float, is_narrow, widened_dtype
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall, Emulation
 from lowprec_check.engine.trace.journal import Journal

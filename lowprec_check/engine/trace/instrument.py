@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager
+from lowprec_check.engine.core.devices import MemoryLimit, free_memory
 from lowprec_check.engine.core.dispatch_mode import DispatchMode
-from lowprec_check.engine.core.exceptions import first_line
-from lowprec_check.engine.core.free_memory import MemoryLimit, free_memory
 from lowprec_check.engine.core.output_comparison import compare_outputs, same_bits
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.seed import seed_everything
@@ -36,12 +35,12 @@ from lowprec_check.engine.trace.lockstep import Lockstep, seed_inputs, seed_stat
 from lowprec_check.engine.trace.output_budget import error_budget
 from lowprec_check.engine.trace.pending_figures import PendingFigures
 from lowprec_check.engine.trace.places import Places
-from lowprec_check.engine.trace.recorder import Errors, Recorder
+from lowprec_check.engine.trace.recorder import Recorder
 from lowprec_check.engine.trace.twins import Returned, returned, storage_key
-from lowprec_check.errors import message_of, type_name
+from lowprec_check.errors import first_line, message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.base import Struct
-from lowprec_check.schema.measures import ErrorBudget, ModuleMagnitudes
+from lowprec_check.schema.measures import ErrorBudget, Errors, ModuleMagnitudes
 from lowprec_check.schema.module_paths import module_around, paths_above
 from lowprec_check.schema.op_calls import OpCalls, to_columns
 from lowprec_check.schema.scan_result import Gap

@@ -11,12 +11,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.op_arguments import dtype_names, tensors_in
 from lowprec_check.engine.trace.places import OpPlace
 from lowprec_check.engine.trace.twins import storage_key
+from lowprec_check.errors import first_line
 from lowprec_check.schema.op_calls import OpCall, OpCalls, to_columns
 from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.scan_result import Gap, GapKind, Layer

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowprec_check.engine.core.devices import MemoryLimit
 from lowprec_check.engine.core.floating_dtypes import is_float, underflows, widened_dtype
-from lowprec_check.engine.core.free_memory import MemoryLimit
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.tensor_comparison import TensorComparison
 from lowprec_check.engine.trace.differentiable import run_differentiable

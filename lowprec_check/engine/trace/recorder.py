@@ -9,14 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode
-from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.floating_dtypes import NARROW, is_narrow, underflows
 from lowprec_check.engine.core.source_location import ModuleStack
 from lowprec_check.engine.model.memory import StorageCounter
@@ -37,13 +36,13 @@ from lowprec_check.engine.trace.op_errors import OpErrors
 from lowprec_check.engine.trace.op_traits import vanished_constant
 from lowprec_check.engine.trace.places import Places
 from lowprec_check.engine.trace.twins import storage_key
-from lowprec_check.errors import message_of
+from lowprec_check.errors import first_line, message_of
 from lowprec_check.process.breadcrumb import Breadcrumb
+from lowprec_check.schema.measures import Errors
 from lowprec_check.schema.op_calls import OpCall
 
 T = TypeVar("T")
 
-Errors = Literal["both", "accumulated", "none"]
 """Which errors to compute: local and accumulated, only accumulated (no second run of each op), or none."""
 
 

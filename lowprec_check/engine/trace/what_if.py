@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from lowprec_check.engine.core.devices import MemoryLimit, free_memory
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode
-from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.core.floating_dtypes import is_float
-from lowprec_check.engine.core.free_memory import MemoryLimit, free_memory
 from lowprec_check.engine.core.source_location import ModuleStack, source_lines
 from lowprec_check.engine.model.plain_run import output_parts
 from lowprec_check.engine.model.prepared import Prepared
@@ -30,7 +29,7 @@ from lowprec_check.engine.trace.op_arguments import Args, Kwargs
 from lowprec_check.engine.trace.output_budget import by_place, norm_of
 from lowprec_check.engine.trace.pending_figures import PendingFigures
 from lowprec_check.engine.trace.twins import Returned, returned
-from lowprec_check.errors import message_of, type_name
+from lowprec_check.errors import first_line, message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.what_if import WHAT_IF_FORMATS, WhatIf, WhatIfFormat
 

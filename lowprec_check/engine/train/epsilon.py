@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowprec_check.engine.core.exceptions import first_line
 from lowprec_check.engine.model.training import MakeOptimizer
-from lowprec_check.errors import message_of, type_name
+from lowprec_check.errors import first_line, message_of, type_name
 from lowprec_check.schema.training import EpsilonCheck
 
 _VARIANTS: Mapping[str, dict[str, Any]] = {

@@ -11,8 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core import accelerators as devices
-from lowprec_check.engine.core.exceptions import first_line
+from lowprec_check.engine.core import devices
 from lowprec_check.engine.core.floating_dtypes import is_float, real
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import call_model
@@ -21,7 +20,7 @@ from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.train.step import StepResult, TrainingStep
 from lowprec_check.engine.train.ways import trained_weights
-from lowprec_check.errors import UsageError, message_of, type_name
+from lowprec_check.errors import UsageError, first_line, message_of, type_name
 
 SAMPLED = 1024
 """Elements of each tensor that are kept of every step, chosen at random; all, if it has no more."""

@@ -1,0 +1,231 @@
+"""One code path for all devices, through ``torch.get_device_module``: which there are, their memory, and times on them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import itertools
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+import torch.autograd as profiler
+
+from lowprec_check.errors import UsageError, message_of
+from lowprec_check.schema.axes import DEVICES, accelerators, device_of, device_type
+
+
+def module_of(device: torch.device) -> Any:
+    """``torch.cpu``, ``torch.cuda``, ``torch.xpu`` or ``torch.mps``."""
+    return torch.get_device_module(device)
+
+
+def is_available(name: str) -> bool:
+    """Whether torch can use a device of this type here, and with an index (``cuda:1``) that very device."""
+    kind, _, index = name.partition(":")
+    if kind == "cpu":
+        return True
+    try:
+        module = module_of(torch.device(kind))
+        return bool(module.is_available()) and (not index or int(index) < module.device_count())
+    except RuntimeError:  # this build of torch does not support the type
+        return False
+
+
+def resolve(name: str | None) -> torch.device:
+    """The device ``name``, by default an accelerator if there is one; raises :class:`UsageError` if it is not available."""
+    if name is None:
+        return torch.device(next((kind for kind in accelerators() if is_available(kind)), "cpu"))
+    known = device_of(name)
+    try:
+        device = torch.device(known.name + name.strip()[len(device_type(name)) :])
+    except RuntimeError:
+        raise UsageError(
+            f"Unknown device {name!r} in this torch.", f"Choose from {', '.join(DEVICES.names())}, or upgrade torch."
+        ) from None
+    if not is_available(device.type):
+        available = [kind for kind in DEVICES.names() if is_available(kind)]
+        hint = f" Predict it with: lowprec-check scan TARGET --device {device.type}" if known.catalog else ""
+        raise UsageError(f"Device {name!r} is not available.", f"Available here: {', '.join(available)}.{hint}")
+    return device
+
+
+def default_index(kind: str) -> int:
+    """The index that a type stands for: ``cuda`` is ``cuda:0``, or what ``torch.cuda.set_device`` chose. Starts no device."""
+    module = module_of(torch.device(kind))
+    return int(module.current_device()) if getattr(module, "is_initialized", lambda: False)() else 0
+
+
+def default_autocast_dtype(device: torch.device) -> torch.dtype:
+    """The default dtype of ``torch.autocast(device.type)``: bf16 on a CPU, fp16 on CUDA and XPU."""
+    return torch.get_autocast_dtype(device.type)
+
+
+def name_of(device: torch.device) -> str:
+    """The device's product name."""
+    module = module_of(device)
+    return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
+
+
+# -- The accelerators that this process uses
+
+
+def initialized() -> Iterator[Any]:
+    """The modules (``torch.cuda``) of the accelerators that this process has initialized."""
+    for name in accelerators():
+        module = getattr(torch, name, None)
+        if module is not None and getattr(module, "is_initialized", lambda: False)():
+            yield module
+
+
+def in_bad_fork() -> bool:
+    """Whether this process is a fork of one that has asked for its accelerators, so that it cannot use them.
+
+    ``torch.cuda.is_available()`` is enough, after which ``is_initialized()`` is still false.
+    """
+    modules = (getattr(torch, name, None) for name in accelerators())
+    return any(getattr(module, "_is_in_bad_fork", lambda: False)() for module in modules)
+
+
+def cuda_driver_is_initialized() -> bool:
+    """Whether something in this process has initialized CUDA's driver, torch or another library: no fork can use it then.
+
+    A device count, which needs the driver but does not initialize it, is error 3 (``CUDA_ERROR_NOT_INITIALIZED``) before that.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)  # only if it is loaded
+    except (OSError, AttributeError):
+        return False
+    return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) == 0
+
+
+def check_accelerators() -> None:
+    """Wait for the accelerators; raises an exception if one cannot be used any more in this process.
+
+    After an assertion in a kernel or an illegal access to memory, every later call fails.
+    """
+    for module in initialized():
+        module.synchronize()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished all work."""
+    module_of(device).synchronize()
+
+
+def timed(device: torch.device, work: Callable[[], Any]) -> tuple[Any, float]:
+    """The result of ``work`` and its duration in seconds, including the work on the device."""
+    synchronize(device)
+    started = time.perf_counter()
+    result = work()
+    synchronize(device)
+    return result, time.perf_counter() - started
+
+
+# -- Memory: what is free, and what a call allocates
+
+_GROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+"""The limit and the use of memory of a container, in both versions of control groups."""
+
+
+class MemoryLimit(NamedTuple):
+    """Bytes that something optional may take, so that it does not take the memory of the model."""
+
+    size: float
+    why: str
+    """What the limit is, in words."""
+
+    @classmethod
+    def half_of(cls, free: int) -> MemoryLimit:
+        """Half of the free memory."""
+        return cls(free / 2, "half of the free memory")
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process can still allocate on ``device``; of a CPU also within the limit of its container."""
+    available = psutil.virtual_memory().available
+    if device.type == "cpu":
+        for limit, used in _GROUP_FILES:
+            with contextlib.suppress(OSError, ValueError):  # no limit is "max"
+                available = min(available, max(0, int(Path(limit).read_text()) - int(Path(used).read_text())))
+        return available
+    module = module_of(device)
+    with contextlib.suppress(AttributeError, RuntimeError):
+        free, _ = module.mem_get_info()
+        return int(free) + int(module.memory_reserved()) - int(module.memory_allocated())
+    return available  # mps shares the memory of the CPU
+
+
+def release_memory() -> int:
+    """Free what is no longer used, and return the bytes of tensors that remain on the accelerators."""
+    gc.collect()
+    held = 0
+    for module in initialized():
+        for name in ("synchronize", "empty_cache"):
+            if hasattr(module, name):
+                getattr(module, name)()
+        held += int(module.memory_allocated()) if hasattr(module, "memory_allocated") else 0
+    return held
+
+
+def peak_memory(device: torch.device, work: Callable[[], Any]) -> int | None:
+    """Peak bytes that ``work`` allocates on the accelerator, as its allocator reports them.
+
+    ``None`` for the CPU, and for a device whose allocator does not report a peak (mps).
+    """
+    module = module_of(device)
+    if not hasattr(module, "reset_peak_memory_stats"):
+        return None
+    synchronize(device)
+    module.reset_peak_memory_stats(device)
+    before = module.memory_allocated(device)
+    work()
+    synchronize(device)
+    return int(module.max_memory_allocated(device) - before)
+
+
+def peak_allocated(work: Callable[[], Any]) -> int:
+    """Peak bytes that ``work`` allocates on the CPU, compiled code and memory inside kernels included.
+
+    Raises ``RuntimeError`` if this process is being profiled already.
+    """
+    # The profiler without Kineto, which prints a line to stderr whenever it starts.
+    api: Any = profiler
+    only_memory = (False, True, False, False, False)  # not shapes, stacks, FLOPs and modules
+    settings = torch._C._profiler._ExperimentalConfig()
+    api._enable_profiler_legacy(api.ProfilerConfig(api.ProfilerState.CPU, *only_memory, settings))
+    try:
+        work()
+    finally:
+        threads = api._disable_profiler_legacy()
+    events = itertools.chain.from_iterable(threads)
+    changes = (event.cpu_memory_usage() for event in events if event.kind() == "memory_alloc")
+    peak: int = max(itertools.accumulate(changes, initial=0))
+    return peak
+
+
+# -- Exceptions of devices
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` is an out-of-memory error, on any device."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in message_of(error)
+
+
+_NO_DEVICE = re.compile(
+    r"not compiled with (CUDA|XPU)|no NVIDIA driver|No (CUDA|XPU) |not linked with support for", re.IGNORECASE
+)
+
+
+def says_device_is_absent(message: str) -> bool:
+    """Whether the message of an exception is about a device that this torch or this machine does not have."""
+    return _NO_DEVICE.search(message) is not None

@@ -1,0 +1,60 @@
+"""What is installed here, found without importing it: versions of packages, whether Intel's extension fits, the CPU. Never imports torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from pathlib import Path
+
+IPEX = "intel-extension-for-pytorch"
+
+LAST_FIT = (2, 8)
+"""The torch of the last release of Intel's extension, 2.8.0: it is archived."""
+
+ARCHIVED = "Intel's extension is archived and its last release fits torch 2.8 only"
+
+MinorVersion = tuple[int, int]
+"""Major and minor number: releases of torch and of what is built for it fit if both agree."""
+
+
+def installed_version(package: str) -> str | None:
+    """The version of an installed package, from its metadata; ``None`` if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def minor_version(version: str | None) -> MinorVersion | None:
+    """``(2, 8)`` of ``2.8.0+cpu``; ``None`` if it does not start with two numbers, or there is none."""
+    found = re.match(r"(\d+)\.(\d+)", version or "")
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def extension_problem() -> str | None:
+    """Why Intel's extension cannot be imported here; ``None`` if it is installed beside the torch that it needs.
+
+    The versions are compared without importing it: beside another torch than its own, it calls ``os._exit(127)``.
+    """
+    torch, extension = installed_version("torch") or "of an unknown version", installed_version(IPEX)
+    install = f"run pip install torch==2.8.0 {IPEX}==2.8.0"
+    if extension is None and (minor_version(torch) or LAST_FIT) > LAST_FIT:
+        return f"{ARCHIVED}, but torch {torch} is installed; use torch.compile instead"
+    if extension is None:
+        return f"{IPEX} is not installed; {install}"
+    if minor_version(extension) != minor_version(torch):
+        needed = ".".join(map(str, minor_version(extension) or ()))
+        return (
+            f"{IPEX} {extension} needs torch {needed}, but torch {torch} is installed, and importing it would end "
+            f"the process; {install}"
+        )
+    return None
+
+
+def cpu_info(field: str) -> str:
+    """What ``/proc/cpuinfo`` says of the first core, by ``field``: ``model name``, ``flags``; empty if there is no such file."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
