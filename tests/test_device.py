@@ -83,8 +83,7 @@ def test_torch_cuda_is_used_only_in_a_few_files() -> None:
     named = {path for path in engine.parent.rglob("*.py") if "torch.cuda" in path.read_text(encoding="utf-8")}
     assert named == {
         engine / "load.py",  # in a comment
-        engine / "model" / "device.py",
-        engine / "core" / "accelerators.py",  # in a docstring
+        engine / "core" / "devices.py",
         engine / "sweep" / "worker.py",  # uses little of the rest of the package
     }
 

@@ -16,7 +16,6 @@ from shared_result import MODULES, budgeted, budgeted_result, gap, op_calls, run
 
 from lowprec_check.report import charts
 from lowprec_check.report.blocks import (
-    Bar,
     Chart,
     CodeBlock,
     Column,
@@ -67,17 +66,16 @@ def every_block() -> Document:
         Column("op", "op"),
         Column("module", "module"),
         Column("more", "link"),
-        Column("bar", "bar"),
         Column("severity", "severity"),
     ]
     cells = ["half", "ok", ErrorOf(1e-3, 1e-2), SpeedOf("faster", 1.8), 0.25, "aten.mm.default", "a.b"]
     row = Row(
-        [*cells, Link("docs", "https://example.org"), Bar("3 of 4", 0.75, "good"), "warning"],
+        [*cells, Link("docs", "https://example.org"), "warning"],
         "recommended",
         module="a.b",
     )
     below = [Table([Column("call", "number")], [Row([1])], "calls")]
-    rows = [row, *(row._replace(cells=["bfloat16", *[None] * 9], tag="", below=below) for _ in range(9))]
+    rows = [row, *(row._replace(cells=["bfloat16", *[None] * 8], tag="", below=below) for _ in range(9))]
     return Document(
         "all",
         [
@@ -119,7 +117,7 @@ def test_every_block_is_laid_out() -> None:
         "<summary>More</summary>",
         "<dt>torch</dt><dd>2.13</dd>",
         "<svg role='img'",
-        '<tr class="below"><td colspan="10">',
+        '<tr class="below"><td colspan="9">',
         "<footer>tool 1</footer>",
         "<span class=tight>1.0e-03</span>",
     ):

@@ -20,7 +20,7 @@ from markdown_it import MarkdownIt
 from shared_result import budgeted_result, op_calls, run, shared_result
 
 from lowprec_check.errors import UsageError
-from lowprec_check.report.blocks import visible
+from lowprec_check.report.foreign_text import visible
 from lowprec_check.report.layout import markdown
 from lowprec_check.report.registry import FORMATS, format_of, render
 from lowprec_check.schema.scan_result import ScanResult

@@ -1,4 +1,4 @@
-"""Prints how large the house is: modules, the longest chain of imports, lengths of files and functions.
+"""Prints how large the house is: lines, modules, the longest chain of imports, modules with one importer, helpers with one caller.
 
 ``python tools/house_figures.py [CHECKOUT]``; imports inside functions count, those for type checkers do not.
 """
@@ -11,17 +11,32 @@ import functools
 import os
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grimp
 
 
-def functions(path: Path) -> Iterator[tuple[int, str]]:
-    """The length in lines and the name of each function and method."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno is not None:
-            yield node.end_lineno - node.lineno + 1, f"{path.stem}.{node.name}"
+def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Each function and method, nested ones too."""
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """In lines, with its signature."""
+    return (function.end_lineno or function.lineno) - function.lineno + 1
+
+
+def called_once(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Private functions and methods that their file names once, beside the definition."""
+    names = Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
+    names += Counter(node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    return (
+        function
+        for function in functions(tree)
+        if function.name.startswith("_") and not function.name.startswith("__") and names[function.name] == 1
+    )
 
 
 def longest_chain(imports: Callable[[str], set[str]], modules: list[str]) -> list[str]:
@@ -46,22 +61,23 @@ def main() -> None:
     sys.path.insert(0, str(checkout))
     os.chdir(checkout)
     sys.setrecursionlimit(10_000)
-    files = sorted((checkout / "lowprec_check").rglob("*.py"))
-    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
-    packages = {path.parent for path in files}
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted((checkout / "lowprec_check").rglob("*.py"))}
+    lines = {path: len(text.splitlines()) for path, text in texts.items()}
+    trees = [ast.parse(text) for text in texts.values()]
     graph = grimp.build_graph("lowprec_check", exclude_type_checking_imports=True, cache_dir=None)
     modules = sorted(graph.modules)
+    one_importer = [name for name in modules if len(graph.find_modules_that_directly_import(name)) == 1]
+    sizes = sorted((length(function), function.name) for tree in trees for function in functions(tree))
+    once = [length(function) for tree in trees for function in called_once(tree)]
+    longest = max(lines, key=lambda path: lines[path])
     chain = longest_chain(graph.find_modules_directly_imported_by, modules)
-    lengths = sorted(length for path in files for length in functions(path))
-    longest_file = max(lines, key=lambda path: lines[path])
-    flat = [path for path in files if path.parent.name == "lowprec_check"]
-    print(f"{len(files)} files in {len(packages)} packages, {sum(lines.values())} lines; {len(flat)} at the top level")
+    print(f"{len(lines)} files in {len({path.parent for path in lines})} packages, {sum(lines.values())} lines")
+    print(f"file: median {statistics.median(lines.values()):.0f} lines, longest {lines[longest]} ({longest.name})")
     print(
-        f"file: median {statistics.median(lines.values()):.0f} lines, longest {lines[longest_file]} ({longest_file.name})"
+        f"function: {len(sizes)}, median {statistics.median(size for size, _ in sizes):.0f} lines, longest {sizes[-1]}"
     )
-    sizes = [length for length, _ in lengths]
-    over = sum(size > 60 for size in sizes)
-    print(f"function: {len(sizes)}, median {statistics.median(sizes):.0f} lines, longest {lengths[-1]}, {over} over 60")
+    print(f"modules with one importer: {len(one_importer)}")
+    print(f"private functions with one call site: {len(once)}, {sum(once)} lines")
     print(f"longest import chain: {len(chain)} modules\n    " + "\n    ".join(chain))
 
 

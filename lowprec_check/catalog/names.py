@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from lowprec_check.catalog.aliases import ALIASES, functions_of, why_unmeasured
 from lowprec_check.catalog.records import FORMATS, LOW, SHORT, Dtype, OpRecord
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.precisions import PRECISIONS, Precision, formats
 from lowprec_check.schema.registry import nearest
 
 if TYPE_CHECKING:
@@ -35,6 +35,9 @@ def dtype_of(dtype: AnyDtype) -> Dtype:
     if found is not None:
         return found
     precision, near = PRECISIONS.find(word), nearest(word, _DTYPES)
+    others = [known for known in formats() if known.name not in FORMATS]
+    if any(known.is_called(word) for known in others) or (precision is not None and precision.format in others):
+        raise UsageError(f"The catalog has no data for {word}.", "Choose half, bfloat16 or fp32.")
     if precision is not None:
         raise UsageError(
             f"{precision.name} is not a dtype.",
@@ -50,6 +53,15 @@ def low_dtype_of(dtype: AnyDtype) -> Dtype:
     if low not in LOW:
         raise UsageError("fp32 is the baseline.", "Choose half or bfloat16.")
     return low
+
+
+def why_not_covered(precision: Precision) -> str | None:
+    """Why the catalog does not say what runs in a precision, which another package registers; ``None`` if it does."""
+    if precision.kind == "custom":
+        return f"{precision.name} changes a model by its own code, and the catalog covers casts and autocast"
+    if precision.format.name not in FORMATS:
+        return f"the catalog has no data for {precision.format.name}, the dtype of {precision.name}"
+    return None
 
 
 def bare(name: str) -> str:

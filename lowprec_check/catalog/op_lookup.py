@@ -95,8 +95,8 @@ def _chosen_sweeps(device: str | None, torch: str | None) -> list[Sweep]:
         among = with_extension(name) if torch and has_extension(torch) else plain + with_extension(name)
         found += [sweep for sweep in among if sweep.release == release]
     if device and is_declared(device):
-        if torch:
-            declared.load(device, torch)  # raises an error that lists the known releases
+        known = torch or declared.known_release(device)  # raises an error if there are none
+        declared.load(device, known)  # raises an error that lists the known releases
     elif not found:
         sweep_of(device or "cpu", torch)  # raises an error that lists the known versions
     return found

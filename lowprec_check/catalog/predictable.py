@@ -8,7 +8,7 @@ from lowprec_check.catalog.declared import release_of
 from lowprec_check.catalog.measured import at_release, history, sweep_of
 from lowprec_check.catalog.toml_tables import version_key
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.axes import DEVICES, device_of, is_declared
+from lowprec_check.schema.axes import catalogued, device_of, is_declared
 from lowprec_check.schema.measures import PredictedDevice
 
 
@@ -17,11 +17,11 @@ def predicted_device(name: str, torch: str, installed: str) -> PredictedDevice:
     that the catalog does not cover.
     """
     device, release = device_of(name), release_of(torch)
-    if device.catalog is None:
-        known = ", ".join(entry.name for entry in DEVICES if entry.catalog)
+    known = [entry for entry in catalogued() if (declared.releases(entry) if is_declared(entry) else history(entry))]
+    if device.name not in known:
         raise UsageError(
             f"Device {device.name!r} is not available, and nothing can be predicted for it: the catalog does not cover it.",
-            f"Predictions exist for {known}.",
+            f"Predictions exist for {', '.join(known)}.",
         )
     measured = [sweep.release for sweep in history("cpu")]
     if release != release_of(installed) and not _is_between(release, measured[0], measured[-1]):

@@ -76,7 +76,7 @@ def _global_options(
 
 def print_status(text: str) -> None:
     """Print ``text`` to stderr at once, with control characters made visible: it may have names and messages of other people."""
-    from lowprec_check.report.blocks import visible_text
+    from lowprec_check.report.foreign_text import visible_text
 
     with contextlib.suppress(OSError):  # the exit code matters more
         print(visible_text(text), file=sys.stderr, flush=True)
@@ -172,7 +172,7 @@ def close_stdout() -> None:
 
 def screen_size() -> dict[str, Any]:
     """The terminal's width, at least 40 columns, and whether it has colours; ``COLUMNS``, else 100 columns, in a pipe."""
-    from lowprec_check.report.console import NARROWEST
+    from lowprec_check.report.layout.text import NARROWEST
 
     return {"width": max(NARROWEST, shutil.get_terminal_size((100, 40)).columns), "color": sys.stdout.isatty()}
 
@@ -186,7 +186,7 @@ def step_progress(title: str, quiet: bool) -> Iterator[Any]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from lowprec_check.report.blocks import visible
+    from lowprec_check.report.foreign_text import visible
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:

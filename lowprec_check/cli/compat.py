@@ -70,7 +70,7 @@ def compat(
     from lowprec_check.compat.report_folder import ReportFolder
     from lowprec_check.compat.runner import scan_all
     from lowprec_check.compat.target_list import Request, expand_requests, read_list
-    from lowprec_check.report.blocks import visible
+    from lowprec_check.report.foreign_text import visible
 
     listed = read_list(from_file) if from_file else []
     requests = expand_requests(
@@ -130,7 +130,7 @@ def _explain_missing(rows: list[MatrixRow]) -> str:
 
 
 def _line(row: MatrixRow) -> str:
-    from lowprec_check.report.blocks import visible
+    from lowprec_check.report.foreign_text import visible
 
     name = row.target + (f" on {row.device}" if row.device else "")
     if row.state == "failed":

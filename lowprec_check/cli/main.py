@@ -18,7 +18,7 @@ import typer
 from lowprec_check.cli.app import INTERRUPTED, TOOL_FAILED, USAGE_ERROR, app, close_stdout, print_error, print_status
 from lowprec_check.errors import ProcessLostError, Terminated, UsageError, traceback_of
 from lowprec_check.process.interpreter import open_standard_streams
-from lowprec_check.report.encoding import TRANSLITERATE
+from lowprec_check.report.foreign_text import TRANSLITERATE
 
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EBADF, errno.EIO)
 """Errors of printing; those of files are usage errors when they get here."""

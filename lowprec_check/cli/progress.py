@@ -76,7 +76,7 @@ def _status_line() -> Iterator[Callable[[str], None]]:
     from rich.console import Console
     from rich.text import Text
 
-    from lowprec_check.report.blocks import visible
+    from lowprec_check.report.foreign_text import visible
 
     console = Console(stderr=True)
     with console.status("") as status:  # not a string below: rich would take brackets for its markup

@@ -16,7 +16,7 @@ from lowprec_check.analysis.coverage_changes import CoverageDiff, diff_coverages
 from lowprec_check.analysis.suite_coverage import Coverage, coverage_of, precision_of
 from lowprec_check.catalog.aten import AtenCatalog
 from lowprec_check.catalog.measured import catalog_device
-from lowprec_check.catalog.records import Dtype
+from lowprec_check.catalog.names import dtype_of, why_not_covered
 from lowprec_check.errors import UsageError
 from lowprec_check.pytest_plugin import options
 from lowprec_check.report.blocks import Document, Say
@@ -30,7 +30,7 @@ from lowprec_check.report.coverage import (
     step_summary,
 )
 from lowprec_check.report.layout.text import text
-from lowprec_check.schema.precisions import FP16, PRECISIONS, Precision, low_precisions
+from lowprec_check.schema.precisions import PRECISIONS, Precision, low_precisions
 from lowprec_check.schema.registry import choices, words_in
 from lowprec_check.schema.statements import counted
 
@@ -159,8 +159,9 @@ class CoverageColumn(NamedTuple):
 
     @property
     def key(self) -> str:
-        """In saved coverage: the dtype of a cast, ``float16``; the name under autocast, ``autocast-bf16``."""
-        return self.precision.format.name if self.precision.kind == "cast" else self.precision.name
+        """In saved coverage: the dtype of a cast, ``float16``; the name of others, ``autocast-bf16``."""
+        dtype = self.precision.format.name
+        return dtype if PRECISIONS.find(dtype) == self.precision else self.precision.name
 
 
 class CoverageOptions(NamedTuple):
@@ -232,15 +233,15 @@ def _device(device: str) -> str:
 
 def _known() -> list[str]:
     """The precisions that the catalog has data for."""
-    return [precision.name for precision in low_precisions() if precision.kind in ("cast", "autocast")]
+    return [precision.name for precision in low_precisions() if why_not_covered(precision) is None]
 
 
 def _column(name: str, device: str) -> CoverageColumn:
     precision = PRECISIONS.get(name)
     if name not in _known():
-        what = "fp32 is the baseline." if precision.kind == "reference" else f"Coverage does not know {name}."
-        raise UsageError(what, f"Choose from {', '.join(_known())}.")
-    dtype: Dtype = "float16" if precision.format == FP16 else "bfloat16"
+        problem = "fp32 is the baseline" if precision.kind == "reference" else why_not_covered(precision)
+        raise UsageError(f"{problem}.", f"Choose from {', '.join(_known())}.")
+    dtype = dtype_of(precision.format.name)
     installed = importlib.metadata.version("torch")
     return CoverageColumn(precision, AtenCatalog(device, dtype, installed, autocast=precision.kind == "autocast"))
 

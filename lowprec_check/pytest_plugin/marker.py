@@ -184,12 +184,12 @@ def device_name(value: Any, known: Sequence[str] | None = None) -> str:
     return f"{found.name}:{int(index)}" if colon else found.name
 
 
-def check_dtype(value: Any) -> None:
-    """Raise :class:`UsageError` unless ``value`` is one dtype, or the name of one."""
+def check_dtype(value: Any, hint: str = "Choose torch.half or torch.bfloat16.") -> None:
+    """Raise :class:`UsageError` with ``hint`` unless ``value`` is one dtype, or the name of one."""
     if not isinstance(value, str) and type_name(value) != "dtype":
         several = isinstance(value, (list, tuple, set))
         what = "dtype is one dtype, not several." if several else f"dtype is of type {type_name(value)}, not a dtype."
-        raise UsageError(what, "Choose torch.half or torch.bfloat16.")
+        raise UsageError(what, hint)
 
 
 # -- The marker ``lowprec``: its arguments, and one test per precision and device

@@ -22,7 +22,6 @@ from lowprec_check.catalog.support_cells import declared_cells, measured_cell
 from lowprec_check.errors import UsageError
 from lowprec_check.pytest_plugin.marker import is_device_available
 from lowprec_check.report.blocks import Block, Document, Say
-from lowprec_check.report.console import screen
 from lowprec_check.report.layout import text as layout
 from lowprec_check.report.runs_table import runs_table
 from lowprec_check.report.scan_document import findings_table
@@ -183,7 +182,7 @@ _EVIDENCE = {
 def no_support_text(found: Support) -> str:
     """The operators that do not run in the dtype, with mode, reason and evidence."""
     evidence = f"{_EVIDENCE[found.evidence]}, torch {found.torch}"
-    with screen(WIDTH, color=False) as (console, printed):
+    with layout.screen(WIDTH, color=False) as (console, printed):
         console.print(f"{found.asked} is not supported in {SHORT[found.dtype]} on {found.device} ({evidence})")
         console.print()
         if not found.states:

@@ -20,11 +20,7 @@ _NAME = "lowprec-frames"
 _CALL_OF_OP = os.path.join("torch", "_ops.py")
 _CALL_OF_HOOK = "_multicall"
 """The function of pluggy that calls a hook which wraps others."""
-_RUN_OPS = (
-    os.path.join("fixture", "watch.py"),
-    os.path.join("core", "dispatch_mode.py"),
-    os.path.join("core", "higher_order_ops.py"),
-)
+_RUN_OPS = (os.path.join("fixture", "watch.py"), os.path.join("core", "dispatch_mode.py"))
 """What is raised in them is raised by an op."""
 
 

@@ -1,15 +1,13 @@
-"""What a report is made of: headings, sentences, tables with typed columns, code and charts; foreign text made safe to print."""
+"""What a report is made of: headings, sentences, tables with typed columns, code and charts. Formats lay them out and know nothing else."""
 
 from __future__ import annotations
 
-import re
-import sys
-import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from lowprec_check.analysis.speed import judged
+from lowprec_check.report.foreign_text import visible
 from lowprec_check.schema.statements import (
     Tone,
     bytes_figure,
@@ -22,56 +20,6 @@ from lowprec_check.schema.statements import (
     times,
 )
 from lowprec_check.schema.verdict import StatusLook, look
-
-# -- Makes names and messages from users' code safe to print on one line of any format
-
-_SUSPECT = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\uffff\ud800-\udfff]")
-"""Control characters, line separators, direction marks and overrides, zero-width characters, non-characters."""
-
-LONGEST = 300
-
-
-def visible(text: str, most: int = LONGEST) -> str:
-    r"""``text`` on one line of at most ``most`` characters, with invisible characters escaped: ``a\n``, ``\u202e``."""
-    if len(text) > most:
-        text = f"{text[: most - 1]}…"
-    return _SUSPECT.sub(_escape, text)
-
-
-def _escape(match: re.Match[str]) -> str:
-    character = match[0]
-    if character in "\n\r\t":
-        return {"\n": "\\n", "\r": "\\r", "\t": " "}[character]
-    if character == "\u200d" or unicodedata.category(character) == "Mn":  # joins emoji, does not change the direction
-        return character
-    return f"\\x{ord(character):02x}" if ord(character) < 256 else f"\\u{ord(character):04x}"
-
-
-def visible_lines(text: str, most: int = LONGEST) -> list[str]:
-    """The lines of a code block, each passed through :func:`visible`, with their indentation."""
-    return [visible(line.expandtabs(4), most) for line in text.splitlines()]
-
-
-def visible_text(text: str) -> str:
-    """The lines of a message, each passed through :func:`visible` in full."""
-    return "\n".join(visible_lines(text, most=sys.maxsize))
-
-
-def workflow_command(command: str, message: str, **properties: str) -> str:
-    """A line that GitHub Actions shows at the code: ``::error file=net.py,line=23::message``, escaped as its own toolkit does."""
-    shown = ",".join(f"{name}={_percent_encoded(value, ':,')}" for name, value in properties.items())
-    return f"::{command} {shown}::{_percent_encoded(message)}"
-
-
-def _percent_encoded(text: str, more: str = "") -> str:
-    """``text`` with percent signs, line ends and the characters ``more`` encoded."""
-    for character in f"%\r\n{more}":
-        text = text.replace(character, f"%{ord(character):02X}")
-    return text
-
-
-# -- What a report is made of: headings, sentences, tables with typed columns, code and charts. Formats lay them
-# out and know nothing else
 
 Detail = Literal["first", "more", "all"]
 """Where a block is shown: ``first`` in every format, ``more`` in documents and with ``-v``, ``all`` only on pages."""
@@ -122,14 +70,6 @@ class Link(NamedTuple):
     target: str
 
 
-class Bar(NamedTuple):
-    """A figure with the length of its bar on a page, from 0 to 1."""
-
-    text: str
-    width: float
-    tone: Tone = "none"
-
-
 def speed_text(value: SpeedOf) -> str:
     """``1.8 × as fast``, ``2.1 × slower``, ``≈ fp32``, ``noisy``, ``–``: the one unit of speed of all tables and charts."""
     if value.told == "same":
@@ -151,7 +91,7 @@ def ratio_text(ratio: float | None) -> str:
 
 Type = Literal[
     "text", "run", "sentence", "status", "severity", "error", "speed", "ratio", "ms", "bytes", "share", "percent",
-    "number", "figure", "op", "module", "source", "code", "link", "bar",
+    "number", "figure", "op", "module", "source", "code", "link",
 ]  # fmt: skip
 
 _SHOWN: dict[str, Callable[[Any], str]] = {
@@ -170,11 +110,10 @@ _SHOWN: dict[str, Callable[[Any], str]] = {
     "op": short_op,
     "module": module_name,
     "link": lambda value: value.text,
-    "bar": lambda value: value.text,
 }
 """What a cell of each type shows; the others are texts."""
 
-FIGURES = ("error", "speed", "ratio", "ms", "bytes", "share", "percent", "number", "figure", "bar")
+FIGURES = ("error", "speed", "ratio", "ms", "bytes", "share", "percent", "number", "figure")
 """Types that are aligned on the right."""
 WIDE = ("sentence", "code")
 """Types that may take several lines."""

@@ -11,9 +11,10 @@ from markupsafe import Markup, escape
 from lowprec_check.analysis.run_summary import candidates, degenerate_output, is_plan_of, label, memory_ratio
 from lowprec_check.analysis.speed import speed
 from lowprec_check.analysis.training_status import first_way
-from lowprec_check.report.blocks import Chart, SpeedOf, ratio_text, speed_text, visible
+from lowprec_check.report.blocks import Chart, SpeedOf, ratio_text, speed_text
+from lowprec_check.report.foreign_text import visible
 from lowprec_check.schema.op_calls import OpCall
-from lowprec_check.schema.precisions import LOW_FORMATS
+from lowprec_check.schema.precisions import LOW_FORMATS, FloatFormat
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import error_figure, module_name, short_op
 from lowprec_check.schema.verdict import look
@@ -355,7 +356,7 @@ def _steps(
 
 
 def magnitudes(run: Run) -> Chart | None:
-    """A histogram of the magnitudes of fp32's values against the range of fp16 and bf16; ``None`` if none were counted."""
+    """A histogram of the magnitudes of fp32's values against the ranges of fp16, bf16 and the run's format; ``None`` if none were counted."""
     counts: dict[int, int] = {}
     for module in run.magnitudes:
         for exponent, count in enumerate(module.counts, module.lowest):
@@ -363,11 +364,12 @@ def magnitudes(run: Run) -> Chart | None:
     shown = {exponent: count for exponent, count in counts.items() if count and exponent > -160}
     if not shown or run.basis is None:
         return None
-    name = f"Magnitudes of fp32's values, and the range of {run.basis.format.short}"
-    return Chart(name, lambda: _svg(name, _histogram(shown)), detail="all")
+    own = run.basis.format
+    name = f"Magnitudes of fp32's values, and the range of {own.short}"
+    return Chart(name, lambda: _svg(name, _histogram(shown, own)), detail="all")
 
 
-def _histogram(counts: dict[int, int]) -> Iterator[Markup]:
+def _histogram(counts: dict[int, int], own: FloatFormat) -> Iterator[Markup]:
     total, most = sum(counts.values()), max(counts.values())
     low, high = min(-26, *counts) - 1, max(17, *counts) + 2
     x, y = _Axis(low, high, _LEFT, _RIGHT, log=False), _Axis(0, most / total, _BOTTOM, _TOP + 40, log=False)
@@ -379,7 +381,7 @@ def _histogram(counts: dict[int, int]) -> Iterator[Markup]:
         tip = _tag("title", f"2^{exponent}: {count:,} of {total:,} sampled values")
         size = {"width": round(x(exponent + 1) - x(exponent) - 0.5, 1), "height": round(_BOTTOM - top, 1)}
         yield _tag("rect", tip, x=x(exponent), y=top, **size, fill=f"var(--{'bad-bar' if outside else 'bar'})")
-    for row, known in enumerate(LOW_FORMATS):
+    for row, known in enumerate(dict.fromkeys((*LOW_FORMATS, own))):
         height = _TOP + 6 + 18 * row
         ends = [x(math.log2(value)) for value in (known.smallest_subnormal, known.smallest_normal, known.largest)]
         yield _line(ends[0], height, ends[1], height, "dim", stroke_width=2, stroke_dasharray="2 3")

@@ -17,8 +17,9 @@ from lowprec_check.analysis.coverage_changes import (
 )
 from lowprec_check.analysis.suite_coverage import Cell, Coverage, OpUse, cell_of, precision_of
 from lowprec_check.catalog.declared import overload_name
-from lowprec_check.report.blocks import Block, Column, Document, Fold, Heading, Row, Say, Table, workflow_command
+from lowprec_check.report.blocks import Block, Column, Document, Fold, Heading, Row, Say, Table
 from lowprec_check.report.diff import compared
+from lowprec_check.report.foreign_text import workflow_command
 from lowprec_check.report.layout.html import html
 from lowprec_check.report.layout.markdown import markdown
 from lowprec_check.schema.precisions import PRECISIONS
@@ -117,7 +118,8 @@ def _words(use: OpUse, key: str) -> str:
     support, precision = use.support[key], PRECISIONS.find(key)
     low, cell = precision.format.short if precision else key, cell_of(support)
     words = _CELLS[cell][0].format(dtype=low)
-    on = f" on {low} inputs" if cell in ("some", "none") and key.startswith("autocast") else ""
+    autocast = precision.kind == "autocast" if precision else key.startswith("autocast")
+    on = f" on {low} inputs" if cell in ("some", "none") and autocast else ""
     return words + on + (f", from torch {support.fixed_in}" if support.fixed_in else "")
 
 

@@ -1,14 +1,13 @@
 """The report formats, by name and by suffix.
 
-To add one, add a module with a ``FORMAT`` to :mod:`lowprec_check.report.formats`, or register it from another package
-(CONTRIBUTING.md).
+To add one, add a module with an instance of :class:`ReportFormat` to :mod:`lowprec_check.report.formats`, or register it from another
+package (CONTRIBUTING.md).
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -27,7 +26,7 @@ class ReportFormat:
     """A format, rendered from a saved result alone. Subclasses import what they need inside their methods."""
 
     name: ClassVar[str]
-    suffixes: ClassVar[tuple[str, ...]]
+    suffixes: ClassVar[tuple[str, ...]] = ()
     """The suffixes of files in this format, in lower case, the preferred one first; without any, it is chosen by name."""
     aliases: ClassVar[tuple[str, ...]] = ()
     renders_diffs: ClassVar[bool] = False
@@ -38,19 +37,19 @@ class ReportFormat:
         """Raise :class:`UsageError` if a package that the format needs is not installed; called before a scan starts."""
 
     def render(self, result: ScanResult) -> str:
-        """Render the report of a scan; by default its blocks, laid out."""
+        """The report of a scan; by default its blocks, laid out."""
         return self.lay_out(scan_document(result))
 
     def render_verbose(self, result: ScanResult) -> str:
-        """Render the report of a scan with the details that :meth:`render` leaves out."""
-        return self.lay_out(scan_document(result), verbose=True) if self.renders_diffs else self.render(result)
+        """The report of a scan with the details that :meth:`render` leaves out, if it does."""
+        return self.render(result)
 
-    def lay_out(self, document: Document, *, verbose: bool = False) -> str:
-        """Render blocks; only if :attr:`renders_diffs`."""
+    def lay_out(self, document: Document) -> str:
+        """Blocks in this format; only if :meth:`render` or :meth:`render_diff` is not overridden."""
         raise NotImplementedError
 
     def render_diff(self, diff: ScanDiff | CoverageDiff) -> str:
-        """Render the differences between two scans or coverages; only if :attr:`renders_diffs`."""
+        """The differences between two scans or coverages; only if :attr:`renders_diffs`."""
         return self.lay_out(document_of(diff))
 
 
@@ -63,10 +62,12 @@ def document_of(diff: ScanDiff | CoverageDiff) -> Document:
     return coverage_diff_document(diff)
 
 
-def _built_in() -> Iterator[ReportFormat]:
+def _built_in() -> list[ReportFormat]:
     package = importlib.import_module("lowprec_check.report.formats")
-    for module in pkgutil.iter_modules(package.__path__):
-        yield importlib.import_module(f"{package.__name__}.{module.name}").FORMAT
+    names = [f"{package.__name__}.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
+    modules = [package, *map(importlib.import_module, names)]
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, ReportFormat)]
+    return sorted(found, key=lambda known: known.name)
 
 
 FORMATS: Registry[ReportFormat] = Registry("format", ReportFormat, _built_in)
@@ -84,13 +85,12 @@ def suffixes(*, of_diffs: bool = False) -> list[str]:
 
 def format_of(path: Path) -> ReportFormat:
     """The format of a file by its longest suffix; raises :class:`UsageError` if no format has it."""
-    name = path.name.lower()
     known: dict[str, ReportFormat] = {}
     for one in FORMATS:  # the built-in formats come first and keep their suffixes
         for suffix in one.suffixes:
             known.setdefault(suffix, one)
     for suffix in sorted(known, key=len, reverse=True):
-        if name.endswith(suffix):
+        if path.name.lower().endswith(suffix):
             return known[suffix]
     raise UsageError(
         f"Cannot tell the report format from the suffix of {path.name}.", f"Use one of {', '.join(known)}."

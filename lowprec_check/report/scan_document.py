@@ -25,8 +25,8 @@ from lowprec_check.report.blocks import (
     Say,
     Table,
     cell_text,
-    visible,
 )
+from lowprec_check.report.foreign_text import visible
 from lowprec_check.report.layout.html import fragment
 from lowprec_check.report.plan import kept_modules
 from lowprec_check.report.runs_table import extra_blocks, runs_table

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.registry import Registry, words_in
 from lowprec_check.schema.run_key import PLAN
 
+Specials = Literal["ieee", "fn", "fnuz"]
+"""Where Inf and NaN are: ``ieee``: they have an exponent of their own, above the largest; ``fn``: no Inf, and NaN is what would be
+the largest number, as in E4M3; ``fnuz``: no Inf, and NaN is what would be -0."""
+
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """A binary floating-point format with subnormals, as IEEE 754 describes them."""
+    """A binary floating-point format with subnormals."""
 
     name: str
     """torch's name of the dtype, ``float16``."""
@@ -35,6 +39,14 @@ class FloatFormat:
     aliases: tuple[str, ...] = ()
     cpp_name: str = ""
     """The dtype's name in error messages of torch's C++ code, ``Half``."""
+    specials: Specials | None = None
+    """By default what torch's names end with: ``fn`` for ``float8_e4m3fn``, ``ieee`` for ``float8_e5m2``."""
+
+    def __post_init__(self) -> None:
+        """Derive ``specials`` from the name if it is not given."""
+        if self.specials is None:
+            ends = (end for end in get_args(Specials) if self.name.endswith(end))
+            object.__setattr__(self, "specials", next(ends, "ieee"))
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -62,8 +74,9 @@ class FloatFormat:
 
     @property
     def largest(self) -> float:
-        """The largest finite number: 65504 for fp16."""
-        return (2.0 - 2.0 ** (1 - self.precision_bits)) * 2.0**self.max_exponent
+        """The largest finite number: 65504 for fp16, 448 for E4M3."""
+        unused = 2 if self.specials == "fn" else 1
+        return (2.0 - unused * 2.0 ** (1 - self.precision_bits)) * 2.0**self.max_exponent
 
     @property
     def dtype(self) -> str:

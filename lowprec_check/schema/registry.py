@@ -18,6 +18,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from lowprec_check.errors import UsageError, message_of, type_name
 
 ENTRY_POINTS = "lowprec_check.axes"
+_KINDS = ("Precision", "Backend", "Device", "ReportFormat", "WhatIfFormat")
+"""The classes of what other packages add; by name, since they are defined in modules that import this one."""
 
 
 class Named(Protocol):
@@ -56,7 +58,8 @@ def added_by_packages() -> tuple[Added, ...]:
                 f"{type_name(error)}: {message_of(error)}.",
                 f"Upgrade or uninstall {package}.",
             ) from error
-        if isinstance(item, type) or not isinstance(getattr(item, "name", None), str):
+        kinds = {base.__name__ for base in type(item).__mro__}
+        if isinstance(item, type) or not isinstance(getattr(item, "name", None), str) or kinds.isdisjoint(_KINDS):
             raise UsageError(
                 f"{package} registers {entry.name!r} with lowprec-check, which is {_kind_of(item)}.",
                 "Register a Precision, a Backend, a Device, a ReportFormat or a WhatIfFormat: an object, not its class.",
@@ -66,7 +69,10 @@ def added_by_packages() -> tuple[Added, ...]:
 
 
 def _kind_of(item: object) -> str:
-    return f"the class {item.__name__}" if isinstance(item, type) else f"a {type(item).__name__} without a name"
+    if isinstance(item, type):
+        return f"the class {item.__name__}"
+    without_name = "" if isinstance(getattr(item, "name", None), str) else " without a name"
+    return f"a {type(item).__name__}{without_name}"
 
 
 class Registry(Generic[Item]):

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from lowprec_check.catalog.fixes import find_fix
 from lowprec_check.catalog.known_issues import KnownIssue, Way, known_issues, matching
+from lowprec_check.catalog.records import LOW
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.precisions import LOW_FORMATS, Precision
+from lowprec_check.schema.precisions import Precision
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Diagnostic, Gap, Run, ScanResult, Severity
 from lowprec_check.schema.statements import Sentence, chained, plain, say
@@ -110,12 +111,13 @@ def known_issue(
         )
     except UsageError:
         return None
-    return next((issue for issue in found if issue.ops or issue.models), None)
+    is_other = run is not None and (basis is None or basis.kind != "reference") and _catalog_dtype(basis) is None
+    return next((issue for issue in found if (issue.ops or issue.models) and not (is_other and issue.dtypes)), None)
 
 
 def _catalog_dtype(basis: Precision | None) -> str | None:
     """The dtype to look up; ``None`` for one that the catalog does not cover: it has the 16-bit ones."""
-    return basis.format.name if basis is not None and basis.format in LOW_FORMATS else None
+    return basis.format.name if basis is not None and basis.format.name in LOW else None
 
 
 def _way(basis: Precision | None) -> Way | None:

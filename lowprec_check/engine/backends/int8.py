@@ -32,7 +32,10 @@ class Int8(Backend):
         if platform.machine().lower() not in ("x86_64", "amd64"):
             return f"int8 quantizes for x86 CPUs, and this machine is {platform.machine()}"
         if precision.kind == "autocast" and precision.format != BF16:
-            return "beside int8 layers, the rest of the model can run in fp32 or bf16, not in fp16: use autocast-bf16"
+            other = precision.format.short
+            return (
+                f"beside int8 layers, the rest of the model can run in fp32 or bf16, not in {other}: use autocast-bf16"
+            )
         if precision.kind not in ("reference", "autocast"):
             return "int8 quantizes fp32 weights, which a cast has rounded already: use fp32 or autocast-bf16"
         return f"int8 cannot run here: {missing()}" if library() is None else None

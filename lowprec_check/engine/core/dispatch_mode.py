@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import sys
-from collections.abc import Iterable, Sequence
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import CodeType, ModuleType
+from typing import Any, NamedTuple
 
 import torch
-from torch._library.custom_ops import CustomOpDef
-from torch._ops import OpOverload
-from torch.library import _impls
+from torch._ops import HigherOrderOperator, OperatorBase, OpOverload, _compute_keyset
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
 from lowprec_check.engine.core.compiled import keep_dynamo_out
-from lowprec_check.engine.core.higher_order_ops import eager_kernel, give_to, run_inside
-from lowprec_check.engine.core.source_location import RunningCall, running_call
-from lowprec_check.schema.axes import accelerators
+from lowprec_check.engine.core.op_kernels import (
+    IN_PLACE,
+    are_plain,
+    autocast_devices,
+    composite_kernel,
+    eager_kernel,
+    has_autocast_kernel,
+    has_kernel_for,
+    is_composite,
+    names_with_any_kernel,
+    names_with_kernel,
+    shared_kernel,
+    tracks_writes,
+)
+from lowprec_check.engine.core.source_location import PACKAGE
 
 AutocastKeys = tuple[Any, ...]
 """Dispatch keys that apply inside a kernel: of the devices whose autocast does, and :func:`in_place_keys`."""
@@ -61,30 +73,22 @@ class DispatchMode(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         self._called.pause()
         try:
-            if isinstance(func, OpOverload):
-                return self._handle(func, types, args, kwargs or {})
-            return self._run_higher_order(func, args, kwargs or {})
-        finally:
-            self._called.resume()
-
-    def _run_higher_order(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a higher-order op so that this mode sees the ops inside it; if it has no eager kernel, without."""
-        if eager_kernel(func) is None:
-            return func(*args, **kwargs)
-        return run_inside(func, args, kwargs, lambda: self)
-
-    def _handle(self, func: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        keys = autocast_keys(func, self._called)
-        if (
-            is_composite(func)
-            and are_plain(types)
-            and not has_kernel_for(func, _pytree.arg_tree_leaves(*args, **kwargs))
-        ):
+            if not isinstance(func, OpOverload):
+                if eager_kernel(func) is None:  # a higher-order op whose inside this mode cannot see
+                    return func(*args, **kwargs)
+                return run_inside(func, args, kwargs, lambda: self)
+            keys = autocast_keys(func, self._called)
+            if not is_composite(func) or not are_plain(types):
+                return self.handle(func, args, kwargs, keys)
+            if has_kernel_for(func, _pytree.arg_tree_leaves(*args, **kwargs)):
+                return self.handle(func, args, kwargs, keys)
             with self:
                 return run_op(composite_kernel(func), args, kwargs, keys + in_place_keys(func))
-        return self.handle(func, args, kwargs, keys)
+        finally:
+            self._called.resume()
 
     def decomposed(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
         """In a handler: the result of an op with a :func:`shared_kernel`, whose ops this mode handles one by one."""
@@ -96,110 +100,64 @@ class DispatchMode(TorchDispatchMode):
         return run_op(func, args, kwargs, keys)
 
 
-give_to(DispatchMode)
 keep_dynamo_out(DispatchMode.__torch_dispatch__.__code__)
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
-_IN_PLACE = torch._C.DispatchKey.ADInplaceOrView
-_COUNTS_WRITES_INSIDE = hasattr(CustomOpDef, "_register_mutation_version_bump")
-"""Whether a write in the body of a ``torch.library.custom_op`` counts besides the one of the op: in torch 2.13, not in 2.11."""
-_EXPLICIT_NONFUNCTIONAL = torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional
-_OF_TORCH = ("aten", "prims", "prim")
-_BACKENDS = ("CPU", "CUDA", "XPU", "MPS", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 
 
-@functools.cache
-def is_composite(func: OpOverload) -> bool:
-    """Whether ``func`` has no kernel but a composition of other ops."""
-    return _is_registered(func, _COMPOSITE.name) and not any(_is_registered(func, key) for key in _BACKENDS)
+def run_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
+    """Run an op in a handler; the dispatch keys ``keys`` apply inside its kernel."""
+    excluded = [key for key in keys if torch._C._dispatch_tls_is_dispatch_key_excluded(key)]
+    if not excluded:
+        return func(*args, **kwargs)
+    for key in excluded:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        for key in excluded:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)
 
 
-def _is_registered(func: OpOverload, key: str) -> bool:
-    """Whether ``func`` has a kernel for a dispatch key. Ops such as ``aten::sym_size``, which ask for a shape, are not in the dispatcher."""
-    name = func.name()
-    return torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+def autocast_keys(func: OpOverload, called: CalledFunctions) -> AutocastKeys:
+    """In a handler: the devices whose autocast applies to the ops inside the kernel of ``func``.
 
-
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-
-
-def are_plain(types: Iterable[type]) -> bool:
-    """Whether no tensor of a call is of a subclass, which may handle a composite op itself, as jagged tensors do."""
-    return _PLAIN.issuperset(types)
-
-
-_KEYS = {name.lower(): name for name in torch._C.DispatchKey.__members__}
-"""The names of dispatch keys by their small letters: torch writes ``SparseCPU`` and ``SparseMeta``."""
-
-
-def has_kernel_for(func: OpOverload, values: Iterable[Any]) -> bool:
-    """Whether one of the values is a nested tensor, or a quantized or sparse one, or one of oneDNN, for which ``func`` has a kernel."""
-    return any(
-        value.is_nested or ((key := _backend_of(value)) and _is_registered(func, key))
-        for value in values
-        if isinstance(value, torch.Tensor) and (value.is_nested or value.is_quantized or value.layout != torch.strided)
+    Those whose autocast is on where the op was called, unless autocast has a kernel of its own for ``func`` or for the composite
+    op that calls it, which turns autocast off.
+    """
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+        if not torch._C._is_any_autocast_enabled():
+            return ()
+        active = [key for device, key in autocast_devices() if _is_autocast_enabled(device)]
+    called.start()
+    own = func._schema.name.partition("::")[2]
+    return tuple(
+        [
+            key
+            for key in active
+            if not has_autocast_kernel(func, key) and not called.is_in(names_with_kernel(key), besides=own)
+        ]
     )
 
 
-def _backend_of(tensor: torch.Tensor) -> str:
-    """The dispatch key of a quantized or sparse tensor, or one of oneDNN: ``SparseCPU``; empty if Python has no name for it."""
-    if tensor.is_quantized:
-        kind = "Quantized"
-    else:
-        kind = {torch.sparse_coo: "Sparse", torch._mkldnn: "Mkldnn"}.get(tensor.layout, "SparseCsr")  # type: ignore[attr-defined]
-    return _KEYS.get(f"{kind}{tensor.device.type}".lower(), "")
+def _is_autocast_enabled(device: str) -> bool:
+    try:
+        return torch.is_autocast_enabled(device)
+    except TypeError:  # torch before 2.4, which the catalog measures
+        return torch.is_autocast_cpu_enabled() if device == "cpu" else torch.is_autocast_enabled()
 
 
-@functools.cache
-def composite_kernel(func: OpOverload) -> Any:
-    """The composition of other ops that :func:`is_composite` finds, as a function."""
-    return functools.partial(func._op_dk, _COMPOSITE)
+def in_place_keys(func: OpOverload) -> AutocastKeys:
+    """In a handler: the dispatch key that counts writes (``_version``) and tracks views, if it applies inside the kernel of ``func``.
 
-
-def python_kernel(func: OpOverload, tensors: Sequence[torch.Tensor]) -> Any:
-    """The kernel that ``func`` runs on these tensors, as a function, if it was registered from Python; else ``None``.
-
-    For ops of ``torch.library``: ``torch.library.custom_op`` registers one kernel for each type of device, or one for all.
+    Inside a handler torch turns it off, since it comes before modes. It applies inside a composite op and inside a kernel in
+    Python, unless the op has a kernel for this key (``chunk``), which turns it off.
     """
-    devices = {tensor.device.type for tensor in tensors} - {"cpu"} or {"cpu"}
-    if not devices <= {"cpu", *accelerators()}:  # on meta, an op of torch.library runs what describes its outputs
-        return None
-    for key in (*(device.upper() for device in devices), _EXPLICIT.name):
-        if _is_registered(func, key):
-            dispatch_key = getattr(torch._C.DispatchKey, key)
-            return functools.partial(func._op_dk, dispatch_key) if _is_from_python(func, key) else None
-    return None
+    if not torch._C._dispatch_tls_is_dispatch_key_excluded(IN_PLACE) or tracks_writes(func):
+        return ()
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+        return () if torch._C._dispatch_tls_is_dispatch_key_excluded(IN_PLACE) else (IN_PLACE,)
 
 
-def has_python_kernel(func: OpOverload) -> bool:
-    """Whether a package registered a kernel of ``func`` for some type of device from Python."""
-    return func.namespace not in _OF_TORCH and any(_is_from_python(func, key) for key in _BACKENDS)
-
-
-def _is_from_python(func: OpOverload, key: str) -> bool:
-    """Whether the kernel of ``func`` for a dispatch key was registered through ``torch.library``."""
-    return f"{func.name().replace('::', '/', 1)}/{key}" in _impls
-
-
-@functools.cache
-def has_autograd_kernel(func: OpOverload) -> bool:
-    """Whether ``func`` defines its gradient; without, autograd differentiates the ops inside its kernel."""
-    keys = ("Autograd", *(f"Autograd{kind.upper()}" for kind in ("cpu", *accelerators())))
-    return any(_is_registered(func, key) for key in keys)
-
-
-@functools.cache
-def is_explicit(func: OpOverload) -> bool:
-    """Whether a kernel, made of other ops, serves the devices that have none of their own."""
-    return _is_registered(func, _EXPLICIT.name)
-
-
-@functools.cache
-def shared_kernel(func: OpOverload) -> Any:
-    """The dispatch key of the kernel, made of other ops, that all devices use for ``func``; ``None`` if they have kernels of their own."""
-    if _is_registered(func, "CPU"):
-        return None
-    return next((key for key in (_EXPLICIT, _EXPLICIT_NONFUNCTIONAL) if _is_registered(func, key.name)), None)
+# -- Which functions of torch Python is calling: they decide where autocast applies
 
 
 class CalledFunctions:
@@ -259,7 +217,7 @@ class CalledFunctions:
         if event in {"call", "return"}:
             return
         name = function.__name__
-        if name not in _names_with_any_kernel():
+        if name not in names_with_any_kernel():
             return
         if event == "c_call":
             self._names.append(name if _is_of_torch(function) else "")
@@ -275,99 +233,106 @@ def _is_of_torch(function: Any) -> bool:
     return isinstance(owner, torch.Tensor) or str(getattr(function, "__module__", None)).startswith("torch")
 
 
-def autocast_keys(func: OpOverload, called: CalledFunctions) -> AutocastKeys:
-    """In a handler: the devices whose autocast applies to the ops inside the kernel of ``func``.
+class RunningCall(NamedTuple):
+    """A call of a C function that a frame of Python is making, read from its code: the profiler may start in the middle of it."""
 
-    Those whose autocast is on where the op was called, unless autocast has a kernel of its own for ``func`` or for the composite
-    op that calls it, which turns autocast off.
-    """
-    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
-        if not torch._C._is_any_autocast_enabled():
-            return ()
-        active = [key for device, key in _autocast_devices() if _is_autocast_enabled(device)]
-    called.start()
-    own = func._schema.name.partition("::")[2]
-    return tuple(
-        [key for key in active if not _has_kernel(func, key) and not called.is_in(_names_with_kernel(key), besides=own)]
+    frame: int
+    """The ``id`` of the frame that makes it; the frame itself would keep its variables alive."""
+    position: int
+    """The instruction that makes it."""
+    names: frozenset[str]
+    """The attributes and variables that its line has loaded so far, among them the function: ``torch.cdist(x, y)`` has ``cdist``."""
+
+
+def running_call() -> RunningCall | None:
+    """The call that the innermost frame outside this package is making; ``None`` if there is no such frame."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(PACKAGE):
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return RunningCall(id(frame), frame.f_lasti, _loaded(frame.f_code, frame.f_lasti))
+
+
+@functools.lru_cache(maxsize=1024)
+def _loaded(code: CodeType, position: int) -> frozenset[str]:
+    lines = {offset: line for start, end, line in code.co_lines() for offset in range(start, end, 2)}
+    return frozenset(
+        step.argval
+        for step in dis.get_instructions(code)
+        if step.offset <= position and lines.get(step.offset) == lines.get(position)
+        if step.opname.startswith("LOAD_") and isinstance(step.argval, str)
     )
 
 
-def in_place_keys(func: OpOverload) -> AutocastKeys:
-    """In a handler: the dispatch key that counts writes (``_version``) and tracks views, if it applies inside the kernel of ``func``.
+# -- Higher-order ops (``torch.cond``, ``flex_attention``) under a mode that sees the ops inside them
 
-    Inside a handler torch turns it off, since it comes before modes. It applies inside a composite op and inside a kernel in
-    Python, unless the op has a kernel for this key (``chunk``), which turns it off.
+
+def run_below(func: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In the handler of a mode: what ``func`` does below this mode, in the frames that it has without the mode."""
+    keys = _compute_keyset(args, kwargs, func.non_fallthrough_keys)  # without the one of modes
+    return func.dispatch(keys.highestPriorityTypeId(), *args, **kwargs)
+
+
+def run_inside(
+    func: HigherOrderOperator,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    active: Callable[[], AbstractContextManager[Any]],
+) -> Any:
+    """In the handler of a mode: run a higher-order op with an :func:`eager_kernel` while the mode is ``active``: around the whole
+    kernel, or, if the kernel refuses modes (``cond``, ``scan``), around the functions that it is given.
     """
-    if not torch._C._dispatch_tls_is_dispatch_key_excluded(_IN_PLACE) or _tracks_writes(func):
-        return ()
-    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
-        return () if torch._C._dispatch_tls_is_dispatch_key_excluded(_IN_PLACE) else (_IN_PLACE,)
+    kernel = eager_kernel(func)
+    while isinstance(kernel, functools.partial):
+        kernel = kernel.func
+    if "_get_current_dispatch_mode" not in kernel.__code__.co_names:  # those that refuse a mode ask for it
+        with active():
+            return run_below(func, args, kwargs)
+
+    def inside(value: Any) -> Any:
+        is_function = callable(value) and not isinstance(value, (torch.Tensor, OperatorBase, type))
+        return _Inside(value, active) if is_function else value
+
+    args, kwargs = _pytree.tree_map(inside, (args, kwargs))
+    return run_below(func, args, kwargs)
 
 
-@functools.cache
-def _tracks_writes(func: OpOverload) -> bool:
-    """Whether ``func`` counts its writes and tracks its views itself, so that the ops inside it do not."""
-    if func.namespace not in _OF_TORCH and _COUNTS_WRITES_INSIDE and not func._schema._is_view_op():
-        return False
-    return _is_registered(func, _IN_PLACE.name)
+class _Inside:
+    """A function that runs while a mode is active. It is shown, as in a traceback, and has attributes as that function."""
+
+    def __init__(self, function: Any, active: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._function, self._active = function, active
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._active():
+            return self._function(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)  # such as the one that says how a graph is called
+
+    def __repr__(self) -> str:
+        return repr(self._function)
 
 
-_REPLACED: dict[str, frozenset[str]] = {}
-"""By the name of an autocast key, the ops that have a kernel since :func:`replace_autocast_kernels`."""
+def _accept_higher_order_ops() -> None:
+    """Make torch 2.6 run higher-order ops under :class:`DispatchMode`: it refuses to under modes that it does not know.
+
+    Later releases look at the attribute ``supports_higher_order_operators``.
+    """
+    owner: Any = HigherOrderOperator
+    refusing: Any = owner.dispatch
+
+    @functools.wraps(refusing)
+    def dispatch(self: Any, /, key: Any, *args: Any, **kwargs: Any) -> Any:
+        mode: Any = _get_current_dispatch_mode() if key == torch._C.DispatchKey.Python else None
+        if not isinstance(mode, DispatchMode):
+            return refusing(self, key, *args, **kwargs)
+        with _pop_mode_temporarily():
+            return mode.__torch_dispatch__(self, (), args, kwargs)
+
+    owner.dispatch = dispatch
 
 
-def replace_autocast_kernels(key: str, ops: frozenset[str]) -> None:
-    """From now on, autocast by this dispatch key has kernels for these ops (``aten::pow.Scalar``) alone; others fall through."""
-    _REPLACED[key] = ops
-    for cached in (_names_with_kernel, _names_with_any_kernel, _has_kernel):
-        cached.cache_clear()
-
-
-@functools.cache
-def _names_with_kernel(key: Any) -> frozenset[str]:
-    """Names of the functions for which autocast has a kernel: ``cdist``."""
-    found = _REPLACED.get(key.name) or torch._C._dispatch_get_registrations_for_dispatch_key(key.name)
-    return frozenset(name.removeprefix("aten::").partition(".")[0] for name in found)
-
-
-@functools.cache
-def _names_with_any_kernel() -> frozenset[str]:
-    """Those for which autocast has a kernel on some device."""
-    return frozenset().union(*(_names_with_kernel(key) for _, key in _autocast_devices()))
-
-
-@functools.cache
-def _autocast_devices() -> list[tuple[str, Any]]:
-    """Each device type that has autocast in this build of torch, with its key."""
-    found = [
-        (kind, getattr(torch._C.DispatchKey, f"Autocast{kind.upper()}", None)) for kind in ("cpu", *accelerators())
-    ]
-    return [(kind, key) for kind, key in found if key is not None]
-
-
-def _is_autocast_enabled(device: str) -> bool:
-    try:
-        return torch.is_autocast_enabled(device)
-    except TypeError:  # torch before 2.4, which the catalog measures
-        return torch.is_autocast_cpu_enabled() if device == "cpu" else torch.is_autocast_enabled()
-
-
-@functools.cache
-def _has_kernel(func: OpOverload, key: Any) -> bool:
-    if key.name in _REPLACED:
-        return func.name() in _REPLACED[key.name]
-    return _is_registered(func, key.name)
-
-
-def run_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
-    """Run an op in a handler; the dispatch keys ``keys`` apply inside its kernel."""
-    excluded = [key for key in keys if torch._C._dispatch_tls_is_dispatch_key_excluded(key)]
-    if not excluded:
-        return func(*args, **kwargs)
-    for key in excluded:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
-    try:
-        return func(*args, **kwargs)
-    finally:
-        for key in excluded:
-            torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)
+if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):
+    _accept_higher_order_ops()

@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
+from lowprec_check.errors import UsageError
 from lowprec_check.schema.precisions import FloatFormat
 
 NARROW = frozenset(
@@ -20,8 +21,13 @@ _WIDE_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128
 
 
 def torch_dtype(format: FloatFormat) -> torch.dtype:
-    """The torch dtype of a format, ``torch.float16`` for fp16."""
-    dtype: torch.dtype = getattr(torch, format.name)
+    """The torch dtype of a format, ``torch.float16`` for fp16; raises :class:`UsageError` if this torch has none."""
+    dtype = getattr(torch, format.name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UsageError(
+            f"The format {format.short} of a precision has the dtype {format.name!r}, which torch {torch.__version__} lacks.",
+            "Upgrade torch, or uninstall the package that registers the precision.",
+        )
     return dtype
 
 

@@ -16,9 +16,6 @@ from lowprec_check.engine.core.tensor_comparison import as_real, nonfinite_unlik
 from lowprec_check.schema.measures import FACTOR, CompilerVerdict
 from lowprec_check.schema.verdict import ErrorStats
 
-# -- The error of a model's whole output: its tensors are compared pairwise with the reference's; the largest
-# error counts
-
 NOTHING = ErrorStats(rel_l2=None, max_abs=None, cosine=None, sqnr_db=None)
 
 
@@ -57,7 +54,8 @@ def compare_outputs(
             return _incomparable(shapes, outputs, references)
     floating = [pair for pair in pairs if is_float(pair[0]) or is_float(pair[1])]
     integers = [pair for pair in pairs if not (is_float(pair[0]) or is_float(pair[1]))]
-    mismatched = max((_mismatched(*pair) for pair in integers if pair[1].numel()), default=None)
+    shares = (float((out != reference).double().mean()) for out, reference in integers if reference.numel())
+    mismatched = max(shares, default=None)
     if all(is_zero(tensor) for pair in floating for tensor in pair):  # they tell nothing
         if mismatched is None:
             return OutputComparison(NOTHING, 0.0, compared=False, rms=0.0)
@@ -84,11 +82,6 @@ def is_zero(tensor: Tensor) -> bool:
     return not bool(tensor.count_nonzero())
 
 
-def _mismatched(out: Tensor, reference: Tensor) -> float:
-    """Share of the elements that differ."""
-    return float((out != reference).double().mean())
-
-
 def _compare_leaf(out: Tensor, reference: Tensor, called: str) -> OutputComparison:
     y, r = as_real(out).double().reshape(-1), as_real(reference).double().reshape(-1)
     finite, rms = r.isfinite(), root_mean_square(reference)
@@ -99,13 +92,16 @@ def _compare_leaf(out: Tensor, reference: Tensor, called: str) -> OutputComparis
     y, r = torch.where(finite, y, 0.0), torch.where(finite, r, 0.0)
     difference, size = _norm(y - r), _norm(r)
     rel_l2 = 0.0 if difference == 0 else difference / size if size else math.inf
-    norms = _norm(y) * size
+    norms, has_classes = _norm(y) * size, reference.ndim == 2 and reference.shape[0] > 0 and reference.shape[1] > 1
+    top1 = None
+    if has_classes and is_float(reference) and not reference.is_complex():
+        top1 = float((out.float().argmax(1) == reference.float().argmax(1)).float().mean())
     error = ErrorStats(
         rel_l2=rel_l2 if math.isfinite(rel_l2) else None,
         max_abs=float((y - r).abs().max()) if y.numel() else 0.0,
         cosine=float(torch.dot(y, r)) / norms if 0 < norms < math.inf else None,
         sqnr_db=-20 * math.log10(rel_l2) if 0 < rel_l2 < math.inf else None,
-        top1=_top1(out, reference),
+        top1=top1,
     )
     return OutputComparison(error, rel_l2, rms=rms)
 
@@ -123,31 +119,20 @@ def _norm(values: Tensor) -> float:
     return scale * float((values / scale).norm()) if 0 < scale < math.inf else scale
 
 
-def _top1(out: Tensor, reference: Tensor) -> float | None:
-    if reference.ndim != 2 or reference.shape[0] == 0 or reference.shape[1] < 2 or not is_float(reference):
-        return None
-    if reference.is_complex():
-        return None
-    return float((out.float().argmax(1) == reference.float().argmax(1)).float().mean())
-
-
 def same_bits(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     """Whether two outputs have the same number of tensors, dtypes, shapes and values; NaN equals NaN."""
-    return len(outputs) == len(others) and all(
-        a.dtype == b.dtype and a.shape == b.shape and _equal(a, b) for a, b in zip(outputs, others, strict=True)
-    )
+    return len(outputs) == len(others) and all(map(_same_tensor, outputs, others))
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
+def _same_tensor(a: Tensor, b: Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
     if a.dtype == torch.complex32:  # few kernels support it
         a, b = as_real(a), as_real(b)
     if torch.equal(a, b):
         return True
-    return is_float(a) and torch.equal(a.isnan(), b.isnan()) and torch.equal(_without_nan(a), _without_nan(b))
-
-
-def _without_nan(tensor: Tensor) -> Tensor:
-    return tensor.masked_fill(tensor.isnan(), 0)
+    nan = a.isnan()
+    return is_float(a) and torch.equal(nan, b.isnan()) and torch.equal(a.masked_fill(nan, 0), b.masked_fill(nan, 0))
 
 
 # -- Compares a compiled model with eager execution, both against fp64: whose error is larger, and by how much
@@ -195,7 +180,8 @@ class Distances:
         wanted = e64.isfinite() & low.isfinite()
         self.nonfinite += int((wanted & ~made.isfinite()).sum())
         # beyond the range of the precision, eager has other values by intention: torch.finfo(x.dtype).min in a mask
-        compared = wanted & made.isfinite() & e32.isfinite() & (e64.abs() <= _largest(eager.dtype))
+        largest = torch.finfo(eager.dtype).max if is_float(eager) else math.inf
+        compared = wanted & made.isfinite() & e32.isfinite() & (e64.abs() <= largest)
         e64, e32, low, made = (torch.where(compared, values, 0.0) for values in (e64, e32, low, made))
         self.size += _square(e64)
         self.fp32 += _square(e32 - e64)
@@ -234,10 +220,6 @@ class Distances:
         return float(self.nonfinite), float(self.compiled_changed - FACTOR * self.eager_changed), ratio
 
 
-def _largest(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).max if dtype.is_floating_point or dtype.is_complex else math.inf
-
-
 def _square(values: Tensor) -> float:
     return float((values * values).sum())
 
@@ -251,9 +233,7 @@ def distances(calls: Sequence[Corners]) -> list[Distances]:
     return found
 
 
-_ORDER: tuple[CompilerVerdict, ...] = ("no-worse", "harmless", "worse")
-
-
 def worst(found: Sequence[Distances], slack: float) -> Distances:
     """The output tensor with the worst verdict, and of those the largest excess."""
-    return max(found, key=lambda distance: (_ORDER.index(distance.verdict(slack)), distance.severity))
+    order: tuple[CompilerVerdict, ...] = ("no-worse", "harmless", "worse")
+    return max(found, key=lambda distance: (order.index(distance.verdict(slack)), distance.severity))

@@ -92,12 +92,16 @@ def _children(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from value.items()
     elif isinstance(value, (list, tuple, deque)):
         yield from enumerate(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+    elif _is_dataclass(value):
         for field in dataclasses.fields(value):
             yield field.name, getattr(value, field.name, None)
     elif _is_user_object(value):
         yield from {name: getattr(value, name) for name in slots_of(value)}.items()
         yield from getattr(value, "__dict__", {}).items()
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 _CLOSED = sys.stdlib_module_names | {"torch", "numpy"}
@@ -114,13 +118,13 @@ def _is_user_object(value: Any) -> bool:
 def slots_of(value: Any) -> list[str]:
     """The slots of an object that are set."""
     kind: Any = type(value)
-    return [name for name in _slots(kind) if hasattr(value, name)]
+    return [name for name in _declared_slots(kind) if hasattr(value, name)]
 
 
 @functools.cache
-def _slots(kind: Any) -> list[str]:
-    named = [vars(owner).get("__slots__", ()) for owner in kind.__mro__]
-    names = [name for slots in named for name in ((slots,) if isinstance(slots, str) else slots)]
+def _declared_slots(kind: Any) -> list[str]:
+    declared = (vars(owner).get("__slots__", ()) for owner in kind.__mro__)
+    names = [name for slots in declared for name in ((slots,) if isinstance(slots, str) else slots)]
     return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
@@ -129,38 +133,27 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        return _map_mapping(value, function)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, function) for item in value))
+        content = {key: map_tensors(item, function) for key, item in value.items()}
+        return content if type(value) is dict else _refilled(copy.copy(value), content)
     if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(item, function) for item in value)
-    if _has_tensors_in_attributes(value):
-        return _map_attributes(value, function)
+        mapped = [map_tensors(item, function) for item in value]
+        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
+    if _is_dataclass(value) or _is_user_object(value):
+        clone = copy.copy(value)
+        for name, _ in _children(value):
+            item = getattr(value, name)
+            if dataclasses.is_dataclass(item) or not _is_user_object(
+                item
+            ):  # a user's object may refer back to this one
+                object.__setattr__(clone, name, map_tensors(item, function))
+        return clone
     return value
 
 
-def _has_tensors_in_attributes(value: Any) -> bool:
-    return (dataclasses.is_dataclass(value) and not isinstance(value, type)) or _is_user_object(value)
-
-
-def _map_attributes(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """A copy of an object; user objects inside it are shared, because they may refer back to it."""
-    clone = copy.copy(value)
-    for name, _ in _children(value):
-        item = getattr(value, name)
-        if dataclasses.is_dataclass(item) or not _is_user_object(item):
-            object.__setattr__(clone, name, map_tensors(item, function))
-    return clone
-
-
-def _map_mapping(value: Mapping[Any, Any], function: Callable[[torch.Tensor], Any]) -> Any:
-    mapped = {key: map_tensors(item, function) for key, item in value.items()}
-    if type(value) is dict:
-        return mapped
-    clone = copy.copy(value)
+def _refilled(mapping: Any, content: dict[Any, Any]) -> Any:
     try:
-        for key, item in mapped.items():
-            clone[key] = item  # type: ignore[index]
-    except TypeError:  # read-only mappings
-        return mapped
-    return clone
+        for key, item in content.items():
+            mapping[key] = item
+    except TypeError:  # a read-only mapping
+        return content
+    return mapping

@@ -1,15 +1,14 @@
-"""Where an op was called: the innermost running module, the line of the user's code, and the call that a frame is making."""
+"""Where an op was called: the line of the user's code, and the innermost running module."""
 
 from __future__ import annotations
 
-import dis
 import functools
 import os
 import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import CodeType, FrameType, TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +16,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 import lowprec_check
 from lowprec_check.errors import encodable
-
-# -- Where an op was called: the innermost running module, and the line of the user's code
-#
-# Only global hooks are used: a hook on a module itself makes ``TransformerEncoderLayer`` leave its fast path.
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 PACKAGE = os.path.dirname(lowprec_check.__file__) + os.sep
@@ -75,20 +70,20 @@ class _Kinds(dict[str, int]):
 _KINDS = _Kinds()
 
 
+@functools.lru_cache(10_000)
+def show_line(filename: str, line: int) -> str:
+    """``model.py:41``."""
+    return f"{show_file(filename)}:{line}"
+
+
 @functools.cache
-def _display_path(filename: str) -> str:
+def show_file(filename: str) -> str:
     """The path as a user would write it: relative to the current folder, or starting at the installed package."""
     for marker in ("site-packages" + os.sep, "dist-packages" + os.sep):
         if marker in filename:
             return encodable(filename.split(marker, 1)[1])
     relative = os.path.relpath(filename) if filename[:1] != "<" else filename
     return encodable(os.path.basename(filename) if relative.startswith("..") else relative)
-
-
-@functools.lru_cache(10_000)
-def show_line(filename: str, line: int) -> str:
-    """``model.py:41``."""
-    return f"{_display_path(filename)}:{line}"
 
 
 def call_model(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -156,7 +151,10 @@ def module_names(model: torch.nn.Module) -> dict[torch.nn.Module, str]:
 
 
 class ModuleStack:
-    """Context manager that tracks which module of ``model`` is running and how often each was called."""
+    """Context manager that tracks which module of ``model`` is running and how often each was called.
+
+    By global hooks only: a hook on a module itself makes ``TransformerEncoderLayer`` leave its fast path.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._names = module_names(model)
@@ -191,39 +189,3 @@ class ModuleStack:
             if self._stack.pop()[0] is module:
                 break
         self.current = self._stack[-1][1] if self._stack else ""
-
-
-# -- The call of a C function that a frame of Python is making, read from its code: for a profiler that starts in
-# the middle of it
-
-
-class RunningCall(NamedTuple):
-    """A call that is being made."""
-
-    frame: int
-    """The ``id`` of the frame that makes it; the frame itself would keep its variables alive."""
-    position: int
-    """The instruction that makes it."""
-    names: frozenset[str]
-    """The attributes and variables that its line has loaded so far, among them the function: ``torch.cdist(x, y)`` has ``cdist``."""
-
-
-def running_call() -> RunningCall | None:
-    """The call that the innermost frame outside this package is making; ``None`` if there is no such frame."""
-    frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(PACKAGE):
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
-    return RunningCall(id(frame), frame.f_lasti, _loaded(frame.f_code, frame.f_lasti))
-
-
-@functools.lru_cache(maxsize=1024)
-def _loaded(code: CodeType, position: int) -> frozenset[str]:
-    lines = {offset: line for start, end, line in code.co_lines() for offset in range(start, end, 2)}
-    return frozenset(
-        step.argval
-        for step in dis.get_instructions(code)
-        if step.offset <= position and lines.get(step.offset) == lines.get(position)
-        if step.opname.startswith("LOAD_") and isinstance(step.argval, str)
-    )

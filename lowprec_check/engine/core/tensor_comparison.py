@@ -66,7 +66,9 @@ def compare_tensor(out: Tensor, references: Sequence[Tensor], *, count_flushed: 
     small = SmallValues()
     for start in range(0, count, size):
         parts = flat if count <= size else [tensor[start : start + size] for tensor in flat]
-        wide = _widened(parts[0])
+        wide = parts[0]
+        if wide.dtype in NARROW:
+            wide = wide.float() if wide.numel() < CHUNK else _scratch(wide, 0).copy_(wide)
         smallest, largest, *squares = _reduce(parts[0], wide, parts[1:])
         if not math.isfinite(sum(squares, largest - smallest)):
             return _compare_exactly(flat[0], flat[1:], count_flushed)
@@ -77,7 +79,7 @@ def compare_tensor(out: Tensor, references: Sequence[Tensor], *, count_flushed: 
             small = small.plus(_small_values(wide, parts[1], flat[0].dtype))
     if max(-low, high) < _TINY and max(totals[1::2], default=1.0) < _TINY:
         return _compare_exactly(flat[0], flat[1:], count_flushed)
-    errors = [_relative(totals[index], totals[index + 1]) for index in range(0, len(totals), 2)]
+    errors = [math.sqrt(_ratio(totals[index], totals[index + 1])) for index in range(0, len(totals), 2)]
     flushed, subnormal = small.shares() if count_flushed else (None, None)
     rms = math.sqrt(totals[1] / count) if references else None
     return TensorComparison(errors, max(-low, high), 0, 0, flushed, rms, count, subnormal)
@@ -95,12 +97,17 @@ class UnreadComparison:
         value, *others = self.tensors
         value = value.float() if value.dtype.itemsize == 1 else value
         compared = [tensor for other in others for tensor in (torch.sub(value, other), other)]
-        self.figures = [_largest(value)]
-        """Numbers on the device: the largest magnitude; the 2-norms of each difference and reference; counts."""
+        wide = torch.float32 if value.dtype in NARROW else None
+        self.figures: list[Tensor] = [torch.linalg.vector_norm(value, math.inf, dtype=wide)]
+        """Numbers on the device: the largest magnitude, NaN if there is one; the 2-norms of each difference and reference; counts."""
         if compared:
             self.figures += torch._foreach_norm(compared)
         if self._count_flushed:
-            self.figures += _small_counts(value, others[0], self.tensors[0].dtype)
+            reference = others[0]
+            below_normal, below_all = _limits(self.tensors[0].dtype, reference.dtype)
+            lost = torch.where(value == 0, reference, 0.0)  # these and the larger of these, besides all and the normal
+            counted = (reference, torch.hardshrink(reference, below_normal), lost, torch.hardshrink(lost, below_all))
+            self.figures += [tensor.count_nonzero() for tensor in counted]
 
     @property
     def nbytes(self) -> int:
@@ -123,37 +130,11 @@ class UnreadComparison:
         return TensorComparison(errors, absmax, 0, 0, flushed, rms, out.numel(), subnormal)
 
 
-def _largest(tensor: Tensor) -> Tensor:
-    """The largest magnitude, in one kernel; NaN if there is one."""
-    wide = torch.float32 if tensor.dtype in NARROW else None
-    largest: Tensor = torch.linalg.vector_norm(tensor, math.inf, dtype=wide)
-    return largest
-
-
-def _small_counts(value: Tensor, reference: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Of ``reference``: the non-zeros, and those that are normal in ``dtype``; those where ``value`` is zero, and of these the larger."""
-    below_normal, below_all = _limits(dtype, reference.dtype)
-    lost = torch.where(value == 0, reference, 0.0)
-    counted = (reference, torch.hardshrink(reference, below_normal), lost, torch.hardshrink(lost, below_all))
-    return [tensor.count_nonzero() for tensor in counted]
-
-
 def _ratio(difference: float, reference: float) -> float:
+    """0/0 is 0, x/0 is infinite."""
     if difference == 0:
         return 0.0
     return difference / reference if reference else math.inf
-
-
-def _relative(difference: float, reference: float) -> float:
-    if difference == 0:
-        return 0.0
-    return math.sqrt(difference / reference) if reference else math.inf
-
-
-def _widened(part: Tensor) -> Tensor:
-    if part.dtype not in NARROW:
-        return part
-    return part.float() if part.numel() < CHUNK else _scratch(part, 0).copy_(part)
 
 
 def _reduce(part: Tensor, wide: Tensor, references: list[Tensor]) -> list[float]:
@@ -171,9 +152,7 @@ def _reduce(part: Tensor, wide: Tensor, references: list[Tensor]) -> list[float]
         numbers.append(reference.dot(reference))
     if wide.device.type == "cpu":
         return [number.item() for number in numbers]
-    values: list[float] = torch.stack(
-        [number.to(wide.dtype) for number in numbers]
-    ).tolist()  # one wait for the accelerator, not one for each
+    values: list[float] = torch.stack([number.to(wide.dtype) for number in numbers]).tolist()  # one wait, not one each
     return values
 
 
@@ -230,22 +209,24 @@ def _above(reference: Tensor, limit: float) -> Tensor:
 
 
 def _counts(*tensors: Tensor) -> list[int]:
-    """The number of non-zeros in each, with one wait for an accelerator."""
-    if tensors[0].device.type == "cpu":
-        return [int(_count(tensor).item()) for tensor in tensors]
-    return torch.stack([tensor.count_nonzero() for tensor in tensors]).tolist()
+    """The number of non-zeros in each, with one wait for an accelerator.
 
-
-def _count(tensor: Tensor) -> Tensor:
-    """The number of non-zeros, on a CPU. ``count_nonzero`` branches at each element: where zeros are scattered, it is 20 times
-    as slow as the sum of the squares of the signs, which is exact for the elements of a chunk.
+    On a CPU ``count_nonzero`` branches at each element: where zeros are scattered, it is 20 times as slow as the sum of the squares
+    of the signs, which is exact for the elements of a chunk.
     """
-    if (size := tensor.numel()) < _FEW:
-        return tensor.count_nonzero()
-    if size > CHUNK or tensor.dtype == torch.bool:
-        return tensor.ne(0).sum()
-    signs = torch.sign(tensor, out=_scratch(tensor, 1) if size == CHUNK else None)
-    return signs.dot(signs)
+    if tensors[0].device.type != "cpu":
+        return torch.stack([tensor.count_nonzero() for tensor in tensors]).tolist()
+    found = []
+    for tensor in tensors:
+        if (size := tensor.numel()) < _FEW:
+            count = tensor.count_nonzero()
+        elif size > CHUNK or tensor.dtype == torch.bool:
+            count = tensor.ne(0).sum()
+        else:
+            signs = torch.sign(tensor, out=_scratch(tensor, 1) if size == CHUNK else None)
+            count = signs.dot(signs)
+        found.append(int(count.item()))
+    return found
 
 
 _buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
@@ -295,18 +276,27 @@ def _compare_exactly(out: Tensor, references: list[Tensor], count_flushed: bool)
     wrong = nonfinite_unlike(value, wide[0] if wide else torch.zeros_like(value))
     numbers = [torch.where(finite, value.abs(), 0.0).max(), wrong.sum(), (value.isnan() & wrong).sum()]
     for reference in wide:
-        numbers += [nonfinite_unlike(value, reference).any(), *_exact_squares(value, finite, reference)]
+        both = finite & reference.isfinite()
+        difference, kept = torch.where(both, value - reference, 0.0), torch.where(both, reference, 0.0)
+        scale = kept.abs().max().clamp_min(_LEAST)  # one unit for both sums of squares
+        squares = [(tensor / scale).square().sum() for tensor in (difference, kept)]
+        numbers += [nonfinite_unlike(value, reference).any(), *squares]
     if wide:
-        numbers += _exact_square(wide[0])
+        finite = wide[0].isfinite()
+        kept = torch.where(finite, wide[0], 0.0)
+        scale = kept.abs().max()
+        numbers += [finite.sum(), scale, (kept / scale.clamp_min(_LEAST)).square().sum()]
     absmax, nonfinite, new_nan, *others = torch.stack([number.double() for number in numbers]).tolist()
     errors = [
-        math.inf if unlike else _relative(difference, size)
+        math.inf if unlike else math.sqrt(_ratio(difference, size))
         for unlike, difference, size in zip(others[0:-3:3], others[1:-3:3], others[2:-3:3], strict=True)
     ]
-    flushed = subnormal = None
+    flushed = subnormal = rms = None
     if count_flushed and references:
         flushed, subnormal = _small_values(value, references[0], out.dtype).shares()
-    rms = _exact_rms(*others[-3:]) if references else None
+    if references:
+        count, largest, total = others[-3:]
+        rms = largest * math.sqrt(total / count) if count else None
     return TensorComparison(
         errors, absmax, int(nonfinite - new_nan), int(new_nan), flushed, rms, value.numel(), subnormal
     )
@@ -315,25 +305,3 @@ def _compare_exactly(out: Tensor, references: list[Tensor], count_flushed: bool)
 def nonfinite_unlike(value: Tensor, reference: Tensor) -> Tensor:
     """Where ``value`` is NaN and ``reference`` is not, or is infinite and ``reference`` is neither NaN nor the same infinity."""
     return (value.isnan() | (value.isinf() & (value != reference))) & ~reference.isnan()
-
-
-def _exact_square(reference: Tensor) -> list[Tensor]:
-    """Of the finite values: their number, the largest magnitude, and the sum of the squares of their shares of it."""
-    finite = reference.isfinite()
-    kept = torch.where(finite, reference, 0.0)
-    scale = kept.abs().max()
-    return [finite.sum(), scale, (kept / scale.clamp_min(_LEAST)).square().sum()]
-
-
-def _exact_rms(count: float, scale: float, squares: float) -> float | None:
-    """Root mean square of the finite values; ``None`` if there are none."""
-    return scale * math.sqrt(squares / count) if count else None
-
-
-def _exact_squares(value: Tensor, finite: Tensor, reference: Tensor) -> list[Tensor]:
-    """The sums of squares of the difference and of the reference, where both are finite, in the same unit."""
-    both = finite & reference.isfinite()
-    difference = torch.where(both, value - reference, 0.0)
-    kept = torch.where(both, reference, 0.0)
-    scale = kept.abs().max().clamp_min(_LEAST)
-    return [(difference / scale).square().sum(), (kept / scale).square().sum()]

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, shared_kernel
-from lowprec_check.engine.core.floating_dtypes import is_float
+from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode
+from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow
+from lowprec_check.engine.core.op_kernels import shared_kernel
 from lowprec_check.engine.device_twin.kernel_support import DTYPES, KernelSupport
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.execution import Retry
@@ -62,8 +63,8 @@ class EmulatedKernels(DispatchMode):
         if call.traits.skipped or call.traits.view or call.traits.packet in _AS_GIVEN:
             return call.run()
         tensors = tensors_in(call.args, kwargs)
-        if any(tensor.layout != torch.strided or tensor.is_nested for tensor in tensors):
-            self._support.assumed.add(str(func))  # the catalog is about dense tensors
+        if any(tensor.layout != torch.strided or tensor.is_nested or _is_uncovered(tensor) for tensor in tensors):
+            self._support.assumed.add(str(func))  # the catalog is about dense tensors of its dtypes
             return call.run()
         floating = [tensor for tensor in tensors if is_float(tensor)]
         narrow = [tensor for tensor in floating if tensor.dtype in DTYPES]
@@ -79,6 +80,11 @@ class EmulatedKernels(DispatchMode):
             return call.run()
         out = _emulated(call, narrow) if _is_emulated(call, narrow, wide) else _checked_by_cpu(call, narrow)
         return _first_in_low(out) if narrow and call.traits.packet in self._only_first_in_low else out
+
+
+def _is_uncovered(tensor: Tensor) -> bool:
+    """Whether the catalog has no data for the dtype, which is narrower than fp32."""
+    return is_narrow(tensor) and tensor.dtype not in DTYPES
 
 
 def _is_emulated(call: DispatchedCall, narrow: list[Tensor], wide: list[Tensor]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -226,12 +227,33 @@ class Autocast(Application):
         keep_out_of_autocast(model, self.dtype, keep_fp32, device_type)
 
     def context(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
-        """Autocast to the dtype."""
-        return torch.autocast(device_type, dtype=self.dtype)
+        """Autocast to the dtype; raises :class:`UsageError` if torch would ignore it."""
+        found = torch.autocast(device_type, dtype=self.dtype)
+        if not found._enabled:
+            raise UsageError(
+                f"torch's autocast does not support {self.precision.format.name} on {device_type}: it would compute in fp32.",
+                "Choose another precision.",
+            )
+        return found
 
     def make_standalone(self, model: nn.Module, device_type: str) -> None:
         """Wrap its ``forward`` in autocast."""
         put_under_autocast(model, self.dtype, device_type)
+
+
+def autocast_problem(precision: Precision, device_type: str) -> str | None:
+    """Why autocast would compute in fp32, where torch only warns: it does not support the dtype; ``None`` if it does."""
+    if precision.kind != "autocast":
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            Autocast(precision).context(device_type)
+        except UsageError as error:
+            return error.message.rstrip(".")
+        except RuntimeError:  # the run itself raises it
+            return None
+    return None
 
 
 def application_of(precision: Precision) -> Application:

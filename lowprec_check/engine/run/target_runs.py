@@ -11,7 +11,9 @@ from typing import Any
 import msgspec
 import torch
 
+from lowprec_check.catalog.names import why_not_covered
 from lowprec_check.engine.core.installation import extension_problem
+from lowprec_check.engine.model.application import autocast_problem
 from lowprec_check.engine.model.prepared import format_problem
 from lowprec_check.engine.run.launcher import Launcher, OnProgress
 from lowprec_check.engine.run.memory_limits import check_weights_fit, why_too_large
@@ -24,7 +26,7 @@ from lowprec_check.engine.run.tasks import ExtensionTask, ModelTask, RunTask, Ta
 from lowprec_check.engine.run.timed_runs import TimedRuns, time_runs, untimed
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
-from lowprec_check.schema.axes import BACKENDS
+from lowprec_check.schema.axes import BACKENDS, device_type
 from lowprec_check.schema.measures import Errors, PredictedDevice, Scenario
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, MemoryFormat, RunKey
@@ -303,7 +305,13 @@ class TargetRuns:
             return (
                 f"{backend.name} changes its process for good, so it runs in a worker only (--isolation fork or spawn)"
             )
-        reason = backend.skip_reason(PRECISIONS.get(key.precision), key.device, key.memory_format)
+        precision = PRECISIONS.get(key.precision)
+        if self.options.predicted is not None and precision.kind in ("cast", "autocast"):
+            problem = why_not_covered(precision)
+            if problem is not None:
+                return f"nothing can be predicted: {problem}"
+        reason = backend.skip_reason(precision, key.device, key.memory_format)
+        reason = reason or autocast_problem(precision, device_type(key.device))
         reason = reason or format_problem(key.memory_format, target.model, target.inputs)
         peak = self.fp32.peak_memory_bytes if self.fp32 else None
         return reason or why_too_large(target.model, self.options.device, self.isolation, peak, self._files)

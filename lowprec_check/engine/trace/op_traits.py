@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from lowprec_check.engine.core.dispatch_mode import is_explicit
 from lowprec_check.engine.core.floating_dtypes import NARROW
+from lowprec_check.engine.core.op_kernels import is_explicit
 
 if TYPE_CHECKING:
     from lowprec_check.engine.trace.dispatched_call import DispatchedCall

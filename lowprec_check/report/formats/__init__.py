@@ -1,1 +1,141 @@
-"""The report formats: one module each, with a ``FORMAT``, which imports its renderer on use."""
+"""The report formats: documents, the result itself, and findings as lines; a module of this package for each that needs more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lowprec_check.analysis.coverage_changes import CoverageDiff
+from lowprec_check.analysis.diff import ScanDiff
+from lowprec_check.analysis.findings import SEVERITIES, Message, tally
+from lowprec_check.report.blocks import Document
+from lowprec_check.report.foreign_text import visible, without_folders, workflow_command
+from lowprec_check.report.places import Place, places, told
+from lowprec_check.report.registry import ReportFormat
+from lowprec_check.report.scan_document import scan_document
+from lowprec_check.schema.base import encode
+from lowprec_check.schema.scan_result import ScanResult
+
+
+class TextFormat(ReportFormat):
+    """Plain text, as on a terminal."""
+
+    name = "text"
+    suffixes = (".txt",)
+    renders_diffs = True
+    for_terminals = True
+
+    def render_verbose(self, result: ScanResult) -> str:
+        """The report with notes and details."""
+        from lowprec_check.report.layout.text import text
+
+        return text(scan_document(result), detail="more")
+
+    def lay_out(self, document: Document) -> str:
+        """Blocks as text, 100 columns wide."""
+        from lowprec_check.report.layout.text import text
+
+        return text(document)
+
+
+class MarkdownFormat(ReportFormat):
+    """GitHub's Markdown, for a comment on a pull request."""
+
+    name = "md"
+    suffixes = (".md",)
+    aliases = ("markdown",)
+    renders_diffs = True
+    for_terminals = True
+
+    def lay_out(self, document: Document) -> str:
+        """Blocks as Markdown."""
+        from lowprec_check.report.layout.markdown import markdown
+
+        return markdown(document)
+
+
+class HtmlFormat(ReportFormat):
+    """A self-contained page that opens offline."""
+
+    name = "html"
+    suffixes = (".html", ".htm")
+    renders_diffs = True
+
+    def render(self, result: ScanResult) -> str:
+        """The page of a scan, with charts and what happened op by op."""
+        from lowprec_check.report.page_blocks import scan_page
+
+        return self.lay_out(scan_page(result))
+
+    def lay_out(self, document: Document) -> str:
+        """Blocks as a page."""
+        from lowprec_check.report.layout.html import html
+
+        return html(document)
+
+
+class JsonFormat(ReportFormat):
+    """The saved result itself."""
+
+    name = "json"
+    suffixes = (".json",)
+    renders_diffs = True
+
+    def render(self, result: ScanResult) -> str:
+        """The result as JSON."""
+        return result.to_json().decode()
+
+    def render_diff(self, diff: ScanDiff | CoverageDiff) -> str:
+        """The differences as JSON."""
+        return encode(diff).decode()
+
+
+class GitHubFormat(ReportFormat):
+    """Workflow commands, which GitHub Actions shows at the line: ``::error file=net.py,line=23,title=LP101 missing-kernel::half: …``."""
+
+    name = "github"
+    for_terminals = True
+
+    def render(self, result: ScanResult) -> str:
+        """A command for each finding, then the verdict."""
+        commands = {"error": "error", "warning": "warning", "note": "notice"}
+
+        def command(place: Place, message: Message) -> str:
+            return workflow_command(
+                commands[message.severity],
+                without_folders(place.sentence(message)),
+                file=visible(place.line.file),
+                line=str(place.line.number),
+                title=visible(f"{place.group.code} {place.group.name}"),
+            )
+
+        return _lines(result, command)
+
+
+class ConciseFormat(ReportFormat):
+    """A line per finding as linters print it, for problem matchers and editors: ``net.py:23: LP101 error half: …``."""
+
+    name = "concise"
+    for_terminals = True
+
+    def render(self, result: ScanResult) -> str:
+        """A line for each finding, then the verdict."""
+
+        def line(place: Place, message: Message) -> str:
+            head = visible(f"{place.line}: {place.group.code} {message.severity} ")
+            return head + without_folders(place.sentence(message))
+
+        return _lines(result, line)
+
+
+def _lines(result: ScanResult, line: Callable[[Place, Message], str]) -> str:
+    """A line for each message at each place, the most severe first, then the verdict."""
+    messages = [(place, message) for place in places(result) for message in place.group.messages]
+    messages.sort(key=lambda its: SEVERITIES.index(its[1].severity))
+    said = told(result)
+    prediction = f" {said['prediction']}." if "prediction" in said else ""
+    verdict = visible(f"{tally(result.diagnostics)}. {said['verdict']}.{prediction}", 1000)
+    return "\n".join([*(line(place, message) for place, message in messages), verdict]) + "\n"
+
+
+TEXT, MARKDOWN, HTML, JSON = TextFormat(), MarkdownFormat(), HtmlFormat(), JsonFormat()
+GITHUB, CONCISE = GitHubFormat(), ConciseFormat()

@@ -3,67 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
 from lowprec_check.analysis.conclusion import ScanFailure, failure
 from lowprec_check.analysis.run_summary import label
 from lowprec_check.analysis.statements.kinds import statements
-from lowprec_check.report.blocks import visible
-from lowprec_check.report.places import places, without_folders
+from lowprec_check.report.foreign_text import visible, without_folders
+from lowprec_check.report.places import places
 from lowprec_check.report.registry import ReportFormat
 from lowprec_check.report.runs_table import shown_status
 from lowprec_check.report.scan_document import machine, title
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
 from lowprec_check.schema.statements import counted
 
-# -- JUnit XML: one test case per run and one for the verdict, for CI systems that show test results
-
-_ERROR = ("crashed", "timeout")
-_NOT_RUN = ("skipped", "unjudged")
 MOST_LINES = 200
 VERDICT = "verdict"
 """The name of the test case that is about the scan as a whole."""
 
 
-def render(result: ScanResult) -> str:
-    """A document with one suite, the target. It has a failure or an error if and only if the exit code of the scan is 1.
+class JUnitFormat(ReportFormat):
+    """One suite, the target. It has a failure or an error if and only if the exit code of the scan is 1.
 
     A run that fails while the scan does not, since another precision passes or its findings are accepted, is skipped with the reason,
     as tests with a known failure are.
     """
-    why, said = failure(result), statements(result)
-    told = {found.kind: found.text for found in said}
-    failures = {name: found.text_of(name) for found in said if found.kind == "failure" for name in found.runs}
-    root = Element("testsuites", name="lowprec-check")
-    suite = SubElement(root, "testsuite", name=visible(without_folders(result.target)))
-    properties = SubElement(suite, "properties")
-    for name, value in (
-        ("verdict", told["verdict"]),
-        ("fail-on", why.fail_on),
-        ("model", title(result)),
-        ("machine", machine(result)),
-        ("tool", result.tool),
-        *([("training", told["scope"])] if result.training else []),
-        *([("prediction", told["prediction"])] if result.prediction else []),
-    ):
-        SubElement(properties, "property", name=name, value=visible(value, 1000))
-    model = visible(result.model.name)
-    for run in result.runs:
-        name = visible(f"{label(run)} on {run.device}")
-        case = SubElement(suite, "testcase", {"classname": model, "name": name} | _time([run], result))
-        _outcome(case, run, result, why, visible(without_folders(failures.get(label(run), ""))))
-    _verdict(SubElement(suite, "testcase", classname=model, name=VERDICT), result, why, visible(told["verdict"]))
-    suite.attrib |= _counts(suite, result)
-    ElementTree.indent(root)
-    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 
+    name = "junit"
+    suffixes = (".xml",)
 
-def _counts(suite: Element, result: ScanResult) -> dict[str, Any]:
-    counts = {f"{kind}s": str(len(suite.findall(f"testcase/{kind}"))) for kind in ("failure", "error")}
-    tests, skipped = len(suite.findall("testcase")), len(suite.findall("testcase/skipped"))
-    return {"tests": str(tests), **counts, "skipped": str(skipped), **_time(result.runs, result)}
+    def render(self, result: ScanResult) -> str:
+        """The suite as a document."""
+        why, said = failure(result), statements(result)
+        told = {found.kind: found.text for found in said}
+        failures = {name: found.text_of(name) for found in said if found.kind == "failure" for name in found.runs}
+        root = Element("testsuites", name="lowprec-check")
+        suite = SubElement(root, "testsuite", name=visible(without_folders(result.target)))
+        properties = SubElement(suite, "properties")
+        for name, value in (
+            ("verdict", told["verdict"]),
+            ("fail-on", why.fail_on),
+            ("model", title(result)),
+            ("machine", machine(result)),
+            ("tool", result.tool),
+            *([("training", told["scope"])] if result.training else []),
+            *([("prediction", told["prediction"])] if result.prediction else []),
+        ):
+            SubElement(properties, "property", name=name, value=visible(value, 1000))
+        model = visible(result.model.name)
+        for run in result.runs:
+            name = visible(f"{label(run)} on {run.device}")
+            case = SubElement(suite, "testcase", {"classname": model, "name": name} | _time([run], result))
+            _add_outcome(case, run, result, why, visible(without_folders(failures.get(label(run), ""))))
+        _add_verdict(SubElement(suite, "testcase", classname=model, name=VERDICT), result, why, told["verdict"])
+        suite.set("tests", str(len(suite.findall("testcase"))))
+        for kind, name in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
+            suite.set(name, str(len(suite.findall(f"testcase/{kind}"))))
+        suite.attrib |= _time(result.runs, result)
+        ElementTree.indent(root)
+        return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 
 
 def _time(runs: Sequence[Run], result: ScanResult) -> dict[str, str]:
@@ -73,14 +71,14 @@ def _time(runs: Sequence[Run], result: ScanResult) -> dict[str, str]:
     return {"time": f"{sum(run.latency_ms or 0.0 for run in runs) / 1000:.6f}"}
 
 
-def _outcome(case: Element, run: Run, result: ScanResult, why: ScanFailure, status: str) -> None:
+def _add_outcome(case: Element, run: Run, result: ScanResult, why: ScanFailure, status: str) -> None:
     """What the case of a run contains: it fails if the scan fails for its findings, or with every other run."""
     found = [d for d in result.diagnostics if d.is_about(run) and not d.accepted]
     counting = [d for d in why.findings if d.is_about(run)]
-    failed = status and shown_status(run, result) not in _NOT_RUN
+    failed = status and shown_status(run, result) not in ("skipped", "unjudged")
     if counting or (why.no_pass and failed):
         text = status or f"{counted(len(counting), 'finding')} at or over --fail-on {why.fail_on}"
-        kind = "error" if run.status in _ERROR else "failure"
+        kind = "error" if run.status in ("crashed", "timeout") else "failure"
         SubElement(case, kind, message=text, type=run.status).text = _lines(found, result) or text
         return
     if status:
@@ -90,49 +88,33 @@ def _outcome(case: Element, run: Run, result: ScanResult, why: ScanFailure, stat
         SubElement(case, "system-out").text = _lines(found, result)
 
 
-def _verdict(case: Element, result: ScanResult, why: ScanFailure, verdict: str) -> None:
+def _add_verdict(case: Element, result: ScanResult, why: ScanFailure, verdict: str) -> None:
     """The case of the whole scan: it fails if no precision passes, or for findings that are about no run."""
-    found = [d for d in result.diagnostics if not d.accepted and not _has_run(d, result)]
-    counting = [d for d in why.findings if not _has_run(d, result)]
+
+    def is_of_scan(diagnostic: Diagnostic) -> bool:
+        return not any(diagnostic.is_about(run) for run in result.runs)
+
+    found = [d for d in result.diagnostics if not d.accepted and is_of_scan(d)]
+    counting = [d for d in why.findings if is_of_scan(d)]
     if why.no_pass or counting:
-        text = verdict if why.no_pass else f"{counted(len(counting), 'finding')} about the whole scan"
-        SubElement(case, "failure", message=text, type="no-pass" if why.no_pass else "findings").text = (
-            _lines(found, result) or text
-        )
+        text = visible(verdict) if why.no_pass else f"{counted(len(counting), 'finding')} about the whole scan"
+        failed = SubElement(case, "failure", message=text, type="no-pass" if why.no_pass else "findings")
+        failed.text = _lines(found, result) or text
     elif found:
         SubElement(case, "system-out").text = _lines(found, result)
 
 
-def _has_run(diagnostic: Diagnostic, result: ScanResult) -> bool:
-    return any(diagnostic.is_about(run) for run in result.runs)
-
-
 def _lines(found: Sequence[Diagnostic], result: ScanResult) -> str:
     """``net.py:7: error LP101 missing-kernel: half: aten.inverse: message → what to do``, a line for each place and message."""
-    lines = [
-        f"{visible(f'{place.line}: {message.severity} {place.group.code} {place.group.name}')}: {place.sentence(message)}{basis}"
-        for place in places(result, found)
-        for basis in [
-            visible(f" (predicted from: {'; '.join(place.group.rests_on)})", 400) if place.group.rests_on else ""
-        ]
-        for message in place.group.messages
-    ]
+    lines = []
+    for place in places(result, found):
+        group = place.group
+        basis = visible(f" (predicted from: {'; '.join(group.rests_on)})", 400) if group.rests_on else ""
+        for message in group.messages:
+            head = visible(f"{place.line}: {message.severity} {group.code} {group.name}")
+            lines.append(f"{head}: {place.sentence(message)}{basis}")
     more = [f"and {len(lines) - MOST_LINES:,} more"] if len(lines) > MOST_LINES else []
     return without_folders("\n".join([*lines[:MOST_LINES], *more]))
-
-
-# -- JUnit XML, for CI systems that show test results
-
-
-class JUnitFormat(ReportFormat):
-    """One test case per run."""
-
-    name = "junit"
-    suffixes = (".xml",)
-
-    def render(self, result: ScanResult) -> str:
-        """Render the report of a scan."""
-        return render(result)
 
 
 FORMAT = JUnitFormat()

@@ -12,17 +12,13 @@ from typing import Any
 from urllib.parse import quote
 
 from lowprec_check.analysis.rules.registry import rules
-from lowprec_check.analysis.statements.advice import verdict
-from lowprec_check.analysis.statements.kinds import said
 from lowprec_check.errors import encodable
-from lowprec_check.report.blocks import visible
-from lowprec_check.report.places import FileLine, Place, places, without_folders
+from lowprec_check.report.foreign_text import visible, without_folders
+from lowprec_check.report.places import FileLine, Place, places, told
 from lowprec_check.report.registry import ReportFormat
 from lowprec_check.report.scan_document import machine, title
 from lowprec_check.schema.scan_result import Diagnostic, ScanResult
 from lowprec_check.schema.statements import counted, some
-
-# -- SARIF 2.1.0 (OASIS standard): findings at the user's file and line, for code scanning
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 MOST_RESULTS = 5000
@@ -43,45 +39,48 @@ _BY_NAME = (
 )
 
 
-def render(result: ScanResult) -> str:
-    """One SARIF run, with one result per finding and place, even if several precisions and modules show it.
+class SarifFormat(ReportFormat):
+    """SARIF 2.1.0: one run, with one result per finding and place, even if several precisions and modules show it.
 
     Findings that the baseline accepts are left out: code scanning ignores `suppressions`.
     """
-    merged = places(result)[:MOST_RESULTS]
-    codes = sorted({place.group.code for place in merged})
-    foreign = sum(not place.is_own for place in merged)
-    run: dict[str, Any] = {
-        "tool": {"driver": _driver(result, codes, merged)},
-        "columnKind": "unicodeCodePoints",
-        "originalUriBaseIds": _BASES,
-        "results": [
-            _result(place, codes, result, identity)
-            for place, identity in zip(merged, fingerprints(merged), strict=True)
-        ],
-        "properties": {
-            "verdict": visible(verdict(result)),
-            "model": visible(title(result)),
-            "machine": visible(machine(result)),
-            **({"prediction": visible(said(result, "prediction"), 1000)} if result.prediction else {}),
-        },
-    }
-    if foreign:
-        note = {"level": "warning", "message": {"text": f"{counted(foreign, 'result')} {_BY_NAME}"}}
-        run["invocations"] = [{"executionSuccessful": True, "toolExecutionNotifications": [note]}]
-    log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
-    return json.dumps(log, indent=2, ensure_ascii=False) + "\n"
 
+    name = "sarif"
+    suffixes = (".sarif", ".sarif.json")
 
-def _driver(result: ScanResult, codes: Sequence[str], merged: Sequence[Place]) -> dict[str, Any]:
-    tool, _, version = visible(result.tool).rpartition(" ")
-    home = _home_page()
-    return {
-        "name": tool or version,
-        **({"version": version} if tool and version else {}),
-        **({"informationUri": home} if home else {}),
-        "rules": [_rule(code, merged) for code in codes],
-    }
+    def render(self, result: ScanResult) -> str:
+        """The findings as JSON."""
+        merged, said = places(result)[:MOST_RESULTS], told(result)
+        codes = sorted({place.group.code for place in merged})
+        foreign = sum(not place.is_own for place in merged)
+        tool, _, version = visible(result.tool).rpartition(" ")
+        home = _home_page()
+        driver = {
+            "name": tool or version,
+            **({"version": version} if tool and version else {}),
+            **({"informationUri": home} if home else {}),
+            "rules": [_rule(code, merged) for code in codes],
+        }
+        run: dict[str, Any] = {
+            "tool": {"driver": driver},
+            "columnKind": "unicodeCodePoints",
+            "originalUriBaseIds": _BASES,
+            "results": [
+                _result(place, codes, result, identity)
+                for place, identity in zip(merged, fingerprints(merged), strict=True)
+            ],
+            "properties": {
+                "verdict": visible(said["verdict"]),
+                "model": visible(title(result)),
+                "machine": visible(machine(result)),
+                **({"prediction": visible(said["prediction"], 1000)} if result.prediction else {}),
+            },
+        }
+        if foreign:
+            note = {"level": "warning", "message": {"text": f"{counted(foreign, 'result')} {_BY_NAME}"}}
+            run["invocations"] = [{"executionSuccessful": True, "toolExecutionNotifications": [note]}]
+        log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
+        return json.dumps(log, indent=2, ensure_ascii=False) + "\n"
 
 
 @functools.cache
@@ -100,20 +99,18 @@ def _rule(code: str, merged: Sequence[Place]) -> dict[str, Any]:
     example = next(place.group for place in merged if place.group.code == code)
     summary_text = rule.summary if rule else visible(example.name) or "Finding"
     manual = rule.manual if rule else summary_text
+    most, description = LONGEST_DESCRIPTION, manual
+    if len(manual) > most:  # its first paragraphs
+        description = manual[: most + 1].rpartition("\n\n")[0] or f"{manual[: most - 1]}…"
     return {
         "id": visible(code),
         "name": "".join(part.capitalize() for part in re.findall(r"\w+", visible(example.name))) or "Finding",
         "shortDescription": {"text": summary_text},
-        "fullDescription": {"text": _within(manual, LONGEST_DESCRIPTION)},
+        "fullDescription": {"text": description},
         "help": {"text": manual, "markdown": manual},
         "defaultConfiguration": {"level": rule.severity if rule else example.severity},
         "properties": {"tags": ["low-precision", "pytorch"]},
     }
-
-
-def _within(text: str, most: int) -> str:
-    """The first paragraphs of ``text``, at most ``most`` characters."""
-    return text if len(text) <= most else (text[: most + 1].rpartition("\n\n")[0] or text[: most - 1] + "…")
 
 
 def _result(place: Place, codes: list[str], result: ScanResult, identity: str) -> dict[str, Any]:
@@ -121,10 +118,11 @@ def _result(place: Place, codes: list[str], result: ScanResult, identity: str) -
     message = "\n".join(f"{place.sentence(its, '. What to do: ').rstrip('.')}." for its in group.messages)
     if rests_on:
         message = f"{message} Predicted from: {rests_on}."
-    related = [
-        _location(line, found, result, PACKAGES) | {"id": number, "message": {"text": _in_package(found)}}
-        for number, (line, found) in enumerate(list(place.inside.items())[:MOST_RELATED], start=1)
-    ]
+    related = []
+    for number, (line, found) in enumerate(list(place.inside.items())[:MOST_RELATED], start=1):
+        modules = list(dict.fromkeys(visible(d.module) for d in found if d.module))
+        what = " in ".join(filter(None, (visible(found[0].op or ""), some(modules, 1)))) or "the call"
+        related.append(_location(line, found, result, PACKAGES) | {"id": number, "message": {"text": what}})
     return {
         "ruleId": visible(group.code),
         "ruleIndex": codes.index(group.code),
@@ -141,31 +139,18 @@ def _result(place: Place, codes: list[str], result: ScanResult, identity: str) -
     }
 
 
-def _in_package(found: Sequence[Diagnostic]) -> str:
-    """What is at a line in an installed package: ``aten.mul.Tensor in features.9.block.2 and 3 more``."""
-    modules = list(dict.fromkeys(visible(d.module) for d in found if d.module))
-    return " in ".join(filter(None, (visible(found[0].op or ""), some(modules, 1)))) or "the call"
-
-
 def _location(line: FileLine, found: Sequence[Diagnostic], result: ScanResult, base: str) -> dict[str, Any]:
-    location: dict[str, Any] = {
-        "physicalLocation": {
-            "artifactLocation": _artifact(line.file, base),
-            "region": {"startLine": line.number},
-        }
-    }
-    names = (visible(d.module) or visible(result.model.name) or "model" for d in found if d.module is not None)
-    logical = [{"fullyQualifiedName": name, "kind": "module"} for name in dict.fromkeys(names)]
-    return location | ({"logicalLocations": logical[:MOST_RELATED]} if logical else {})
-
-
-def _artifact(file: str, base: str) -> dict[str, str]:
-    """A URI relative to where the scan ran or to the installed packages, or an absolute one."""
-    path = file.replace("\\", "/")
+    path = line.file.replace("\\", "/")
     if re.match(r"[A-Za-z]:/", path):
         path = f"/{path}"
     uri = quote(encodable(path), safe="/") or "model"
-    return {"uri": f"file://{uri}"} if path.startswith("/") else {"uri": uri, "uriBaseId": base}
+    artifact = {"uri": f"file://{uri}"} if path.startswith("/") else {"uri": uri, "uriBaseId": base}
+    names = (visible(d.module) or visible(result.model.name) or "model" for d in found if d.module is not None)
+    logical = [{"fullyQualifiedName": name, "kind": "module"} for name in dict.fromkeys(names)]
+    return {
+        "physicalLocation": {"artifactLocation": artifact, "region": {"startLine": line.number}},
+        **({"logicalLocations": logical[:MOST_RELATED]} if logical else {}),
+    }
 
 
 def fingerprints(merged: Sequence[Place]) -> Iterator[str]:
@@ -183,20 +168,6 @@ def fingerprints(merged: Sequence[Place]) -> Iterator[str]:
     for index, key in enumerate(keys):
         text = f"{key}\x1f{alike[key].index(index)}"
         yield hashlib.sha256(encodable(text).encode()).hexdigest()[:16]
-
-
-# -- SARIF, for code scanning
-
-
-class SarifFormat(ReportFormat):
-    """SARIF 2.1.0."""
-
-    name = "sarif"
-    suffixes = (".sarif", ".sarif.json")
-
-    def render(self, result: ScanResult) -> str:
-        """Render the report of a scan."""
-        return render(result)
 
 
 FORMAT = SarifFormat()

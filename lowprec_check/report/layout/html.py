@@ -6,7 +6,7 @@ import base64
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,11 +17,9 @@ from markupsafe import Markup, escape
 from lowprec_check.report.blocks import (
     FIGURES,
     WIDE,
-    Bar,
     Block,
     Chart,
     CodeBlock,
-    Column,
     Document,
     ErrorOf,
     Fold,
@@ -31,12 +29,12 @@ from lowprec_check.report.blocks import (
     Row,
     Say,
     SpeedOf,
+    StatusOf,
     Table,
     cell_text,
     look_of,
-    visible,
-    visible_lines,
 )
+from lowprec_check.report.foreign_text import visible, visible_lines
 
 _HERE = Path(__file__).parent
 _CARDS = 40
@@ -48,7 +46,7 @@ _FEW = 5
 _SEVERITIES = {"error": "bad", "warning": "warn", "note": "none"}
 _LONGEST = 300
 """Letters of a name that a tooltip shows in full."""
-_FIGURE = re.compile(r"\d(?:\.\d+)?e-\d+")
+_FLOAT = re.compile(r"\d(?:\.\d+)?e-\d+")
 _SAFE = re.compile(r"https://|#|(?![a-zA-Z][a-zA-Z0-9+.-]*:|//)[\w./%-]+(?:#|$)")
 """Targets of links: the web, this page, files beside it; never a script."""
 
@@ -88,25 +86,23 @@ class _Page:
 
     def sections(self, blocks: Iterable[Block]) -> Markup:
         """Blocks in sections, each of which begins with a heading; those from the verdict up to what is no text in a box."""
-        parts: list[Markup] = []
-        section: list[Block] = []
+        sections: list[list[Block]] = [[]]
         for block in blocks:
-            if isinstance(block, Heading) and block.level <= 2 and section:
-                parts.append(self._section(section))
-                section = []
-            section.append(block)
-        return Markup().join([*parts, self._section(section)] if section else parts)
-
-    def _section(self, blocks: Sequence[Block]) -> Markup:
-        start = next((i for i, block in enumerate(blocks) if _is_verdict(block)), None)
-        if start is None:
-            return Markup("<section>{}</section>\n").format(self.blocks(blocks))
-        tone = blocks[start].tone  # type: ignore[attr-defined]
-        end = start + 1
-        while end < len(blocks) and not isinstance(blocks[end], Heading | Chart):
-            end += 1
-        before, box, after = (self.blocks(part) for part in (blocks[:start], blocks[start:end], blocks[end:]))
-        return Markup('<div class="head">{}</div><div class="verdict {}">{}</div>{}\n').format(before, tone, box, after)
+            if isinstance(block, Heading) and block.level <= 2 and sections[-1]:
+                sections.append([])
+            sections[-1].append(block)
+        parts = []
+        for section in filter(None, sections):
+            verdict = next((block for block in section if isinstance(block, Say) and block.role == "verdict"), None)
+            if verdict is None:
+                parts.append(Markup("<section>{}</section>\n").format(self.blocks(section)))
+                continue
+            start = section.index(verdict)
+            no_text = (at for at in range(start + 1, len(section)) if isinstance(section[at], Heading | Chart))
+            end = next(no_text, len(section))
+            before, box, after = (self.blocks(part) for part in (section[:start], section[start:end], section[end:]))
+            parts.append(_HEAD.format(before, verdict.tone, box, after))
+        return Markup().join(parts)
 
     def blocks(self, blocks: Iterable[Block]) -> Markup:
         """Blocks one below the other; items as a list."""
@@ -117,23 +113,28 @@ class _Page:
         return Markup().join(parts)
 
     def _block(self, block: Block) -> Markup:
-        known: dict[type[Block], Callable[[Any], Markup]] = {
-            Heading: self._heading,
-            Say: self._say,
-            Table: self._table,
-            CodeBlock: _code,
-            Pairs: _facts,
-            Fold: self._fold,
-            Chart: _chart,
-        }
-        return known[type(block)](block)
+        if isinstance(block, Heading | Say):
+            return self._heading(block) if isinstance(block, Heading) else self._say(block)
+        if isinstance(block, Table):
+            return self._table(block) if block.rows else Markup()
+        if isinstance(block, CodeBlock):
+            return _CODE.format("\n".join(visible_lines(block.text, 2000)))
+        if isinstance(block, Pairs):
+            pairs = Markup().join(_PAIR.format(visible(name, 80), visible(value, 1000)) for name, value in block.pairs)
+            return Markup('<dl class="facts" aria-label="{}">{}</dl>\n').format(visible(block.name), pairs)
+        if isinstance(block, Fold):
+            state, title = Markup(" open") if block.open else "", _text(visible(block.title, 2000))
+            return _FOLD.format(state, _tone(block.tone), title, self.blocks(block.blocks))
+        assert isinstance(block, Chart)
+        drawn = block.draw()
+        return _FIGURE.format(Markup(drawn), visible(block.name, 1000)) if drawn else Markup()
 
     def _heading(self, block: Heading) -> Markup:
-        anchor = re.sub(r"\W+", "-", block.anchor or block.text.lower()).strip("-") or "section"
-        while block.level <= 2 and any(anchor == known for known, _ in self.links):
-            anchor += "-"
         if block.level > 2:
             return Markup("<h{0}>{1}</h{0}>\n").format(min(block.level, 6), visible(block.text))
+        anchor = re.sub(r"\W+", "-", block.anchor or block.text.lower()).strip("-") or "section"
+        while any(anchor == known for known, _ in self.links):
+            anchor += "-"
         self.links.append((anchor, visible(block.text)))
         return Markup('<h2 id="{}">{}</h2>\n').format(anchor, visible(block.text))
 
@@ -153,39 +154,30 @@ class _Page:
         name = block.role if block.role in ("hint", "note") else ""
         return Markup("<p{}>{}</p>\n").format(_tone(block.tone, name), text)
 
-    def _fold(self, block: Fold) -> Markup:
-        state, title = Markup(" open") if block.open else "", _text(visible(block.title, 2000))
-        inside = self.blocks(block.blocks)
-        return Markup("<details{}><summary{}>{}</summary>{}</details>\n").format(
-            state, _tone(block.tone), title, inside
-        )
-
     # -- tables
 
     def _table(self, block: Table) -> Markup:
-        if not block.rows:
-            return Markup()
         cards = len(block.rows) <= _CARDS and len(block.columns) > 2
-        names = ["tall"] if block.searchable and len(block.rows) > _CARDS else []
-        kinds = [*(["cards"] if cards else []), *(["searchable"] if _is_searchable(block) else [])]
-        columns = [
-            column if any(row.cells[index] is not None for row in block.rows) else column._replace(meaning="")
-            for index, column in enumerate(block.columns)
-        ]
-        total = len(block.rows) + block.left_out
-        more = f"{block.left_out:,} of {total:,} rows are not shown; the saved JSON has all."
-        return Markup(
-            '<div class="{}" tabindex="0" role="group" aria-label="{}"><table class="{}"><caption>{}</caption>'
-            "<thead><tr>{}</tr></thead><tbody>\n{}</tbody></table></div>\n{}{}"
-        ).format(
-            " ".join(["scroll", *names]),
+        heads, meanings = [], dict[str, list[str]]()
+        for index, column in enumerate(block.columns):
+            classes, hint, name = "", "", visible(column.name)
+            if column.type in FIGURES:
+                classes = Markup(' class="n"')
+            if column.meaning and any(row.cells[index] is not None for row in block.rows):
+                hint = Markup(' title="{}"').format(column.meaning)
+                meanings.setdefault(column.meaning, []).append(name)
+            heads.append(Markup('<th scope="col"{}{}>{}</th>').format(classes, hint, name))
+        legend = Markup().join(_PAIR.format(", ".join(names), meaning) for meaning, names in meanings.items())
+        more = f"{block.left_out:,} of {len(block.rows) + block.left_out:,} rows are not shown; the saved JSON has all."
+        return _TABLE.format(
+            " tall" if block.searchable and len(block.rows) > _CARDS else "",
             visible(block.name or "table"),
-            " ".join(kinds),
+            " ".join([*(["cards"] if cards else []), *(["searchable"] if _is_searchable(block) else [])]),
             visible(block.name),
-            Markup().join(map(_head, columns)),
+            Markup().join(heads),
             Markup().join(self._rows(block, cards)),
             Markup('<p class="hint">{}</p>\n').format(more) if block.left_out else "",
-            _legend(columns),
+            _LEGEND.format(legend) if meanings else "",
         )
 
     def _rows(self, block: Table, cards: bool) -> Iterator[Markup]:
@@ -198,49 +190,33 @@ class _Page:
                 attributes += Markup(' data-d="{0}" style="--d:{0}"').format(row.depth)
             if row.tag == "recommended":
                 attributes += Markup(' class="chosen"')
-            if (
-                is_tree and not row.depth and len(row.cells) > 2 and all(value is None for value in row.cells[1:])
-            ):  # the head of the rows below it
+            is_head = is_tree and not row.depth and len(row.cells) > 2  # of the rows below it
+            if is_head and all(value is None for value in row.cells[1:]):
                 text = cell_text(row.cells[0], block.columns[0].type)
                 yield _GROUP.format(attributes, len(row.cells), text)
                 continue
-            cells = [
-                _cell(value, column, row, block, index, cards and bool(index))
-                for index, (value, column) in enumerate(zip(row.cells, block.columns, strict=True))
-            ]
-            yield Markup("<tr{}>{}</tr>\n").format(attributes, Markup().join(cells))
+            cells = Markup().join(_cell(row, index, block, cards) for index in range(len(row.cells)))
+            yield Markup("<tr{}>{}</tr>\n").format(attributes, cells)
             if row.below:
-                inside = self.blocks(row.below)
-                yield Markup('<tr class="below"><td colspan="{}">{}</td></tr>\n').format(len(cells), inside)
+                yield _BELOW.format(len(row.cells), self.blocks(row.below))
 
 
-_FIGURE_OF = Markup('<figure class="chart">{}<figcaption>{}</figcaption></figure>\n')
-_LEGEND = Markup('<details class="legend"><summary>What the columns mean</summary><dl>{}</dl></details>\n')
+_HEAD = Markup('<div class="head">{}</div><div class="verdict {}">{}</div>{}\n')
+_CODE = Markup('<div class="code"><pre tabindex="0"><code>{}</code></pre></div>\n')
+_FIGURE = Markup('<figure class="chart">{}<figcaption>{}</figcaption></figure>\n')
+_FOLD = Markup("<details{}><summary{}>{}</summary>{}</details>\n")
+_PAIR = Markup("<div><dt>{}</dt><dd>{}</dd></div>")
+_TABLE = Markup(
+    '<div class="scroll{}" tabindex="0" role="group" aria-label="{}"><table class="{}"><caption>{}</caption>'
+    "<thead><tr>{}</tr></thead><tbody>\n{}</tbody></table></div>\n{}{}"
+)
 _GROUP = Markup('<tr{}><th colspan="{}" scope="rowgroup">{}</th></tr>\n')
-_FACT = Markup("<div><dt>{}</dt><dd>{}</dd></div>")
-
-
-def _code(block: CodeBlock) -> Markup:
-    shown = "\n".join(visible_lines(block.text, 2000))
-    return Markup('<div class="code"><pre tabindex="0"><code>{}</code></pre></div>\n').format(shown)
-
-
-def _facts(block: Pairs) -> Markup:
-    pairs = Markup().join(_FACT.format(visible(name, 80), visible(value, 1000)) for name, value in block.pairs)
-    return Markup('<dl class="facts" aria-label="{}">{}</dl>\n').format(visible(block.name), pairs)
-
-
-def _chart(block: Chart) -> Markup:
-    drawn = block.draw()
-    return _FIGURE_OF.format(Markup(drawn), visible(block.name, 1000)) if drawn else Markup()
+_BELOW = Markup('<tr class="below"><td colspan="{}">{}</td></tr>\n')
+_LEGEND = Markup('<details class="legend"><summary>What the columns mean</summary><dl>{}</dl></details>\n')
 
 
 def _is_searchable(block: Table) -> bool:
     return block.searchable and len(block.rows) > _FEW
-
-
-def _is_verdict(block: Block) -> bool:
-    return isinstance(block, Say) and block.role == "verdict"
 
 
 def _tone(tone: str, name: str = "") -> Markup:
@@ -250,45 +226,32 @@ def _tone(tone: str, name: str = "") -> Markup:
 
 def _text(text: str) -> Markup:
     """``text`` in which no line ends inside a figure such as ``5e-02``."""
-    return Markup(_FIGURE.sub(lambda found: f"<span class=tight>{found[0]}</span>", str(escape(text))))
+    return Markup(_FLOAT.sub(lambda found: f"<span class=tight>{found[0]}</span>", str(escape(text))))
 
 
-def _head(column: Column) -> Markup:
-    figure = ' class="n"' if column.type in FIGURES else ""
-    meaning = Markup(' title="{}"').format(column.meaning) if column.meaning else ""
-    return Markup('<th scope="col"{}{}>{}</th>').format(Markup(figure), meaning, visible(column.name))
-
-
-def _legend(columns: Sequence[Column]) -> Markup:
-    names: dict[str, list[str]] = {}
-    for column in columns:
-        if column.meaning:
-            names.setdefault(column.meaning, []).append(visible(column.name))
-    shown = Markup().join(_FACT.format(", ".join(its), meaning) for meaning, its in names.items())
-    return _LEGEND.format(shown) if names else Markup()
-
-
-def _cell(value: Any, column: Column, row: Row, block: Table, index: int, named: bool) -> Markup:
-    """One cell; ``named``: with the name of its column, which it has on a phone."""
+def _cell(row: Row, index: int, block: Table, cards: bool) -> Markup:
+    """One cell; in a table that becomes ``cards`` on a phone, with the name of its column."""
+    column, value = block.columns[index], row.cells[index]
     attributes = Markup(' scope="row"') if index < block.headings else Markup()
-    if named:
+    if cards and index:
         attributes += Markup(' data-h="{}"').format(visible(column.name))
     value = None if value == "" and column.type != "module" else value
-    text = cell_text(value, column.type)
-    if value is None and column.type in WIDE:
-        text = ""
-    shown = _CELLS.get(column.type) if value is not None else None
-    content, names, more = (
-        shown(value, text, row) if shown is not None else _Shown(text, "" if value is not None else "none")
-    )
+    text = "" if value is None and column.type in WIDE else cell_text(value, column.type)
+    shown = _Shown(text, "none")
+    if value is not None:
+        show = _CELLS.get(column.type)
+        shown = show(value, text, row) if show is not None else _Shown(text)
+    content = shown.content
     if index == 0 and row.tag:
         content = Markup('{} <span class="tag">{}</span>').format(content, visible(row.tag))
     if _is_searchable(block) and column.type in _ORDERED:
         attributes += Markup(' data-v="{:.6g}"').format(_order(value, column.type))
     align = "n" if column.type in FIGURES else "wide" if column.type in WIDE else ""
-    if classes := " ".join(filter(None, (align, names))):
+    if classes := " ".join(filter(None, (align, shown.classes))):
         attributes += Markup(' class="{}"').format(classes)
-    return Markup("<{0}{1}>{2}</{0}>").format("th" if index < block.headings else "td", attributes + more, content)
+    return Markup("<{0}{1}>{2}</{0}>").format(
+        "th" if index < block.headings else "td", attributes + shown.more, content
+    )
 
 
 class _Shown(NamedTuple):
@@ -300,17 +263,17 @@ class _Shown(NamedTuple):
 
 
 def _error(value: ErrorOf | float, text: str, _: Row) -> _Shown:
-    """With its place, and that of its tolerance, on a log scale."""
+    """With its place, and that of its tolerance, on a log scale from 1e-6 to 1."""
     if not isinstance(value, ErrorOf) or not value.tolerance:
         return _Shown(text)
+
+    def place(error: float | None) -> int:
+        return 100 if error is None else _percent((math.log10(error) + 6) / 6) if error > 0 else 0
+
     bad = value.error is None or value.error > value.tolerance
     more = Markup(' style="--w:{}%;--t:{}%" title="tolerance {:.0e}"')
-    ends = _decades(value.error), _decades(value.tolerance)
+    ends = place(value.error), place(value.tolerance)
     return _Shown(text, "bar bad" if bad else "bar good", more.format(*ends, value.tolerance))
-
-
-def _bar(text: str, width: float, tone: str = "") -> _Shown:
-    return _Shown(text, f"bar {tone}".strip(), Markup(' style="--w:{}%"').format(_percent(width)))
 
 
 def _link(value: Link, text: str, _: Row) -> _Shown:
@@ -328,12 +291,10 @@ def _module(path: str, text: str, row: Row) -> _Shown:
     return _Shown(_MODULE.format(quote(visible(path)), shown))
 
 
-def _status(value: str, _: str, __: Row) -> _Shown:
+def _status(value: str | StatusOf, text: str, _: Row) -> _Shown:
     known = look_of(value)
     sign = Markup('<span aria-hidden="true">{}</span> ').format(known.sign) if known.sign else ""
-    return _Shown(
-        _BADGE.format(known.tone, Markup(' title="{}"').format(known.meaning), sign, cell_text(value, "status"))
-    )
+    return _Shown(_BADGE.format(known.tone, Markup(' title="{}"').format(known.meaning), sign, text))
 
 
 _TIGHT = Markup("<span class=tight>{}</span>")
@@ -341,8 +302,7 @@ _BADGE = Markup('<span class="badge {}"{}>{}{}</span>')
 _MODULE = Markup('<a class="module" href="#m={}"><code>{}</code></a>')
 _CELLS: dict[str, Callable[[Any, str, Row], _Shown]] = {
     "error": _error,
-    "bar": lambda value, text, _: _bar(text, value.width, value.tone),
-    "share": lambda value, text, _: _bar(text, abs(value)),
+    "share": lambda value, text, _: _Shown(text, "bar", Markup(' style="--w:{}%"').format(_percent(abs(value)))),
     "speed": lambda value, text, _: _Shown(text, {"faster": "good", "slower": "warn"}.get(value.told, "none")),
     "status": _status,
     "severity": lambda value, text, _: _Shown(_BADGE.format(_SEVERITIES.get(value, "none"), "", "", text)),
@@ -362,25 +322,16 @@ _ORDERED = (*FIGURES, "status", "severity")
 
 def _order(value: Any, kind: str) -> float:
     """What a column is sorted by; what is unknown comes last."""
-    if kind == "status" and value is not None:
-        return look_of(value).rank
     if kind == "severity":
         return [*_SEVERITIES, value].index(value)
-    number = (
-        value.error
-        if isinstance(value, ErrorOf)
-        else value.ratio
-        if isinstance(value, SpeedOf)
-        else value.width
-        if isinstance(value, Bar)
-        else value
-    )
-    return math.inf if number is None and isinstance(value, ErrorOf) else math.nan if number is None else float(number)
-
-
-def _decades(error: float | None) -> int:
-    """The position of an error on a log scale from 1e-6 to 1, in per cent."""
-    return 100 if error is None else _percent((math.log10(error) + 6) / 6) if error > 0 else 0
+    if value is None:
+        return math.nan
+    if kind == "status":
+        return look_of(value).rank
+    if isinstance(value, ErrorOf):
+        return math.inf if value.error is None else value.error
+    number = value.ratio if isinstance(value, SpeedOf) else value
+    return math.nan if number is None else float(number)
 
 
 def _percent(part: float) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from tabulate import tabulate
 
@@ -23,11 +23,9 @@ from lowprec_check.report.blocks import (
     Table,
     cell_text,
     look_of,
-    visible,
-    visible_lines,
 )
-from lowprec_check.report.blocks import LONGEST as LONGEST_NAME
-from lowprec_check.report.places import without_folders
+from lowprec_check.report.foreign_text import LONGEST as LONGEST_NAME
+from lowprec_check.report.foreign_text import visible, visible_lines, without_folders
 
 LONGEST = 60_000
 """Characters; GitHub rejects comments of more than 65,536."""
@@ -41,81 +39,72 @@ _CODE = ("op", "module", "source", "code")
 def markdown(document: Document, longest: int = LONGEST, detail: Detail = "more") -> str:
     """The document in at most ``longest`` characters; tables and folds say how many rows did not fit."""
     blocks = list(document.shown(detail, "verdict first"))
-    most = max((_longest_table(block) for block in blocks), default=0)
-    while True:
-        shown = _joined(blocks, most)
-        if len(shown) <= longest or most == 0:
-            break
+    most = max(map(_longest_table, blocks), default=0)
+    while len(shown := _laid_out(blocks, most)) > longest and most:
         most = most * 2 // 3
     while len(shown) > longest and blocks:  # not even the sentences fit
         blocks.pop()
-        note = "\n\n*The rest does not fit here; the saved JSON has all.*\n"
-        shown = _joined(blocks, 0) + note
+        shown = f"{_laid_out(blocks, 0)}\n\n*The rest does not fit here; the saved JSON has all.*\n"
         if not blocks:
             shown = shown[-longest:]
     return shown
 
 
-def _joined(blocks: Iterable[Block], most: int) -> str:
-    parts: list[str] = []
-    items: list[str] = []
-    for block in blocks:
-        if isinstance(block, Say) and block.role == "item":
-            items.append(f"- {_sentence(block)}")
-            continue
-        if items:
-            parts.append("\n".join(items))
-            items = []
-        parts.append(_block(block, most))
-    return "\n\n".join(filter(None, [*parts, "\n".join(items)])) + "\n"
-
-
 def _longest_table(block: Block) -> int:
     if isinstance(block, Table):
         return len(block.rows)
-    return max((_longest_table(inner) for inner in block.blocks), default=0) if isinstance(block, Fold) else 0
+    return max(map(_longest_table, block.blocks), default=0) if isinstance(block, Fold) else 0
+
+
+def _laid_out(blocks: Iterable[Block], most: int) -> str:
+    """Blocks with at most ``most`` rows of each table."""
+    parts: list[str] = []
+    for is_item, group in groupby(blocks, lambda block: isinstance(block, Say) and block.role == "item"):
+        shown = [_block(block, most) for block in group]
+        parts += ["\n".join(shown)] if is_item else shown
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _block(block: Block, most: int) -> str:
-    lay_out = _LAYOUTS.get(type(block))
-    return lay_out(block, most) if lay_out else ""
-
-
-def _facts(block: Pairs, _: int) -> str:
-    rows = [[escape(visible(name, 80)), code(visible(value, 200))] for name, value in block.pairs]
-    return table(rows, ["", ""], "ll")
+    """One block; a chart is left out."""
+    if isinstance(block, Heading):
+        return f"{'#' * (block.level + 1)} {escape(visible(block.text))}"
+    if isinstance(block, Say):
+        return _sentence(block)
+    if isinstance(block, Table):
+        return _table(block, most)
+    if isinstance(block, CodeBlock):
+        return _fence(block)
+    if isinstance(block, Pairs):
+        rows = [[escape(visible(name, 80)), code(visible(value, 200))] for name, value in block.pairs]
+        return _pipe_table(rows, ["", ""], ["left", "left"])
+    shown = ""
+    if isinstance(block, Fold):
+        title = visible(block.title).replace("&", "&amp;").replace("<", "&lt;")
+        inside = _laid_out(block.blocks, most).rstrip("\n")
+        shown = f"<details{' open' * block.open}><summary>{title}</summary>\n\n{inside}\n\n</details>"
+    return shown
 
 
 def _sentence(block: Say) -> str:
     shown, lead = escape(visible(block.text, 4000)), f"**{escape(visible(block.lead, 1000))}**: " if block.lead else ""
     if block.role == "title":
         return f"**{shown}**"
-    if block.role == "verdict":
-        return f"### {_TONES[block.tone]} {lead}{shown}"
-    return (
-        f"> {lead}{shown}"
-        if block.role == "note"
-        else f"*{shown}*"
-        if block.role == "hint" and not lead
-        else f"{lead}{shown}"
-    )
+    if block.role == "hint" and not lead:
+        return f"*{shown}*"
+    mark = {"verdict": f"### {_TONES[block.tone]} ", "note": "> ", "item": "- "}.get(block.role, "")
+    return f"{mark}{lead}{shown}"
 
 
 def _table(block: Table, most: int) -> str:
-    kept = block.rows[:most] if len(block.rows) > most else block.rows
-    align = "".join("r" if column.type in FIGURES else "l" for column in block.columns)
-    shown = (
-        table([_cells(block, row) for row in kept], [escape(column.name) for column in block.columns], align)
-        if kept
-        else ""
-    )
-    left_out = len(block.rows) - len(kept) + block.left_out
-    more = (
-        f"*{left_out:,} of {len(block.rows) + block.left_out:,} rows are not shown; the saved JSON has all.*"
-        if left_out
-        else ""
-    )
-    return "\n\n".join(filter(None, (shown, more)))
+    kept = [_cells(block, row) for row in block.rows[:most]]
+    align = ["right" if column.type in FIGURES else "left" for column in block.columns]
+    parts = [_pipe_table(kept, [escape(column.name) for column in block.columns], align)] if kept else []
+    total = len(block.rows) + block.left_out
+    if total > len(kept):
+        left_out = total - len(kept)
+        parts.append(f"*{left_out:,} of {total:,} rows are not shown; the saved JSON has all.*")
+    return "\n\n".join(parts)
 
 
 def _cells(block: Table, row: Row) -> list[str]:
@@ -135,17 +124,6 @@ def _cells(block: Table, row: Row) -> list[str]:
     return cells
 
 
-_LAYOUTS: dict[type[Block], Callable[[Any, int], str]] = {
-    Heading: lambda block, _: f"{'#' * (block.level + 1)} {escape(visible(block.text))}",
-    Say: lambda block, _: _sentence(block),
-    Table: _table,
-    CodeBlock: lambda block, _: fence(block.text, block.language),
-    Pairs: _facts,
-    Fold: lambda block, most: fold(block.title, _joined(block.blocks, most).rstrip("\n"), opened=block.open),
-}
-"""By type of block; a chart is left out."""
-
-
 # -- Markdown itself
 
 
@@ -160,30 +138,24 @@ def escape(text: str) -> str:
 def code(text: str, most: int = LONGEST_NAME) -> str:
     """A code span."""
     shown = visible(without_folders(text), most)
-    ticks = "`" * (max((len(run) for run in re.findall("`+", shown)), default=0) + 1)
+    ticks = "`" * (_most_ticks(shown) + 1)
     space = " " if shown.startswith("`") or shown.endswith("`") or not shown.strip() else ""
     return f"{ticks}{space}{shown or ' '}{space}{ticks}"
 
 
-def fence(text: str, language: str = "python") -> str:
-    """A block of code, truncated if it is very long."""
-    shown = "\n".join(visible_lines(without_folders(text), 2000))
+def _fence(block: CodeBlock) -> str:
+    """Code, truncated if it is very long."""
+    shown = "\n".join(visible_lines(without_folders(block.text), 2000))
     if len(shown) > _LONGEST_CODE:
         shown = shown[:_LONGEST_CODE].rpartition("\n")[0] + "\n# … truncated: the saved JSON has the full code"
-    ticks = "`" * max(3, max((len(run) for run in re.findall("`+", shown)), default=0) + 1)
-    return f"{ticks}{language}\n{shown}\n{ticks}"
+    ticks = "`" * max(3, _most_ticks(shown) + 1)
+    return f"{ticks}{block.language}\n{shown}\n{ticks}"
 
 
-def fold(title: str, body: str, *, opened: bool = False) -> str:
-    """Details that a click opens; or closes, if they are ``opened``."""
-    shown = visible(title).replace("&", "&amp;").replace("<", "&lt;")
-    return f"<details{' open' * opened}><summary>{shown}</summary>\n\n{body}\n\n</details>"
+def _most_ticks(text: str) -> int:
+    return max(map(len, re.findall("`+", text)), default=0)
 
 
-def table(rows: Sequence[Sequence[str]], headers: Sequence[str], align: str) -> str:
-    """A pipe table; ``align`` has an ``l`` or ``r`` for each column."""
-    names = {"l": "left", "r": "right"}
+def _pipe_table(rows: Sequence[Sequence[str]], headers: Sequence[str], align: Sequence[str]) -> str:
     cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    return tabulate(
-        cells, headers, tablefmt="pipe", colalign=[names[a] for a in align] if rows else None, disable_numparse=True
-    )
+    return tabulate(cells, headers, tablefmt="pipe", colalign=align if rows else None, disable_numparse=True)

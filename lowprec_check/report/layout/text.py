@@ -1,11 +1,14 @@
-"""Blocks as text for a terminal, at most as wide as it is."""
+"""Blocks as text for a terminal, from 40 columns up: nothing is cut or left out on a narrow one, where it takes more lines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import io
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from rich.console import Console
 from rich.padding import Padding
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from lowprec_check.report.blocks import (
@@ -23,24 +26,45 @@ from lowprec_check.report.blocks import (
     Table,
     cell_text,
     look_of,
-    visible,
-    visible_lines,
 )
-from lowprec_check.report.console import LEAST_TEXT, print_table, screen
+from lowprec_check.report.foreign_text import visible, visible_lines
 
+NARROWEST = 40
+"""Columns; a narrower terminal wraps the lines itself."""
+LEAST_TEXT = 20
+"""Columns that a cell with a sentence needs; with fewer it goes below its row."""
+_INDENT = 4
+_GAP = 2
+"""Spaces between columns."""
 _TONES = {"good": "green", "warn": "yellow", "bad": "red", "none": ""}
 _SEVERITIES = {"error": "red", "warning": "yellow", "note": "cyan"}
+
+
+class Screen:
+    """The printed text; complete once the block of :func:`screen` ends."""
+
+    text = ""
+
+
+@contextlib.contextmanager
+def screen(width: int, color: bool) -> Iterator[tuple[Console, Screen]]:
+    """A console ``width`` columns wide, and its text, from which trailing spaces are removed."""
+    out, printed = io.StringIO(), Screen()
+    yield (
+        Console(file=out, width=width, force_terminal=color, color_system="auto" if color else None, highlight=False),
+        printed,
+    )
+    printed.text = "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
 
 
 def text(document: Document, *, width: int = 100, color: bool = False, detail: Detail = "first") -> str:
     """The document, ``width`` columns wide, with ANSI colours if ``color``."""
     with screen(width, color) as (console, printed):
-        print_blocks(console, document.shown(detail, "last"), detail)
+        _print_blocks(console, document.shown(detail, "last"), detail)
     return printed.text.lstrip("\n")
 
 
-def print_blocks(console: Console, blocks: Iterable[Block], detail: Detail = "first", indent: int = 0) -> None:
-    """Print blocks one below the other."""
+def _print_blocks(console: Console, blocks: Iterable[Block], detail: Detail, indent: int = 0) -> None:
     for block in blocks:
         if isinstance(block, Heading):
             console.print(Text(f"\n{visible(block.text)}", style="bold"))
@@ -53,12 +77,11 @@ def print_blocks(console: Console, blocks: Iterable[Block], detail: Detail = "fi
             for line in visible_lines(block.text):
                 console.print(Text(f"    {line}"), soft_wrap=True)
         elif isinstance(block, Pairs):
-            print_table(
-                console, ["", ""], [[visible(name), visible(value)] for name, value in block.pairs], sentences=True
-            )
+            rows = [[visible(name), visible(value)] for name, value in block.pairs]
+            print_table(console, ["", ""], rows, sentences=True)
         elif isinstance(block, Fold):
             console.print(Padding(Text(visible(block.title, 2000), style=_TONES[block.tone]), (0, 0, 0, indent)))
-            print_blocks(console, block.blocks, detail, indent + 4)
+            _print_blocks(console, block.blocks, detail, indent + 4)
 
 
 def _print_sentence(console: Console, block: Say, indent: int) -> None:
@@ -84,31 +107,107 @@ def _print_table(console: Console, block: Table, detail: Detail, indent: int) ->
         for line in [*(cell_text(row.cells[0], block.columns[0].type) for row in rows), *more]:
             console.print(Padding(Text(line), (0, 0, 0, indent + 2)))
         return
-    sentences = bool(block.columns) and block.columns[-1].type in WIDE
-    names = [column.name for column in block.columns]
     print_table(
         console,
-        names,
+        [column.name for column in block.columns],
         [_cells(block, row) for row in rows],
         right=[column.name for column in block.columns if column.type in FIGURES],
-        sentences=sentences,
+        sentences=bool(block.columns) and block.columns[-1].type in WIDE,
         heading=block.headings,
-        least=2 * LEAST_TEXT if block.headings > 1 or len(names) > 7 else LEAST_TEXT,
+        least=2 * LEAST_TEXT if block.headings > 1 or len(block.columns) > 7 else LEAST_TEXT,
     )
     for line in more:
         console.print(Text(line, style="dim"))
 
 
-def _cells(block: Table, row: Row) -> list[str | Text]:
-    cells: list[str | Text] = []
+def _cells(block: Table, row: Row) -> list[Text]:
+    cells = []
     for value, column in zip(row.cells, block.columns, strict=True):
-        shown = cell_text(value, column.type)
+        shown, style = cell_text(value, column.type), ""
         if column.type == "status":
-            cells.append(Text(shown, style=_TONES[look_of(value).tone]))
+            style = _TONES[look_of(value).tone]
         elif column.type == "severity":
-            cells.append(Text(shown, style=_SEVERITIES.get(shown, "")))
-        else:
-            cells.append(shown if shown != "–" or column.type not in WIDE else "")
+            style = _SEVERITIES.get(shown, "")
+        elif column.type in WIDE and shown == "–":
+            shown = ""
+        cells.append(Text(shown, style=style))
     if row.depth:
-        cells[0] = Text("  " * row.depth).append_text(cells[0] if isinstance(cells[0], Text) else Text(cells[0]))
+        cells[0] = Text("  " * row.depth).append_text(cells[0])
     return cells
+
+
+# -- Tables that fit the console
+
+
+def print_table(
+    console: Console,
+    names: Sequence[str],
+    rows: Sequence[Sequence[str | Text]],
+    *,
+    right: Collection[str] = (),
+    sentences: bool = False,
+    heading: int = 1,
+    least: int = LEAST_TEXT,
+) -> None:
+    """Print a table: as one if it fits; else the sentence of a row below its figures; else each row as a block.
+
+    Args:
+        console: sets the width.
+        names: the head of each column.
+        rows: the cells, without markup.
+        right: names of the columns that are aligned on the right.
+        sentences: whether the cells of the last column may take several lines; they go below their row if less than
+            ``least`` columns are left.
+        heading: number of columns that name a row; if not even the figures fit, each row is a block with this heading.
+        least: columns that a sentence gets beside its row.
+    """
+    cells = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    figures = len(names) - sentences
+    widths = [max([len(name), *(row[index].cell_len for row in cells)]) for index, name in enumerate(names)]
+    fixed = sum(widths[:figures]) + _GAP * figures
+    wanted = sum(min(width, least) + _GAP for width in widths[figures:]) - _GAP
+    if fixed + wanted <= console.width:
+        table = RichTable(box=None, padding=(0, _GAP, 0, 0), header_style="dim", show_header=any(names), pad_edge=False)
+        for index, name in enumerate(names):
+            folds = sentences and index == len(names) - 1
+            table.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=not folds)
+        for row in cells:
+            table.add_row(*row)
+        console.print(table)
+    elif fixed - _GAP <= console.width:
+        head = [Text(name, style="dim") for name in names]
+        for row in [head, *cells] if any(names) else cells:
+            line = Text()
+            for name, cell, width in zip(names, row, widths[:figures], strict=False):
+                shown = cell.copy()
+                shown.align("right" if name in right else "left", width)
+                line.append_text(shown).append(" " * _GAP)
+            console.print(line, soft_wrap=True)
+            if row is not head:
+                _print_below(console, row[figures:])
+    else:
+        for row in cells:
+            _print_as_block(console, names, row, figures, heading)
+
+
+def _print_as_block(console: Console, names: Sequence[str], row: Sequence[Text], figures: int, heading: int) -> None:
+    """A row as its heading, its other figures with their names, as many in a line as fit, and its sentences."""
+    name, *rest = Text("  ").join(row[:heading]).wrap(console, console.width)
+    console.print(name)
+    _print_below(console, rest)
+    line = Text()
+    for column, cell in zip(names[heading:figures], row[heading:figures], strict=True):
+        if cell.plain in ("", "–"):
+            continue
+        part = Text.assemble((f"{column} ", "dim"), cell)
+        if line.plain and line.cell_len + 3 + part.cell_len > console.width - _INDENT:
+            _print_below(console, [line])
+            line = Text()
+        line.append(" · " if line.plain else "").append_text(part)
+    _print_below(console, [line, *row[figures:]])
+
+
+def _print_below(console: Console, lines: Sequence[Text]) -> None:
+    for line in lines:
+        if line.plain:
+            console.print(Padding(line, (0, 0, 0, _INDENT)))
