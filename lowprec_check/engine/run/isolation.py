@@ -34,15 +34,6 @@ def check_isolation(isolation: str | None) -> None:
         raise UsageError(f"The isolation {isolation!r} needs Linux or macOS.", "Choose none.")
 
 
-def check_isolation_of_twins(isolation: Isolation) -> None:
-    """Raise :class:`UsageError` for an isolation in which a process that predicts a device would do anything else."""
-    if isolation not in ("fork", "spawn"):
-        raise UsageError(
-            f"A prediction needs a new process for each run, which the isolation {isolation!r} does not give.",
-            "Choose fork or spawn.",
-        )
-
-
 def best_isolation(*, can_spawn: bool) -> Isolation:
     """``fork`` if that is safe (this process uses no accelerator), else ``spawn`` if possible, else ``none``."""
     if sys.platform.startswith("linux") and not accelerator_in_use():
