@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from lowprec_check import Run, ScanResult, scan
 from lowprec_check.engine.core import devices
-from lowprec_check.engine.load import TargetSpec, load_here
 from lowprec_check.engine.model.memory import free_weights
 from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.model.target import Target, make_target
@@ -25,7 +24,7 @@ from lowprec_check.engine.run import worker
 from lowprec_check.engine.run.isolation import isolation_on
 from lowprec_check.engine.run.launcher import Launcher
 from lowprec_check.engine.run.messages import Send
-from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.target_source import TargetSource, TargetSpec, load_here
 from lowprec_check.engine.run.tasks import RunTask, open_task_files
 from lowprec_check.engine.scan import scan_target
 from lowprec_check.engine.trace import journal

@@ -184,7 +184,11 @@ def make_plan(proposal: Proposal, proposer: Proposer, machine: dict[str, Any], n
         environment={key: machine.get(key) for key in ("torch", "python", "device", "cpu_capability")},
         modules=describe_modules(target.model),
         code=snippet(
-            key, describe_target(target, proposer.fp32), run.keep_fp32, run.untied, torch_version=str(machine.get("torch") or "")
+            key,
+            describe_target(target, proposer.fp32),
+            run.keep_fp32,
+            run.untied,
+            torch_version=str(machine.get("torch") or ""),
         ),
     )
 

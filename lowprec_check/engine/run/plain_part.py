@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import zlib
 from ctypes import c_char
 from typing import Any, NamedTuple
@@ -39,37 +38,11 @@ from lowprec_check.engine.run.tasks import RunTask, TaskFiles
 from lowprec_check.engine.trace.draws import Draw, DrawsDiffer, RecordDraws, ReplayDraws
 from lowprec_check.engine.trace.extra_modes import first_nonfinite
 from lowprec_check.engine.trace.twins import storage_key
-from lowprec_check.errors import UsageError
-from lowprec_check.process.breadcrumb import clear_shared
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.run_key import EAGER
 
 OTHER_DRAWS = "its output cannot be compared, since fp32 draws other random numbers"
 INFINITE = "the fp32 output has infinities: the same ones are expected in low precision"
-
-
-# -- What the fp32 run keeps for the other runs
-
-
-def write_reference(files: TaskFiles, content: dict[str, Any]) -> None:
-    """Write tensors and plain values; raises :class:`UsageError` if memory, or a limit of it, is too small."""
-    clear_shared(files.reference)
-    try:
-        with os.fdopen(os.dup(files.reference), "wb") as file:
-            torch.save(content, file)
-    except OSError as error:
-        raise UsageError(
-            f"The fp32 output cannot be kept for the comparison: {error.strerror}.",
-            "Free some memory, or raise the limit of file sizes (ulimit -f).",
-        ) from None
-
-
-def read_reference(files: TaskFiles) -> dict[str, Any]:
-    """Read what :func:`write_reference` wrote."""
-    with os.fdopen(os.dup(files.reference), "rb") as file:
-        file.seek(0)
-        content: dict[str, Any] = torch.load(file, weights_only=True)
-    return content
 
 
 class Fp32Outputs(NamedTuple):
@@ -84,16 +57,13 @@ class Fp32Outputs(NamedTuple):
         """Write the file that :meth:`load` reads; raises :class:`UsageError` if memory, or a limit of it, is too small."""
         outputs = [[tensor.cpu() for tensor in tensors] for tensors in self.outputs]
         probe = self.probe and (self.probe.module, self.probe.number, [tensor.cpu() for tensor in self.probe.tensors])
-        write_reference(files, {"outputs": outputs, "probe": probe})
+        files.keep({"outputs": outputs, "probe": probe})
 
     @classmethod
     def load(cls, files: TaskFiles) -> Fp32Outputs:
         """Read what the fp32 run saved."""
-        saved = read_reference(files)
+        saved = files.kept()
         return cls(saved["outputs"], saved["probe"] and ModuleOutput(*saved["probe"]))
-
-
-# -- The plain part
 
 
 class PlainPart:

@@ -247,7 +247,8 @@ class TargetRuns:
             if self._on_progress is not None:
                 self._on_progress("times", f"round {number + 1}")
 
-        return time_runs(self.fp32, runs, task_of, self._source, self._launcher, on_round)
+        forks, execute = self.isolation == "fork", self._launcher.execute
+        return time_runs(self.fp32, runs, task_of, self._source, execute, on_round, forks=forks)
 
     def what_if(self, formats: tuple[str, ...]) -> list[WhatIf]:
         """The output error that each of ``formats`` would cause, predicted from fp32: none of them is run."""

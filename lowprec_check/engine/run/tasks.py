@@ -7,10 +7,13 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterator
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from lowprec_check.engine.trace.dispatched_call import Place
-from lowprec_check.process.breadcrumb import shared_file
+from lowprec_check.errors import UsageError
+from lowprec_check.process.breadcrumb import clear_shared, shared_file
 from lowprec_check.schema.measures import Errors, PredictedDevice
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, MemoryFormat, RunKey
@@ -32,6 +35,28 @@ class TaskFiles(NamedTuple):
     """The outputs of the fp32 run."""
     log: int
     """The traceback of a worker that a signal killed."""
+
+    def keep(self, content: dict[str, Any]) -> None:
+        """In the worker of the fp32 run: keep tensors and plain values, with which other runs are compared.
+
+        Raises :class:`UsageError` if memory, or a limit of it, is too small.
+        """
+        clear_shared(self.reference)
+        try:
+            with os.fdopen(os.dup(self.reference), "wb") as file:
+                torch.save(content, file)
+        except OSError as error:
+            raise UsageError(
+                f"The fp32 output cannot be kept for the comparison: {error.strerror}.",
+                "Free some memory, or raise the limit of file sizes (ulimit -f).",
+            ) from None
+
+    def kept(self) -> dict[str, Any]:
+        """What the fp32 run kept."""
+        with os.fdopen(os.dup(self.reference), "rb") as file:
+            file.seek(0)
+            content: dict[str, Any] = torch.load(file, weights_only=True)
+        return content
 
 
 @contextlib.contextmanager

@@ -15,8 +15,8 @@ import torch
 
 from lowprec_check.analysis.speed import FAILED_WHILE_TIMED, latency_outside_rounds
 from lowprec_check.engine.core.devices import free_memory
-from lowprec_check.engine.run.launcher import Launcher
 from lowprec_check.engine.run.messages import Loaded, NextTurn, Ready, TaskMessage, TurnTimed
+from lowprec_check.engine.run.outcome import Outcome
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.task_process import TaskWorker, start_worker
 from lowprec_check.engine.run.tasks import ModelTask, TimeTask, TurnsTask
@@ -55,10 +55,15 @@ def time_runs(
     runs: Sequence[Run],
     task_of: Callable[[Run], ModelTask],
     source: TargetSource,
-    launcher: Launcher,
+    execute: Callable[[ModelTask], Outcome],
     on_round: OnRound,
+    *,
+    forks: bool,
 ) -> TimedRuns:
-    """``fp32`` and ``runs`` with the times of calls in rounds; the others of ``runs`` have those of their plain part."""
+    """``fp32`` and ``runs`` with the times of calls in rounds; the others of ``runs`` have those of their plain part.
+
+    ``forks``: whether each may have a fork of its own.
+    """
     timed = [run for run in runs if _is_timed(run, fp32)]
     latencies: dict[RunKey, Latency] = {}
     failures: dict[RunKey, str] = {}
@@ -66,8 +71,8 @@ def time_runs(
     for start in range(0, max(1, len(timed)), AT_ONCE):
         group = [fp32, *timed[start : start + AT_ONCE]]
         tasks = [task_of(run) for run in group]
-        in_forks = launcher.isolation == "fork" and tasks[0].device == "cpu" and _copies_fit(tasks, source)
-        schedule = time_in_rounds(tasks, source, launcher, on_round, in_forks=in_forks)
+        in_forks = forks and tasks[0].device == "cpu" and _copies_fit(tasks, source)
+        schedule = time_in_rounds(tasks, source, execute, on_round, in_forks=in_forks)
         conditions.append(schedule.conditions())
         for row, run in enumerate(group):
             latency = schedule.latency(row)
@@ -119,7 +124,12 @@ def _copies_fit(tasks: Sequence[ModelTask], source: TargetSource) -> bool:
 
 
 def time_in_rounds(
-    tasks: Sequence[ModelTask], source: TargetSource, launcher: Launcher, on_round: OnRound, *, in_forks: bool
+    tasks: Sequence[ModelTask],
+    source: TargetSource,
+    execute: Callable[[ModelTask], Outcome],
+    on_round: OnRound,
+    *,
+    in_forks: bool,
 ) -> RoundSchedule:
     """Time ``tasks``, the first of which is fp32: each in a fork of its own, or all in one process."""
     schedule = RoundSchedule(len(tasks))
@@ -129,7 +139,7 @@ def time_in_rounds(
     else:
         on_round(0)
         longest = max(task.call_budget for task in tasks)
-        outcome = launcher.execute(tasks[0].as_task(TimeTask, runs=tuple(tasks), budget=3 * longest, setup_budget=0.0))
+        outcome = execute(tasks[0].as_task(TimeTask, runs=tuple(tasks), budget=3 * longest, setup_budget=0.0))
         for turn in outcome.turns:
             schedule.note(turn)
     return schedule

@@ -25,7 +25,6 @@ from lowprec_check.engine.model.training import (
 )
 from lowprec_check.engine.model.user_module import call_user_code
 from lowprec_check.engine.run.messages import CallStarted, Measures, Send, TrainingDone
-from lowprec_check.engine.run.plain_part import read_reference, write_reference
 from lowprec_check.engine.run.tasks import ModelTask, TaskFiles
 from lowprec_check.engine.train.gradients import FirstGradients
 from lowprec_check.engine.train.spread import SEEDS, Spread, add_noise
@@ -57,12 +56,12 @@ class TrainingReference:
             "outputs": self.outputs,
             "gradients": self.gradients,
         }
-        write_reference(files, content)
+        files.keep(content)
 
     @classmethod
     def load(cls, files: TaskFiles) -> TrainingReference:
         """Read what the fp32 run saved."""
-        saved = read_reference(files)
+        saved = files.kept()
         base, *others = (Trajectory(**run) for run in saved["runs"])
         return cls(base, others, Samples(saved["sizes"]), saved["outputs"], saved["gradients"])
 

@@ -41,9 +41,6 @@ from lowprec_check.process.function_worker import Channel, Ended
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.op_calls import FALLBACK_WARNING
 
-Load = Callable[[], Target]
-"""Returns the target inside a worker; picklable if the worker is a fresh interpreter."""
-
 QUESTION = b""
 """Asks a worker that has finished a task what that left behind. It sends nothing between the two, so that no message is lost."""
 
@@ -74,12 +71,12 @@ def work(task: ModelTask, target: Target, send: Send, receive: Receive) -> None:
                 time_instance(task, target, send, receive)
 
 
-def do_task(task: ModelTask, load: Load, channel: Channel) -> None:
+def do_task(task: ModelTask, load: Callable[[], Target], channel: Channel) -> None:
     """All that a worker does that is started for one task."""
     _do(task, load, Sender(task, channel))
 
 
-def serve(load: Load, channel: Channel) -> None:
+def serve(load: Callable[[], Target], channel: Channel) -> None:
     """Do the tasks that come, until nothing more comes; after each, look for what it left behind, and say so if asked."""
     loaded: _Loaded | None = None
 
@@ -119,7 +116,7 @@ class Sender:
         self.channel(encode(message))
 
 
-def _do(task: ModelTask, load: Load, send: Sender) -> None:
+def _do(task: ModelTask, load: Callable[[], Target], send: Sender) -> None:
     """A device that the model broke is the model's failure, not the tool's."""
 
     def load_and_work() -> None:
