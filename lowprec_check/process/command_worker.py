@@ -1,18 +1,20 @@
-"""Workers that run a command: one exchanges lines with its supervisor, the other is read after it has ended."""
+"""Workers that run a command: one exchanges lines with its supervisor, or takes items from a queue; the other is read after it has ended."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import math
 import multiprocessing.connection
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, Any, Generic, NoReturn, TypeVar
 
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.process.process_group import start_command
-from lowprec_check.process.supervisor import Decode, Message, Worker
+from lowprec_check.process.supervisor import Decode, Message, MessageEvent, StateEvent, Supervisor, Worker
 
 _CHUNK = 1 << 16
 
@@ -76,6 +78,87 @@ class LineWorker(Worker[Message]):
         for stream in (self._tasks, self._messages):
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
+
+
+Item = TypeVar("Item")
+
+
+class WorkerQueue(Generic[Item, Message]):
+    """Items for workers that run one ``command``, each of which does one item at a time; a context manager that ends them.
+
+    Each event comes with the item that its worker does. That of a worker that has ended is done by none: put it back in
+    ``waiting`` or note that it is lost, and :meth:`start` another worker.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        decode: Decode[Message],
+        encode: Callable[[Item], bytes],
+        folder: Path,
+        *,
+        environment: Mapping[str, str],
+        start_seconds: float,
+        op_limit: float,
+        tick: float = 0.1,
+    ) -> None:
+        """``folder`` gets the logs and breadcrumbs; a worker must send a message within ``start_seconds``, and takes at most
+        ``op_limit`` for a call of its item.
+        """
+        self.waiting: collections.deque[Item] = collections.deque()
+        self.doing: dict[LineWorker[Message], Item] = {}
+        """The item of each busy worker."""
+        self.workers: list[LineWorker[Message]] = []
+        """Those that run."""
+        self.started = 0
+        """How many were started."""
+        self._command, self._decode, self._encode, self._folder = command, decode, encode, folder
+        self._environment, self._start_seconds, self._op_limit = environment, start_seconds, op_limit
+        self._supervisor: Supervisor[LineWorker[Message], Message] = Supervisor(tick=tick)
+
+    def __enter__(self) -> WorkerQueue[Item, Message]:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._supervisor.__exit__(*error)
+
+    def start(self) -> None:
+        """Start a worker; its first message says that it is ready."""
+        self.started += 1
+        path = self._folder / f"{self.started}.breadcrumb"
+        breadcrumb = Breadcrumb.create(path)
+        worker: LineWorker[Message] = LineWorker(
+            [*self._command, "--breadcrumb", str(path)],
+            self._decode,
+            environment=self._environment,
+            log=path.with_suffix(".log"),
+            breadcrumb=breadcrumb,
+        )
+        worker.set_timeout(self._start_seconds)
+        self._supervisor.add(worker)
+        self.workers.append(worker)
+
+    def give_next(self, worker: LineWorker[Message]) -> Item | None:
+        """Send the next item to ``worker``, which is ready, and return it; ``None`` if none waits."""
+        self.doing.pop(worker, None)
+        worker.deadline = worker.op_limit = math.inf
+        if not self.waiting:
+            return None
+        item = self.doing[worker] = self.waiting.popleft()
+        worker.op_limit = self._op_limit
+        worker.send_task(self._encode(item))
+        return item
+
+    def events(
+        self,
+    ) -> Iterator[tuple[MessageEvent[LineWorker[Message], Message] | StateEvent[LineWorker[Message]], Item | None]]:
+        """Yield events until no worker is left, each with the item of its worker."""
+        for event in self._supervisor.events():
+            item = self.doing.get(event.worker)
+            if isinstance(event, StateEvent) and event.state != "running":
+                self.doing.pop(event.worker, None)
+                self.workers.remove(event.worker)
+            yield event, item
 
 
 class CommandWorker(Worker[NoReturn]):
