@@ -15,12 +15,12 @@ from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.memory_limits import check_weights_fit
 from lowprec_check.engine.run.tasks import ModelTask
-from lowprec_check.engine.train.step import TrainingStep, with_step
-from lowprec_check.engine.train.ways import ways_of
+from lowprec_check.engine.train.steps import TrainingStep, with_step
 from lowprec_check.schema.axes import BACKENDS, Backend, Call, Example
 from lowprec_check.schema.measures import LayerError
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import EAGER
+from lowprec_check.schema.ways_to_train import ways_of
 
 
 @contextlib.contextmanager
@@ -71,7 +71,7 @@ def ready_for(task: ModelTask, target: Target) -> Iterator[Prepared]:
     """The model of ``task``, called as it runs: on its backend, or by a step of training in the first way of its precision."""
     if task.steps:
         with in_training(task, target) as ready:
-            yield with_step(ready, TrainingStep(target, ready, ways_of(ready.application, task.steps)[0]))
+            yield with_step(ready, TrainingStep(target, ready, ways_of(ready.precision, task.steps)[0]))
     else:
         with prepared_for(task, target) as ready:
             yield on_backend(task, target, ready)

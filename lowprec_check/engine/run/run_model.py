@@ -25,12 +25,11 @@ from lowprec_check.engine.trace.dispatched_call import Emulation, Place
 from lowprec_check.engine.trace.extra_modes import withholding
 from lowprec_check.engine.trace.instrument import Instrumented, Options, fp32_state, run_instrumented
 from lowprec_check.engine.trace.what_if import predict
-from lowprec_check.engine.train.batches import batches_of
-from lowprec_check.engine.train.step import TrainingStep, with_step
-from lowprec_check.engine.train.ways import ways_of
+from lowprec_check.engine.train.steps import TrainingStep, batches_of, with_step
 from lowprec_check.errors import first_line, message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.run_key import CONTIGUOUS, REFERENCE
+from lowprec_check.schema.ways_to_train import ways_of
 
 
 def run_model(task: RunTask | ExplainTask, target: Target, send: Send) -> None:
@@ -129,7 +128,7 @@ def _instrument(
     fp32 = fp32_state(target.model)
     with (in_training if task.steps else prepared_for)(task, target) as ready, _kernels(task):
         if task.steps:
-            step = TrainingStep(target, ready, ways_of(ready.application, task.steps)[0], target.model)
+            step = TrainingStep(target, ready, ways_of(ready.precision, task.steps)[0], target.model)
             options, called = options._replace(step=step), with_step(ready, step)
         else:
             called = in_eager_mode(ready, target)

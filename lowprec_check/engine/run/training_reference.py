@@ -26,13 +26,23 @@ from lowprec_check.engine.model.training import (
 from lowprec_check.engine.model.user_module import call_user_code
 from lowprec_check.engine.run.messages import CallStarted, Measures, Send, TrainingDone
 from lowprec_check.engine.run.tasks import ModelTask, TaskFiles
-from lowprec_check.engine.train.gradients import FirstGradients
+from lowprec_check.engine.train.first_step import FirstGradients
 from lowprec_check.engine.train.spread import SEEDS, Spread, add_noise
-from lowprec_check.engine.train.step import StepResult, TrainingStep, with_step
-from lowprec_check.engine.train.trajectory import Loop, Samples, StepFailedError, Trajectory, Watcher
-from lowprec_check.engine.train.ways import PLAIN, Way, state_bytes, ways_of
+from lowprec_check.engine.train.steps import (
+    Loop,
+    Samples,
+    StepFailedError,
+    StepResult,
+    TrainingStep,
+    Trajectory,
+    Watcher,
+    state_bytes,
+    with_step,
+)
+from lowprec_check.engine.train.ways.usual import PLAIN
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.training import TrainingRun, TrainingSetup, TrainingWay
+from lowprec_check.schema.ways_to_train import WayToTrain, ways_of
 
 
 @dataclasses.dataclass
@@ -72,7 +82,7 @@ class TrainingSteps:
     def __init__(self, task: ModelTask, target: Target, ready: Prepared, send: Send, batches: Sequence[Target]) -> None:
         self.task, self.target, self.ready, self._send, self._batches = task, target, ready, send, batches
         self._snapshot = Snapshot(ready.model, target.inputs, parameters=True)
-        self._ways = ways_of(ready.application, task.steps)
+        self._ways = ways_of(ready.precision, task.steps)
         """The ways to train; the first is that of the run."""
         self.result = PlainResult(status="error")
         self.outputs: list[Tensor] | None = None
@@ -106,7 +116,7 @@ class TrainingSteps:
     def _keep_outputs(self, result: StepResult) -> None:
         self.outputs = [tensor.clone() for tensor in output_tensors(result)]
 
-    def _step(self, way: Way) -> TrainingStep:
+    def _step(self, way: WayToTrain) -> TrainingStep:
         return TrainingStep(self.target, self.ready, way)
 
     def _loop(
