@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from lowprec_check.process.breadcrumb import Breadcrumb
-from lowprec_check.process.command_worker import CommandWorker, LineWorker, WorkerQueue
+from lowprec_check.process.command_worker import CommandWorker, LineWorker
 from lowprec_check.process.function_worker import FunctionWorker, SendBytes
 from lowprec_check.process.process_group import UNKNOWN_EXIT, start_command
 from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor, Worker, describe_exit, signal_name
@@ -175,36 +175,6 @@ def test_a_line_may_arrive_in_pieces_and_stderr_goes_to_the_log(tmp_path: Path) 
     messages, end = watch(line_worker(code, tmp_path / "log"))
     assert (messages, end.exit_code) == ([123, 4], 1)
     assert (tmp_path / "log").read_text() == "it failed\n"
-
-
-def test_a_queue_gives_each_item_to_one_worker_and_hands_back_that_of_a_dead_one(tmp_path: Path) -> None:
-    """Each worker says that it is ready, doubles numbers, and dies of 3."""
-    code = (
-        "import os, sys\nprint(0, flush=True)\n"
-        "for line in sys.stdin:\n    if line == '3\\n': os._exit(7)\n    print(2 * int(line), flush=True)"
-    )
-    command = [sys.executable, "-c", code]
-    queue = WorkerQueue[int, int](
-        command, decode, msgspec.json.encode, tmp_path, environment=os.environ, start_seconds=60, op_limit=60
-    )
-    answers, ended = dict[int, int](), list[tuple[int | None, int | None]]()
-    with queue:
-        queue.waiting.extend(range(1, 6))
-        for _ in range(2):
-            queue.start()
-        for event, item in queue.events():
-            if isinstance(event, MessageEvent):
-                if item is not None:
-                    answers[item] = event.message
-                queue.give_next(event.worker)
-            elif event.state != "running":
-                ended.append((item, event.exit_code))
-                queue.start()
-            if len(answers) == 4 and not queue.doing:
-                break
-        running = [worker.exit_code for worker in queue.workers]
-    assert answers == {1: 2, 2: 4, 4: 8, 5: 10}
-    assert (ended, running, queue.started) == ([(3, 7)], [None, None], 3)
 
 
 def test_a_command_is_killed_with_its_child_processes(tmp_path: Path) -> None:

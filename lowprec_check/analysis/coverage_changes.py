@@ -7,8 +7,8 @@ from typing import Literal
 
 from lowprec_check.analysis.run_summary import shorten
 from lowprec_check.analysis.suite_coverage import Cell, Coverage, OpUse, cell_of, precision_of
+from lowprec_check.catalog.answers import find_fix
 from lowprec_check.catalog.aten import AtenSupport
-from lowprec_check.catalog.fixes import find_fix
 from lowprec_check.catalog.records import in_samples
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.base import Struct

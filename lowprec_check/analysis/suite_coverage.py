@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from lowprec_check.catalog.aten import FROM_WORST, AtenSupport, AutocastDtype
-from lowprec_check.catalog.numbers import Numbers
+from lowprec_check.catalog.records import Numbers
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.base import Struct, decode, encoded
 from lowprec_check.schema.precisions import PRECISIONS
@@ -45,7 +45,7 @@ class OpUse(Struct, frozen=True, kw_only=True):
     tests: list[int]
     """The tests that dispatched it: indices into :attr:`Coverage.tests`, in ascending order."""
     numbers: Numbers = "floating"
-    """The strongest numbers that any test called it with; see :mod:`lowprec_check.catalog.numbers`."""
+    """The strongest numbers that any test called it with; see :mod:`lowprec_check.catalog.records`."""
     support: dict[str, AtenSupport]
     """By the names in :attr:`Coverage.dtypes`."""
     sources: list[str] = []

@@ -16,7 +16,7 @@ from lowprec_check.analysis.coverage_changes import (
     reason_of,
 )
 from lowprec_check.analysis.suite_coverage import Cell, Coverage, OpUse, cell_of, precision_of
-from lowprec_check.catalog.declared import overload_name
+from lowprec_check.catalog.names import overload_name
 from lowprec_check.report.blocks import Block, Column, Document, Fold, Heading, Row, Say, Table
 from lowprec_check.report.diff import compared
 from lowprec_check.report.foreign_text import workflow_command

@@ -16,7 +16,7 @@ from lowprec_check.engine.run.outcome import Outcome, describe_position
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.task_process import execute
 from lowprec_check.engine.run.tasks import ExplainTask, ModelTask, RunTask
-from lowprec_check.engine.trace.dispatched_call import Place
+from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.process.breadcrumb import Position
@@ -212,7 +212,7 @@ class Attempts:
 
     def __init__(self, task: ExplainTask) -> None:
         self.task = task
-        self._suspect: Place | None = None
+        self._suspect: CallSite | None = None
         self._slow_suspect: str | None = None
         self._suspects = 0
         self._left = MAX_ATTEMPTS
@@ -237,7 +237,7 @@ class Attempts:
         self._slow_suspect = op
         return self._suspect_another()
 
-    def _learn_crash(self, place: Place | None, reason: str) -> bool:
+    def _learn_crash(self, place: CallSite | None, reason: str) -> bool:
         if place is None:
             again, self._died_between_ops = self._died_between_ops, True
             return not again

@@ -23,8 +23,8 @@ from lowprec_check.engine.run.messages import (
     TwinOps,
 )
 from lowprec_check.engine.run.tasks import RunTask
-from lowprec_check.engine.trace.dispatched_call import Place
-from lowprec_check.engine.trace.instrument import Instrumented
+from lowprec_check.engine.trace.journal import Instrumented
+from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.process.breadcrumb import Position
 from lowprec_check.process.supervisor import signal_name
 from lowprec_check.schema.axes import lowers_precision
@@ -132,7 +132,7 @@ class Outcome:
         return self.ended == "crashed" and signal_name(self.exit_code) in FROM_OUTSIDE
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> CallSite | None:
         """The op that was running when the worker ended; ``None`` if it was between ops, or in the plain part."""
         position = self.position
         if position is None or not position.in_op:

@@ -35,8 +35,7 @@ from lowprec_check.engine.run.compiler_check import CompilerChecker
 from lowprec_check.engine.run.messages import CallStarted, Measures, Send
 from lowprec_check.engine.run.preparation import OnBackend, as_standalone
 from lowprec_check.engine.run.tasks import RunTask, TaskFiles
-from lowprec_check.engine.trace.draws import Draw, DrawsDiffer, RecordDraws, ReplayDraws
-from lowprec_check.engine.trace.extra_modes import first_nonfinite
+from lowprec_check.engine.trace.plain_modes import Draw, DrawsDiffer, RecordDraws, ReplayDraws, first_nonfinite
 from lowprec_check.engine.trace.twins import storage_key
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.run_key import EAGER

@@ -21,9 +21,11 @@ from lowprec_check.engine.run.preparation import in_eager_mode, in_training, on_
 from lowprec_check.engine.run.tasks import AnalysisTask, ExplainTask, ExtensionTask, ModelTask, RunTask, WhatIfTask
 from lowprec_check.engine.run.training_part import TrainingPart
 from lowprec_check.engine.run.training_reference import ReferenceTraining
-from lowprec_check.engine.trace.dispatched_call import Emulation, Place
-from lowprec_check.engine.trace.extra_modes import withholding
-from lowprec_check.engine.trace.instrument import Instrumented, Options, fp32_state, run_instrumented
+from lowprec_check.engine.trace.execution import Emulation
+from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
+from lowprec_check.engine.trace.journal import Instrumented
+from lowprec_check.engine.trace.places import CallSite
+from lowprec_check.engine.trace.plain_modes import withholding
 from lowprec_check.engine.trace.what_if import predict
 from lowprec_check.engine.train.steps import TrainingStep, batches_of, with_step
 from lowprec_check.errors import first_line, message_of, type_name
@@ -34,7 +36,7 @@ from lowprec_check.schema.ways_to_train import ways_of
 
 def run_model(task: RunTask | ExplainTask, target: Target, send: Send) -> None:
     """Run the plain part, the instrumented part, or both, and send each result as soon as it is known."""
-    outputs, slow, crashed = None, dict[str, str](), dict[Place, str]()
+    outputs, slow, crashed = None, dict[str, str](), dict[CallSite, str]()
     if isinstance(task, RunTask):
         outputs, too_slow = (_train if task.steps else _run_plain)(task, target, send)
     else:

@@ -13,8 +13,7 @@ import torch
 
 from lowprec_check.catalog.names import why_not_covered
 from lowprec_check.engine.core.installation import extension_problem
-from lowprec_check.engine.model.application import autocast_problem
-from lowprec_check.engine.model.prepared import format_problem
+from lowprec_check.engine.model.prepared import autocast_problem, format_problem
 from lowprec_check.engine.run.launcher import Launcher, OnProgress
 from lowprec_check.engine.run.memory_limits import check_weights_fit, why_too_large
 from lowprec_check.engine.run.messages import Measures

@@ -17,9 +17,9 @@ from lowprec_check.engine.core.devices import cuda_driver_is_initialized, in_bad
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.memory import free_weights
-from lowprec_check.engine.model.scaled_weights import scale_weights
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_module import UserImports, separate_imports
+from lowprec_check.engine.model.weights import scale_weights
 from lowprec_check.engine.run.isolation import accelerator_in_use, best_isolation, isolated, threads_end
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
 from lowprec_check.process import Isolation

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from lowprec_check.engine.trace.dispatched_call import Place
+from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.errors import UsageError
 from lowprec_check.process.breadcrumb import clear_shared, shared_file
 from lowprec_check.schema.measures import Errors, PredictedDevice
@@ -191,7 +191,7 @@ class ExplainTask(AnalysisTask):
 
     slow: tuple[tuple[str, str], ...] = ()
     """Ops that are not run, and why."""
-    crashed: tuple[tuple[Place, str], ...] = ()
+    crashed: tuple[tuple[CallSite, str], ...] = ()
     """Where the process died twice, and how."""
     measure_once: bool = False
     """Whether the model failed or is slow, so that each op is run once only."""

@@ -23,7 +23,7 @@ from lowprec_check.engine.model.training import (
     describe_optimizer,
     optimizer_code,
 )
-from lowprec_check.engine.model.user_module import call_user_code
+from lowprec_check.engine.model.user_code import call_user_code
 from lowprec_check.engine.run.messages import CallStarted, Measures, Send, TrainingDone
 from lowprec_check.engine.run.tasks import ModelTask, TaskFiles
 from lowprec_check.engine.train.first_step import FirstGradients
