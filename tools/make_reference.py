@@ -38,10 +38,8 @@ COMMANDS = (
     "report",
     "diff",
     "op",
-    "catalog build",
     "catalog diff",
     "catalog gaps",
-    "catalog report",
     "explain",
     "env",
 )
