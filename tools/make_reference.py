@@ -36,10 +36,8 @@ COMMANDS = (
     "report",
     "diff",
     "op",
-    "catalog build",
     "catalog diff",
     "catalog gaps",
-    "catalog report",
     "explain",
     "env",
 )

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from lowprec_check.catalog.declared import release_of
 from lowprec_check.catalog.predictable import predicted_device
+from lowprec_check.catalog.versions import release_of
 from lowprec_check.engine.core import devices
 from lowprec_check.engine.core.installation import IPEX, cpu_info, extension_problem, installed_version
 from lowprec_check.errors import UsageError

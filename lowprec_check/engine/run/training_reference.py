@@ -21,7 +21,7 @@ from lowprec_check.engine.model.training import (
     describe_optimizer,
     optimizer_code,
 )
-from lowprec_check.engine.model.user_module import call_user_code
+from lowprec_check.engine.model.user_code import call_user_code
 from lowprec_check.engine.run.job import Job, Send
 from lowprec_check.engine.run.messages import Measures, MeasuresDone, PlainDone, TrainingDone
 from lowprec_check.engine.run.reference_errors import unchanged_reference
