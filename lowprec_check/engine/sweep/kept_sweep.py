@@ -22,8 +22,8 @@ from lowprec_check.engine.sweep.failures import Raised
 from lowprec_check.engine.sweep.messages import Answer, CannotMeasure, Fault, FromWorker, Hello, Task, decode
 from lowprec_check.errors import UsageError
 from lowprec_check.process.command_worker import LineWorker, TaskQueue
-from lowprec_check.process.guardian import GUARDIAN, announce
 from lowprec_check.process.interpreter import module_command
+from lowprec_check.process.process_group import GUARDIAN, announce
 from lowprec_check.process.supervisor import StateEvent
 
 SAMPLES = 24
