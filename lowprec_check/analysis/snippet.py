@@ -124,7 +124,7 @@ def prepare(
     since, provider = _IN_TORCH.get(device, ("", ""))  # a newer torch provides the device itself
     is_old = bool(since and torch_version) and version_key(release_of(torch_version)) < version_key(since)
     imports = ["import torch", *([provider] if is_old else [])]
-    body = []
+    body: list[str] = []
     for line in model.setup:
         (imports if line.startswith(("import ", "from ")) else body).append(line)
     moved = key.device if device != "cpu" else None
