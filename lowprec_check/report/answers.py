@@ -36,10 +36,10 @@ from lowprec_check.schema.statements import counted, some
 _SHOWN_OPS = 4
 """Operators shown in full if a name matches many."""
 _GROUPS: tuple[tuple[Mode, ...], ...] = (("forward",), ("backward",), ("autocast", "autocast-backward"))
-_ON_CPU: dict[OnCpu, str] = {"wholly": "on the CPU", "partly": "partly on the CPU"}
+ON_CPU: dict[OnCpu, str] = {"wholly": "on the CPU", "partly": "partly on the CPU"}
 _LOOKS: dict[State | None, str] = {"all": "ok", "some": "inaccurate", "none": "error", None: "skipped"}
 """The status whose colour a state has."""
-_WORDS: dict[State | None, str] = {"all": "yes", "some": "in part", "none": "no", None: "–"}
+WORDS: dict[State | None, str] = {"all": "yes", "some": "in part", "none": "no", None: "–"}
 
 
 # -- one operator
@@ -121,7 +121,7 @@ def _support(cells: list[SupportCell]) -> StatusOf | None:
         words = f"since {'≤' if cell.since_oldest else ''}{cell.since}"
         words = "on the CPU" if cell.on_cpu == "wholly" else f"{cell.at} on the CPU" if cell.on_cpu else words
     else:
-        words = f"{cell.passed} of {cell.samples}" if cell.state == "some" and cell.samples else _WORDS[cell.state]
+        words = f"{cell.passed} of {cell.samples}" if cell.state == "some" and cell.samples else WORDS[cell.state]
     return StatusOf(_LOOKS[cell.state], words + (f", from {cell.fixed_in}" if cell.fixed_in else ""))
 
 
@@ -163,9 +163,7 @@ def _changes(changes: Sequence[OpChange], name: str) -> Table:
     rows = []
     for one in changes:
         states = ((one.before, one.before_on_cpu), (one.after, one.after_on_cpu))
-        cells = [
-            StatusOf(_LOOKS[state], f"{state}, {_ON_CPU[on_cpu]}" if on_cpu else state) for state, on_cpu in states
-        ]
+        cells = [StatusOf(_LOOKS[state], f"{state}, {ON_CPU[on_cpu]}" if on_cpu else state) for state, on_cpu in states]
         rows.append(Row([one.op, SHORT[one.dtype], *cells, ", ".join(one.modes)]))
     columns = [Column("operator"), Column("dtype"), Column("before", "status"), Column("after", "status")]
     return Table([*columns, Column("modes", "sentence")], rows, name, headings=2)

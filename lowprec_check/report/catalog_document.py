@@ -3,41 +3,30 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lowprec_check.catalog import declared
-from lowprec_check.catalog.declared_support import OnCpu, OpSupport, declared_support
+from lowprec_check.catalog.declared_support import OpSupport, declared_support
 from lowprec_check.catalog.measured import Sweep, history, sweep_of, sweeps
 from lowprec_check.catalog.missing_ops import gaps as find_gaps
 from lowprec_check.catalog.records import LOW, MODES, SHORT, Dtype, Mode, State, in_samples
 from lowprec_check.catalog.version_diff import difference
+from lowprec_check.report.answers import ON_CPU, WORDS
 from lowprec_check.report.blocks import Block, Column, Document, Heading, Row, Say, Table, speed_of
-from lowprec_check.report.layout.html import html
-from lowprec_check.report.layout.markdown import markdown
+from lowprec_check.report.registry import format_of
 from lowprec_check.schema.axes import catalogued, is_declared
 from lowprec_check.schema.base import write_file
 
 _SHOWN = 20
 """Rows in the lists of the slowest and the least accurate operators."""
-_ON_CPU: dict[OnCpu, str] = {"wholly": "on the CPU", "partly": "partly on the CPU"}
-_WORDS: dict[State | None, str] = {"all": "yes", "some": "in part", "none": "no", None: "–"}
-
-
-def write_reports(folder: Path) -> list[Path]:
-    """Write ``op-support.md`` and ``op-support.html``; return their paths."""
-    document = catalog_document()
-    files = {folder / "op-support.md": markdown(document, sys.maxsize), folder / "op-support.html": html(document)}
-    for path, text in files.items():
-        write_file(path, text)
-    return list(files)
 
 
 def catalog_document() -> Document:
     """Counts by version; on a page every operator that fails somewhere; missing, gained and lost ones; the slowest and the least accurate."""
     title = "Operators of torch in half and bfloat16"
+    known = builds()
     blocks: list[Block] = [
         Say(title, role="title"),
         Say(
@@ -45,11 +34,22 @@ def catalog_document() -> Document:
             "An operator (a function in OpInfo, each variant counted separately) runs if all of its samples run. Under autocast "
             "its inputs were low-precision, as they are after a Linear layer."
         ),
-        *_counts(),
-        *_history(),
+        Heading("Operators that run, by version"),
+        Say("Of the operators that run in fp32; in brackets, those of which only some samples run.", role="hint"),
     ]
-    blocks.append(Heading("Missing operators"))
-    for device in dict.fromkeys([*(sweep.header.device for sweep in sweeps()), *_declared()]):
+    if _declared():
+        blocks.append(
+            Say(
+                f"The rows for {', '.join(_declared())} are declared, not measured; operators that copy tensors to the CPU and back "
+                "count as running.",
+                role="hint",
+            )
+        )
+    heads = [f"{SHORT[dtype]} {mode}" for dtype in LOW for mode in MODES[:3]]
+    columns = [*map(Column, ("device", "torch", "capability", "fp32", *heads))]
+    blocks.append(Table(columns, [*map(_count, known)], "operators by version", headings=2))
+    blocks += [*_history(known), Heading("Missing operators")]
+    for device in dict.fromkeys(build.device for build in known):
         blocks += _missing(device)
     blocks.append(Heading("Changes by version"))
     blocks += _gained("cpu", [sweep.version for sweep in history("cpu")])
@@ -58,7 +58,7 @@ def catalog_document() -> Document:
     blocks.append(Heading("Speed and accuracy"))
     for sweep in {sweep.header.device: sweep for sweep in sweeps() if not sweep.header.extension}.values():
         blocks += [*_slow(sweep), *_inaccurate(sweep)]
-    return Document(title, blocks)
+    return Document(title, blocks, whole=True)
 
 
 def _declared() -> list[str]:
@@ -90,11 +90,11 @@ class Build:
         """``yes``, ``in part``, ``no``, ``not even in fp32``, ``on the CPU``; ``–`` if it is not known."""
         support = self.support(op, dtype, mode)
         if support is None:
-            return _WORDS[None]
+            return WORDS[None]
         if support.state == "none":
             fp32 = self.support(op, "float32", "backward" if mode.endswith("backward") else "forward")
             return "not even in fp32" if fp32 is None or fp32.state == "none" else "no"
-        return _ON_CPU[support.on_cpu] if support.state == "all" and support.on_cpu else _WORDS[support.state]
+        return ON_CPU[support.on_cpu] if support.state == "all" and support.on_cpu else WORDS[support.state]
 
     def failures(self, op: str, dtype: Dtype) -> str:
         """How an operator fails, each way once."""
@@ -115,32 +115,17 @@ def builds() -> list[Build]:
     return measured + [Build(device, release) for device in _declared() for release in declared.releases(device)]
 
 
-def _counts() -> Iterator[Block]:
-    yield Heading("Operators that run, by version")
-    yield Say("Of the operators that run in fp32; in brackets, those of which only some samples run.", role="hint")
-    if _declared():
-        yield Say(
-            f"The rows for {', '.join(_declared())} are declared, not measured; operators that copy tensors to the CPU and back "
-            "count as running.",
-            role="hint",
-        )
-    heads = [
-        "device",
-        "torch",
-        "capability",
-        "fp32",
-        *(f"{SHORT[dtype]} {mode}" for dtype in LOW for mode in MODES[:3]),
-    ]
-    measured = (_count(s.header.device, s.label, s.header.capability, s.records, s.state) for s in sweeps())
-    declarations = (_declared_count(d, release) for d in _declared() for release in declared.releases(d))
-    yield Table([*map(Column, heads)], [*measured, *declarations], "operators by version", headings=2)
+def _count(build: Build) -> Row:
+    """How many operators run in a build, by dtype and mode."""
+    sweep = build.sweep or sweep_of("cpu", build.label)
 
+    def state(op: str, dtype: Dtype, mode: Mode) -> State | None:
+        support = build.support(op, dtype, mode)
+        return support and support.state
 
-def _count(
-    device: str, label: str, capability: str, ops: Iterable[str], state: Callable[[str, Dtype, Mode], State | None]
-) -> Row:
-    runnable = [op for op in ops if state(op, "float32", "forward") in ("all", "some")]
-    row: list[str | None] = [device, label, capability, str(len(runnable))]
+    runnable = [op for op in sweep.records if state(op, "float32", "forward") in ("all", "some")]
+    capability = build.sweep.header.capability if build.sweep else "declared"
+    row: list[str | None] = [build.device, build.label, capability, str(len(runnable))]
     for dtype in LOW:
         for mode in MODES[:3]:
             states = Counter(state(op, dtype, mode) for op in runnable)
@@ -149,17 +134,7 @@ def _count(
     return Row(row)
 
 
-def _declared_count(device: str, release: str) -> Row:
-    file = declared.load(device, release)
-
-    def state(op: str, dtype: Dtype, mode: Mode) -> State | None:
-        support = None if mode.startswith("autocast") else declared_support(op, file, dtype, mode)
-        return support and support.state
-
-    return _count(device, release, "declared", sweep_of("cpu", release).records, state)
-
-
-def _history() -> Iterator[Block]:
+def _history(known: Sequence[Build]) -> Iterator[Block]:
     """A row per operator, dtype and device in which it does not always run, and the names of those that do."""
     yield Heading("Every operator, device and version", detail="all")
     yield Say(
@@ -169,35 +144,28 @@ def _history() -> Iterator[Block]:
         detail="all",
     )
     by_device: dict[str, list[Build]] = {}
-    for build in builds():
-        is_extended = build.sweep is not None and build.sweep.header.extension
-        name = f"{build.device} + {build.sweep.header.extension}" if is_extended and build.sweep else build.device
-        by_device.setdefault(name, []).append(build)
-    ops = sorted(
-        {op for build in builds() if build.sweep for op, record in build.sweep.records.items() if record.samples[0]}
-    )
-    rows = [
-        row
-        for op in ops
-        for dtype in LOW
-        for name, of in by_device.items()
-        if (row := _history_row(op, dtype, name, of))
-    ]
+    for build in known:
+        extension = build.sweep.header.extension if build.sweep else None
+        by_device.setdefault(f"{build.device} + {extension}" if extension else build.device, []).append(build)
+    measured = (build.sweep.records for build in known if build.sweep)
+    ops = sorted({op for records in measured for op, record in records.items() if record.samples[0]})
+    rows = []
+    for op, dtype, (device, of_device) in itertools.product(ops, LOW, by_device.items()):
+        modes = [
+            [(build.label.partition(" ")[0], build.word(op, dtype, mode)) for build in of_device] for mode in MODES
+        ]
+        if {word for words in modes for _, word in words} - {"yes", "not even in fp32", WORDS[None]}:
+            newest = of_device[-1]
+            why = newest.failures(op, dtype)
+            why = f"{newest.label}: {why}" if why else ""
+            rows.append(Row([op, SHORT[dtype], device, *map(_over_time, modes), why]))
     columns = [Column("operator"), Column("dtype"), Column("device"), *map(Column, MODES), Column("why", "sentence")]
     yield Table(columns, rows, "operators", headings=3, searchable=True, detail="all")
 
 
-def _history_row(op: str, dtype: Dtype, device: str, builds: Sequence[Build]) -> Row | None:
-    modes = [[(build.label.partition(" ")[0], build.word(op, dtype, mode)) for build in builds] for mode in MODES]
-    if not {word for words in modes for _, word in words} - {"yes", "not even in fp32", _WORDS[None]}:
-        return None
-    why = builds[-1].failures(op, dtype)
-    return Row([op, SHORT[dtype], device, *map(_over_time, modes), f"{builds[-1].label}: {why}" if why else ""])
-
-
 def _over_time(words: Sequence[tuple[str, str]]) -> str | None:
     """``no, from 2.3 in part, from 2.4 yes``; nothing of releases for which it is not known."""
-    known = [pair for pair in words if pair[1] != _WORDS[None]]
+    known = [pair for pair in words if pair[1] != WORDS[None]]
     first = [next(group) for _, group in itertools.groupby(known, lambda pair: pair[1])]
     parts = [f"from {release} {word}" if (release, word) != words[0] else word for release, word in first]
     return ", ".join(parts) or None
@@ -205,7 +173,7 @@ def _over_time(words: Sequence[tuple[str, str]]) -> str | None:
 
 def _missing(device: str) -> Iterator[Block]:
     found = {dtype: find_gaps(device, dtype) for dtype in LOW}
-    newest = next(iter(found.values()))
+    newest = found[LOW[0]]
     yield Heading(f"Missing on {device}, torch {newest.torch} ({newest.evidence})", 3)
     if is_declared(device):
         text = f"These are declarations, not measurements; catalog/declared-{device}.jsonl names the source of each."
@@ -214,7 +182,7 @@ def _missing(device: str) -> Iterator[Block]:
     why: dict[str, str] = {}
     for dtype, of_dtype in found.items():
         for missing in of_dtype.missing:
-            modes = [f"{mode}: {_WORDS[state]}" for mode, state in missing.states.items() if state in ("some", "none")]
+            modes = [f"{mode}: {WORDS[state]}" for mode, state in missing.states.items() if state in ("some", "none")]
             states.setdefault(missing.op, {})[dtype] = ", ".join(modes)
             at = f"{missing.at}: " if is_declared(device) and missing.at else ""
             why.setdefault(missing.op, f"{at}{missing.message}{in_samples(missing.condition)}")
@@ -227,17 +195,19 @@ def _gained(device: str, versions: Sequence[str]) -> Iterator[Block]:
     yield Heading(f"Gained and lost by version on {device}{' (declared)' if is_declared(device) else ''}", 3)
     for before, after in itertools.pairwise(versions):
         found = difference(before, after, device)
-        parts = []
-        for word, changes in (
-            ("gained", [change for change in found.gained if change.before != change.after]),
-            ("lost", [change for change in found.lost if change.before != change.after]),
-            ("less on the CPU", [change for change in found.gained if change.before == change.after]),
-            ("more on the CPU", [change for change in found.lost if change.before == change.after]),
-        ):
-            for dtype in LOW:
-                ops = sorted({change.op for change in changes if change.dtype == dtype})
-                if ops:
-                    parts.append(f"{word} in {SHORT[dtype]}: {', '.join(ops)}")
+        ops: dict[tuple[str, Dtype], set[str]] = {}
+        for change in found.gained:
+            word = "less on the CPU" if change.before == change.after else "gained"
+            ops.setdefault((word, change.dtype), set()).add(change.op)
+        for change in found.lost:
+            word = "more on the CPU" if change.before == change.after else "lost"
+            ops.setdefault((word, change.dtype), set()).add(change.op)
+        order = itertools.product(("gained", "lost", "less on the CPU", "more on the CPU"), LOW)
+        parts = [
+            f"{word} in {SHORT[dtype]}: {', '.join(sorted(ops[word, dtype]))}"
+            for word, dtype in order
+            if (word, dtype) in ops
+        ]
         yield Say("; ".join(parts) or "nothing", role="item", lead=found.after)
 
 
@@ -274,8 +244,13 @@ def _inaccurate(sweep: Sweep) -> Iterator[Block]:
     rows = [
         Row([op, SHORT[dtype], median, "inf" if most is None else f"{most:g}"]) for median, most, op, dtype in worst
     ]
-    yield Table(
-        [Column("operator"), Column("dtype"), Column("median", "figure"), Column("max")],
-        rows,
-        "least accurate operators",
-    )
+    columns = [Column("operator"), Column("dtype"), Column("median", "figure"), Column("max")]
+    yield Table(columns, rows, "least accurate operators")
+
+
+def write_reports(folder: Path) -> list[Path]:
+    """Write ``op-support.md`` and ``op-support.html``; return their paths."""
+    document, paths = catalog_document(), [folder / f"op-support{suffix}" for suffix in (".md", ".html")]
+    for path in paths:
+        write_file(path, format_of(path).lay_out(document))
+    return paths
