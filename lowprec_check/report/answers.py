@@ -31,8 +31,6 @@ from lowprec_check.schema.axes import is_declared
 from lowprec_check.schema.precisions import LOW_FORMATS
 from lowprec_check.schema.statements import counted, some
 
-# -- Answers of the catalog as blocks: one operator, the difference between two versions, missing operators
-
 _SHOWN_OPS = 4
 """Operators shown in full if a name matches many."""
 _GROUPS: tuple[tuple[Mode, ...], ...] = (("forward",), ("backward",), ("autocast", "autocast-backward"))
@@ -192,7 +190,7 @@ def gaps_document(found: Gaps) -> Document:
     return Document(title, blocks)
 
 
-# -- What ``lowprec-check env`` shows, as blocks
+# -- the hardware
 
 
 def environment_document(environment: dict[str, Any]) -> Document:
@@ -218,7 +216,7 @@ def environment_document(environment: dict[str, Any]) -> Document:
     return Document("Environment", [Pairs([(name, str(value)) for name, value in rows])])
 
 
-# -- The list of diagnostics as blocks, and their manual pages as text that fits the terminal
+# -- diagnostics: their list, and the manual page of one as text that fits the terminal
 
 
 def list_document(rules: Iterable[Rule]) -> Document:

@@ -27,7 +27,23 @@ from lowprec_check.schema.statements import (
 from lowprec_check.schema.training import TrainingSetup, TrainingWay
 from lowprec_check.schema.what_if import WhatIf
 
-# -- The table of runs: status, error, speed, memory and what else was measured, and why a run fails
+_COLUMNS = (
+    Column(
+        "output error",
+        "error",
+        "Relative L2 error of the output against fp32, ‖y − r‖ / ‖r‖. The bar is on a log scale from 1e-6 to 1; its tick is the tolerance.",
+    ),
+    Column("loss", "text", "The loss after the last step."),
+    Column("gradient error", "text", "Relative L2 error of all gradients of the first step against fp32."),
+    Column("lost updates", "percent", "Share of the updates of weights that rounding loses."),
+    Column("speed", "speed", "How many times as fast as fp32 a call is."),
+    Column("memory", "ratio", "Peak memory of a call, relative to fp32."),
+    Column("p99", "ms", "99th percentile of the time of a call in the scenario."),
+    Column("throughput", "text", "Items per second in the scenario."),
+    Column("setup", "text", "Seconds that preparing and compiling took."),
+    Column("metric", "figure", "The value of the file's metric(model)."),
+)
+"""Those between the status and the reason, for :func:`_figures`."""
 
 
 def runs_table(result: ScanResult, said: Sequence[Statement] | None = None) -> Table:
@@ -109,9 +125,6 @@ def _why_reference(run: Run) -> str:
     return ", ".join(parts)
 
 
-# -- What some scans have beside their runs, as blocks: quantized layers, predictions of ``--what-if``
-
-
 def extra_blocks(result: ScanResult) -> Iterator[Block]:
     """Quantized layers and the predictions of ``--what-if``; nothing for most results."""
     rows, left_out = [], 0
@@ -170,21 +183,3 @@ def _causes(entry: WhatIf) -> Sentence | None:
         if share >= MATTERS
     ]
     return chained(*named, between=", ") if named else None
-
-
-_COLUMNS = (
-    Column(
-        "output error",
-        "error",
-        "Relative L2 error of the output against fp32, ‖y − r‖ / ‖r‖. The bar is on a log scale from 1e-6 to 1; its tick is the tolerance.",
-    ),
-    Column("loss", "text", "The loss after the last step."),
-    Column("gradient error", "text", "Relative L2 error of all gradients of the first step against fp32."),
-    Column("lost updates", "percent", "Share of the updates of weights that rounding loses."),
-    Column("speed", "speed", "How many times as fast as fp32 a call is."),
-    Column("memory", "ratio", "Peak memory of a call, relative to fp32."),
-    Column("p99", "ms", "99th percentile of the time of a call in the scenario."),
-    Column("throughput", "text", "Items per second in the scenario."),
-    Column("setup", "text", "Seconds that preparing and compiling took."),
-    Column("metric", "figure", "The value of the file's metric(model)."),
-)
