@@ -30,7 +30,7 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-WITHOUT_TORCH = ("engine/backends/", "engine/sweep/build.py", "engine/sweep/kept_sweep.py", "engine/sweep/messages.py")
+WITHOUT_TORCH = ("engine/backends/", "engine/sweep/kept_sweep.py", "engine/sweep/messages.py")
 """In the engine, and still imported by the command line for ``--help`` and for what needs no model."""
 
 TORCH_FREE = [
@@ -90,6 +90,7 @@ VIEWS = ("cli", "report", "schema")
 
 SAME_ROLE = {
     "messages": {"engine/run", "engine/sweep"},  # what the workers of that package and their parent send each other
+    "worker": {"engine/run", "engine/sweep"},  # what runs in them
 }
 """Names that two packages share because the two modules play one part: no entry may be unneeded."""
 

@@ -8,13 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from lowprec_check.analysis.rules.registry import Rule
-from lowprec_check.catalog.declared_support import OnCpu
-from lowprec_check.catalog.missing_ops import Gaps
-from lowprec_check.catalog.op_lookup import OpAnswer
+from lowprec_check.catalog.answers import Difference, Gaps, OpAnswer
 from lowprec_check.catalog.records import SHORT, STATES, Mode, State, in_samples
-from lowprec_check.catalog.support_cells import SupportCell
-from lowprec_check.catalog.toml_tables import version_key
-from lowprec_check.catalog.version_diff import Difference
+from lowprec_check.catalog.support import OnCpu, SupportCell
+from lowprec_check.catalog.versions import version_key
 from lowprec_check.report.blocks import (
     Block,
     Column,
@@ -34,10 +31,10 @@ from lowprec_check.schema.statements import counted, some
 _SHOWN_OPS = 4
 """Operators shown in full if a name matches many."""
 _GROUPS: tuple[tuple[Mode, ...], ...] = (("forward",), ("backward",), ("autocast", "autocast-backward"))
-ON_CPU: dict[OnCpu, str] = {"wholly": "on the CPU", "partly": "partly on the CPU"}
+_ON_CPU: dict[OnCpu, str] = {"wholly": "on the CPU", "partly": "partly on the CPU"}
 _LOOKS: dict[State | None, str] = {"all": "ok", "some": "inaccurate", "none": "error", None: "skipped"}
 """The status whose colour a state has."""
-WORDS: dict[State | None, str] = {"all": "yes", "some": "in part", "none": "no", None: "–"}
+_WORDS: dict[State | None, str] = {"all": "yes", "some": "in part", "none": "no", None: "–"}
 
 
 # -- one operator
@@ -109,7 +106,7 @@ def _support(cells: list[SupportCell]) -> StatusOf | None:
     if not known:
         return StatusOf("skipped", "n/a") if any(cell.not_applicable for cell in cells) else None
     cell = min(known, key=lambda cell: STATES.index(cell.state or "all"))
-    words = WORDS[cell.state]
+    words = _WORDS[cell.state]
     if cell.state == "all":
         words = f"since {'≤' if cell.since_oldest else ''}{cell.since}"
         words = "on the CPU" if cell.on_cpu == "wholly" else f"{cell.at} on the CPU" if cell.on_cpu else words
@@ -145,7 +142,7 @@ def difference_document(found: Difference) -> Document:
         for one in changes:
             states = ((one.before, one.before_on_cpu), (one.after, one.after_on_cpu))
             cells = [
-                StatusOf(_LOOKS[state], f"{state}, {ON_CPU[on_cpu]}" if on_cpu else state) for state, on_cpu in states
+                StatusOf(_LOOKS[state], f"{state}, {_ON_CPU[on_cpu]}" if on_cpu else state) for state, on_cpu in states
             ]
             rows.append(Row([one.op, SHORT[one.dtype], *cells, ", ".join(one.modes)]))
         blocks += [Table(columns, rows, name, headings=2)] if rows else []
