@@ -17,7 +17,6 @@ from lowprec_check.engine.core.devices import peak_allocated
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.run import memory_limits
 from lowprec_check.engine.run.memory_limits import (
-    MOST_TIMES_FP32,
     SMALL,
     ModelBytes,
     Part,
@@ -182,7 +181,7 @@ def test_shares_are_limited_unless_they_are_asked_for(budget_error: str, monkeyp
         assert not run.notes
     else:
         (note,) = run.notes
-        assert f"more than {MOST_TIMES_FP32} times fp32" in note
+        assert "more than 0.1 times fp32" in note
         assert "--budget-error on" in note
 
 
