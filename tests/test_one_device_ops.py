@@ -24,7 +24,7 @@ from lowprec_check.catalog.one_device_ops import (
 from lowprec_check.catalog.predictable import predicted_device
 from lowprec_check.catalog.records import LOW
 from lowprec_check.catalog.toml_tables import read_tables
-from lowprec_check.engine.device_twin.kernel_support import KernelSupport
+from lowprec_check.engine.stand_in.kernel_support import KernelSupport
 from tools.one_device_ops import only_on, only_other_layouts
 from tools.xpu_declarations.registrations import parse
 

@@ -23,7 +23,7 @@ from lowprec_check.engine.model.user_module import texts_of_lines
 from lowprec_check.engine.plan.planner import plan_for_scan
 from lowprec_check.engine.run.ablations import with_ablation
 from lowprec_check.engine.run.further_batches import open_batches
-from lowprec_check.engine.run.isolation import check_isolation, check_isolation_of_twins, isolated, isolation_on
+from lowprec_check.engine.run.isolation import check_isolation, check_isolation_of_predictions, isolated, isolation_on
 from lowprec_check.engine.run.launcher import OnProgress
 from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.engine.run.target_runs import RunOptions, open_runs
@@ -134,7 +134,7 @@ def growing_scan(
     runs_on = "cpu" if machine.predicted is not None else machine.environment["device"]
     isolation = isolation or isolation_on(runs_on, source.best_on(runs_on))
     if machine.predicted is not None:
-        check_isolation_of_twins(isolation)
+        check_isolation_of_predictions(isolation)
     source.isolated_by(isolation)
     settings = run_options(options, runs_on, machine.predicted)
     if settings.steps:

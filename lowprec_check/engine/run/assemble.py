@@ -60,8 +60,8 @@ def make_run(job: Job, outcome: JobOutcome, tolerance: float | None) -> Run:
         stopped_by=explained.exception if explained else None,
         incomplete_because=outcome.incomplete_because or (explained.incomplete_because if explained else None),
         emulated=explained.emulated if explained else {},
-        known_ops=_of_the_model(outcome.twin_ops.known, outcome) if outcome.twin_ops else [],
-        assumed_ops=_of_the_model(outcome.twin_ops.assumed, outcome) if outcome.twin_ops else [],
+        known_ops=_of_the_model(outcome.stand_in_ops.known, outcome) if outcome.stand_in_ops else [],
+        assumed_ops=_of_the_model(outcome.stand_in_ops.assumed, outcome) if outcome.stand_in_ops else [],
         notes=[
             *(plain.notes if plain else ()),
             *((*explained.faults, *explained.notes) if explained else ()),

@@ -60,7 +60,7 @@ def check_isolation(isolation: str | None) -> None:
         raise UsageError(f"The isolation {isolation!r} needs Linux or macOS.", "Choose none.")
 
 
-def check_isolation_of_twins(isolation: Isolation) -> None:
+def check_isolation_of_predictions(isolation: Isolation) -> None:
     """Raise :class:`UsageError` for an isolation in which a process that predicts a device would do anything else."""
     if isolation not in ("fork", "spawn"):
         raise UsageError(

@@ -86,8 +86,8 @@ class Predicted(Struct, frozen=True, tag="predicted"):
     entries: list[WhatIf]
 
 
-class TwinOps(Struct, frozen=True, tag="twin-ops"):
-    """The ops in 16 bits that the twin of a device ran."""
+class StandInOps(Struct, frozen=True, tag="stand-in-ops"):
+    """The ops in 16 bits that the stand-in for a device ran."""
 
     known: list[str]
     """Those that the catalog has."""
@@ -168,7 +168,7 @@ FromJob = (
     | OpCallsFound
     | Explained
     | Predicted
-    | TwinOps
+    | StandInOps
     | InstrumentFault
     | InstanceReady
     | InstanceTimed

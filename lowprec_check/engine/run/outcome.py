@@ -17,10 +17,10 @@ from lowprec_check.engine.run.messages import (
     OpCallsFound,
     PlainDone,
     Predicted,
+    StandInOps,
     TrainingDone,
     TurnFailed,
     TurnTimed,
-    TwinOps,
 )
 from lowprec_check.engine.trace.journal import Instrumented
 from lowprec_check.engine.trace.places import CallSite
@@ -56,8 +56,8 @@ class JobOutcome:
     """The turns of all runs, if this job timed them."""
     what_if: list[WhatIf] | None = None
     """The output errors of formats that are not run, if they were predicted."""
-    twin_ops: TwinOps | None = None
-    """The ops that the twin of a device ran, if the job predicted."""
+    stand_in_ops: StandInOps | None = None
+    """The ops that the stand-in for a device ran, if the job predicted."""
     faults: list[str] = dataclasses.field(default_factory=list)
     """Failures of the tool after the plain run."""
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -98,8 +98,8 @@ class JobOutcome:
             self.op_calls_found.append(message.op_calls)
         elif isinstance(message, Predicted):
             self.what_if = message.entries
-        elif isinstance(message, TwinOps):
-            self.twin_ops = message
+        elif isinstance(message, StandInOps):
+            self.stand_in_ops = message
         elif isinstance(message, (TurnTimed, TurnFailed)):
             self.turns.append(message)
         elif isinstance(message, InstrumentFault):

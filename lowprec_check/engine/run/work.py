@@ -12,13 +12,6 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager, compiled_frames, own_compiled_code
-from lowprec_check.engine.device_twin.twin import (
-    assumed_ops,
-    become_twin,
-    check_process,
-    emulating,
-    known_ops,
-)
 from lowprec_check.engine.model.plain_run import reraise_interrupt, run_once
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.job import Job, Send
@@ -29,13 +22,20 @@ from lowprec_check.engine.run.messages import (
     InstrumentFault,
     OpCallsFound,
     Predicted,
-    TwinOps,
+    StandInOps,
 )
 from lowprec_check.engine.run.plain_part import Fp32Outputs, PlainPart
 from lowprec_check.engine.run.preparation import in_eager_mode, in_training, on_backend, on_device, prepared_for
 from lowprec_check.engine.run.same_draws import judge_with_same_draws
 from lowprec_check.engine.run.training_part import TrainingPart
 from lowprec_check.engine.run.training_reference import ReferenceTraining
+from lowprec_check.engine.stand_in.process import (
+    assumed_ops,
+    become_stand_in,
+    check_process,
+    known_ops,
+    standing_in,
+)
 from lowprec_check.engine.trace.execution import Emulation
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
 from lowprec_check.engine.trace.journal import Instrumented
@@ -54,11 +54,11 @@ from lowprec_check.schema.what_if import WhatIf
 def run_job(job: Job, target: Target, send: Send) -> None:
     """Run ``job`` and send each result as soon as it is known; afterwards the model is restored.
 
-    A job that predicts makes its process the twin of the device, which can do nothing else afterwards.
+    A job that predicts makes its process the stand-in for the device, which can do nothing else afterwards.
     """
     check_process(job.predicted)
     if job.predicted is not None:
-        become_twin(job.predicted)
+        become_stand_in(job.predicted)
         # The plain part, which has filters of its own, collects them.
         warnings.filterwarnings("ignore", message=FALLBACK_WARNING)
     with own_compiled_code(autocast=job.uses_autocast), on_device(target, torch.device(job.device)):
@@ -74,7 +74,7 @@ def run_job(job: Job, target: Target, send: Send) -> None:
         if job.extension:
             _train_with_extension(job, target, send)
     if job.predicted is not None:
-        send(TwinOps(known_ops(), assumed_ops()))
+        send(StandInOps(known_ops(), assumed_ops()))
 
 
 def _run_plain(job: Job, target: Target, send: Send) -> tuple[list[Tensor] | None, bool]:
@@ -126,7 +126,7 @@ def _kernels(job: Job) -> Iterator[None]:
     A compiler would trace the emulation, so that a prediction runs compiled code in eager mode.
     """
     eager = compiled_code_in_eager() if job.predicted is not None else contextlib.nullcontext()
-    with eager, withholding(job.without_kernel), emulating(job.predicted):
+    with eager, withholding(job.without_kernel), standing_in(job.predicted):
         yield
 
 
