@@ -10,8 +10,8 @@ import pytest
 from torch import nn
 
 import lowprec_check
-from lowprec_check.analysis.blame import Suspects, blame
 from lowprec_check.analysis.minimize import ModuleTree, Trials, Verdict, search
+from lowprec_check.analysis.suspects import Suspects, blame
 from lowprec_check.engine.core.source_location import ModuleStack
 from lowprec_check.engine.plan.apply import describe_modules
 from lowprec_check.engine.trace.instrument import uncalled_modules

@@ -106,7 +106,7 @@ def _client(address: str, jobs: int, stop: Callable[[], None]) -> Iterator[Any]:
         from distributed import TimeoutError as DaskTimeoutError
     except ModuleNotFoundError:
         raise UsageError(
-            "--engine dask needs dask.distributed, which is not installed.", "pip install 'lowprec-check[cluster]'"
+            "--engine dask needs dask.distributed, which is not installed.", "pip install 'dask[distributed]'"
         ) from None
     with contextlib.ExitStack() as stack:
         try:

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lowprec_check.analysis.blame import blame
 from lowprec_check.analysis.snippet import snippet
+from lowprec_check.analysis.suspects import blame
 from lowprec_check.engine.core.seed import kept_generators
 from lowprec_check.engine.machine import environment, version
 from lowprec_check.engine.model.target import Target, make_target
