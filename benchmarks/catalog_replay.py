@@ -25,10 +25,10 @@ from report_files import head, made, save
 from tabulate import tabulate
 
 from lowprec_check.catalog.aten import AtenCatalog
-from lowprec_check.catalog.declared import overload_name
+from lowprec_check.catalog.names import overload_name
 from lowprec_check.catalog.records import LOW, SHORT, Dtype
 from lowprec_check.engine.core.dispatch_mode import DispatchMode, run_op
-from lowprec_check.engine.sweep.calls import Caller, Setting
+from lowprec_check.engine.sweep.calls import Caller
 from lowprec_check.engine.sweep.op_replay import computes_with_floats, copied, try_call
 from lowprec_check.engine.sweep.samples import load_operators, samples_of, seed_all
 from lowprec_check.engine.trace.ops import outputs_of, traits
@@ -77,7 +77,7 @@ class KeptArguments(DispatchMode):
 def replay(name: str, bound: int) -> list[tuple[str, Dtype, str | None]]:
     """For every call that an operator's samples make: the op, the dtype, and what it raised."""
     operator = load_operators()[name]
-    caller = Caller(name, operator, Setting("cpu", bound, ("float16", "bfloat16"), torch.float64))
+    caller = Caller(operator, "cpu")
     seed_all(name)
     found: list[tuple[str, Dtype, str | None]] = []
     for sample in samples_of(operator, "cpu", bound):

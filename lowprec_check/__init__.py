@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lowprec_check import catalog
     from lowprec_check.analysis.diff import ScanDiff, diff_scans
-    from lowprec_check.engine.model.application import Application
+    from lowprec_check.engine.model.prepared import Application
     from lowprec_check.engine.model.quantized_model import QuantizedModel, load_quantized, quantize
     from lowprec_check.engine.plan.apply import apply
     from lowprec_check.engine.plan.planner import find_plan
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from lowprec_check.schema.run_key import RunKey
     from lowprec_check.schema.scan_result import Diagnostic, Gap, ModelInfo, ResultError, Run, ScanResult
     from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo
+    from lowprec_check.schema.ways_to_train import WayToTrain
     from lowprec_check.schema.what_if import OperandFormat, WhatIf, WhatIfFormat
 
 _MODULES = {
-    "Application": "engine.model.application",
+    "Application": "engine.model.prepared",
     "Backend": "schema.axes",
     "Code": "schema.axes",
     "Device": "schema.axes",
@@ -61,6 +62,7 @@ _MODULES = {
     "ScanResult": "schema.scan_result",
     "Share": "schema.measures",
     "UsageError": "errors",
+    "WayToTrain": "schema.ways_to_train",
     "WhatIf": "schema.what_if",
     "WhatIfFormat": "schema.what_if",
     "apply": "engine.plan.apply",
@@ -103,6 +105,7 @@ __all__ = [
     "ScanResult",
     "Share",
     "UsageError",
+    "WayToTrain",
     "WhatIf",
     "WhatIfFormat",
     "apply",

@@ -20,10 +20,10 @@ from torch.nn import functional
 
 from lowprec_check import Run, ScanResult, UsageError, scan
 from lowprec_check.catalog.predictable import predicted_device
-from lowprec_check.engine.load import TargetSpec, load_here
 from lowprec_check.engine.machine import machine_for
 from lowprec_check.engine.model.zoo import import_torchvision
 from lowprec_check.engine.run.isolation import isolated
+from lowprec_check.engine.run.target_source import TargetSpec, load_here
 from lowprec_check.engine.scan import scan_target
 from lowprec_check.engine.stand_in import process
 from lowprec_check.engine.stand_in.kernel_support import KernelSupport

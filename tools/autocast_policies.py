@@ -12,11 +12,19 @@ from pathlib import Path
 
 import msgspec
 
-from lowprec_check.catalog.autocast_header import HEADER, parse_header
-from lowprec_check.catalog.autocast_releases import FILE, HeaderChanges, ReadHeader, all_changes, read_releases
+from lowprec_check.catalog.autocast_releases import (
+    DEVICE_OPS,
+    FILE,
+    HEADER_POLICIES,
+    HeaderChanges,
+    HeaderPolicy,
+    ReadHeader,
+    read_releases,
+)
 from lowprec_check.catalog.data_files import data_folder
-from lowprec_check.catalog.declared import release_of
+from lowprec_check.catalog.versions import release_of, version_key
 from lowprec_check.errors import UsageError
+from tools.autocast_header import HEADER, AutocastHeaderError, parse_header
 
 TOP = f"""\
 # The ops that autocast on CUDA and XPU wraps, by policy, from torch's header {HEADER} of each release.
@@ -35,7 +43,26 @@ def read_headers(arguments: Iterable[str]) -> dict[str, ReadHeader]:
             text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
             raise UsageError(f"{argument}: {error}.", "Write VERSION=PATH.") from None
-        found[release_of(build)] = ReadHeader(build, parse_header(text))
+        policies = parse_header(text)
+        for entry in DEVICE_OPS:
+            if entry.op in policies and version_key(entry.since) <= version_key(release_of(build)):
+                raise AutocastHeaderError(f"it lists an op that {entry.devices[0]} registers itself: {entry.op}")
+        found[release_of(build)] = ReadHeader(build, policies)
+    return found
+
+
+def all_changes(headers: Iterable[ReadHeader]) -> list[HeaderChanges]:
+    """What to store for headers, one per release: oldest first, the ops sorted."""
+    found: list[HeaderChanges] = []
+    before: Mapping[str, HeaderPolicy] = {}
+    for build, after in sorted(headers, key=lambda header: version_key(header.build)):
+        lists: dict[str, list[str]] = {policy.replace("-", "_"): [] for policy in HEADER_POLICIES}
+        for op, policy in sorted(after.items()):
+            if before.get(op) != policy:
+                lists[policy.replace("-", "_")].append(op)
+        removed = sorted(before.keys() - after.keys())
+        found.append(HeaderChanges(torch=release_of(build), build=build, removed=removed, **lists))
+        before = after
     return found
 
 

@@ -6,8 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lowprec_check.catalog.declared import release_of
-from lowprec_check.catalog.toml_tables import version_key
+from lowprec_check.catalog.versions import release_of, version_key
 from lowprec_check.schema.axes import BACKENDS, device_type
 from lowprec_check.schema.measures import InputLayout
 from lowprec_check.schema.precisions import PRECISIONS, Precision
@@ -105,7 +104,7 @@ def convert_targets(conversion: Conversion) -> list[str]:
 
 # -- The code that a user pastes to run a model as recommended, in pure PyTorch
 #
-# Its results equal those of :mod:`lowprec_check.engine.model.application` bit for bit.
+# Its results equal those of :mod:`lowprec_check.engine.model.prepared` bit for bit.
 
 _UNDER_AUTOCAST = """\
 def keep_in_fp32(model, names):  # run these modules on fp32 inputs, without autocast

@@ -1,7 +1,7 @@
 """The autocast policies of CUDA and XPU in each supported release of torch.
 
-`catalog/autocast-policies.toml` has the ops that the header of each release lists (see
-:mod:`lowprec_check.catalog.autocast_header`); :data:`DEVICE_OPS` has those that a device registers elsewhere.
+`catalog/autocast-policies.toml` has the ops that torch's header `ATen/autocast_mode.h` lists in each release;
+:data:`DEVICE_OPS` has those that a device registers elsewhere.
 
 >>> policies_of("xpu", "2.15")["layer_norm"]
 'fp32'
@@ -12,16 +12,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-from lowprec_check.catalog.autocast_header import POLICIES, AutocastHeaderError, HeaderPolicy, parse_header
-from lowprec_check.catalog.data_files import data_folder
-from lowprec_check.catalog.declared import has_extension, release_of
-from lowprec_check.catalog.toml_tables import read_tables, version_key
+from lowprec_check.catalog.data_files import data_folder, read_tables
+from lowprec_check.catalog.versions import has_extension, release_of, version_key
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.base import StrictStruct
 
+HeaderPolicy = Literal["lower", "fp32", "fp32-set-dtype", "fp32-append-dtype", "promote"]
+"""What autocast does with the inputs of an op.
+
+``lower``: casts them to the autocast dtype. ``fp32``: casts them to fp32. ``fp32-set-dtype``: leaves them, and sets the
+argument ``dtype`` to fp32 if the caller did not set it. ``fp32-append-dtype``: calls the overload that has a ``dtype``,
+with fp32. ``promote``: casts them to the widest of their dtypes, at least the autocast dtype. Only floating inputs on the
+device are cast, and fp64 never is; the two policies about ``dtype`` apply if the first input is one that may be cast.
+"""
+HEADER_POLICIES: tuple[HeaderPolicy, ...] = get_args(HeaderPolicy)
 CastPolicy = Literal[HeaderPolicy, "fp16", "banned"]
 """A policy of the header, or one of a device alone. ``fp16``: casts to fp16, whatever the autocast dtype is.
 ``banned``: raises.
@@ -81,7 +88,7 @@ class HeaderChanges(StrictStruct, frozen=True, kw_only=True, rename="kebab"):
 
     def added(self) -> Iterator[tuple[str, HeaderPolicy]]:
         """Ops that are new or have another policy than before."""
-        for policy in POLICIES.values():
+        for policy in HEADER_POLICIES:
             for op in getattr(self, policy.replace("-", "_")):
                 yield op, policy
 
@@ -96,25 +103,6 @@ def policies_of(device: str, torch: str) -> dict[str, CastPolicy]:
         raise UsageError(
             f"The catalog has no autocast policies for torch {torch}.", f"Releases with policies: {', '.join(known)}."
         )
-    return _on_device(device, torch, known[release_of(torch)].policies)
-
-
-def installed_policies(device: str, torch: str, header: str, registered: Iterable[str]) -> dict[str, CastPolicy]:
-    """The policies of the installed torch, from its version and the text of its header.
-
-    ``registered`` are the ops (`aten::mm`) that this torch registers for autocast on the device. Raises
-    :class:`AutocastHeaderError` if they are not those of the result.
-    """
-    found = _on_device(device, torch, parse_header(header))
-    ops = {name.removeprefix("aten::") for name in registered if name.startswith("aten::")}
-    optional = {entry.op for entry in DEVICE_OPS if entry.needs_device_build}
-    if differing := (ops ^ found.keys()) - (optional - ops):
-        raise AutocastHeaderError(f"torch registers other ops than the header lists: {', '.join(sorted(differing))}")
-    return found
-
-
-def _on_device(device: str, torch: str, listed: Mapping[str, HeaderPolicy]) -> dict[str, CastPolicy]:
-    """The policies in the header and those of the device alone."""
     kind = device_type(device)
     if kind not in DEVICES:
         raise UsageError(f"The catalog has no autocast policies for {device}.", f"Choose from {', '.join(DEVICES)}.")
@@ -123,9 +111,25 @@ def _on_device(device: str, torch: str, listed: Mapping[str, HeaderPolicy]) -> d
         for entry in DEVICE_OPS
         if kind in entry.devices and version_key(entry.since) <= version_key(release_of(torch))
     }
-    if twice := own.keys() & listed.keys():
-        raise AutocastHeaderError(f"it lists ops that {kind} registers itself: {', '.join(sorted(twice))}")
-    return {**listed, **own}
+    return {**known[release_of(torch)].policies, **own}
+
+
+def installed_policies(device: str, torch: str, registered: Iterable[str]) -> dict[str, CastPolicy]:
+    """The policies of the installed torch, whose version is ``torch``.
+
+    ``registered`` are the ops (`aten::mm`) that this build registers for autocast on the device; raises :class:`UsageError` if the
+    catalog has others for its release.
+    """
+    found = policies_of(device, torch)
+    ops = {name.removeprefix("aten::") for name in registered if name.startswith("aten::")}
+    optional = {entry.op for entry in DEVICE_OPS if entry.needs_device_build}
+    if differing := (ops ^ found.keys()) - (optional - ops):
+        raise UsageError(
+            f"torch {torch} registers other ops for autocast than the catalog has: {', '.join(sorted(differing))}.",
+            "lowprec-check does not know the autocast policies of this build of torch. Use a release that it knows, or "
+            "update lowprec-check.",
+        )
+    return found
 
 
 @cache
@@ -139,46 +143,30 @@ def read_releases(path: Path) -> dict[str, ReadHeader]:
     found: dict[str, ReadHeader] = {}
     policies: dict[str, HeaderPolicy] = {}
     for changes in read_tables(path, "release", HeaderChanges):
-        where = f"{path.name}: release {changes.torch}"
-        if release_of(changes.build) != changes.torch:
-            raise UsageError(f"{where}: build {changes.build} is not of this release.", _REBUILD)
-        if found and version_key(changes.torch) <= version_key(list(found)[-1]):
-            raise UsageError(f"{where}: duplicate or not sorted.", _REBUILD)
-        policies = _apply(where, policies, changes)
+        if wrong := _why_wrong(changes, found, policies):
+            raise UsageError(f"{path.name}: release {changes.torch}: {wrong}.", _REBUILD)
+        policies = {op: policy for op, policy in policies.items() if op not in changes.removed} | dict(changes.added())
+        if missing := {*HEADER_POLICIES} - {*policies.values()}:
+            raise UsageError(f"{path.name}: release {changes.torch}: no op is {min(missing)}.", _REBUILD)
         found[changes.torch] = ReadHeader(changes.build, policies)
     if not found:
         raise UsageError(f"{path.name}: no releases.", _REBUILD)
     return found
 
 
-def _apply(where: str, before: Mapping[str, HeaderPolicy], changes: HeaderChanges) -> dict[str, HeaderPolicy]:
-    """The policies after the changes of a release."""
-    after = dict(before)
+def _why_wrong(
+    changes: HeaderChanges, earlier: Mapping[str, ReadHeader], before: Mapping[str, HeaderPolicy]
+) -> str | None:
+    """What is wrong with the changes of a release; ``before`` are the policies of the one before it."""
+    if release_of(changes.build) != changes.torch:
+        return f"build {changes.build} is not of this release"
+    if earlier and version_key(changes.torch) <= version_key(list(earlier)[-1]):
+        return "duplicate or not sorted"
     named = [*changes.removed, *(op for op, _ in changes.added())]
     if twice := {op for op in named if named.count(op) > 1}:
-        raise UsageError(f"{where}: duplicate op {min(twice)}.", _REBUILD)
+        return f"duplicate op {min(twice)}"
     for op in changes.removed:
-        if after.pop(op, None) is None:
-            raise UsageError(f"{where}: removes {op}, which the release before does not have.", _REBUILD)
-    for op, policy in changes.added():
-        if before.get(op) == policy:
-            raise UsageError(f"{where}: {op} is {policy} already.", _REBUILD)
-        after[op] = policy
-    if missing := set(POLICIES.values()) - set(after.values()):
-        raise UsageError(f"{where}: no op is {min(missing)}.", _REBUILD)
-    return after
-
-
-def all_changes(headers: Iterable[ReadHeader]) -> list[HeaderChanges]:
-    """What to store for headers, one per release: oldest first, the ops sorted."""
-    found: list[HeaderChanges] = []
-    before: Mapping[str, HeaderPolicy] = {}
-    for build, after in sorted(headers, key=lambda header: version_key(header.build)):
-        lists: dict[str, list[str]] = {policy.replace("-", "_"): [] for policy in POLICIES.values()}
-        for op, policy in sorted(after.items()):
-            if before.get(op) != policy:
-                lists[policy.replace("-", "_")].append(op)
-        removed = sorted(before.keys() - after.keys())
-        found.append(HeaderChanges(torch=release_of(build), build=build, removed=removed, **lists))
-        before = after
-    return found
+        if op not in before:
+            return f"removes {op}, which the release before does not have"
+    same = [f"{op} is {policy} already" for op, policy in changes.added() if before.get(op) == policy]
+    return same[0] if same else None

@@ -83,7 +83,7 @@ def scan(
 
     check_codes([*options.select, *options.ignore])
     with stdout_kept(), progress(quiet) as shown:
-        from lowprec_check.engine.load import TargetSpec
+        from lowprec_check.engine.run.target_source import TargetSpec
         from lowprec_check.engine.session import scan_file
 
         spec = TargetSpec(target, tuple(inputs or ()), weights, scale_weights)

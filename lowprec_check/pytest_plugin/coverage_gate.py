@@ -12,8 +12,7 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from lowprec_check.analysis.coverage_changes import CoverageDiff, diff_coverages
-from lowprec_check.analysis.suite_coverage import Coverage, coverage_of, precision_of
+from lowprec_check.analysis.suite_coverage import Coverage, CoverageDiff, coverage_of, diff_coverages, precision_of
 from lowprec_check.catalog.aten import AtenCatalog
 from lowprec_check.catalog.measured import catalog_device
 from lowprec_check.catalog.names import dtype_of, why_not_covered

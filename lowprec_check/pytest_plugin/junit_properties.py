@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lowprec_check.analysis.suite_coverage import Cell, Coverage, OpUse, cell_of, precision_of
-from lowprec_check.catalog.declared import overload_name
+from lowprec_check.catalog.names import overload_name
 from lowprec_check.errors import encodable
 from lowprec_check.pytest_plugin.coverage_gate import CoverageGate
 

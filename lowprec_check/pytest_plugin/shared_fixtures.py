@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lowprec_check.catalog.numbers import Numbers, stronger
+from lowprec_check.catalog.records import Numbers, stronger
 
 Recorded = tuple[Numbers, str | None]
 """The strongest numbers an op was called with, and the line of the project that called it first."""

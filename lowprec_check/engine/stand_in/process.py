@@ -12,7 +12,6 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +19,8 @@ from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
 
-from lowprec_check.catalog.autocast_header import HEADER
 from lowprec_check.catalog.autocast_releases import CastPolicy, installed_policies, policies_of
-from lowprec_check.catalog.declared import release_of
+from lowprec_check.catalog.versions import release_of
 from lowprec_check.engine.core.autocast_policies import aten_overload
 from lowprec_check.engine.core.op_kernels import replace_autocast_kernels
 from lowprec_check.engine.stand_in.kernel_support import KernelSupport
@@ -87,13 +85,12 @@ def known_ops() -> list[str]:
 
 
 def policies_for(device: PredictedDevice) -> Mapping[str, CastPolicy]:
-    """The autocast policies of ``device``: from the header of the installed torch if it has that release, else from the catalog."""
+    """The autocast policies of ``device``; if they are those of the installed torch, it must register the same ops."""
     if device.autocast != release_of(torch.__version__):
         return policies_of(device.name, device.autocast)
-    header = (Path(torch.__file__).parent / HEADER).read_text(encoding="utf-8")
     key = f"Autocast{device.name.upper()}"
     registered = torch._C._dispatch_get_registrations_for_dispatch_key(key)
-    return installed_policies(device.name, torch.__version__, header, registered)
+    return installed_policies(device.name, torch.__version__, registered)
 
 
 def _answer_as(device: str) -> None:

@@ -1,0 +1,142 @@
+"""What a scan runs to learn more of a run: what fails, with the modules blamed in fp32; what passes, on further batches."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from lowprec_check.analysis.error_shares import blamed_modules
+from lowprec_check.analysis.run_summary import error_of, ranges_by_place
+from lowprec_check.engine.core.seed import kept_generators
+from lowprec_check.engine.run.launcher import OnProgress
+from lowprec_check.engine.run.target_runs import RunOptions, TargetRuns, open_runs
+from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.errors import UsageError
+from lowprec_check.process import Isolation
+from lowprec_check.schema.measures import Ablation, BatchRanges
+from lowprec_check.schema.scan_result import Run
+
+_PASSING = ("ok", "unjudged", "skipped")
+
+_OF_FIRST_BATCH = ("latency_ms", "peak_memory_bytes", "timing", "setup_seconds", "metric", "layer_errors")
+"""What is measured on the first batch only."""
+
+SLOWEST_MS = 5000.0
+"""A run that takes longer for a call is not repeated to test what its analysis blames."""
+
+
+def with_ablation(runs: TargetRuns, run: Run) -> Run:
+    """``run`` with its ablation, the same plain run with the modules blamed in fp32, if it fails by its error and its analysis
+    blames a module.
+    """
+    blamed = blamed_modules(run) if run.is_eager and run.training is None else None
+    if blamed is None or (run.latency_ms or 0.0) > SLOWEST_MS:
+        return run
+    kept = runs.run(
+        run.precision,
+        memory_format=run.memory_format,
+        keep_fp32=blamed.modules,
+        measured=False,
+        instrumented=False,
+    )
+    ablation = Ablation(
+        keep_fp32=list(blamed.modules),
+        blamed_for=blamed.blamed_for,
+        status=kept.status,
+        rel_l2=kept.output_error.rel_l2 if kept.output_error is not None else None,
+        predicted=blamed.predicted,
+    )
+    return msgspec.structs.replace(run, ablation=ablation)
+
+
+class FurtherBatches:
+    """The target with the inputs of batch 1, 2, …; the scan runs batch 0 itself."""
+
+    def __init__(self, batches: Sequence[TargetRuns]) -> None:
+        self.batches = batches
+
+    def references(self, first: Run) -> None:
+        """Run fp32 on each batch; ``first`` is that of batch 0. Raises :class:`UsageError` naming a batch on which it fails."""
+        for number, batch in enumerate(self.batches, start=1):
+            try:
+                batch.reference(timed_as=first)
+            except UsageError as error:
+                raise UsageError(f"On batch {number} of `inputs`: {error.message}", error.hint) from None
+
+    def check(self, run: Run) -> Run:
+        """``run``, if it passes on batch 0, with what the others show.
+
+        If it fails on one of them, its status and explanation are of that batch, and those after it are not run. The op-by-op
+        analysis leaves out local errors, unless the batch fails.
+        """
+        if run.status != "ok" or not self.batches:
+            return run
+        runs = [run]
+        for number, batch in enumerate(self.batches, start=1):
+            found = self._run(batch, run)
+            runs.append(found)
+            if found.status not in _PASSING:
+                return msgspec.structs.replace(
+                    found,
+                    failed_batch=number,
+                    batches=_ranges_of(runs),
+                    explained_by=found.explained_by or run.explained_by,
+                    notes=list(dict.fromkeys([*run.notes, *found.notes])),
+                    **{name: getattr(run, name) for name in _OF_FIRST_BATCH},
+                )
+        worst = max((known for known in runs if known.status == "ok"), key=error_of)
+        notes = [
+            f"batch {number}: {found.status}; {note}"
+            for number, found in enumerate(runs)
+            if found.status != "ok"
+            for note in found.notes or [found.reason or "its output holds nothing to compare with fp32's"]
+        ]
+        return msgspec.structs.replace(
+            run, output_error=worst.output_error, notes=[*run.notes, *notes], batches=_ranges_of(runs)
+        )
+
+    def _run(self, batch: TargetRuns, run: Run) -> Run:
+        key, analyzed = (run.precision, run.backend, run.memory_format), bool(run.op_calls)
+        if not analyzed:
+            return batch.run(*key, measured=False, instrumented=False)
+        light = "accumulated" if batch.options.errors == "both" else batch.options.errors
+        found = batch.run(*key, measured=False, errors=light)
+        if found.status in _PASSING or light == batch.options.errors:
+            return found
+        again = batch.run(*key, measured=False)
+        return again if again.status == found.status else found
+
+
+def _ranges_of(runs: Sequence[Run]) -> BatchRanges:
+    """What ``runs`` of one precision, each on another batch, show together."""
+    return BatchRanges(
+        statuses=[run.status for run in runs],
+        output_errors=[run.output_error.distance if run.output_error else None for run in runs],
+        places=ranges_by_place([run.op_calls for run in runs]),
+    )
+
+
+@contextlib.contextmanager
+def open_batches(
+    source: TargetSource, number: int, options: RunOptions, isolation: Isolation, on_progress: OnProgress | None = None
+) -> Iterator[FurtherBatches]:
+    """Yield the batches after the first of ``number``; raises :class:`UsageError` if `inputs` has fewer.
+
+    Nothing is timed in a scenario on them.
+    """
+    options, batches = dataclasses.replace(options, scenario=None), []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(kept_generators())
+        for index in range(1, number):
+            report = None if on_progress is None else functools.partial(_report_batch, on_progress, index)
+            opened = open_runs(source.batch(index, options.seed), options, isolation, report)
+            batches.append(stack.enter_context(opened))
+        yield FurtherBatches(batches)
+
+
+def _report_batch(on_progress: OnProgress, number: int, run: str, doing: str) -> None:
+    on_progress(run, f"batch {number}, {doing}")
