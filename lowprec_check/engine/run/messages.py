@@ -83,7 +83,7 @@ class StandInOps(Struct, frozen=True, tag="stand-in-ops"):
     """Those that it does not have."""
 
 
-class Fault(Struct, frozen=True, tag="fault"):
+class PartFailed(Struct, frozen=True, tag="part-failed"):
     """The tool failed after the plain run: the run has no explanation, but keeps its status."""
 
     message: str
@@ -149,7 +149,7 @@ TaskMessage = (
     | Instrumented
     | Predicted
     | StandInOps
-    | Fault
+    | PartFailed
     | Ready
     | TurnTimed
     | TurnFailed
