@@ -50,7 +50,7 @@ from lowprec_check.catalog.measured import sweep_of
 from lowprec_check.catalog.predictable import predicted_device
 from lowprec_check.catalog.records import LOW
 from lowprec_check.engine.model.zoo import import_torchvision
-from lowprec_check.engine.stand_in.process import become_stand_in, standing_in
+from lowprec_check.engine.stand_in.stand_in_process import become_stand_in, standing_in
 from lowprec_check.engine.sweep.calls import Caller
 from lowprec_check.engine.sweep.failures import Raised
 from lowprec_check.engine.sweep.samples import MAX_GENERATED, larger, load_operators, samples_of, seed_all

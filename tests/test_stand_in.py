@@ -25,9 +25,9 @@ from lowprec_check.engine.model.zoo import import_torchvision
 from lowprec_check.engine.run.isolation import isolated
 from lowprec_check.engine.run.target_source import TargetSpec, load_here
 from lowprec_check.engine.scan import scan_target
-from lowprec_check.engine.stand_in import process
+from lowprec_check.engine.stand_in import stand_in_process
+from lowprec_check.engine.stand_in.device_kernels import StandInKernels
 from lowprec_check.engine.stand_in.kernel_support import KernelSupport
-from lowprec_check.engine.stand_in.kernels import StandInKernels
 from lowprec_check.schema.measures import PredictedDevice
 from lowprec_check.schema.options import ScanOptions
 
@@ -455,17 +455,17 @@ def test_a_prediction_leaves_this_process_as_it_was() -> None:
     assert before[0] == "torch.bfloat16"
     predicted(Flow(), torch.randn(2, 3, 8, 8))
     assert (softmax_under_autocast(), torch.get_autocast_dtype("cpu"), os.getpid()) == before
-    process.check_process(None)
+    stand_in_process.check_process(None)
 
 
 def test_a_process_that_became_a_stand_in_does_nothing_else() -> None:
     def other_work() -> list[str]:
-        process.become_stand_in(device("cuda"))
-        process.become_stand_in(device("cuda"))
+        stand_in_process.become_stand_in(device("cuda"))
+        stand_in_process.become_stand_in(device("cuda"))
         raised = []
         for wanted in (None, device("xpu"), device("cuda", "2.11")):
             try:
-                process.check_process(wanted)
+                stand_in_process.check_process(wanted)
             except RuntimeError as error:
                 raised.append(str(error))
         return raised

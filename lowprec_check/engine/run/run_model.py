@@ -20,7 +20,7 @@ from lowprec_check.engine.run.preparation import in_eager_mode, in_training, on_
 from lowprec_check.engine.run.tasks import AnalysisTask, ExplainTask, ExtensionTask, ModelTask, RunTask, WhatIfTask
 from lowprec_check.engine.run.training_part import TrainingPart
 from lowprec_check.engine.run.training_reference import ReferenceTraining
-from lowprec_check.engine.stand_in.process import assumed_ops, known_ops, standing_in
+from lowprec_check.engine.stand_in.stand_in_process import assumed_ops, known_ops, standing_in
 from lowprec_check.engine.trace.execution import Emulation
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
 from lowprec_check.engine.trace.journal import Instrumented

@@ -35,7 +35,7 @@ from lowprec_check.engine.run.tasks import (
     WhatIfTask,
 )
 from lowprec_check.engine.run.turns import Receive, time_in_place, time_instance, time_turns
-from lowprec_check.engine.stand_in.process import become_stand_in, check_process
+from lowprec_check.engine.stand_in.stand_in_process import become_stand_in, check_process
 from lowprec_check.errors import UsageError, first_line, message_of
 from lowprec_check.process.function_worker import Channel, Ended
 from lowprec_check.schema.axes import BACKENDS
