@@ -28,10 +28,11 @@ from lowprec_check.catalog.aten import AtenCatalog
 from lowprec_check.catalog.names import overload_name
 from lowprec_check.catalog.records import LOW, SHORT, Dtype
 from lowprec_check.engine.core.dispatch_mode import DispatchMode, run_op
+from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.sweep.calls import Caller
-from lowprec_check.engine.sweep.op_replay import computes_with_floats, copied, try_call
 from lowprec_check.engine.sweep.samples import load_operators, samples_of, seed_all
-from lowprec_check.engine.trace.ops import outputs_of, traits
+from lowprec_check.engine.trace.ops import Args, Kwargs, outputs_of, tensors_in, traits
+from lowprec_check.pytest_plugin.fixture.cast_replay import copied, try_call
 
 SECONDS = 20
 PER_SAMPLE = 2
@@ -56,6 +57,13 @@ All 1016 of ops that the catalog knows to run, or not to run, agree with it.
 
 Left: calls with empty outputs are not counted, since every kernel runs on them (`_pdist_forward` of one row). Autocast and
 accelerators are not compared."""
+
+
+def computes_with_floats(args: Args, kwargs: Kwargs) -> bool:
+    """Whether an argument is a real floating tensor or dtype, so that a cast changes it."""
+    return any(is_float(tensor) and not tensor.is_complex() for tensor in tensors_in(args, kwargs)) or any(
+        isinstance(value, torch.dtype) and value.is_floating_point for value in (*args, *kwargs.values())
+    )
 
 
 class KeptArguments(DispatchMode):

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from catalog_replay import fills_an_output
+from catalog_replay import computes_with_floats, fills_an_output
 
 from lowprec_check.catalog.aten import AtenCatalog, AtenSupport
 from lowprec_check.catalog.records import LOW
 from lowprec_check.engine.core.dispatch_mode import DispatchMode, run_op
 from lowprec_check.engine.sweep.calls import Caller
-from lowprec_check.engine.sweep.op_replay import computes_with_floats
 from lowprec_check.engine.sweep.samples import load_operators, samples_of, seed_all
 from lowprec_check.engine.trace.ops import traits
 from lowprec_check.pytest_plugin import replayed_calls

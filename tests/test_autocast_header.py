@@ -17,7 +17,7 @@ from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowprec_check.catalog.autocast_releases import (
+from lowprec_check.catalog.predictable import (
     DEVICE_OPS,
     DEVICES,
     FILE,
@@ -39,7 +39,7 @@ from tools.autocast_header import (
     AutocastHeaderError,
     parse_header,
 )
-from tools.autocast_policies import all_changes, encode, read_headers, save
+from tools.autocast_policies import all_changes, check, encode, read_headers, save
 
 TEXT = (Path(torch.__file__).parent / HEADER).read_text(encoding="utf-8")
 PARSED = parse_header(TEXT)
@@ -365,17 +365,21 @@ def test_a_wrong_file_is_an_error(tmp_path: Path, before: str, after: str, messa
     assert found
     (tmp_path / FILE).write_text(head + after + tail, encoding="utf-8")
     with pytest.raises(UsageError, match=message):
-        read_releases(tmp_path / FILE)
+        check(tmp_path / FILE)
 
 
 def test_a_file_without_a_policy_or_without_releases_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / FILE
     path.write_text('[[release]]\ntorch = "2.6"\nbuild = "2.6.0"\nlower = ["mm"]\n', encoding="utf-8")
     with pytest.raises(UsageError, match=r"release 2\.6: no op is fp32"):
-        read_releases(path)
+        check(path)
     path.write_text("", encoding="utf-8")
     with pytest.raises(UsageError, match="no releases"):
-        read_releases(path)
+        check(path)
+
+
+def test_the_file_of_the_catalog_is_right() -> None:
+    assert check(STORED) == releases()
 
 
 def test_each_device_op_names_its_source() -> None:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from lowprec_check.catalog.autocast_releases import HeaderPolicy
+from lowprec_check.catalog.predictable import HeaderPolicy
 from lowprec_check.errors import UsageError
 
 HEADER = "include/ATen/autocast_mode.h"

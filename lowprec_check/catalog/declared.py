@@ -171,8 +171,8 @@ class Release(TorchRelease):
     modes = MODES[:2]
 
     def __init__(self, device: str, torch: str, sources: Mapping[str, Source], ops: VersionRows[DeclaredRow]) -> None:
-        self.device, self.torch, self.sources, self.ops = device, torch, sources, ops
         """``torch`` is the release, `2.13`; ``ops`` are by overload name without a namespace: `add.Tensor`, `dot`."""
+        self.device, self.torch, self.sources, self.ops = device, torch, sources, ops
         self.release, self.key = torch, version_key(torch)
 
     def row(self, op: str) -> DeclaredRow | None:

@@ -120,11 +120,12 @@ class TorchRelease(abc.ABC):
     def cell(self, op: str, dtype: Dtype, mode: Mode) -> SupportCell:
         """The support of an operator, since or until which release, and what subclasses add."""
         support = self.support(op, dtype, mode)
-        state, since, past = support and support.state, None, [self]
+        state, since, is_oldest = support and support.state, None, False
         if support is not None and state == "all":
             past = [other for other in self.history() if other.key <= self.key and other.counts_for(op)]
             while past and (found := past[-1].support(op, dtype, mode)) and found.rank == support.rank:
                 since = past.pop().release
+            is_oldest = not past
         return SupportCell(
             device=self.device,
             torch=self.release,
@@ -135,7 +136,7 @@ class TorchRelease(abc.ABC):
             not_applicable=why_operator_not_applicable(op, dtype),
             evidence=self.basis,
             since=since,
-            since_oldest=not past,
+            since_oldest=is_oldest,
             fixed_in=fixed_since(self, [op], dtype, mode) if state in ("some", "none") else None,
             on_cpu=support.on_cpu if support else None,
             at=support.at if support else None,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from lowprec_check.catalog.autocast_releases import CastPolicy, installed_policies, policies_of
+from lowprec_check.catalog.predictable import CastPolicy, installed_policies, policies_of
 from lowprec_check.catalog.versions import release_of
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
 from lowprec_check.engine.device_twin import twin_autocast
