@@ -53,6 +53,22 @@ def test_links_are_valid(document: Path, link: str) -> None:
     assert not anchor or anchor in anchors_of(target)
 
 
+MEASURED = re.compile(r"\d ?(?:×|ms\b|MiB|KiB|GiB)|\d[.,]?\d*e-\d|\d+ of \d+")
+GUIDES = [path for path in ROOT.glob("docs/*.md") if path.name not in make_reference().REFERENCES]
+
+
+@pytest.mark.parametrize("document", [ROOT / "README.md", *GUIDES], ids=lambda path: path.name)
+def test_measured_figures_name_the_report_that_has_them(document: Path) -> None:
+    """A section whose table has measured figures links to a committed report; what explains a format or a limit is no measurement."""
+    explained = {"Times, and what is worth it"}  # the words that stand for figures
+    sections = re.split(r"^##+ ", document.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    assert sections
+    for section in sections:
+        title = section.partition("\n")[0]
+        rows = [line for line in section.splitlines() if line.startswith("|") and MEASURED.search(line)]
+        assert len(rows) < 3 or "reports/" in section or title in explained, (title, rows[:3])
+
+
 @pytest.mark.parametrize(
     ("document", "marker", "command"),
     [
