@@ -1,1 +1,0 @@
-"""A twin of a device that is not here: its autocast policy and its kernels, emulated on the CPU."""
