@@ -53,6 +53,21 @@ def test_links_are_valid(document: Path, link: str) -> None:
     assert not anchor or anchor in anchors_of(target)
 
 
+WALK = re.compile(r"^\| \d+ \| `([\w/]+)` \|", re.MULTILINE)
+
+
+def test_the_walks_through_the_code_are_short_and_lead_through_modules_that_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    walks = [WALK.findall(section) for section in text.split("\n## ") if WALK.search(section)]
+    assert len(walks) == 2
+    for walk in walks:
+        assert 5 < len(walk) <= 12
+    named = set(re.findall(r"`((?:cli|engine|analysis|report|schema)/[\w/]+?)/?`", text.partition("## The layout")[0]))
+    assert len(named) > 15
+    package = ROOT / "lowprec_check"
+    assert not {name for name in named if not (package / f"{name}.py").exists() and not (package / name).is_dir()}
+
+
 MEASURED = re.compile(r"\d ?(?:×|ms\b|MiB|KiB|GiB)|\d[.,]?\d*e-\d|\d+ of \d+")
 GUIDES = [path for path in ROOT.glob("docs/*.md") if path.name not in make_reference().REFERENCES]
 
