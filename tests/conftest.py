@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import importlib.metadata
+import json
 import os
 import subprocess
 import sys
@@ -131,6 +134,43 @@ def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         return Done(int(ended.value.code or 0), *capfd.readouterr())
 
     return call_main
+
+
+class Scanned(NamedTuple):
+    """What a scan printed, and the result that it saved."""
+
+    done: Done
+    result: ScanResult
+
+
+SharedScan = Callable[..., Scanned]
+
+
+@pytest.fixture
+def shared_scan(call: Call, tmp_path_factory: pytest.TempPathFactory) -> SharedScan:
+    """Scan with the command once for all tests, also of other workers: ``shared_scan(path)``, which may have options behind it.
+
+    For tests that only read what it found. A test of how a scan is run scans itself.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all workers
+
+    def scan_once(*arguments: str | Path) -> Scanned:
+        name = hashlib.sha256(json.dumps([*map(str, arguments)]).encode()).hexdigest()[:16]
+        saved, printed = folder / f"scan-{name}.json", folder / f"scan-{name}.printed"
+        with open(folder / f"scan-{name}.lock", "w", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                if not printed.exists():
+                    done = call("scan", *arguments, "--json", saved)
+                    assert saved.exists(), done.stderr
+                    printed.write_text(json.dumps(done), encoding="utf-8")
+            finally:
+                fcntl.flock(lock, fcntl.LOCK_UN)  # closing it is not enough: forks may have it too
+        return Scanned(Done(*json.loads(printed.read_text(encoding="utf-8"))), ScanResult.load(saved))
+
+    return scan_once
 
 
 def call_process(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,6 @@
-"""All classification models of torchvision at small size: nothing perturbed, and each status is the bare model's.
+"""One small model of each family of torchvision at small size: nothing perturbed, and each status is the bare model's.
 
-Half is left to ``benchmarks/breadth.py`` but for small models: without fp16 arithmetic a CPU takes minutes for it.
+``benchmarks/breadth.py`` has all models and sizes: the larger ones of a family call the same ops more often.
 """
 
 from __future__ import annotations
@@ -16,22 +16,26 @@ from lowprec_check.engine.model.zoo import import_torchvision
 
 pytestmark = pytest.mark.slow
 
-BIG = (
-    "vit_h_14",
-    "vit_l_16",
-    "vit_l_32",
-    "regnet_y_128gf",
-    "regnet_y_32gf",
-    "regnet_x_32gf",
-    "convnext_large",
-    "swin_b",
-)
-SMALL = ("mobilenet_v2", "mobilenet_v3_small", "resnet18", "shufflenet_v2_x0_5", "squeezenet1_1", "mnasnet0_5")
+# The smallest of each file of torchvision, and of each kind of block in a file: with and without bottleneck or groups, fused or not.
+FAMILIES = (
+    "alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet", "inception_v3", "maxvit_t",
+    "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small", "regnet_x_400mf", "regnet_y_400mf", "resnet18", "resnet50",
+    "resnext50_32x4d", "shufflenet_v2_x0_5", "squeezenet1_1", "swin_t", "swin_v2_t", "vgg11", "vit_b_32",
+)  # fmt: skip
+# Convolutions with and without batch norm, by channel and with gates, concatenated, shuffled; layer norm; global and shifted attention.
+KINDS = (
+    "resnet18", "squeezenet1_1", "mobilenet_v3_small", "densenet121", "shufflenet_v2_x0_5", "convnext_tiny", "vit_b_32", "swin_v2_t",
+)  # fmt: skip
+# Without fp16 arithmetic a CPU takes minutes for larger ones. Gates, shuffled channels, no batch norm.
+SMALL = ("mobilenet_v3_small", "shufflenet_v2_x0_5", "squeezenet1_1")
 
 
-def names() -> list[str]:
-    torchvision = import_torchvision()
-    return [name for name in torchvision.models.list_models(module=torchvision.models) if name not in BIG]
+def test_every_family_has_a_case() -> None:
+    models = import_torchvision().models
+    names = models.list_models(module=models)
+    families = {name: models.get_model_builder(name).__module__ for name in names}
+    assert len(set(families.values())) > 10
+    assert {families[name] for name in FAMILIES} == set(families.values())
 
 
 def check(name: str, precision: str) -> None:
@@ -48,12 +52,12 @@ def check(name: str, precision: str) -> None:
     assert found.perturbed is False
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", FAMILIES)
 def test_bfloat16(name: str) -> None:
     check(name, "bfloat16")
 
 
-@pytest.mark.parametrize("name", names()[::3])
+@pytest.mark.parametrize("name", KINDS)
 def test_autocast(name: str) -> None:
     check(name, "autocast-bf16")
 

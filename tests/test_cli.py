@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import EXAMPLES, ROOT, Call, call_process
+from conftest import EXAMPLES, ROOT, Call, SharedScan, call_process
 
 from lowprec_check.analysis.rules.registry import rules
 from lowprec_check.cli.progress import Progress, progress
@@ -113,10 +113,8 @@ def test_select_and_ignore(write: Write, call: Call) -> None:
     "example",
     [pytest.param(path, id=path.stem, marks=[] if path.stem == "whitening" else pytest.mark.slow) for path in EXAMPLES],
 )
-def test_every_example_gets_a_recommendation(example: Path, call: Call) -> None:
-    # The fp16 runs of the decoder take seconds; the README's command includes them.
-    options = ["-p", "bfloat16", "-p", "autocast-bf16"] if example.stem == "spade_decoder" else []
-    done = call("scan", str(example.relative_to(ROOT)), *options)
+def test_every_example_gets_a_recommendation(example: Path, shared_scan: SharedScan) -> None:
+    done = shared_scan(example.relative_to(ROOT)).done
     assert done.returncode == 0, done.stderr
     assert re.search(r"^(Use|Stay in fp32)", done.stdout, re.MULTILINE)
     assert max(map(len, done.stdout.splitlines())) <= 104

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EXAMPLES, Call
+from conftest import EXAMPLES, ROOT, Call, SharedScan
 from torch import nn
 from user_files import NET
 
@@ -643,7 +643,8 @@ def test_the_printed_code_runs_as_printed(here: Path, write: Write, call: Call, 
     text, attribute, inputs, expected = FORMS[form]
     path = write(NET + text)
     shapes = [option for shape in inputs for option in ("--inputs", shape)]
-    check_printed_code(call, NET + text, f"{path}{attribute}", *shapes, expected=expected)
+    result = scan_untimed(call, f"{path}{attribute}", *shapes)
+    check_printed_code(result, NET + text, expected=expected)
 
 
 @pytest.mark.slow
@@ -662,17 +663,20 @@ def test_the_printed_code_of_a_package_imports_it(here: Path, write: Write, monk
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_the_printed_code_of_the_examples_gives_the_reported_error(example: Path, call: Call) -> None:
-    check_printed_code(call, example.read_text(encoding="utf-8"), str(example), errors=True)
+def test_the_printed_code_of_the_examples_gives_the_reported_error(example: Path, shared_scan: SharedScan) -> None:
+    scanned = shared_scan(example.relative_to(ROOT))
+    check_printed_code(scanned.result, example.read_text(encoding="utf-8"), errors=True)
 
 
-def check_printed_code(
-    call: Call, text: str, *arguments: str, expected: str | None = None, errors: bool = False
-) -> None:
-    """Scan, then run the code for every precision that passed; with ``errors``, its output has the reported error."""
+def scan_untimed(call: Call, *arguments: str) -> ScanResult:
+    """Scan with the command, whatever it finds."""
     done = call("scan", *arguments, "--json", "-", "--fail-on", "never", "-q", "--times", "off")
     assert done.returncode == 0, done.stderr
-    result = ScanResult.from_json(done.stdout.encode())
+    return ScanResult.from_json(done.stdout.encode())
+
+
+def check_printed_code(result: ScanResult, text: str, *, expected: str | None = None, errors: bool = False) -> None:
+    """Run the code for every precision that passed; with ``errors``, its output has the reported error."""
     fp32 = run_code(text, snippet(result.run("fp32").key, result.model))["output"]
     passed = [run for run in result.runs if run.is_low and run.base is None and run.status == "ok"]
     assert passed
