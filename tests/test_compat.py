@@ -128,14 +128,14 @@ def test_it_resumes_after_an_interruption(sound: str, gap: str, tmp_path: Path) 
     assert scan_all(wanted, folder, on_row=lambda *_: pytest.fail("all is done")) == found
 
 
-@pytest.mark.slow
-def test_a_model_without_scan_and_page_is_scanned_again(sound: str, tmp_path: Path) -> None:
+def test_a_model_without_scan_and_page_is_scanned_again(sound: str, scans: Scans, tmp_path: Path) -> None:
     folder, wanted = tmp_path / "out", requests_of(sound)
     found = scan_all(wanted, folder)
     (folder / "scans" / f"{found.rows[0].slug}.json").unlink()
     again_result: list[ScanResult] = []
     again = scan_all(wanted, folder, on_row=lambda done, of, row, result: again_result.append(result))
-    assert [result.target for result in again_result] == [sound]
+    assert scans == [sound, sound]
+    assert again_result == [RESULT]
     (folder / "models").mkdir()
     write_report(again_result[0], folder / "models" / f"{again.rows[0].slug}.md")
     (folder / "scans" / f"{found.rows[0].slug}.json").unlink()
@@ -166,16 +166,15 @@ def test_an_edited_file_is_scanned_again(sound: str, gap: str, tmp_path: Path) -
     assert [row.cells[0].status for row in found.rows] == ["error", "error"]
 
 
-@pytest.mark.slow
-def test_a_longer_list_keeps_the_rows_of_the_shorter(sound: str, tmp_path: Path) -> None:
+def test_a_longer_list_keeps_the_rows_of_the_shorter(sound: str, scans: Scans, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     scan_all(requests_of(sound), folder)
     both = with_slugs([Request(sound, FAST), Request(sound, (*FAST, "--seed", "1"))])
     assert [len(row.options) for row in scan_all(both, folder).rows] == [len(FAST), len(FAST) + 2]
+    assert scans == [sound, sound]
 
 
-@pytest.mark.slow
-def test_other_options_or_versions_are_scanned_again(sound: str, tmp_path: Path) -> None:
+def test_other_options_or_versions_are_scanned_again(sound: str, scans: Scans, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     found = scan_all(requests_of(sound), folder)
     other = expand_requests([Request(sound)], (*FAST, "--seed", "1"), [])
@@ -185,6 +184,7 @@ def test_other_options_or_versions_are_scanned_again(sound: str, tmp_path: Path)
     data["rows"][0]["made_with"]["torch"] = "1.0"
     (folder / "matrix.json").write_text(json.dumps(data))
     assert scan_all(other, folder).rows[0].made_with == found.rows[0].made_with
+    assert scans == [sound] * 3
 
 
 @pytest.mark.slow

@@ -185,7 +185,8 @@ def test_several_faults_are_found_in_one_trial_and_the_error_is_as_predicted() -
         )
         for dtype in ("bf16", "fp16")
         for path in EXAMPLES
-        if (path.stem, dtype) != ("spade_decoder", "fp16")  # four seconds a run here
+        if dtype == "bf16"
+        or path.stem not in ("spade_decoder", "cifar_resnet50")  # fp16 convolutions take seconds a run
     ],
 )
 def test_every_example_gets_a_plan_or_a_reason_and_its_code_equals_apply(

@@ -90,8 +90,8 @@ DEADLY = {
     "a hang": ("time.sleep(600)", "timeout"),
 }
 
-SMALL_INPUTS = {"cifar_resnet50": ("2x3x8x8",), "spade_decoder": ("1x64x4x4",)}
-"""Shapes for the examples with convolutions, which take seconds in half precision where the processor has no arithmetic for it."""
+SMALL_INPUTS = {"spade_decoder": ("1x64x4x4",)}
+"""Shapes for the example with convolutions, which take seconds in half precision where the processor has no arithmetic for it."""
 
 
 def source_of(folder: Path, line: str) -> TargetSource:
@@ -156,7 +156,8 @@ def test_rows_are_those_of_fresh_interpreters(tmp_path: Path, line: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+# ResNet-50 takes half of the time of all; its layers are also those of the decoder.
+@pytest.mark.parametrize("path", [p for p in EXAMPLES if p.stem != "cifar_resnet50"], ids=lambda path: path.stem)
 def test_rows_of_examples_are_those_of_processes_of_their_own(path: Path) -> None:
     source = load_here(TargetSpec(str(path), SMALL_INPUTS.get(path.stem, ())), 0)
     one, other = (scanned(source, isolation, precisions=None, budget=120.0) for isolation in ("shared", "fork"))

@@ -125,7 +125,7 @@ def transformer() -> tuple[nn.Module, Tensor]:
 def test_the_prediction_is_the_error_of_the_emulated_model(build: Any, format: str) -> None:
     torch.manual_seed(0)
     model, x = build()
-    entry = predictions(model, x, formats=[format], probes=1024)[format]  # what is tested is not their number
+    entry = predictions(model, x, formats=[format], probes=256)[format]  # what is tested is not their number
     true = true_error(model, format, x)
     assert entry.predicted is not None
     assert true / FACTOR < entry.predicted < true * FACTOR, (entry.predicted, true)
