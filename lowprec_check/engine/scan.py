@@ -42,7 +42,7 @@ from lowprec_check.schema.scan_result import Run, ScanResult
 class ScanArguments(ScanOptions):
     """The keyword arguments of :func:`scan`."""
 
-    precision: Names = option(None, "Another name of precisions.")
+    precision: Names = option(None, "Another name of precisions.", registry=PRECISIONS)
     loss: Callable[..., Tensor] | None = option(
         None,
         "loss(output) -> tensor, run and checked as part of the model. If it requires more arguments, it gets the elements of a "
@@ -128,8 +128,8 @@ def growing_scan(
     machine, isolation = prepared_runs(
         source,
         isolation,
-        options.device,
-        lambda: machine_for(options.device, options.torch_version, predict=options.predict),
+        options.device_name,
+        lambda: machine_for(options.device_name, options.torch_version, predict=options.predict),
     )
     settings = run_options(options, machine.runs_on, machine.predicted)
     if settings.steps:

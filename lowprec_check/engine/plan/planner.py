@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,6 +38,8 @@ QUICK = Limits(max_trials=60, seconds=120.0)
 class PlanArguments(PlanOptions):
     """The keyword arguments of :func:`find_plan`."""
 
+    use_metric: bool = field(default=False, init=False)
+    predict: bool = field(default=True, init=False)
     loss: Callable[[Any], Tensor] | None = option(None, "loss(output) -> tensor, run as part of the model.")
     metric: Callable[[nn.Module], float] | None = option(
         None, "metric(model) -> float, higher is better; used instead of the tolerance."
@@ -99,7 +101,7 @@ def growing_planning(
         )
     parse_withheld(options.without_kernel)
     machine, isolation = prepared_runs(
-        source, isolation, options.device, lambda: Machine(environment=environment(options.device))
+        source, isolation, options.device_name, lambda: Machine(environment=environment(options.device_name))
     )
     settings = RunOptions(
         device=machine.runs_on,
