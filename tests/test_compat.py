@@ -30,7 +30,8 @@ from lowprec_check.compat.runner import scan_all
 from lowprec_check.compat.scan_process import ScanLimits, ScanOutcome, failed_row, row_of
 from lowprec_check.compat.target_list import Request, expand_requests, read_list, with_slugs
 from lowprec_check.errors import UsageError
-from lowprec_check.report.matrix import matrix_document, matrix_page
+from lowprec_check.report.matrix import matrix_document
+from lowprec_check.report.registry import format_of
 from lowprec_check.report.registry import write as write_report
 from lowprec_check.schema import matrix
 from lowprec_check.schema.matrix import Matrix, MatrixRow
@@ -258,7 +259,7 @@ def matrix_of(*texts: str) -> Matrix:
 
 
 def index(found: Matrix, suffix: str = ".md") -> str:
-    return matrix_page(matrix_document(found, pages=suffix), suffix)
+    return format_of(Path(suffix)).lay_out(matrix_document(found, pages=suffix))
 
 
 def test_the_index_has_totals_status_error_speed_and_first_gap() -> None:

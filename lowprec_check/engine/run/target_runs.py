@@ -307,7 +307,7 @@ class TargetRuns:
             )
         precision = PRECISIONS.get(key.precision)
         reason = backend.skip_reason(precision, key.device, key.memory_format)
-        if self.options.predicted is None:
+        if self.options.predicted is None:  # torch disables the autocast of a device that is not here
             reason = reason or autocast_problem(precision, device_type(key.device))
         elif precision.kind in ("cast", "autocast"):
             problem = why_not_covered(precision)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager, compiled_frames, own_compiled_code
 from lowprec_check.engine.core.devices import check_accelerators
-from lowprec_check.engine.device_twin.twin import assumed_ops, become_twin, check_process, emulating, known_ops
 from lowprec_check.engine.model.plain_run import PlainResult, describe_error, reraise_interrupt, run_once
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.leftovers import Leftovers
@@ -30,8 +29,8 @@ from lowprec_check.engine.run.messages import (
     PartFailed,
     Predicted,
     Send,
+    StandInOps,
     TaskMessage,
-    TwinOps,
     encode,
 )
 from lowprec_check.engine.run.place_log import note_model, packages_of
@@ -51,6 +50,13 @@ from lowprec_check.engine.run.tasks import (
 from lowprec_check.engine.run.training_part import TrainingPart
 from lowprec_check.engine.run.training_reference import ReferenceTraining
 from lowprec_check.engine.run.turns import Receive, time_in_place, time_instance, time_turns
+from lowprec_check.engine.stand_in.stand_in_process import (
+    assumed_ops,
+    become_stand_in,
+    check_process,
+    known_ops,
+    standing_in,
+)
 from lowprec_check.engine.trace.execution import Emulation
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
 from lowprec_check.engine.trace.journal import Instrumented
@@ -70,11 +76,11 @@ from lowprec_check.schema.ways_to_train import ways_of
 def work(task: ModelTask, target: Target, send: Send, receive: Receive) -> None:
     """Do ``task``; ``receive`` waits for what the parent sends meanwhile. Afterwards the model is restored.
 
-    A task that predicts makes its process the twin of the device, which can do nothing else afterwards.
+    A task that predicts makes its process the stand-in for the device, which can do nothing else afterwards.
     """
     check_process(task.predicted)
     if task.predicted is not None:
-        become_twin(task.predicted)
+        become_stand_in(task.predicted)
         # The plain part, which has filters of its own, collects them.
         warnings.filterwarnings("ignore", message=FALLBACK_WARNING)
     with own_compiled_code(autocast=task.uses_autocast), on_device(target, torch.device(task.device)):
@@ -108,7 +114,7 @@ def run_model(task: RunTask | ExplainTask, target: Target, send: Send) -> None:
         with _report_faults("instrumenting", send):
             send(_instrument(task, target, outputs, send, Emulation(slow, crashed, measure_once=measure_once)))
     if task.predicted is not None:
-        send(TwinOps(known_ops(), assumed_ops()))
+        send(StandInOps(known_ops(), assumed_ops()))
 
 
 def predict_formats(task: WhatIfTask, target: Target, send: Send) -> None:
@@ -207,7 +213,7 @@ def _kernels(task: ModelTask) -> Iterator[None]:
     A compiler would trace the emulation, so that a prediction runs compiled code in eager mode.
     """
     eager = compiled_code_in_eager() if task.predicted is not None else contextlib.nullcontext()
-    with eager, withholding(task.without_kernel), emulating(task.predicted):
+    with eager, withholding(task.without_kernel), standing_in(task.predicted):
         yield
 
 
