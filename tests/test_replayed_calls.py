@@ -17,7 +17,6 @@ from lowprec_check.catalog.aten import AtenCatalog, AtenSupport
 from lowprec_check.engine.sweep.failures import Raised
 from lowprec_check.engine.sweep.op_replay import try_call
 from lowprec_check.pytest_plugin import replayed_calls
-from lowprec_check.pytest_plugin.fixture import watch  # noqa: F401 - imported once for all projects
 from lowprec_check.pytest_plugin.fixture.kept_calls import MAX_BYTES, CallKeeper, loaded
 from lowprec_check.pytest_plugin.replayed_calls import CastReplay, ReplayAnswer, ReplayTask, with_answer
 

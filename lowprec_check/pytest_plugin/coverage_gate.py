@@ -1,24 +1,29 @@
-"""The options of ``--lowprec-coverage``, whether gaps fail a run that passes otherwise, and what it prints."""
+"""The options of ``--lowprec-coverage``, whether gaps fail a run that passes otherwise, and what it prints and adds to JUnit files."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.metadata
 import os
 import shlex
-from collections.abc import Sequence
+import xml.etree.ElementTree as ET
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 
 from lowprec_check.analysis.coverage_changes import CoverageDiff, diff_coverages
-from lowprec_check.analysis.suite_coverage import Coverage, coverage_of, precision_of
+from lowprec_check.analysis.suite_coverage import Cell, Coverage, OpUse, cell_of, coverage_of, precision_of
 from lowprec_check.catalog.aten import AtenCatalog
+from lowprec_check.catalog.declared import overload_name
 from lowprec_check.catalog.measured import catalog_device
 from lowprec_check.catalog.names import dtype_of, why_not_covered
-from lowprec_check.errors import UsageError
-from lowprec_check.pytest_plugin import options
+from lowprec_check.errors import UsageError, encodable
+from lowprec_check.pytest_plugin import hooks as options
 from lowprec_check.report.blocks import Document, Say
 from lowprec_check.report.coverage import (
     LONGEST_SUMMARY,
@@ -33,6 +38,8 @@ from lowprec_check.report.layout.text import text
 from lowprec_check.schema.precisions import PRECISIONS, Precision, low_precisions
 from lowprec_check.schema.registry import choices, words_in
 from lowprec_check.schema.statements import counted
+
+# -- The options of ``--lowprec-coverage``, whether gaps fail a run that passes otherwise, and what it prints
 
 # -- ``--lowprec-fail-on`` and ``--lowprec-baseline``: whether gaps fail a run that passes otherwise
 
@@ -299,3 +306,97 @@ def write_summary(found: Coverage, gate: CoverageGate) -> str | None:
     except OSError as error:
         return f"Cannot write GITHUB_STEP_SUMMARY, {path}: {error.strerror}."
     return None
+
+
+# -- What a run with coverage adds to pytest's JUnit file: properties of the suite and of its tests
+
+_COUNTS: dict[str, tuple[Cell, ...]] = {
+    "run": ("runs", "low", "fp32", "inputs"),
+    "run_in_part": ("some",),
+    "do_not_run": ("none",),
+    "not_known": ("unknown",),
+    "does_not_apply": ("inapplicable",),
+}
+"""The counts, by the end of their names."""
+
+
+class JunitProperties:
+    """Adds them at the end of the session, before pytest writes the file: only then is known what calls of the tests have shown.
+
+    ``record_property`` would be too early, so the test cases that pytest makes are kept; pytest has no public name for them.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._cases: defaultdict[str, list[Any]] = defaultdict(list)
+        """By test. It has several if it was repeated, and if both the test and its teardown failed."""
+
+    @functools.cached_property
+    def _xml(self) -> Any:
+        """The plugin of pytest; ``None`` if no file is written, or if another process writes it."""
+        try:
+            from _pytest.junitxml import xml_key
+        except ImportError:
+            return None
+        return self._config.stash.get(xml_key, None)
+
+    @contextlib.contextmanager
+    def cases_of(self, test: str) -> Iterator[None]:
+        """Keep the cases that pytest makes for a report of a test."""
+        cases: list[Any] = getattr(self._xml, "node_reporters_ordered", [])
+        before = len(cases)
+        yield
+        if len(cases) > before:
+            self._cases[test] += cases[before:]
+
+    def add(self, found: Coverage, gate: CoverageGate) -> None:
+        """Add the counts of each precision to the suite, and to each test the operators that fail."""
+        xml = self._xml
+        if xml is None:
+            return
+        for name, value in _junit_counts(found, gate).items():
+            xml.add_global_property(name, value)
+        for test, failing in _failing(found).items():
+            for case in self._cases[test]:
+                for key, names in failing.items():
+                    _add_property(case, f"lowprec_{precision_of(key)}", ", ".join(names))
+
+
+def _junit_counts(found: Coverage, gate: CoverageGate) -> dict[str, object]:
+    counts: dict[str, object] = {"lowprec_device": found.device, "lowprec_torch": found.torch}
+    for key in found.dtypes:
+        cells = Counter(cell_of(use.support[key]) for use in found.ops)
+        for name, counted in _COUNTS.items():
+            counts[f"lowprec_{precision_of(key)}_{name}"] = sum(cells[cell] for cell in counted)
+    if gate.new is not None:
+        counts["lowprec_new_gaps"] = len(gate.new)
+    return counts
+
+
+def _failing(found: Coverage) -> dict[str, dict[str, list[str]]]:
+    """By test and precision, the operators that fail: ``dot``, ``rrelu_with_noise (in part)``."""
+    by_test: defaultdict[str, dict[str, list[str]]] = defaultdict(dict)
+    for key in found.dtypes:
+        for use in found.ops:
+            if use.support[key].applies and use.support[key].state in ("none", "some"):
+                for test in found.tests_of(use):
+                    by_test[test].setdefault(key, []).append(_shown_op(use, key))
+    return by_test
+
+
+def _shown_op(use: OpUse, key: str) -> str:
+    part = " (in part)" if use.support[key].state == "some" else ""
+    return f"{overload_name(use.op)}{part}"
+
+
+def _add_property(case: Any, name: str, value: str) -> None:
+    """Add a property to a case; one that is finished consists of its XML element only."""
+    element = case.to_xml()
+    if element is not case.to_xml():
+        case.add_property(name, value)
+        return
+    properties = element.find("properties")
+    if properties is None:
+        properties = ET.Element("properties")
+        element.insert(0, properties)
+    properties.append(ET.Element("property", name=name, value=encodable(value)))

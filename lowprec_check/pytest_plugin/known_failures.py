@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from lowprec_check.errors import UsageError, encodable, type_name
-from lowprec_check.pytest_plugin import manifest, options
+from lowprec_check.pytest_plugin import hooks as options
+from lowprec_check.pytest_plugin import manifest
 from lowprec_check.pytest_plugin.manifest import NO_REASON, KnownFailure, Manifest, Result, closest
 from lowprec_check.pytest_plugin.marker import Case, is_device_available
 from lowprec_check.schema.axes import accelerators, device_type

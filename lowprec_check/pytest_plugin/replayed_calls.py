@@ -20,7 +20,7 @@ from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.process.command_worker import LineWorker
 from lowprec_check.process.interpreter import module_command
 from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor, describe_exit, signal_name
-from lowprec_check.pytest_plugin import options
+from lowprec_check.pytest_plugin import hooks as options
 from lowprec_check.pytest_plugin.marker import is_device_available
 from lowprec_check.schema.base import Struct
 
@@ -57,7 +57,7 @@ class ReplayAnswer(Struct, frozen=True, kw_only=True):
 #
 # While tests run, ``fixture/kept_calls.py`` keeps a call of each such op; ``fixture/cast_replay.py`` makes it again.
 
-WORKER = "lowprec_check.pytest_plugin.fixture.cast_replay"
+WORKER = "lowprec_check.pytest_plugin.fixture.kept_calls"
 START_SECONDS = 120.0
 CALL_SECONDS = 10.0
 """A call that takes longer is ended, and its op stays unknown."""
