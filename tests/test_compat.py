@@ -24,11 +24,18 @@ from hypothesis import strategies as st
 from shared_result import gap as gap_of
 from shared_result import run, shared_result
 
-from lowprec_check.compat.executors import map_unordered
 from lowprec_check.compat.report_folder import FolderLock
-from lowprec_check.compat.runner import scan_all
-from lowprec_check.compat.scan_process import ScanLimits, ScanOutcome, failed_row, row_of
-from lowprec_check.compat.target_list import Request, expand_requests, read_list, with_slugs
+from lowprec_check.compat.runner import map_unordered, scan_all
+from lowprec_check.compat.scan_process import (
+    Request,
+    ScanLimits,
+    ScanOutcome,
+    expand_requests,
+    failed_row,
+    read_list,
+    row_of,
+    with_slugs,
+)
 from lowprec_check.errors import UsageError
 from lowprec_check.report.matrix import matrix_document, matrix_page
 from lowprec_check.report.registry import write as write_report
