@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn
 
 from lowprec_check.analysis.run_summary import degenerate_output, label, memory_ratio, missing_kernels
 from lowprec_check.analysis.speed import speed
@@ -42,29 +42,23 @@ def read_list(path: Path) -> list[Request]:
 
     A file name that is not UTF-8 is read as it would be from the command line.
     """
+    hint, text = "one target per line, followed by scan options.", ""
     try:
         text = path.read_text(encoding="utf-8", errors="surrogateescape")
+        problem = "it has a null byte" if "\0" in text else None  # no argument of a command can contain it
     except OSError as error:
-        raise _unreadable(path, error.strerror) from None
-    if "\0" in text:  # no argument of a command can contain it
-        raise _unreadable(path, "it has a null byte")
+        problem = error.strerror
+    if problem is not None:
+        raise UsageError(f"Cannot read {path}: {problem}.", f"Choose a text file with {hint}")
     requests = []
     for number, line in enumerate(text.splitlines(), 1):
         try:
             words = shlex.split(line, comments=True)
         except ValueError as error:
-            raise UsageError(
-                f"Cannot parse {path}:{number}: {error}.",
-                "Write one target per line, followed by scan options.",
-            ) from None
+            raise UsageError(f"Cannot parse {path}:{number}: {error}.", f"Write {hint}") from None
         if words:
             requests.append(Request(words[0], tuple(words[1:])))
     return requests
-
-
-def _unreadable(path: Path, why: str | None) -> UsageError:
-    hint = "Choose a text file with one target per line, followed by scan options."
-    return UsageError(f"Cannot read {path}: {why}.", hint)
 
 
 def expand_requests(requests: Iterable[Request], options: tuple[str, ...], devices: Iterable[str]) -> list[Request]:
@@ -84,10 +78,12 @@ def with_slugs(requests: Iterable[Request]) -> list[Request]:
     """
     plain = {request: _plain_slug(request) for request in requests}
     taken = Counter(plain.values())
-    return [
-        request._replace(slug=slug if taken[slug] == 1 else f"{slug}-{_digest(request)}")
-        for request, slug in plain.items()
-    ]
+    found = []
+    for request, slug in plain.items():
+        text = "\0".join([request.target, *request.options])
+        digest = hashlib.sha256(encodable(text).encode()).hexdigest()[:6]
+        found.append(request._replace(slug=slug if taken[slug] == 1 else f"{slug}-{digest}"))
+    return found
 
 
 def _plain_slug(request: Request) -> str:
@@ -100,14 +96,7 @@ def _file_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")
 
 
-def _digest(request: Request) -> str:
-    text = "\0".join([request.target, *request.options])
-    return hashlib.sha256(encodable(text).encode()).hexdigest()[:6]
-
-
-# -- One scan as a process of its own, and the row of the matrix that it gives
-
-# -- Makes the rows of the matrix from scans, successful or failed
+# -- The row of the matrix that a scan gives
 
 _ENVIRONMENT = ("torch", "python", "device_name", "cpu_capability", "threads", "torchvision", "timm", "transformers")
 
@@ -124,7 +113,7 @@ def _as_given(saved: str) -> str:
 
 def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict[str, str]) -> MatrixRow:
     """Return the row of a scanned model."""
-    advice, about = result.recommendation, {**result.environment, "torch": result.torch or None}
+    about = {**result.environment, "torch": result.torch or None}
     return _row(
         request,
         seconds,
@@ -137,12 +126,14 @@ def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict
         inputs=result.model.inputs,
         environment={key: str(about[key]) for key in _ENVIRONMENT if about.get(key) is not None},
         cells=[_cell(run, result) for run in result.runs if not run.is_reference],
-        recommended=_advice(advice) if advice else None,
+        recommended=_advice(result.recommendation),
     )
 
 
-def _advice(advice: Recommendation) -> str:
+def _advice(advice: Recommendation | None) -> str | None:
     """``half``; ``fp32 (half saves 50 % of the memory)`` where fp32 is better in what is preferred."""
+    if advice is None:
+        return None
     name = advice.label + (f" + {len(advice.keep_fp32)} in fp32" if advice.keep_fp32 else "")
     if not advice.stay_in_fp32:
         return name if advice.evidence == "measured" else f"{name} ({advice.evidence})"
@@ -189,12 +180,8 @@ def _cell(run: Run, result: ScanResult) -> MatrixCell:
 
 def _codes(result: ScanResult, run: Run | None) -> list[str]:
     """The codes of the findings about ``run``, or about none: each once."""
-    found = [
-        diagnostic.code
-        for diagnostic in result.diagnostics
-        if (diagnostic.precision is None if run is None else diagnostic.is_about(run))
-    ]
-    return sorted(set(found))
+    about = [one for one in result.diagnostics if (one.precision is None if run is None else one.is_about(run))]
+    return sorted({one.code for one in about})
 
 
 def _digits(value: float | None) -> float | None:
@@ -202,8 +189,6 @@ def _digits(value: float | None) -> float | None:
 
 
 # -- Runs one scan in its own process, ``lowprec-check scan``, within limits
-
-_AS_JSON = ("--json", "-", "--quiet", "--fail-on", "never")
 
 
 class ScanLimits(NamedTuple):
@@ -233,8 +218,12 @@ def scan_one(request: Request, limits: ScanLimits) -> ScanOutcome:
         UsageError: no temporary file can be created.
     """
     started = time.monotonic()
+    device = ["--device", request.device] if request.device else []
+    options = ("--json", "-", "--quiet", "--fail-on", "never", *device, *request.options)
+    command = module_command("lowprec_check", "--no-settings", "scan", request.target, *options)
+    threads = {} if limits.threads is None else {"OMP_NUM_THREADS": str(limits.threads)}
     with temporary_file() as output, temporary_file() as errors:
-        worker = CommandWorker(_command(request), environment=_environment(limits), output=output, errors=errors)
+        worker = CommandWorker(command, environment=os.environ | threads, output=output, errors=errors)
         worker.set_timeout(limits.seconds)
         reason = _reason(_watch(worker), errors, limits)
         json = _read(output) if reason is None else b""
@@ -258,20 +247,8 @@ def end_running_scans() -> None:
         worker.end()
 
 
-def _command(request: Request) -> list[str]:
-    device = ["--device", request.device] if request.device else []
-    return module_command(
-        "lowprec_check", "--no-settings", "scan", request.target, *_AS_JSON, *device, *request.options
-    )
-
-
-def _environment(limits: ScanLimits) -> dict[str, str]:
-    threads = {} if limits.threads is None else {"OMP_NUM_THREADS": str(limits.threads)}
-    return os.environ | threads
-
-
-def _watch(worker: CommandWorker) -> int | Literal["timeout"]:
-    """Wait for a scan to end, and return its exit code or ``timeout``; an interruption kills it."""
+def _watch(worker: CommandWorker) -> int | None:
+    """Wait for a scan to end, and return its exit code; ``None`` if it took too long. An interruption kills it."""
     _running.add(worker)
     supervisor: Supervisor[CommandWorker, NoReturn] = Supervisor([worker])
     try:
@@ -281,12 +258,12 @@ def _watch(worker: CommandWorker) -> int | Literal["timeout"]:
             )
     finally:
         _running.discard(worker)
-    return "timeout" if last.exit_code is None else last.exit_code
+    return last.exit_code
 
 
-def _reason(ended: int | Literal["timeout"], errors: IO[bytes], limits: ScanLimits) -> str | None:
+def _reason(ended: int | None, errors: IO[bytes], limits: ScanLimits) -> str | None:
     """Why there is no result: the last line that starts with ``error:``, or the last line written to standard error."""
-    if ended == "timeout":
+    if ended is None:
         return f"timed out after {limits.seconds:.0f} s"
     if ended == 0:
         return None

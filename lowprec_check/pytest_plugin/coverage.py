@@ -5,20 +5,21 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from lowprec_check.analysis.suite_coverage import Coverage, OpUse, indexed
 from lowprec_check.catalog.aten import AtenSupport, AutocastDtype
-from lowprec_check.catalog.numbers import Numbers, stronger
+from lowprec_check.catalog.numbers import NUMBERS, Numbers, stronger
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.pytest_plugin import coverage_gate
-from lowprec_check.pytest_plugin import hooks as options
-from lowprec_check.pytest_plugin import hooks as own_frames
 from lowprec_check.pytest_plugin.coverage_gate import CoverageColumn, CoverageOptions, JunitProperties, checked_options
+from lowprec_check.pytest_plugin.hooks import is_worker, register_own_frames
 from lowprec_check.pytest_plugin.replayed_calls import KeptCalls
 from lowprec_check.report.coverage import RENDERERS
 from lowprec_check.schema.base import write_file
@@ -39,7 +40,7 @@ Ops = dict[str, Recorded]
 """By the name of the overload."""
 
 
-def merge(into: Ops, ops: Ops) -> None:
+def merge(into: Ops, ops: Mapping[str, Recorded]) -> None:
     """Add ``ops``, which were recorded later."""
     for op, (numbers, source) in ops.items():
         known = into.get(op)
@@ -49,7 +50,7 @@ def merge(into: Ops, ops: Ops) -> None:
 class SharedFixtures:
     """Separates the ops of shared fixtures from those of the test that happens to run."""
 
-    def __init__(self, take: Callable[[], Ops], prefix: str) -> None:
+    def __init__(self, take: Callable[[], Mapping[str, Recorded]], prefix: str) -> None:
         """``take`` returns what was recorded since it was called last; ``prefix`` is unique to this process."""
         self._take, self._prefix = take, prefix
         self._ids: dict[Any, str] = {}
@@ -150,7 +151,7 @@ def register(config: pytest.Config) -> None:
         recorder = CoverageRecorder(config, found)
         config.pluginmanager.register(recorder, "lowprec-coverage")
         config.pluginmanager.register(recorder.kept, "lowprec-kept-calls")
-        own_frames.register(config)
+        register_own_frames(config)
 
 
 class CoverageRecorder:
@@ -158,7 +159,11 @@ class CoverageRecorder:
 
     def __init__(self, config: pytest.Config, asked: CoverageOptions) -> None:
         self.config, self.columns, self.report, self.how, self.gate = config, *asked
-        self.root = _root(config)
+        self.root = config.rootpath
+        """The folder that lines of the project are relative to: on GitHub the checkout, where annotations look for them."""
+        checkout = os.environ.get("GITHUB_WORKSPACE")
+        if checkout and self.root.is_relative_to(os.path.realpath(checkout)):
+            self.root = Path(os.path.realpath(checkout))
         self.places: dict[str, tuple[str, int]] = {}
         """By test, where it is defined: the path, relative to pytest's root directory, and the line."""
         self.ran: set[str] = set()
@@ -202,15 +207,17 @@ class CoverageRecorder:
             from lowprec_check.pytest_plugin.fixture.watch import Watch
 
             self.kept.keeper = CallKeeper(self.kept.position)
-            self._watch = watch = Watch(str(self.root), self._may_be_gap, self.kept.wants, self.kept.keeper)
-            self._shared = SharedFixtures(lambda: _plain(watch.take()), options.worker_of(self.config))
+            self._watch = watch = Watch(str(self.root), self._wants_line, self.kept.wants, self.kept.keeper)
+            process = getattr(self.config, "workerinput", {}).get("workerid", "")
+            self._shared = SharedFixtures(watch.take, f"{process}:")
         self._watch.start()
         try:
             return (yield)
         finally:
             self._watch.stop()
 
-    def _may_be_gap(self, op: str) -> bool:
+    def _wants_line(self, op: str) -> bool:
+        """Whether the op may be a gap."""
         known = any(column.catalog.of(op).state in ("some", "none") for column in self.columns)
         return known or self.kept.wants(op)
 
@@ -255,14 +262,6 @@ class CoverageRecorder:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None, object, object]:
         """Collect the operators of each test; pytest keeps the reports until the end, without them."""
-        self._collect(report)
-        with self.junit.cases_of(encodable(report.nodeid)):
-            result = yield
-        for name in _ATTACHED:  # only now, since pytest-xdist sends the report in between
-            report.__dict__.pop(name, None)
-        return result
-
-    def _collect(self, report: pytest.TestReport) -> None:
         test = encodable(report.nodeid)
         path, line, _ = report.location
         self.places[test] = path, (line or 0) + 1
@@ -276,6 +275,11 @@ class CoverageRecorder:
             self.fixtures[test].update(ids)
         for key, ops in (fixtures or {}).items():
             merge(self.ops[key], ops)
+        with self.junit.cases_of(test):
+            result = yield
+        for name in _ATTACHED:  # only now, since pytest-xdist sends the report in between
+            report.__dict__.pop(name, None)
+        return result
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -288,7 +292,7 @@ class CoverageRecorder:
         self.kept.finish()
         if self._watch is not None:
             self._watch.close()
-        if options.is_worker(self.config):
+        if is_worker(self.config):
             self.config.workeroutput[_POLICIES] = self._autocast_policies()  # type: ignore[attr-defined]
             return
         if not self.ran:
@@ -321,9 +325,18 @@ class CoverageRecorder:
             for op, recorded in ops.items():
                 uses[op][test] = recorded
         tests = sorted(self.ran)
-        index = indexed(tests, uses)
-        numbers = {op: _strongest(by_test.values()) for op, by_test in uses.items()}
-        self._try_unknown(numbers)
+        index, weakest = indexed(tests, uses), NUMBERS[0]
+        numbers = {op: reduce(stronger, (one for one, _ in by.values()), weakest) for op, by in uses.items()}
+        pairs = [(op, column) for op in numbers for column in self.columns]
+        self.kept.try_all((op, column.catalog.dtype, self._support(op, numbers[op], column)) for op, column in pairs)
+        found = []
+        for op, by_test in sorted(uses.items()):
+            support = {column.key: self._support(op, numbers[op], column) for column in self.columns}
+            use = OpUse(op=op, tests=index[op], numbers=numbers[op], support=support)
+            if use.is_gap:
+                lines = {source or self._line_of(test) for test, (_, source) in by_test.items()}
+                use = msgspec.structs.replace(use, sources=sorted(lines, key=_by_line))
+            found.append(use)
         return Coverage(
             tool=_tool(),
             device=first.device,
@@ -332,26 +345,13 @@ class CoverageRecorder:
             recorded_torch=importlib.metadata.version("torch"),
             dtypes=[column.key for column in self.columns],
             tests=tests,
-            ops=[self._use(op, index[op], numbers[op], by_test) for op, by_test in sorted(uses.items())],
+            ops=found,
         )
-
-    def _try_unknown(self, numbers: dict[str, Numbers]) -> None:
-        """Try a call of each op that the catalog does not know."""
-        pairs = [(op, column) for op in numbers for column in self.columns]
-        self.kept.try_all((op, column.catalog.dtype, self._support(op, numbers[op], column)) for op, column in pairs)
 
     def _support(self, op: str, numbers: Numbers, column: CoverageColumn) -> AtenSupport:
         """What the catalog says of an op, and what a call of it has shown."""
         support = column.catalog.of(op, numbers, self.policies)
         return self.kept.settled(op, column.catalog.dtype, support)
-
-    def _use(self, op: str, index: list[int], numbers: Numbers, tests: dict[str, Recorded]) -> OpUse:
-        support = {column.key: self._support(op, numbers, column) for column in self.columns}
-        use = OpUse(op=op, tests=index, numbers=numbers, support=support)
-        if not use.is_gap:
-            return use
-        sources = sorted({source or self._line_of(test) for test, (_, source) in tests.items()}, key=_by_line)
-        return OpUse(op=op, tests=index, numbers=numbers, support=support, sources=sources)
 
     def _line_of(self, test: str) -> str:
         """The line of a test's definition relative to ``root``, ``tests/test_net.py:7``."""
@@ -360,7 +360,7 @@ class CoverageRecorder:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print new gaps and the table: with ``-v`` all operators, else only those that do not run in all cases."""
-        if options.is_worker(self.config):
+        if is_worker(self.config):
             return
         terminalreporter.section("lowprec coverage")
         if self.found is None:
@@ -378,32 +378,11 @@ class CoverageRecorder:
             terminalreporter.write_line(self.not_written or f"Full report: {self.report}")
 
 
-def _strongest(recorded: Iterable[Recorded]) -> Numbers:
-    """The strongest numbers that any of the tests called an op with."""
-    numbers: Numbers = "integer"
-    for called_with, _ in recorded:
-        numbers = stronger(numbers, called_with)
-    return numbers
-
-
 def _tool() -> str:
     try:
         return f"lowprec-check {importlib.metadata.version('lowprec-check')}"
     except importlib.metadata.PackageNotFoundError:  # run from a checkout
         return "lowprec-check"
-
-
-def _plain(found: dict[str, Any]) -> Ops:
-    """What was recorded, in types that pytest-xdist can send."""
-    return {op: (recorded.numbers, recorded.source) for op, recorded in found.items()}
-
-
-def _root(config: pytest.Config) -> Path:
-    """The folder that lines of the project are relative to: on GitHub the checkout, where annotations look for them."""
-    checkout = os.environ.get("GITHUB_WORKSPACE")
-    if checkout and config.rootpath.is_relative_to(os.path.realpath(checkout)):
-        return Path(os.path.realpath(checkout))
-    return config.rootpath
 
 
 def _by_line(source: str) -> tuple[str, int]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Literal, NamedTuple
 
-from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
@@ -73,27 +74,22 @@ class Support(NamedTuple):
 
 
 def support_of(asked: str, dtype: Dtype, device: str, *, backward: bool = False) -> Support:
-    """The support of the operators named ``asked``; raises :class:`UsageError` for an unknown name or device."""
+    """The support of the operators named ``asked``: of exactly that name, else of all that it may refer to.
+
+    Raises :class:`UsageError` for an unknown name or device.
+    """
     if device not in catalogued():
         raise UsageError(f"Unknown device {device!r}.", f"Choose from {', '.join(catalogued())}.")
     modes: tuple[Mode, ...] = ("forward", "backward") if backward else ("forward",)
-    records = _named(asked, device)
-    measured = _measured(device, tuple(record.op for record in records))
-    if measured is not None:
-        found = {record.op: record for record in measured.records}
-        states = [
-            _state(found[record.op], dtype, mode, device, measured.header) for record in records for mode in modes
-        ]
-        return Support(asked, dtype, device, measured.header.torch, "measured here", states)
-    return _from_catalog(asked, records, dtype, device, modes)
-
-
-def _named(asked: str, device: str) -> list[OpRecord]:
-    """The operators of exactly that name; if there are none, all that it may refer to."""
-    sweep = sweep_of(device) if history(device) else sweep_of("cpu")
-    found = find(asked, sweep.records)
+    found = find(asked, (sweep_of(device) if history(device) else sweep_of("cpu")).records)
     exact = [record for record in found if record.op == asked.rpartition("::")[2].removeprefix("torch.")]
-    return exact or found
+    ops = tuple(record.op for record in exact or found)
+    measured = _measured(device, ops)
+    if measured is not None:
+        records = {record.op: record for record in measured.records}
+        states = [_state(records[op], dtype, mode, device, measured.header) for op in ops for mode in modes]
+        return Support(asked, dtype, device, measured.header.torch, "measured here", states)
+    return _from_catalog(asked, ops, dtype, device, modes)
 
 
 @cache
@@ -120,29 +116,22 @@ def _state(record: OpRecord, dtype: Dtype, mode: Mode, device: str, header: Head
     return OpState(record.op, mode, state, passed, samples, failure, fixed_in)
 
 
-def _from_catalog(asked: str, records: list[OpRecord], dtype: Dtype, device: str, modes: tuple[Mode, ...]) -> Support:
-    installed = _installed_torch()
+def _from_catalog(asked: str, ops: Sequence[str], dtype: Dtype, device: str, modes: tuple[Mode, ...]) -> Support:
+    installed = importlib.metadata.version("torch")
     evidence: Evidence
     if is_declared(device):
         evidence, torch = "declared", declared.known_release(device, installed)
-        cells = [(record.op, cell) for record in records for cell in declared_cells(record.op, device, (dtype,), torch)]
+        cells = [(op, cell) for op in ops for cell in declared_cells(op, device, (dtype,), torch)]
     else:
         sweep = at_release(device, declared.release_of(installed)) or sweep_of(device)
         evidence, torch = "measured", sweep.release
-        known = [record.op for record in records if record.op in sweep.records]
-        cells = [(op, measured_cell(sweep, op, dtype, mode)) for op in known for mode in modes]
+        cells = [(op, measured_cell(sweep, op, dtype, mode)) for op in ops if op in sweep.records for mode in modes]
     states = [
         OpState(op, cell.mode, cell.state, cell.passed, cell.samples, cell.failure, cell.fixed_in, cell.not_applicable)
         for op, cell in cells
         if cell.mode in modes
     ]
     return Support(asked, dtype, device, torch, evidence, states)
-
-
-def _installed_torch() -> str:
-    import importlib.metadata
-
-    return importlib.metadata.version("torch")
 
 
 # -- Texts of failed assertions: all findings at once, in the format of a scan
@@ -190,22 +179,22 @@ def no_support_text(found: Support) -> str:
                 "The catalog has no data for it on this device. Measure it there with `lowprec-check catalog build`."
             )
         for state in found.failing:
-            _print_state(console, state)
+            samples = f", {state.passed} of {state.samples} samples" if state.samples else ""
+            no_backward = state.state is None and state.mode == "backward"
+            what = f"{'no backward' if no_backward else _WORDS[state.state]}{samples}"
+            if state.not_applicable:
+                what = f"the dtype does not apply: {state.not_applicable}"
+            console.print(f"{state.op}  {state.mode}: {what}")
+            for detail in _details(state) if not state.not_applicable else ():
+                console.print(Padding(Text(detail), (0, 0, 0, 6)))
     return printed.text.rstrip("\n")
 
 
-def _print_state(console: Console, state: OpState) -> None:
-    if state.not_applicable:
-        console.print(f"{state.op}  {state.mode}: the dtype does not apply: {state.not_applicable}")
-        return
-    samples = f", {state.passed} of {state.samples} samples" if state.samples else ""
-    no_backward = state.state is None and state.mode == "backward"
-    console.print(f"{state.op}  {state.mode}: {'no backward' if no_backward else _WORDS[state.state]}{samples}")
-    parts = []
-    if state.failure is not None:
-        at = f" in {state.failure.at}" if state.failure.at else ""
-        parts.append(f"{state.failure.kind}{at}: {shorten(state.failure.message)}{in_samples(state.failure.condition)}")
+def _details(state: OpState) -> Iterator[str]:
+    """How an operator fails, and what to do."""
+    failure = state.failure
+    if failure is not None:
+        at = f" in {failure.at}" if failure.at else ""
+        yield f"{failure.kind}{at}: {shorten(failure.message)}{in_samples(failure.condition)}"
     if state.state in ("some", "none"):
-        parts.append(f"→ {HELP}" + (f"; supported since torch {state.fixed_in}" if state.fixed_in else ""))
-    for part in parts:
-        console.print(Padding(Text(part), (0, 0, 0, 6)))
+        yield f"→ {HELP}" + (f"; supported since torch {state.fixed_in}" if state.fixed_in else "")

@@ -6,7 +6,7 @@ import collections
 import os
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.process.command_worker import LineWorker
 from lowprec_check.process.interpreter import module_command
 from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor, describe_exit, signal_name
-from lowprec_check.pytest_plugin import hooks as options
+from lowprec_check.pytest_plugin.hooks import is_worker
 from lowprec_check.pytest_plugin.marker import is_device_available
 from lowprec_check.schema.base import Struct
 
@@ -52,23 +52,14 @@ class ReplayAnswer(Struct, frozen=True, kw_only=True):
     """Why it was not tried in the dtype."""
 
 
-# -- Ops that the catalog does not know are tried: one call of the tests is made again in the dtype, in a process
-# of its own
-#
-# While tests run, ``fixture/kept_calls.py`` keeps a call of each such op; ``fixture/cast_replay.py`` makes it again.
+Answers = dict[tuple[str, Dtype], ReplayAnswer]
 
-WORKER = "lowprec_check.pytest_plugin.fixture.kept_calls"
-START_SECONDS = 120.0
-CALL_SECONDS = 10.0
-"""A call that takes longer is ended, and its op stays unknown."""
-ALL_SECONDS = 120.0
-"""Ops that were not tried after this time stay unknown."""
+# -- Ops that the catalog does not know are tried: one call of the tests is made again in the dtype, in a process of its own
+#
+# While tests run, ``fixture/kept_calls.py`` keeps a call of each such op, and makes it again in that process.
+
 _KEPT = "lowprec_kept_calls"
 _TRIED = "one call of these tests, tried here,"
-
-
-_DECODER = msgspec.json.Decoder(ReplayAnswer)
-Answers = dict[tuple[str, Dtype], ReplayAnswer]
 
 
 class KeptCalls:
@@ -106,9 +97,8 @@ class KeptCalls:
 
     def finish(self) -> None:
         """At the end of the session: a worker of pytest-xdist sends what it has kept."""
-        for op, call in (self.keeper.calls if self.keeper else {}).items():
-            self._add(op, tuple(call))
-        if options.is_worker(self.config):
+        self._add(self.keeper.calls if self.keeper else {})
+        if is_worker(self.config):
             self.config.workeroutput[_KEPT] = self.calls  # type: ignore[attr-defined]
 
     # -- in the process that collects results
@@ -116,13 +106,15 @@ class KeptCalls:
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         """Take the calls of a worker of pytest-xdist."""
-        for op, call in getattr(node, "workeroutput", {}).get(_KEPT, {}).items():
-            self._add(op, tuple(call))
+        self._add(getattr(node, "workeroutput", {}).get(_KEPT, {}))
 
-    def _add(self, op: str, call: Any) -> None:
-        known = self.calls.get(op)
-        if known is None or _rank(call) < _rank(known):
-            self.calls[op] = call
+    def _add(self, calls: Mapping[str, tuple[int, bytes | None, str | None]]) -> None:
+        def rank(call: tuple[int, bytes | None, str | None]) -> tuple[bool, int]:
+            return call[1] is None, call[0]
+
+        for op, call in calls.items():
+            if op not in self.calls or rank(call) < rank(self.calls[op]):
+                self.calls[op] = (*call,)
 
     def try_all(self, found: Iterable[tuple[str, Dtype, AtenSupport]]) -> None:
         """Try each op, in each dtype, of which a call can say more than the catalog."""
@@ -140,13 +132,7 @@ class KeptCalls:
     def settled(self, op: str, dtype: Dtype, support: AtenSupport) -> AtenSupport:
         """The support of an op, with what its call has shown."""
         answer = self.answers.get((op, dtype))
-        if answer is None or not _can_learn(support):
-            return support
-        return with_answer(op, support, answer)
-
-
-def _rank(call: tuple[int, bytes | None, str | None]) -> tuple[bool, int]:
-    return call[1] is None, call[0]
+        return with_answer(op, support, answer) if answer is not None and _can_learn(support) else support
 
 
 def _can_learn(support: AtenSupport) -> bool:
@@ -173,6 +159,15 @@ def with_answer(op: str, support: AtenSupport, answer: ReplayAnswer) -> AtenSupp
     return msgspec.structs.replace(support, state="none", kind=kind, message=message, tried_here=True)
 
 
+# -- The process
+
+WORKER = "lowprec_check.pytest_plugin.fixture.kept_calls"
+START_SECONDS = 120.0
+CALL_SECONDS = 10.0
+"""A call that takes longer is ended, and its op stays unknown."""
+ALL_SECONDS = 120.0
+"""Ops that were not tried after this time stay unknown."""
+
 ReplayWorker = LineWorker[ReplayAnswer]
 
 
@@ -184,50 +179,50 @@ class CastReplay:
         self.folder, self.answers = folder, Answers()
         self.current: ReplayTask | None = None
         self.started = 0
-        self.end = time.monotonic() + ALL_SECONDS
 
     def run(self) -> Answers:
         """Run until every call is tried, or the time is up."""
+        end = time.monotonic() + ALL_SECONDS
         with Supervisor[ReplayWorker, ReplayAnswer](tick=0.1) as supervisor:
             supervisor.add(self._start())
             for event in supervisor.events():
                 if isinstance(event, MessageEvent):
                     self._answer(event.message)
-                    self._send_next(event.worker)
-                elif event.state != "running" and self._lost(event):
-                    supervisor.add(self._start())
-                if (self.current is None and not self.waiting) or time.monotonic() > self.end:
+                    event.worker.set_timeout(ALL_SECONDS)
+                    self.current = self.waiting.popleft() if self.waiting else None
+                    if self.current is not None:
+                        event.worker.send_task(msgspec.json.encode(self.current))
+                elif event.state != "running":
+                    self._note_end(event)
+                    if self.waiting:
+                        supervisor.add(self._start())
+                if (self.current is None and not self.waiting) or time.monotonic() > end:
                     break
         return self.answers
 
     def _start(self) -> ReplayWorker:
         self.started += 1
         path = self.folder / f"{self.started}.breadcrumb"
-        breadcrumb = Breadcrumb.create(path)
-        command = module_command(WORKER, "--breadcrumb", str(path))
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
         worker: ReplayWorker = LineWorker(
-            command, _DECODER.decode, environment=environment, log=path.with_suffix(".log"), breadcrumb=breadcrumb
+            module_command(WORKER, "--breadcrumb", str(path)),
+            msgspec.json.Decoder(ReplayAnswer).decode,
+            environment=os.environ | {"OMP_NUM_THREADS": "1"},
+            log=path.with_suffix(".log"),
+            breadcrumb=Breadcrumb.create(path),
         )
         worker.set_timeout(START_SECONDS)
         worker.op_limit = CALL_SECONDS
         return worker
 
-    def _send_next(self, worker: ReplayWorker) -> None:
-        worker.set_timeout(ALL_SECONDS)
-        self.current = self.waiting.popleft() if self.waiting else None
-        if self.current is not None:
-            worker.send_task(msgspec.json.encode(self.current))
-
     def _answer(self, answer: ReplayAnswer) -> None:
         if self.current is not None:
             self.answers[self.current.op, self.current.dtype] = answer
 
-    def _lost(self, ended: StateEvent[ReplayWorker]) -> bool:
-        """Note how a process ended in a call; returns whether to start another. One that does not start is not tried again."""
+    def _note_end(self, ended: StateEvent[ReplayWorker]) -> None:
+        """Note how a process ended in a call. After one that did not start, nothing is tried any more."""
         if self.current is None:
             self.waiting.clear()
-            return False
+            return
         if ended.exit_code is None:
             raised = Raised("timeout", f"no result within {CALL_SECONDS:.0f} s", died=True)
         else:
@@ -236,4 +231,3 @@ class CastReplay:
         why_not = f"the call does not run again as it was: {raised.message}"
         self._answer(ReplayAnswer(why_not=why_not) if in_fp32 else ReplayAnswer(tried=True, raised=raised))
         self.current = None
-        return bool(self.waiting)
