@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from lowprec_check.analysis.run_summary import shorten
 from lowprec_check.analysis.suite_coverage import Cell, Coverage, OpUse, cell_of, precision_of
@@ -114,16 +114,14 @@ def _stable_keys(old: Coverage, new: Coverage) -> dict[str, list[str]]:
 
     A cell that rests on one call of the tests may rest on another call then, of a test that did not change.
     """
-    before = {use.op: use for use in old.ops}
-    return {
-        use.op: [key for key in new.dtypes if key in old.dtypes and not _tried(use, before[use.op], key)]
-        for use in new.ops
-        if use.op in before and {*new.tests_of(use)} <= {*old.tests_of(before[use.op])}
-    }
-
-
-def _tried(one: OpUse, other: OpUse, key: str) -> bool:
-    return one.support[key].tried_here or other.support[key].tried_here
+    before, stable = {use.op: use for use in old.ops}, {}
+    for use in new.ops:
+        other = before.get(use.op)
+        if other is not None and {*new.tests_of(use)} <= {*old.tests_of(other)}:
+            both = [key for key in new.dtypes if key in old.dtypes]
+            tried = {key for key in both if use.support[key].tried_here or other.support[key].tried_here}
+            stable[use.op] = [key for key in both if key not in tried]
+    return stable
 
 
 def _change(old: OpUse | None, new: OpUse | None, keys: Sequence[str], side: Coverage, sign: int) -> GapChange | None:
@@ -163,31 +161,24 @@ def _tests(old: Coverage, new: Coverage) -> tuple[set[str], set[str]]:
     return used[0], used[1]
 
 
+_CONDITIONS = {
+    "device": "device",
+    "torch": "torch of the catalog",
+    "evidence": "evidence",
+    "recorded_torch": "torch of the tests",
+}
+"""By field, what warnings call it."""
+
+
 def _side(found: Coverage) -> CoverageSide:
-    return CoverageSide(
-        device=found.device,
-        torch=found.torch,
-        evidence=found.evidence,
-        recorded_torch=found.recorded_torch,
-        dtypes=found.dtypes,
-        operators=len(found.ops),
-        gaps=len(found.gaps),
-        tests=len(found.tests),
-    )
+    given: dict[str, Any] = {name: getattr(found, name) for name in (*_CONDITIONS, "dtypes")}
+    return CoverageSide(**given, operators=len(found.ops), gaps=len(found.gaps), tests=len(found.tests))
 
 
 def _warnings(old: Coverage, new: Coverage) -> list[str]:
     """The conditions that differ, each as a short text."""
-    found = [
-        f"{what} {before} → {after}"
-        for what, before, after in (
-            ("device", old.device, new.device),
-            ("torch of the catalog", old.torch, new.torch),
-            ("evidence", old.evidence, new.evidence),
-            ("torch of the tests", old.recorded_torch, new.recorded_torch),
-        )
-        if before != after
-    ]
+    sides = [(what, getattr(old, name), getattr(new, name)) for name, what in _CONDITIONS.items()]
+    found = [f"{what} {before} → {after}" for what, before, after in sides if before != after]
     for side, other, name in ((old, new, "old"), (new, old, "new")):
         alone = [precision_of(key) for key in side.dtypes if key not in other.dtypes]
         found += [f"only the {name} one has {', '.join(alone)}"] if alone else []

@@ -185,8 +185,14 @@ def kind_of(data: bytes) -> Literal["coverage", "scan", "baseline of scan"] | No
 def coverage_from_json(data: bytes) -> Coverage:
     """Decode a saved coverage of this schema or an older one; raises ``ValueError`` that says why it cannot be read."""
     kind = kind_of(data)
+    if kind is None:
+        try:
+            msgspec.json.decode(data)
+        except (msgspec.DecodeError, RecursionError):
+            raise ValueError("it is not JSON") from None
+        raise ValueError("it lacks the keys of a coverage")
     if kind != "coverage":
-        raise ValueError(f"it is a {kind}" if kind else _no_coverage(data))
+        raise ValueError(f"it is a {kind}")
     if msgspec.json.decode(data, type=_Kind).schema == 1:
         return _upgraded(decode(data, _OldCoverage, 1))
     found = decode(data, Coverage, SCHEMA)
@@ -199,14 +205,6 @@ def coverage_from_json(data: bytes) -> Coverage:
     if wrong is not None:
         raise ValueError(f"{wrong.op} lacks one of the precisions of the file")
     return found
-
-
-def _no_coverage(data: bytes) -> str:
-    try:
-        msgspec.json.decode(data)
-    except (msgspec.DecodeError, RecursionError):
-        return "it is not JSON"
-    return "it lacks the keys of a coverage"
 
 
 HINT = "Save one with: pytest --lowprec-coverage half --lowprec-report FILE.json"

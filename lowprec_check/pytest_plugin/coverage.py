@@ -188,20 +188,7 @@ class CoverageRecorder:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self) -> Generator[None, object, object]:
-        """Record the setup of fixtures."""
-        return (yield from self._recorded())
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_call(self) -> Generator[None, object, object]:
-        """Record the test."""
-        return (yield from self._recorded())
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_teardown(self) -> Generator[None, object, object]:
-        """Record the teardown of fixtures."""
-        return (yield from self._recorded())
-
-    def _recorded(self) -> Generator[None, object, object]:
+        """Record the setup of fixtures, the test, and the teardown."""
         if self._watch is None:
             from lowprec_check.pytest_plugin.fixture.kept_calls import CallKeeper
             from lowprec_check.pytest_plugin.fixture.watch import Watch
@@ -215,6 +202,8 @@ class CoverageRecorder:
             return (yield)
         finally:
             self._watch.stop()
+
+    pytest_runtest_call = pytest_runtest_teardown = pytest_runtest_setup
 
     def _wants_line(self, op: str) -> bool:
         """Whether the op may be a gap."""

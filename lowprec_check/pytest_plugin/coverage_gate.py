@@ -48,10 +48,12 @@ FAIL_ON = (NEVER, "gaps", "new")
 
 def load_baseline(path: Path, device: str, keys: Sequence[str]) -> Coverage:
     """Read the coverage that gaps are compared with; raises :class:`UsageError` if it is not one of this device and precisions."""
+    names = ",".join(map(precision_of, keys))
+    command = f"pytest --lowprec-coverage {names} --lowprec-report {shlex.quote(str(path))}"
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise UsageError(f"The baseline {path} does not exist.", f"Save one with: {_command(path, keys)}") from None
+        raise UsageError(f"The baseline {path} does not exist.", f"Save one with: {command}") from None
     except OSError as error:
         raise UsageError(f"Cannot read {path}: {error.strerror}.") from None
     found = coverage_of(data, path)
@@ -65,14 +67,9 @@ def load_baseline(path: Path, device: str, keys: Sequence[str]) -> Coverage:
         has = ", ".join(map(precision_of, found.dtypes))
         raise UsageError(
             f"The baseline {path} lacks {', '.join(missing)}: it has {has or 'no precision'}.",
-            f"Save it again with: {_command(path, keys)}",
+            f"Save it again with: {command}",
         )
     return msgspec.structs.replace(found, dtypes=[*keys])  # what else it has is not compared
-
-
-def _command(path: Path, keys: Sequence[str]) -> str:
-    """The command that saves a baseline."""
-    return f"pytest --lowprec-coverage {','.join(map(precision_of, keys))} --lowprec-report {shlex.quote(str(path))}"
 
 
 class CoverageGate:
